@@ -1,0 +1,24 @@
+"""Draw the benchmark's figures from its CSV files: `PYTHONPATH=src python benchmarks/plot.py [folder]`."""
+
+import argparse
+from pathlib import Path
+
+from blockdiag.bench.plots import draw_all
+from blockdiag.bench.records import ErrorRow, Timing, read_rows
+
+
+def main() -> None:
+    """Read block_diagonal.csv and block_diagonal_errors.csv of a folder and write PNG files beside them."""
+    parser = argparse.ArgumentParser(description="Draw figures from the CSV files of `python -m blockdiag bench`.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "results")
+    folder = parser.parse_args().folder
+    timings = folder / "block_diagonal.csv"
+    if not timings.exists():
+        parser.error(f"{timings} does not exist; run `python -m blockdiag bench block_diagonal` first")
+    errors = folder / "block_diagonal_errors.csv"
+    for path in draw_all(read_rows(timings, Timing), read_rows(errors, ErrorRow) if errors.exists() else [], folder):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+#!/bin/sh
+# One entry point for a checkout: finds a Python, makes .venv, installs the tested versions into it, runs a command.
+# The set-up is repeated only when pyproject.toml, constraints.txt or the wanted extras change.
+set -eu
+cd "$(dirname "$0")"
+
+usage() {
+    cat <<'TEXT'
+usage: ./do COMMAND [ARGUMENTS]
+
+  demo       train the small language model, compare with jax.nn.dot_product_attention, save a plot
+  test       ruff, pyrefly and every test that needs no GPU; arguments go to pytest
+  gpu-test   the tests that need a CUDA GPU; arguments go to pytest
+  doctor     what this machine has, and which implementations can run on it
+  bench      benchmarks (needs a CUDA GPU)
+  docs       build the documentation into build/docs
+  setup      only install everything that the tests need
+
+A Python 3.12, 3.13 or 3.14 is looked for on PATH, among pyenv's versions and through uv; PYTHON=/path/to/python decides.
+TEXT
+}
+
+say() { printf '%s\n' "do: $*" >&2; }
+
+# Newer versions have no wheels of the versions that constraints.txt names.
+version_is_supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
+}
+
+python_is_usable() {
+    version_is_supported "$1" || return 1
+    "$1" -c 'import ensurepip, venv' >/dev/null 2>&1 && return 0
+    incomplete=$1
+    return 1
+}
+
+# Sets $python, or says what to install and exits. 3.12 comes first: it is the version that constraints.txt was tested with.
+find_python() {
+    incomplete=
+    if [ -n "${PYTHON:-}" ]; then
+        python=$PYTHON
+        python_is_usable "$python" && return
+        say "PYTHON=$PYTHON is not a Python 3.12, 3.13 or 3.14 with the venv and ensurepip modules; unset it or name another."
+        exit 1
+    fi
+    for python in python3.12 python3.13 python3.14 python3 python; do
+        python_is_usable "$python" && return
+    done
+    for version in 3.12 3.13 3.14; do
+        for python in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version"*/bin/python3; do
+            python_is_usable "$python" && return
+        done
+    done
+    if command -v uv >/dev/null 2>&1; then
+        python=$(uv python find --no-project '>=3.12,<3.15' 2>/dev/null || true)
+        python_is_usable "$python" && return
+        say "no Python 3.12 found; uv installs one"
+        uv python install 3.12 && python=$(uv python find --no-project 3.12)
+        python_is_usable "$python" && return
+    fi
+    if [ -n "$incomplete" ]; then
+        say "$incomplete lacks the venv or ensurepip module; on Debian and Ubuntu: sudo apt install python3-venv"
+    else
+        say "no Python 3.12, 3.13 or 3.14 found. Install one, for example:"
+        say "  sudo apt install python3.12 python3.12-venv    (Ubuntu 24.04 or later)"
+        say "  brew install python@3.12                       (macOS)"
+        say "  curl -LsSf https://astral.sh/uv/install.sh | sh && uv python install 3.12"
+    fi
+    exit 1
+}
+
+gpu_is_present() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+# fingerprint EXTRAS: what an installation with these extras depends on; the folder, because an editable install names it.
+fingerprint() { { echo "$1"; pwd; cat pyproject.toml constraints.txt; } | cksum; }
+
+is_installed() { [ -x .venv/bin/python ] && [ "$(cat ".venv/installed-$1" 2>/dev/null)" = "$(fingerprint "$1")" ]; }
+
+# install EXTRAS: brings .venv to the tested versions of the package's dependencies with these extras.
+install() {
+    is_installed "$1" && return
+    if ! { [ -x .venv/bin/python ] && version_is_supported .venv/bin/python; }; then
+        find_python
+        say "making .venv with $("$python" --version) ($(command -v "$python"))"
+        "$python" -m venv --clear .venv
+    fi
+    say "installing blockdiag[$1] (the first time takes a few minutes)"
+    .venv/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[$1]"
+    fingerprint "$1" >".venv/installed-$1"
+}
+
+# The tests lower for CUDA and compile kernels without a GPU, so they want the CUDA plugin everywhere.
+test_extras=test,cuda
+
+install_to_run() {
+    is_installed "$test_extras" && return
+    if gpu_is_present; then install cli,flax,cuda; else install cli,flax; fi
+}
+
+command=${1:-help}
+[ $# -gt 0 ] && shift
+case $command in
+demo | doctor)
+    install_to_run
+    exec .venv/bin/python -m blockdiag "$command" "$@"
+    ;;
+bench)
+    install "$test_extras"
+    exec .venv/bin/python -m blockdiag bench "$@"
+    ;;
+test)
+    install "$test_extras"
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check .
+    .venv/bin/pyrefly check
+    # On a machine with a GPU too, so that the command does the same thing everywhere.
+    export JAX_PLATFORMS=cpu
+    exec .venv/bin/python -m pytest -m "not gpu and not multigpu" "$@"
+    ;;
+gpu-test)
+    install "$test_extras"
+    exec .venv/bin/python -m pytest -m "gpu or multigpu" "$@"
+    ;;
+docs)
+    install docs,flax
+    exec .venv/bin/python -m sphinx -W --keep-going -b html docs build/docs "$@"
+    ;;
+setup)
+    install "$test_extras"
+    ;;
+help | -h | --help)
+    usage
+    ;;
+*)
+    usage >&2
+    exit 2
+    ;;
+esac

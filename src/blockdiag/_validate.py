@@ -1,0 +1,257 @@
+"""Checks of public arguments. Each raises a ValueError that names the argument, its value and the remedy.
+
+Shapes, dtypes and options are always checked. Values of index arrays are checked where they are known: not inside a
+trace, where every implementation stays memory safe instead.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from blockdiag.rotary import Rotary
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+MAX_BLOCK_SIZE = 256
+
+
+def check_operands(query: Any, key: Any, value: Any) -> None:
+    """Shapes and dtypes of query [B, T, N, H] or [T, N, H] against key and value with K heads."""
+    if query.ndim not in (3, 4):
+        raise ValueError(
+            f"`query` must have shape [B, T, N, H] or [T, N, H], got {query.shape}; "
+            "reshape more batch axes into one, or map over them with jax.vmap"
+        )
+    *lead, num_heads, head_dim = query.shape
+    if num_heads == 0 or head_dim == 0:
+        raise ValueError(f"`query` must have at least one head of at least one element, got shape {query.shape}")
+    for name, array in (("key", key), ("value", value)):
+        if array.ndim != query.ndim or (*array.shape[:-2], array.shape[-1]) != (*lead, head_dim):
+            expected = ", ".join([*map(str, lead), "K", str(head_dim)])
+            raise ValueError(
+                f"`{name}` must have shape ({expected}) to match `query` of shape {query.shape}, got {array.shape}; "
+                "block-diagonal attention is self-attention, with equally many query and key tokens"
+            )
+        if array.dtype != query.dtype:
+            raise ValueError(
+                f"`{name}` must have the dtype of `query`, {query.dtype}, got {array.dtype}; cast one of them"
+            )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"`value` must have the {key.shape[-2]} heads of `key`, got {value.shape[-2]} in shape {value.shape}; "
+            "pass both with equally many heads"
+        )
+    check_heads(num_heads, key.shape[-2])
+    check_dtype("query", query.dtype)
+
+
+def check_heads(query_heads: int, key_heads: int) -> None:
+    """Query heads must divide into groups, one group for each key head."""
+    if key_heads == 0 or query_heads % key_heads:
+        raise ValueError(
+            f"the number of query heads must be a multiple of the number of key heads, got {query_heads} and "
+            f"{key_heads} (in `query` and `key`); query head n attends to key head n // (N // K)"
+        )
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Floating dtypes that have an accumulation type."""
+    if np.dtype(dtype).name not in DTYPES:
+        raise ValueError(f"`{name}` must have one of the dtypes {list(DTYPES)}, got {dtype}; cast it first")
+
+
+def check_block_size(block_size: Any) -> int:
+    """An integer of 1..256."""
+    size = None if isinstance(block_size, (bool, jax.core.Tracer)) else _as_index(block_size)
+    if size is None or not 1 <= size <= MAX_BLOCK_SIZE:
+        raise ValueError(
+            f"`block_size` must be an integer of 1..{MAX_BLOCK_SIZE}, known when tracing, got {block_size!r}; "
+            "larger blocks need flash attention, for example jax.nn.dot_product_attention on one block per batch row"
+        )
+    return size
+
+
+def check_scale(scale: Any, head_dim: int) -> float:
+    """A positive finite number; 1 / sqrt(H) for None."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    is_number = isinstance(scale, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(scale, bool)
+    if not is_number or isinstance(scale, jax.core.Tracer) or np.ndim(scale) or not 0 < float(scale) < math.inf:
+        raise ValueError(
+            f"`scale` must be a positive number, known when tracing, got {scale!r}; "
+            "multiply `query` by a factor that is traced, learned or negative"
+        )
+    return float(scale)
+
+
+def check_is_causal(is_causal: Any) -> bool:
+    """A bool that is known when tracing."""
+    if not isinstance(is_causal, (bool, np.bool_)):
+        raise ValueError(f"`is_causal` must be True or False, known when tracing, got {is_causal!r}; pass a bool")
+    return bool(is_causal)
+
+
+def check_packing(
+    tokens_shape: Sequence[int], block_size: int, sequence_offsets: Any, block_lengths: Any
+) -> int | None:
+    """Check `sequence_offsets` or `block_lengths` against tokens of shape [T]; [B, T] allows neither.
+
+    Returns:
+        The largest number of tokens in a sequence, None where it is not known.
+    """
+    if sequence_offsets is None and block_lengths is None:
+        return tokens_shape[-1]
+    if sequence_offsets is not None and block_lengths is not None:
+        raise ValueError(
+            "`sequence_offsets` and `block_lengths` exclude each other, got both; "
+            "`block_lengths` alone describes blocks of any length, `sequence_offsets` blocks of equal length"
+        )
+    name = "block_lengths" if sequence_offsets is None else "sequence_offsets"
+    array = block_lengths if sequence_offsets is None else sequence_offsets
+    if len(tokens_shape) != 1:
+        raise ValueError(
+            f"`{name}` describes one packed token axis, query [T, N, H], got tokens of shape {tuple(tokens_shape)}; "
+            "reshape the batch into the token axis, or map over it with jax.vmap"
+        )
+    _check_int32(name, array, "1")
+    if sequence_offsets is not None:
+        return _check_sequence_offsets(tokens_shape[0], array)
+    return _check_block_lengths(tokens_shape[0], block_size, array)
+
+
+def _check_sequence_offsets(tokens: int, sequence_offsets: Any) -> int | None:
+    if sequence_offsets.shape[0] == 0:
+        raise ValueError(
+            "`sequence_offsets` must have shape [num_sequences + 1], got an empty array; pass [0] for no sequences"
+        )
+    offsets = known_values(sequence_offsets)
+    if offsets is None:
+        return None
+    lengths = np.diff(offsets)
+    if offsets[0] != 0:
+        raise ValueError(
+            f"`sequence_offsets` must start with 0, got {offsets[0]}; "
+            "slice the tokens so that the first sequence starts with row 0"
+        )
+    if (lengths < 0).any():
+        first = int(np.argmax(lengths < 0))
+        raise ValueError(
+            f"`sequence_offsets` must not decrease, got {offsets[first]} then {offsets[first + 1]} at index "
+            f"{first + 1}; pass the running sum of the sequence lengths"
+        )
+    if offsets[-1] > tokens:
+        raise ValueError(
+            f"`sequence_offsets` must end within the {tokens} tokens of `query`, got {offsets[-1]}; "
+            "pad the tokens or drop sequences"
+        )
+    return int(lengths.max(initial=0))
+
+
+def _check_block_lengths(tokens: int, block_size: int, block_lengths: Any) -> int:
+    lengths = known_values(block_lengths)
+    if lengths is None:
+        return min(block_size, tokens)
+    if (lengths < 0).any():
+        raise ValueError(f"`block_lengths` must not be negative, got {lengths.min()}; an empty block has length 0")
+    if (lengths > block_size).any():
+        remedy = (
+            f"pass block_size={lengths.max()}"
+            if lengths.max() <= MAX_BLOCK_SIZE
+            else f"blocks have at most {MAX_BLOCK_SIZE} tokens"
+        )
+        raise ValueError(f"`block_lengths` must not exceed block_size={block_size}, got {lengths.max()}; {remedy}")
+    if lengths.sum(dtype=np.int64) > tokens:
+        raise ValueError(
+            f"`block_lengths` must sum to at most the {tokens} tokens of `query`, got "
+            f"{lengths.sum(dtype=np.int64)}; pad the tokens or drop blocks"
+        )
+    return int(lengths.max(initial=0))
+
+
+def check_rotary(rotary: Any, tokens_shape: Sequence[int], head_dim: int, longest_sequence: int | None) -> None:
+    """Check the tables and positions of `rotary` against tokens of shape [B, T] or [T]."""
+    if not isinstance(rotary, Rotary):
+        raise ValueError(f"`rotary` must be a blockdiag.Rotary or None, got {type(rotary)}; wrap cos and sin tables")
+    if head_dim % 2:
+        raise ValueError(f"`rotary` needs an even head dimension, got H={head_dim}; rotary embedding rotates pairs")
+    _check_tables(rotary, tuple(tokens_shape), head_dim)
+    table_rows = rotary.cos.shape[-2]
+    if rotary.per_token:
+        return
+    if rotary.positions is None:
+        if longest_sequence is not None and longest_sequence > table_rows:
+            raise ValueError(
+                f"`rotary` tables must have a row for every position, got {table_rows} rows for a sequence of "
+                f"{longest_sequence} tokens; make longer tables or pass `positions`"
+            )
+        return
+    _check_int32("rotary.positions", rotary.positions, "1 or 2")
+    if rotary.positions.shape not in {tuple(tokens_shape), tuple(tokens_shape[-1:])}:
+        raise ValueError(
+            f"`rotary.positions` must have shape {tuple(tokens_shape)}, one for each token, got "
+            f"{rotary.positions.shape}"
+        )
+    positions = known_values(rotary.positions)
+    if positions is not None and positions.size and not (positions.min() >= 0 and positions.max() < table_rows):
+        raise ValueError(
+            f"`rotary.positions` must lie in [0, {table_rows}), the rows of the tables, got values in "
+            f"[{positions.min()}, {positions.max()}]; make longer tables or shift the positions"
+        )
+
+
+def _check_tables(rotary: Rotary, tokens_shape: tuple[int, ...], head_dim: int) -> None:
+    cos, sin = rotary.cos, rotary.sin
+    for name, table in (("rotary.cos", cos), ("rotary.sin", sin)):
+        if not hasattr(table, "dtype") or not hasattr(table, "shape"):
+            raise ValueError(f"`{name}` must be an array, got {type(table)}; convert it with jnp.asarray")
+        check_dtype(name, table.dtype)
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"`rotary.cos` and `rotary.sin` must have one shape and dtype, got {cos.shape} {cos.dtype} and {sin.shape} "
+            f"{sin.dtype}"
+        )
+    half = head_dim // 2
+    if rotary.per_token:
+        allowed = {(*tokens_shape, half), (tokens_shape[-1], half)}
+        if cos.shape not in allowed:
+            raise ValueError(
+                f"`rotary.cos` and `rotary.sin` with per_token=True must have shape "
+                f"{' or '.join(map(str, sorted(allowed)))}, one row for each token, got {cos.shape}"
+            )
+        if rotary.positions is not None:
+            raise ValueError(
+                "`rotary.positions` must be None with per_token=True, got an array; tables per token need no positions"
+            )
+        return
+    if cos.ndim != 2 or cos.shape[1] != half or cos.shape[0] == 0:
+        raise ValueError(
+            f"`rotary.cos` and `rotary.sin` must have shape [P, {half}] for H={head_dim}, got {cos.shape}; "
+            "pass per_token=True for tables with one row for each token"
+        )
+
+
+def _check_int32(name: str, array: Any, rank: str) -> None:
+    if getattr(array, "dtype", None) != np.int32:
+        raise ValueError(
+            f"`{name}` must be an int32 array, got {getattr(array, 'dtype', type(array))}; "
+            "convert it with jnp.asarray(..., jnp.int32)"
+        )
+    if str(array.ndim) not in rank.split(" or "):
+        raise ValueError(f"`{name}` must have rank {rank}, got shape {array.shape}")
+
+
+def known_values(array: Any) -> np.ndarray | None:
+    """The values of an array on the host, or None where they cannot be known: traced, or on another process."""
+    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return None
+    return np.asarray(array)
+
+
+def _as_index(value: Any) -> int | None:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,181 @@
+"""Device time of launches from two frameworks, interleaved in one process.
+
+torch: CUDA events around a batch of launches, recorded behind one unmeasured launch, so that the host is ahead of the
+GPU when the first event is reached.
+
+JAX offers no events on its stream, and a profiler (CUPTI) sums kernels without the gaps between them and slows the
+host. So the same idea is used with the host's clock: some unmeasured calls (the fence) are queued, then the measured
+ones; the clock starts when the fence's result is ready and stops when the last result is. Both ends wait in the same
+way, so what waiting costs cancels, and host time to queue calls is hidden behind the fence. A sample whose fence was
+already finished when the last call had been queued does not have that property: it is thrown away and taken again with
+a longer fence and fewer calls.
+
+Every round runs every subject once, in rotating order, so that drifting clocks touch all alike.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from blockdiag.bench.records import reason_of, recordable_failures
+
+Framework = Literal["torch", "jax", "host"]
+
+# XLA lets 32 computations wait on a device's queue; the host blocks on the next one, and then a sample means nothing.
+_QUEUE_LIMIT = 24
+_LONGEST_FENCE = 12
+
+
+class FenceTooShort(RuntimeError):
+    """A fence finished before the measured calls were queued, however it was chosen."""
+
+
+@dataclass
+class Subject:
+    """One thing to time.
+
+    Attributes:
+        key: what the caller calls it.
+        run: queues the work once and returns its arrays.
+        framework: which clock; "host" waits for every call and is for machines without a GPU.
+        output_bytes: what one call returns, so that queued calls do not fill the memory.
+        launches, fence: calls per sample and unmeasured calls in front; set by `calibrate`.
+        samples: milliseconds per call.
+        failure: why timing ended early, empty otherwise.
+    """
+
+    key: Any
+    run: Callable[[], Any]
+    framework: Framework
+    output_bytes: int = 0
+    launches: int = 1
+    fence: int = 1
+    samples: list[float] = field(default_factory=list)
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and spread of a subject's samples, in milliseconds."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+def summarise(samples: Sequence[float]) -> Summary:
+    """Median, 20th and 80th percentile."""
+    if not samples:
+        raise ValueError("`samples` is empty; take at least one before summarising")
+    if len(samples) == 1:
+        return Summary(samples[0], samples[0], samples[0])
+    p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
+    return Summary(statistics.median(samples), p20, p80)
+
+
+def sample_torch(run: Callable[[], Any], launches: int) -> float:
+    """Milliseconds per launch from CUDA events on the current stream."""
+    import torch
+
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    run()
+    start.record()
+    for _ in range(launches):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / launches
+
+
+def sample_jax(run: Callable[[], Any], launches: int, fence: int) -> float | None:
+    """Milliseconds per call from the host's clock between two results, or None when the fence was too short."""
+    import jax
+
+    fenced = run()
+    for _ in range(fence - 1):
+        fenced = run()
+    last = run()
+    for _ in range(launches - 1):
+        last = run()
+    if any(leaf.is_ready() for leaf in jax.tree.leaves(fenced)):
+        jax.block_until_ready(last)
+        return None
+    jax.block_until_ready(fenced)
+    begin = time.perf_counter()
+    jax.block_until_ready(last)
+    return (time.perf_counter() - begin) * 1e3 / launches
+
+
+def sample_host(run: Callable[[], Any], launches: int) -> float:
+    """Milliseconds per call, waiting for each: for a CPU, whose calls are synchronous anyway."""
+    import jax
+
+    begin = time.perf_counter()
+    for _ in range(launches):
+        jax.block_until_ready(run())
+    return (time.perf_counter() - begin) * 1e3 / launches
+
+
+def calibrate(subject: Subject, batch_ms: float, memory_bytes: int = 40 * 2**30) -> None:
+    """Warm the subject up and choose how many calls one sample has, for `batch_ms` of device time."""
+    if subject.framework == "torch":
+        one = min(sample_torch(subject.run, 1) for _ in range(3))
+        subject.launches = max(1, round(batch_ms / max(one, 1e-3)))
+        return
+    one = min(sample_host(subject.run, 1) for _ in range(3))
+    subject.launches = max(1, min(_QUEUE_LIMIT - _LONGEST_FENCE, round(batch_ms / max(one, 1e-3))))
+    subject.fence = 2
+    if subject.output_bytes:
+        most = max(3, memory_bytes // subject.output_bytes)
+        subject.launches = max(1, min(subject.launches, most - subject.fence))
+
+
+def sample(subject: Subject) -> float:
+    """One sample in milliseconds per call.
+
+    Raises:
+        FenceTooShort: when even the longest fence ends before one call is queued: the work is too short to time so.
+    """
+    if subject.framework == "torch":
+        return sample_torch(subject.run, subject.launches)
+    if subject.framework == "host":
+        return sample_host(subject.run, subject.launches)
+    for _ in range(8):
+        value = sample_jax(subject.run, subject.launches, subject.fence)
+        if value is not None:
+            return value
+        subject.launches = max(1, subject.launches * 2 // 3)
+        subject.fence = min(_LONGEST_FENCE, subject.fence + 2)
+    raise FenceTooShort(
+        f"{subject.fence} calls end before {subject.launches} more are queued: host time hides the device time; "
+        "use a larger workload"
+    )
+
+
+def interleave(
+    subjects: Sequence[Subject], *, rounds: int, batch_ms: float, deadline: float, least_rounds: int = 5
+) -> None:
+    """Fill the subjects' samples: `rounds` of them, or at least `least_rounds` once `deadline` has passed.
+
+    `deadline` is in `time.monotonic` seconds. A subject that fails keeps the reason and leaves the rounds.
+    """
+    failures = recordable_failures()
+    for subject in subjects:
+        try:
+            calibrate(subject, batch_ms)
+        except failures as failure:
+            subject.failure = reason_of(failure)
+    for index in range(rounds):
+        if index >= least_rounds and time.monotonic() > deadline:
+            return
+        alive = [subject for subject in subjects if not subject.failure]
+        if not alive:
+            return
+        shift = index % len(alive)
+        for subject in alive[shift:] + alive[:shift]:
+            try:
+                subject.samples.append(sample(subject))
+            except failures as failure:
+                subject.failure = reason_of(failure)

@@ -1,0 +1,242 @@
+"""Rows of the benchmark's CSV files, and reading and writing them."""
+
+import csv
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What every row says about where it was measured."""
+
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One row of the timing CSV; the file's columns are these fields in this order.
+
+    Numbers that were not measured are None and empty in the file; `note` then says why. `pass` is a keyword in
+    Python, so the field is `pass_name` and the column `pass`.
+    """
+
+    op: str
+    pass_name: str
+    case: str
+    implementation: str
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    floor_ms: float | None = None
+    ratio_to_floor: float | None = None
+    gb_per_s: float | None = None
+    copy_gb_per_s: float | None = None
+    matmul_tflops: float | None = None
+    peak_bytes: int | None = None
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRow:
+    """One row of the error CSV: distance of one tensor from the float64 oracle, worst and mean over seeds."""
+
+    op: str
+    case: str
+    implementation: str
+    tensor: str
+    tokens: int
+    seeds: int
+    max_error: float | None = None
+    mean_error: float | None = None
+    relative_error: float | None = None
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRow:
+    """One row of the host-time CSV: microseconds until a jitted call returns, without waiting for the device."""
+
+    op: str
+    pass_name: str
+    implementation: str
+    median_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    over_trivial_us: float | None = None
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+    note: str = ""
+
+
+type Row = Timing | ErrorRow | HostRow
+
+_KEYS: dict[type, tuple[str, ...]] = {
+    Timing: ("op", "pass_name", "case", "implementation", "device"),
+    ErrorRow: ("op", "case", "implementation", "tensor", "device"),
+    HostRow: ("op", "pass_name", "implementation", "device"),
+}
+
+
+def _column(field_name: str) -> str:
+    """The file's name of a field."""
+    return "pass" if field_name == "pass_name" else field_name
+
+
+def columns(kind: type) -> list[str]:
+    """Column names of one kind of row, in order."""
+    return [_column(field.name) for field in fields(kind)]
+
+
+def _text(value: Any) -> str:
+    """A cell: numbers with six significant digits, None empty, text on one line."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return " ".join(str(value).split())
+
+
+def write_rows(path: Path, kind: type, rows: Iterable[Row]) -> None:
+    """Write rows of one kind with a header; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns(kind))
+        writer.writerows([_text(value) for value in asdict(row).values()] for row in rows)
+
+
+def read_rows(path: Path, kind: type) -> list[Any]:
+    """Rows of one kind from a file that `write_rows` wrote.
+
+    Raises:
+        ValueError: when the header is another one.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.reader(file)
+        header = next(reader, [])
+        if header != columns(kind):
+            raise ValueError(f"{path} has columns {header}, expected {columns(kind)}; delete it and measure again")
+        hints = get_type_hints(kind)
+        names = [field.name for field in fields(kind)]
+        return [
+            kind(**{name: _parse(hints[name], cell) for name, cell in zip(names, cells, strict=True)})
+            for cells in reader
+        ]
+
+
+def _parse(hint: Any, cell: str) -> Any:
+    """The value of a cell, by the field's type."""
+    if hint is str:
+        return cell
+    if cell == "":
+        return None
+    return int(float(cell)) if hint in (int, int | None) else float(cell)
+
+
+def merge_rows(path: Path, kind: type, rows: Sequence[Row]) -> list[Any]:
+    """Write `rows` over the rows of the same key that `path` holds, keep its others, and return what it holds now."""
+    key = _KEYS[kind]
+
+    def key_of(row: Row) -> tuple[Any, ...]:
+        return tuple(getattr(row, name) for name in key)
+
+    merged = {key_of(row): row for row in (read_rows(path, kind) if path.exists() else [])}
+    merged.update({key_of(row): row for row in rows})
+    write_rows(path, kind, merged.values())
+    return list(merged.values())
+
+
+def _version(package: str) -> str:
+    """Installed version of a package, or "absent"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version as nvidia-smi reports it, or "none"."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "none"
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    lines = answer.stdout.split()
+    return lines[0] if answer.returncode == 0 and lines else "unknown"
+
+
+def environment(device: str) -> Environment:
+    """Versions of this process and today's date; `device` is the name the rows carry."""
+    return Environment(
+        device=device,
+        driver=driver_version(),
+        jax=_version("jax"),
+        jaxlib=_version("jaxlib"),
+        torch=_version("torch"),
+        triton=_version("triton"),
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def recordable_failures() -> tuple[type[Exception], ...]:
+    """What a baseline that cannot run raises: it becomes a row with its reason, and the others go on.
+
+    Interrupts and exits are no part of it.
+    """
+    kinds: list[type[Exception]] = [
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        NameError,
+        OSError,
+        RuntimeError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+        subprocess.SubprocessError,
+    ]
+    for module, name in (("triton.errors", "TritonError"), ("jaxlib.mlir.ir", "MLIRError")):
+        if importlib.util.find_spec(module.split(".")[0]) is not None:
+            kinds.append(getattr(importlib.import_module(module), name))
+    return tuple(kinds)
+
+
+def reason_of(failure: BaseException) -> str:
+    """One line that says what went wrong: the type and the first lines of the message."""
+    message = " ".join(str(failure).split())
+    return f"{type(failure).__name__}: {message[:400]}" if message else type(failure).__name__

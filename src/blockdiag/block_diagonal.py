@@ -1,0 +1,318 @@
+"""Block-diagonal attention: the public function, its one derivative rule and its one batching rule."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from blockdiag import _validate
+from blockdiag._differentiation import on_common_axes, reverse_only
+from blockdiag._dtypes import dtype_name
+from blockdiag._folding import fold_mapped_axis
+from blockdiag.dispatch import call_implementation, normalise_implementation, resolve
+from blockdiag.packing import (
+    count_length_tiles,
+    count_offset_tiles,
+    count_uniform_tiles,
+    tiles_from_lengths,
+    tiles_from_offsets,
+)
+from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.rotary import Rotary
+from blockdiag.xla import block_diagonal as xla_block_diagonal
+
+BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
+"""Name of the attention output for rematerialisation policies.
+
+`jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(blockdiag.BLOCK_DIAGONAL_OUTPUT))` keeps the
+output of each attention call, so that the backward pass does not run the forward kernel again. (The backward kernel
+itself needs no output: it starts from query, key and value.)
+"""
+
+
+def block_diagonal_attention(
+    query: Float[Array, "*batch T N H"],
+    key: Float[Array, "*batch T K H"],
+    value: Float[Array, "*batch T K H"],
+    *,
+    block_size: int = 64,
+    sequence_offsets: Int[Array, " offsets"] | None = None,
+    block_lengths: Int[Array, " blocks"] | None = None,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "*batch T N H"]:
+    """Self-attention in which every token attends within its own fixed-size block of its own sequence.
+
+    Blocks are anchored at the start of each sequence and never cross it; the last block of a sequence holds what is
+    left. Query head n attends to key head n // (N // K), so that K = N is multi-head, K = 1 multi-query attention.
+    Scores, softmax and sums are float32 (float64 for float64 arrays); the output and each gradient are rounded once.
+    NaN and infinity stay within their block.
+
+    Works under `jax.jit`, `jax.grad` (any number of times), `jax.vmap` with any axes, `jax.checkpoint` (see
+    `BLOCK_DIAGONAL_OUTPUT`), `jax.shard_map` and `jax.export`. Forward-mode differentiation raises a TypeError except
+    with `implementation="reference"`. The only arrays kept for the backward pass are the arguments. `rotary`,
+    `sequence_offsets` and `block_lengths` are constants to differentiation: their gradient is zero.
+
+    Args:
+        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
+            `block_lengths` describe. float16, bfloat16, float32 or float64. T need not be a multiple of anything.
+        key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
+        block_size: rows of a block, 1..256; with `block_lengths` the most rows of a block.
+        sequence_offsets: int32 [num_sequences + 1], only for packed arrays: sequence s is rows [offsets[s],
+            offsets[s + 1]). Starts with 0 and does not decrease; sequences may be empty; rows after the last offset
+            belong to no sequence, give 0 and get zero gradients. Where traced, values cannot be checked: rows before
+            the first offset belong to no sequence either, offsets are clipped to [0, T], and one below its predecessor
+            counts as equal to it.
+        block_lengths: int32 [num_blocks], only for packed arrays and instead of `sequence_offsets`: the rows of each
+            block, 0..block_size, back to back; rows after the last block give 0. Where traced, rows of a block beyond
+            `block_size` belong to no block.
+        rotary: rotary embedding of query and key (or as it says), fused into both directions.
+        scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
+        is_causal: whether a token attends only to itself and earlier tokens of its block.
+        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
+            it supports the call, "xla" otherwise. A name, "reference", "xla", "triton" or "pallas", means that one;
+            "triton" and "pallas" on a CPU run in slow interpreters. A sequence means the first that supports the call.
+
+    Returns:
+        The attention output, in the shape and dtype of `query`.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    Example:
+        >>> import jax
+        >>> from blockdiag import block_diagonal_attention
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 32))
+        >>> block_diagonal_attention(query, key, value, block_size=32).shape
+        (2, 100, 4, 32)
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    _validate.check_operands(query, key, value)
+    call = prepare_call(
+        query,
+        key,
+        block_size=block_size,
+        sequence_offsets=sequence_offsets,
+        block_lengths=block_lengths,
+        rotary=rotary,
+        scale=scale,
+        is_causal=is_causal,
+        implementation=implementation,
+    )
+    return _attention(call, query, key, value, sequence_offsets, block_lengths, rotary)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`)."""
+
+    problem: BlockDiagonalProblem
+    implementations: tuple[str, ...] | None
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the call is the reference's, which JAX differentiates and maps by itself."""
+        return resolve(self.problem, self.implementations).elsewhere.name == "reference"
+
+
+def prepare_call(
+    query: Any,
+    key: Any,
+    *,
+    block_size: int,
+    sequence_offsets: Array | None,
+    block_lengths: Array | None,
+    rotary: Rotary | None,
+    scale: float | None,
+    is_causal: bool,
+    implementation: str | Sequence[str] | None,
+) -> Call:
+    """Check every argument but the operands and describe the call; of query and key only shape and dtype are read."""
+    *tokens_shape, query_heads, head_dim = query.shape
+    tokens, length = math.prod(tokens_shape), tokens_shape[-1]
+    block_size = _validate.check_block_size(block_size)
+    longest = _validate.check_packing(tokens_shape, block_size, sequence_offsets, block_lengths)
+    if rotary is not None:
+        _validate.check_rotary(rotary, tokens_shape, head_dim, longest)
+    is_uniform = sequence_offsets is None and block_lengths is None
+    if sequence_offsets is not None:
+        num_tiles = count_offset_tiles(tokens, sequence_offsets.shape[0] - 1, block_size)
+    elif block_lengths is not None:
+        num_tiles = count_length_tiles(tokens, block_lengths.shape[0], block_size)
+    else:
+        num_tiles = count_uniform_tiles(tokens, length, block_size)
+    problem = BlockDiagonalProblem(
+        tokens=tokens,
+        query_heads=query_heads,
+        key_heads=key.shape[-2],
+        head_dim=head_dim,
+        dtype=dtype_name(query.dtype),
+        block_size=block_size,
+        sequence_length=length if is_uniform else None,
+        num_tiles=num_tiles,
+        is_causal=_validate.check_is_causal(is_causal),
+        scale=_validate.check_scale(scale, head_dim),
+        rotary=None if rotary is None else _rotary_problem(rotary, is_uniform),
+    )
+    names = normalise_implementation(implementation)
+    resolve(problem, names)
+    return Call(problem, names)
+
+
+def _rotary_problem(rotary: Rotary, is_uniform: bool) -> RotaryProblem:
+    if rotary.positions is not None:
+        positions = "explicit"
+    elif not rotary.per_token or (is_uniform and rotary.cos.ndim == 2):
+        # A table with one row for each token of a sequence, shared by all sequences, is a table by position.
+        positions = "sequence"
+    else:
+        positions = "token"
+    return RotaryProblem(
+        interleaved=rotary.interleaved,
+        query="query" in rotary.apply_to,
+        key="key" in rotary.apply_to,
+        value="value" in rotary.apply_to,
+        table_rows=math.prod(rotary.cos.shape[:-1]),
+        table_dtype=dtype_name(rotary.cos.dtype),
+        positions=positions,
+    )
+
+
+def canonical_tables(
+    call: Call,
+    tokens_shape: Sequence[int],
+    sequence_offsets: Array | None,
+    block_lengths: Array | None,
+    rotary: Rotary | None,
+) -> tuple[Array | None, tuple[Array, Array, Array | None] | None]:
+    """The tile table and rotary arrays of the canonical call, for tokens of shape [B, T] or [T]."""
+    problem = call.problem
+    tiles = None
+    if sequence_offsets is not None:
+        tiles = tiles_from_offsets(jnp.asarray(sequence_offsets), problem.tokens, problem.block_size)
+    elif block_lengths is not None:
+        tiles = tiles_from_lengths(jnp.asarray(block_lengths), problem.tokens, problem.block_size)
+    if rotary is None:
+        return tiles, None
+    # Tables are constants: a tangent that reached the derivative rule would be refused rather than ignored.
+    cos, sin = (jax.lax.stop_gradient(jnp.asarray(x)).reshape(-1, x.shape[-1]) for x in (rotary.cos, rotary.sin))
+    positions = None
+    if rotary.positions is not None:
+        positions = jnp.asarray(rotary.positions)
+        positions = positions.reshape((1,) * (len(tokens_shape) - positions.ndim) + positions.shape)
+        positions = jnp.broadcast_to(positions, tokens_shape).reshape(-1)
+    return tiles, (cos, sin, positions)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _attention(
+    call: Call,
+    query: Array,
+    key: Array,
+    value: Array,
+    sequence_offsets: Array | None,
+    block_lengths: Array | None,
+    rotary: Rotary | None,
+) -> Array:
+    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    tables = canonical_tables(call, query.shape[:-2], sequence_offsets, block_lengths, rotary)
+    rows = (x.reshape(call.problem.tokens, *x.shape[-2:]) for x in (query, key, value))
+    return differentiable_attention(call, *rows, tables).reshape(query.shape)
+
+
+def differentiable_attention(call: Call, query: Array, key: Array, value: Array, tables: tuple) -> Array:
+    """The canonical call with everything that transformations need.
+
+    Args:
+        call: the static part.
+        query: [tokens, N, H].
+        key, value: [tokens, K, H].
+        tables: tile table or None, and rotary arrays or None.
+    """
+    if call.is_reference:
+        output = call_implementation("forward", call.problem, call.implementations, query, key, value, *tables)
+        return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT)
+    query, key, value, tables = on_common_axes(query, key, value, tables)
+    return _attend(call, reverse_only(query), reverse_only(key), reverse_only(value), tables)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, query: Array, key: Array, value: Array, tables: tuple) -> Array:
+    return _mappable(call, "forward")(query, key, value, *tables)
+
+
+def _attend_forward(call: Call, query: Array, key: Array, value: Array, tables: tuple) -> tuple[Array, tuple]:
+    # Through `_attend` itself, not what it computes with, so that a second differentiation finds this rule again.
+    output = _attend(call, query, key, value, tables)
+    # The name must be given inside this rule: a policy cannot see into it from outside.
+    return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT), (query, key, value, tables)
+
+
+def _attend_backward(call: Call, residuals: tuple, cotangent: Array) -> tuple:
+    query, key, value, tables = residuals
+    return *attention_gradients(call, query, key, value, tables, cotangent), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def attention_gradients(
+    call: Call, query: Array, key: Array, value: Array, tables: tuple, cotangent: Array
+) -> tuple[Array, Array, Array]:
+    """Gradients of the canonical call with respect to query, key and value; itself differentiable in reverse mode."""
+    operands = (reverse_only(x) for x in (query, key, value, cotangent))
+    return _gradients(call, *operands, tables)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(
+    call: Call, query: Array, key: Array, value: Array, cotangent: Array, tables: tuple
+) -> tuple[Array, Array, Array]:
+    return _mappable(call, "backward")(query, key, value, *tables, cotangent)
+
+
+def _gradients_forward(
+    call: Call, query: Array, key: Array, value: Array, cotangent: Array, tables: tuple
+) -> tuple[tuple[Array, Array, Array], tuple]:
+    return _gradients(call, query, key, value, cotangent, tables), (query, key, value, cotangent, tables)
+
+
+def _gradients_backward(call: Call, residuals: tuple, cotangents: tuple[Array, Array, Array]) -> tuple:
+    """Second derivatives go through the array code of the xla implementation, which JAX differentiates."""
+    *operands, tables = residuals
+
+    def gradients(query: Array, key: Array, value: Array, cotangent: Array) -> tuple[Array, Array, Array]:
+        return xla_block_diagonal.backward(call.problem, query, key, value, *tables, cotangent)
+
+    _, pull_back = jax.vjp(gradients, *operands)
+    return *pull_back(cotangents), None
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mappable(call: Call, method: str) -> Any:
+    """Forward or backward of the canonical call, with its batching rule; one function object for each call."""
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        return call_implementation(method, call.problem, call.implementations, *operands)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        problem, folded = fold_mapped_axis(call.problem, axis_size, is_mapped, operands)
+        results = _mappable(Call(problem, call.implementations), method)(*folded)
+        results = jax.tree.map(lambda x: x.reshape(axis_size, call.problem.tokens, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return compute

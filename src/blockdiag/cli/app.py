@@ -1,0 +1,54 @@
+"""The command line: names its commands, and imports the code of a command only when that command is called."""
+
+import importlib
+
+import typer
+
+# A sub-command does its own parsing, so that naming it here needs neither its options nor its imports.
+_PASS_THROUGH = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+
+app = typer.Typer(
+    name="python -m blockdiag",
+    help="Block-diagonal attention for JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("demo", **_PASS_THROUGH)
+def _demo(context: typer.Context) -> None:
+    """Train a small language model, check it against JAX's own attention, save a plot."""
+    _run("blockdiag.cli.demo", "demo", context)
+
+
+@app.command("doctor", **_PASS_THROUGH)
+def _doctor(context: typer.Context) -> None:
+    """Show devices, versions, and which implementations can run here."""
+    _run("blockdiag.cli.doctor", "doctor", context)
+
+
+@app.command("bench", **_PASS_THROUGH)
+def _bench(context: typer.Context) -> None:
+    """Time an op and its baselines on this machine's GPU."""
+    _run("blockdiag.cli.bench", "bench", context)
+
+
+def _run(module_name: str, function_name: str, context: typer.Context) -> None:
+    """Runs a command's function with the arguments that are left, in a Typer application of its own."""
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing.partition(".")[0] == "blockdiag":
+            raise
+        raise SystemExit(
+            f"python -m blockdiag {context.info_name} needs the package {missing!r}, which is not installed; "
+            "try: pip install 'blockdiag[cli,flax]'"
+        ) from error
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(getattr(module, function_name))
+    command(args=context.args, prog_name=f"python -m blockdiag {context.info_name}")

@@ -1,0 +1,203 @@
+"""`python -m blockdiag bench`: time an op and its baselines on this machine's GPU, beside the GPU's own limits."""
+
+import importlib.util
+import os
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from blockdiag.bench.cases import CASES, Case, select_cases
+from blockdiag.bench.records import (
+    Environment,
+    ErrorRow,
+    HostRow,
+    Timing,
+    environment,
+    merge_rows,
+    reason_of,
+    recordable_failures,
+    write_rows,
+)
+from blockdiag.bench.report import (
+    error_table,
+    host_table,
+    launches,
+    make_console,
+    reasons,
+    timing_table,
+    verdict_table,
+)
+from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times
+
+if TYPE_CHECKING:
+    from blockdiag.bench.implementations import Implementation
+    from blockdiag.bench.measure import Settings
+
+DEFAULT_OUTPUT = Path("benchmarks/results")
+
+
+class Op(StrEnum):
+    """What can be measured."""
+
+    BLOCK_DIAGONAL = "block_diagonal"
+
+
+def bench(
+    op: Annotated[Op, typer.Argument(help="The op to measure.")] = Op.BLOCK_DIAGONAL,
+    output: Annotated[
+        Path | None, typer.Option(help=f"Folder of the CSV files and plots; {DEFAULT_OUTPUT} unless given.")
+    ] = None,
+    cases: Annotated[str | None, typer.Option(help=f"Comma-separated, of: {', '.join(CASES)}.")] = None,
+    baselines: Annotated[str | None, typer.Option(help="Comma-separated names of baselines, or none.")] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw figures from the CSV files.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples per implementation and pass.")] = 25,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    budget_seconds: Annotated[float, typer.Option(min=10.0, help="Time after which no baseline is begun.")] = 270.0,
+) -> None:
+    """Time block-diagonal attention and its baselines, forward and backward, on one NVIDIA GPU.
+
+    Every timing is gated by a check against float64, interleaved with the others of its case, and shown beside the
+    copy bandwidth of the same run. On a machine without a GPU a small check of the XLA path runs instead.
+    """
+    # This process shares its GPU between JAX and torch, so JAX must not take most of its memory up front. The setting
+    # is read when JAX starts its backend, which nothing has done yet.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    console = make_console()
+    import jax
+
+    if jax.default_backend() != "gpu":
+        _smoke(console, output)
+        return
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit("bench compares with PyTorch, which is not installed; try: pip install 'blockdiag[torch]'")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("JAX sees a GPU but torch does not; install torch with CUDA: pip install 'torch>=2.11'")
+    deadline = time.monotonic() + budget_seconds
+    folder = output or DEFAULT_OUTPUT
+    from blockdiag.bench.measure import Settings, find_implementations
+
+    try:
+        selected = select_cases(cases)
+        ours, others = find_implementations(baselines)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    settings = Settings(deadline=deadline, rounds=rounds, seed=seed, say=console.print)
+    _measure(console, folder, selected, [*ours, *others], settings)
+    console.print(f"{op.value}: CSV files are in {folder}")
+    if plot:
+        _draw(console, folder)
+
+
+def _smoke(console: Console, output: Path | None) -> None:
+    """The CPU's part: a correctness check and host times, plainly labelled."""
+    from blockdiag.bench.smoke import run_smoke
+
+    console.print(
+        "JAX sees no GPU here. This is a smoke run on the CPU: XLA against a reference einsum at a tiny size. "
+        "Its times say nothing about a GPU; run the same command on a machine with an NVIDIA GPU for those."
+    )
+    rows = run_smoke(environment("cpu"))
+    console.print(timing_table(rows[0].case, rows))
+    for line in reasons(rows):
+        console.print(line)
+    if output is not None:
+        write_rows(output / "block_diagonal_smoke.csv", Timing, rows)
+        console.print(f"written to {output / 'block_diagonal_smoke.csv'}")
+
+
+def _measure(
+    console: Console,
+    folder: Path,
+    cases: Sequence[Case],
+    implementations: Sequence["Implementation"],
+    settings: "Settings",
+) -> None:
+    """The GPU's part: roofs, host time, errors, then the cases, each kept as soon as it is known."""
+    from blockdiag.bench.measure import device_name, measure_case
+    from blockdiag.bench.roofs import measure_roofs
+
+    where = environment(device_name())
+    roofs = measure_roofs()
+    console.print(
+        f"{where.device}, driver {where.driver}, jax {where.jax}, torch {where.torch}, triton {where.triton}\n"
+        f"copy {roofs.copy_gb_per_s:,.0f} GB/s, three reads to one write {roofs.stream_gb_per_s:,.0f} GB/s, "
+        f"bf16 product {roofs.matmul_tflops:,.0f} TFLOP/s"
+    )
+    host_rows = _host(console, folder, where)
+    error_rows = _errors(console, folder, where, cases)
+    timings: list[Timing] = []
+    for index, case in enumerate(cases):
+        try:
+            rows = measure_case(
+                case,
+                implementations,
+                where,
+                settings,
+                cases_after=len(cases) - index - 1,
+                matmul_tflops=roofs.matmul_tflops,
+            )
+        except recordable_failures() as failure:
+            console.print(f"  {case.name} could not be measured: {reason_of(failure)}")
+            continue
+        timings += rows
+        merge_rows(folder / "block_diagonal.csv", Timing, rows)
+        console.print(timing_table(case.name, rows))
+        for line in (*launches(rows), *reasons(rows)):
+            console.print(f"  {line}")
+    verdicts = [*judge_times(timings), *judge_errors(error_rows), *judge_host(host_rows)]
+    console.print(verdict_table(verdicts))
+
+
+def _host(console: Console, folder: Path, where: Environment) -> list[HostRow]:
+    """Host time of a jitted call."""
+    from blockdiag.bench.host import measure_host
+
+    began = time.monotonic()
+    rows = measure_host((OURS,), where)
+    merge_rows(folder / "block_diagonal_host.csv", HostRow, rows)
+    console.print(host_table(rows))
+    console.print(f"  host times took {time.monotonic() - began:.1f} s")
+    return rows
+
+
+def _errors(console: Console, folder: Path, where: Environment, cases: Sequence[Case]) -> list[ErrorRow]:
+    """Errors against float64 of this library and of FlashAttention 2."""
+    from blockdiag.bench.accuracy import accuracy_cases, flash_baseline, measure_errors
+    from blockdiag.bench.measure import find_implementations, release_memory
+
+    began = time.monotonic()
+    ours, others = find_implementations(None)
+    judged = [one for one in ours if one.name == OURS]
+    names = {case.name for case in cases}
+    rows: list[ErrorRow] = []
+    for case in accuracy_cases():
+        if case.name in names:
+            flash = flash_baseline(case, others)
+            rows += measure_errors([case], [*judged, *([flash] if flash else [])], where)
+    release_memory()
+    merge_rows(folder / "block_diagonal_errors.csv", ErrorRow, rows)
+    console.print(error_table(rows))
+    for row in rows:
+        if row.tensor == "all":
+            console.print(f"  {row.case}, {row.implementation}: {row.note}")
+    console.print(f"  errors took {time.monotonic() - began:.1f} s")
+    return rows
+
+
+def _draw(console: Console, folder: Path) -> None:
+    """Figures from the CSV files."""
+    from blockdiag.bench.plots import draw_all
+    from blockdiag.bench.records import read_rows
+
+    errors = folder / "block_diagonal_errors.csv"
+    paths = draw_all(
+        read_rows(folder / "block_diagonal.csv", Timing), read_rows(errors, ErrorRow) if errors.exists() else [], folder
+    )
+    console.print("plots: " + ", ".join(str(path) for path in paths))

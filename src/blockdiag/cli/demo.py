@@ -1,0 +1,195 @@
+"""`python -m blockdiag demo`: train a small language model with block-diagonal attention, and check it against JAX."""
+
+import dataclasses
+import enum
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from blockdiag.cli import language_model
+from blockdiag.cli.language_model import AttentionFunction, Settings, Training
+
+OURS = "block_diagonal_attention"
+BASELINE = "jax.nn.dot_product_attention"
+
+CPU_SETTINGS = Settings()
+GPU_SETTINGS = Settings(steps=300, batch_size=16, sequence_length=1024, width=256, heads=4, layers=4, dtype="bfloat16")
+
+
+class DeviceKind(enum.StrEnum):
+    """Where the demo runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far apart the two attentions may be, in nats per byte on held-out text.
+
+    Attributes:
+        same_weights: both computed with the same trained weights: only the rounding of one forward pass differs.
+        trained_apart: each with the weights of its own training, which lets differences in rounding grow step by step.
+    """
+
+    same_weights: float
+    trained_apart: float
+
+
+TOLERANCES = {"float32": Tolerance(1e-5, 1e-3), "bfloat16": Tolerance(5e-3, 3e-2)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """A difference in nats per byte, and the most that rounding may explain."""
+
+    name: str
+    difference: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        # Written so that NaN does not pass.
+        return self.difference <= self.tolerance
+
+
+def demo(
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="Training steps of each model.", show_default="120, GPU: 300")
+    ] = None,
+    device: Annotated[DeviceKind, typer.Option(help="Where to run; auto is what JAX prefers.")] = DeviceKind.AUTO,
+    output: Annotated[Path, typer.Option(help="Where the plot of both losses is saved.")] = Path("blockdiag-demo.png"),
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Implementation of the attention; repeat it to try several in turn.", show_default="by platform"
+        ),
+    ] = None,
+) -> None:
+    """Train a small language model with block-diagonal attention, and again with JAX's own attention under a mask.
+
+    Both start from the same weights and see the same batches of English text, so their losses must agree to rounding;
+    the command fails if they do not. It prints both losses and the throughput, and saves a plot.
+    """
+    console = Console()
+    chosen = _device(device)
+    settings = CPU_SETTINGS if chosen.platform == "cpu" else GPU_SETTINGS
+    if steps is not None:
+        settings = dataclasses.replace(settings, steps=steps)
+    attentions = {
+        OURS: language_model.block_attention(settings, tuple(implementation) if implementation else None),
+        BASELINE: language_model.masked_attention(settings),
+    }
+    console.print(
+        f"Byte-level language model on {chosen.device_kind}: {settings.layers} layers of width {settings.width}, "
+        f"blocks of {settings.block_size} in sequences of {settings.sequence_length} bytes, {settings.dtype}, "
+        f"{settings.steps} steps of {settings.tokens_per_step} bytes.",
+        highlight=False,
+    )
+    with jax.default_device(chosen):
+        trainings = _train_all(console, settings, attentions)
+        checks = compare(settings, trainings, attentions)
+    console.print(_results_table(trainings))
+    save_plot(trainings, output)
+    console.print(f"Losses of both are drawn in {output}.", highlight=False)
+    for check in checks:
+        verdict = "[green]agree[/green]" if check.passed else "[bold red]DISAGREE[/bold red]"
+        console.print(
+            f"{check.name}: held-out losses {verdict}, difference {check.difference:.1e} nats per byte "
+            f"(tolerance {check.tolerance:.0e}).",
+            highlight=False,
+        )
+    if not all(check.passed for check in checks):
+        raise typer.Exit(code=1)
+
+
+def _device(kind: DeviceKind) -> jax.Device:
+    """The first device of a kind, or the one that JAX prefers."""
+    if kind is DeviceKind.AUTO:
+        return jax.devices()[0]
+    try:
+        return jax.devices(kind.value)[0]
+    except RuntimeError as error:
+        raise typer.BadParameter(
+            f"JAX finds no {kind.value} here ({error}); try --device auto, or `python -m blockdiag doctor`",
+            param_hint="--device",
+        ) from error
+
+
+def _train_all(console: Console, settings: Settings, attentions: dict[str, AttentionFunction]) -> dict[str, Training]:
+    """Trains one model per attention function, under a progress bar for each."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    trainings = {}
+    with Progress(*columns, console=console) as progress:
+        for name, attention in attentions.items():
+            task = progress.add_task(name, total=settings.steps, loss=math.nan)
+
+            def advance(loss: float, task=task) -> None:
+                progress.update(task, advance=1, loss=loss)
+
+            trainings[name] = language_model.train(settings, attention, on_step=advance)
+    return trainings
+
+
+def compare(
+    settings: Settings, trainings: dict[str, Training], attentions: dict[str, AttentionFunction]
+) -> list[Check]:
+    """Held-out losses of the two attentions against each other: with one set of weights, and each with its own."""
+    ours, baseline = trainings[OURS], trainings[BASELINE]
+    tolerance = TOLERANCES[settings.dtype]
+    swapped = language_model.with_attention(ours.model, settings, attentions[BASELINE])
+    _, held_out_text = language_model.split_text(language_model.english_text())
+    swapped_loss = language_model.evaluate(swapped, held_out_text, settings)
+    return [
+        Check("With the same weights", abs(ours.held_out_loss - swapped_loss), tolerance.same_weights),
+        Check("Trained apart", abs(ours.held_out_loss - baseline.held_out_loss), tolerance.trained_apart),
+    ]
+
+
+def _results_table(trainings: dict[str, Training]) -> Table:
+    table = Table(title="Held-out text after training")
+    table.add_column("attention", no_wrap=True)
+    for heading in ("loss", "bits per byte", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for name, training in trainings.items():
+        table.add_row(
+            name,
+            f"{training.held_out_loss:.5f}",
+            f"{training.bits_per_byte:.5f}",
+            f"{training.tokens_per_second:,.0f}",
+        )
+    return table
+
+
+def save_plot(trainings: dict[str, Training], path: Path) -> None:
+    """Draws the training losses of all models over their steps."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    # The first curve is wide and the second one dashed, because curves that agree lie on each other.
+    styles: tuple[dict[str, Any], ...] = (
+        {"linewidth": 4, "color": "#9ecae1"},
+        {"linewidth": 1.2, "color": "#08306b", "linestyle": "--"},
+    )
+    for (name, training), style in zip(trainings.items(), styles, strict=True):
+        bits = [loss / math.log(2.0) for loss in training.losses]
+        axes.plot(range(1, len(bits) + 1), bits, label=f"{name}, {training.tokens_per_second:,.0f} tokens/s", **style)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("training loss [bits per byte]")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,144 @@
+"""Which implementation computes a call.
+
+An implementation is a module with four functions: `available()` and `supports(problem)` return None or the reason why
+not, and `forward` and `backward` compute the canonical call. Modules are imported when first asked, never before.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from blockdiag.problem import BlockDiagonalProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Something that computes block-diagonal attention.
+
+    Attributes:
+        name: what `implementation=` calls it.
+        module: import path of the module with its four functions.
+        has_interpreter: whether it runs on a CPU only through an interpreter of its kernels, when asked for by name.
+    """
+
+    name: str
+    module: str
+    has_interpreter: bool = False
+
+    def load(self) -> ModuleType:
+        """Import the module."""
+        return importlib.import_module(self.module)
+
+    def why_unavailable(self) -> str | None:
+        """None where this implementation can run in this process at all; otherwise the reason and the remedy."""
+        if importlib.util.find_spec(self.module) is None:
+            return f"module {self.module} is not installed"
+        return self.load().available()
+
+    def decline(self, problem: BlockDiagonalProblem) -> str | None:
+        """None where this implementation can compute `problem`; otherwise a sentence with the reason and the remedy."""
+        return self.why_unavailable() or self.load().supports(problem)
+
+
+IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("reference", "blockdiag.reference.block_diagonal"),
+        Implementation("xla", "blockdiag.xla.block_diagonal"),
+        Implementation("triton", "blockdiag.interop.triton_block_diagonal", has_interpreter=True),
+        Implementation("pallas", "blockdiag.pallas_kernels.block_diagonal", has_interpreter=True),
+    )
+}
+
+# What `implementation=None` tries on CUDA, first to last, before "xla". Pallas joins where it is measured faster.
+CUDA_DEFAULTS = ("triton",)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who computes a call: `cuda` where it is lowered for CUDA, `elsewhere` on any other platform."""
+
+    cuda: Implementation
+    elsewhere: Implementation
+
+
+def capabilities(problem: BlockDiagonalProblem) -> dict[str, str | None]:
+    """Every implementation by name: None where it can compute `problem` in this process, otherwise the reason."""
+    return {name: implementation.decline(problem) for name, implementation in IMPLEMENTATIONS.items()}
+
+
+def normalise_implementation(implementation: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """The hashable form of an `implementation=` argument.
+
+    Raises:
+        ValueError: a name is unknown, or the sequence is empty.
+    """
+    if implementation is None:
+        return None
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    unknown = [name for name in names if name not in IMPLEMENTATIONS]
+    if unknown or not names:
+        raise ValueError(
+            f"`implementation` must be None, one of {list(IMPLEMENTATIONS)} or a sequence of those, "
+            f"got {implementation!r}; leave it out to have one chosen by platform"
+        )
+    return names
+
+
+def resolve(problem: BlockDiagonalProblem, names: tuple[str, ...] | None) -> Choice:
+    """Choose who computes `problem`.
+
+    Args:
+        problem: the call.
+        names: None for the default of each platform, or the names to try, first to last.
+
+    Raises:
+        NotImplementedError: none of `names` can compute `problem`; the message holds every reason.
+    """
+    if problem.tokens == 0:
+        # Nothing to compute: no kernel is asked, and the empty result is differentiable in every way.
+        return Choice(IMPLEMENTATIONS["reference"], IMPLEMENTATIONS["reference"])
+    if names is None:
+        xla = IMPLEMENTATIONS["xla"]
+        candidates = (IMPLEMENTATIONS[name] for name in CUDA_DEFAULTS)
+        return Choice(next((candidate for candidate in candidates if candidate.decline(problem) is None), xla), xla)
+    reasons = []
+    for name in names:
+        reason = IMPLEMENTATIONS[name].decline(problem)
+        if reason is None:
+            return Choice(IMPLEMENTATIONS[name], IMPLEMENTATIONS[name])
+        reasons.append(f"{name!r}: {reason}")
+    if len(reasons) == 1:
+        raise NotImplementedError(f"implementation={names[0]!r} cannot compute this call: {reasons[0]}")
+    raise NotImplementedError(
+        f"None of implementation={names} can compute this call ({len(reasons)} declined):\n  "
+        + "\n  ".join(reasons)
+        + '\nAdd "xla", which computes every call, or leave `implementation` out.'
+    )
+
+
+def call_implementation(
+    method: str, problem: BlockDiagonalProblem, names: tuple[str, ...] | None, *operands: Any
+) -> Any:
+    """Compute `method` ("forward" or "backward") of the canonical call by whom `resolve` chooses.
+
+    Only platforms that could differ are traced separately; which one runs is decided when the program is lowered.
+    """
+    choice = resolve(problem, names)
+
+    def compute(implementation: Implementation, **options: bool) -> Callable[..., Any]:
+        function = getattr(implementation.load(), method)
+        return lambda *operands: function(problem, *operands, **options)
+
+    if choice.cuda != choice.elsewhere:
+        return jax.lax.platform_dependent(*operands, cuda=compute(choice.cuda), default=compute(choice.elsewhere))
+    if choice.elsewhere.has_interpreter:
+        return jax.lax.platform_dependent(
+            *operands, cpu=compute(choice.elsewhere, interpret=True), default=compute(choice.elsewhere)
+        )
+    return compute(choice.elsewhere)(*operands)

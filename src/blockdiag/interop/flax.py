@@ -1,0 +1,218 @@
+"""Attention functions that go straight into Flax's multi-head attention modules, linen and nnx.
+
+Flax itself is not imported: what the two modules pass to an `attention_fn` is written down here once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float
+
+from blockdiag.block_diagonal import block_diagonal_attention
+from blockdiag.rotary import Rotary
+
+
+def attention_fn(
+    *,
+    block_size: int = 64,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | tuple[str, ...] | None = None,
+) -> Callable[..., Float[Array, "*batch T N H"]]:
+    """Block-diagonal attention in the form that Flax's attention modules call.
+
+    The result is what `attention_fn=` of `flax.linen.MultiHeadDotProductAttention` and of `flax.nnx.MultiHeadAttention`
+    expects: a function of query [*batch, T, N, H], key and value [*batch, T, K, H], with any number of leading batch
+    axes, that returns [*batch, T, N, H]. Every sequence is cut into blocks of `block_size` tokens, and a token attends
+    within its own block only. The arrays are brought to the module's `dtype` first, or to their common dtype.
+
+    Args:
+        block_size: tokens in a block, 1..256; the last block of a sequence may be shorter.
+        rotary: rotary embedding fused into the attention. `input_positions` that a nnx module is called with become its
+            positions.
+        scale: factor on the scores; 1 / sqrt(H) when None.
+        is_causal: whether a token attends to itself and earlier tokens of its block only. A nnx module called with
+            `is_causal=True` asks for the same.
+        implementation: as for `block_diagonal_attention`.
+
+    Returns:
+        The attention function. It raises NotImplementedError, with what to do instead, where it cannot compute what the
+        module asks for: dropout of attention weights in training, sowing of attention weights, replaced einsums, key
+        and value of another length than query (cross attention, decoding with a cache), and a mask that would remove
+        any of the pairs of tokens that share a block. A mask that leaves all of those pairs in changes nothing and is
+        accepted; this can be checked only of a concrete mask, so a mask traced by `jax.jit` is refused.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from blockdiag.interop.flax import attention_fn
+        >>> attention = nnx.MultiHeadAttention(
+        ...     num_heads=4, in_features=32, decode=False, attention_fn=attention_fn(block_size=16), rngs=nnx.Rngs(0)
+        ... )
+        >>> attention(jnp.ones((2, 40, 32))).shape
+        (2, 40, 32)
+    """
+    always_causal = is_causal
+
+    # linen passes only the keywords that it finds in this signature, and nnx passes all of its own, so every keyword of
+    # both is spelled out. Those that are deleted at once cannot change the result: broadcasting of dropout, and asking
+    # for no more precision than the op has anyway (a softmax in float32, full-precision products of float32 arrays).
+    def attend(
+        query: Float[Array, "*batch T N H"],
+        key: Float[Array, "*batch T K H"],
+        value: Float[Array, "*batch T K H"],
+        mask: ArrayLike | None = None,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = True,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        input_positions: ArrayLike | None = None,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Callable[..., Any] | None = None,
+        attn_weights_value_einsum: Callable[..., Any] | None = None,
+    ) -> Float[Array, "*batch T N H"]:
+        del dropout_rng, broadcast_dropout, precision, force_fp32_for_softmax
+        _refuse_what_needs_weights(
+            dropout_rate, deterministic, module, qk_attn_weights_einsum, attn_weights_value_einsum
+        )
+        _check_self_attention(query, key, value)
+        causal = always_causal or is_causal
+        if mask is not None:
+            _check_mask(mask, length=query.shape[-3], block_size=block_size, is_causal=causal)
+        query, key, value = _promote(query, key, value, dtype)
+        batch_shape = query.shape[:-3]
+        output = block_diagonal_attention(
+            *(_with_one_batch_axis(array) for array in (query, key, value)),
+            block_size=block_size,
+            rotary=_at_positions(rotary, input_positions, batch_shape),
+            scale=scale,
+            is_causal=causal,
+            implementation=implementation,
+        )
+        return output.reshape(*batch_shape, *output.shape[-3:])
+
+    return attend
+
+
+def _refuse_what_needs_weights(
+    dropout_rate: float,
+    deterministic: bool,
+    module: Any,
+    qk_attn_weights_einsum: Callable[..., Any] | None,
+    attn_weights_value_einsum: Callable[..., Any] | None,
+) -> None:
+    """Raises where a module wants something done to the attention weights, which never exist as an array."""
+    if dropout_rate > 0.0 and not deterministic:
+        raise NotImplementedError(
+            f"attention weights cannot be dropped out, got dropout_rate={dropout_rate} and deterministic=False; "
+            "set dropout_rate=0.0 and apply dropout to the module's output"
+        )
+    if module is not None:
+        raise NotImplementedError(
+            "attention weights cannot be sown, got sow_weights=True; "
+            "call the module with sow_weights=False, or give it Flax's own dot_product_attention with a block mask"
+        )
+    if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
+        raise NotImplementedError(
+            "the products of attention cannot be replaced, got qk_attn_weights_einsum_cls or "
+            "attn_weights_value_einsum_cls; leave both None"
+        )
+
+
+def _check_self_attention(query: Array, key: Array, value: Array) -> None:
+    """Raises unless the three arrays have one batch shape and one length."""
+    if min(query.ndim, key.ndim, value.ndim) < 3:
+        raise ValueError(
+            "`query`, `key` and `value` must have shape [*batch, length, heads, head_dim], "
+            f"got {query.shape}, {key.shape} and {value.shape}"
+        )
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(
+            "`query`, `key` and `value` must have the same batch axes, "
+            f"got {query.shape[:-3]}, {key.shape[:-3]} and {value.shape[:-3]}"
+        )
+    if not query.shape[-3] == key.shape[-3] == value.shape[-3]:
+        raise NotImplementedError(
+            "block-diagonal attention is self-attention over whole sequences, got lengths "
+            f"{query.shape[-3]} of `query`, {key.shape[-3]} of `key` and {value.shape[-3]} of `value`; for cross "
+            "attention and for decoding with a cache (decode=True) use Flax's own dot_product_attention with a mask"
+        )
+
+
+def _check_mask(mask: ArrayLike, *, length: int, block_size: int, is_causal: bool) -> None:
+    """Raises unless `mask`, broadcastable to [*batch, N, T, T], is True wherever the blocks let a token attend."""
+    if isinstance(mask, jax.core.Tracer):
+        raise NotImplementedError(
+            "`mask` is traced by a transformation such as jax.jit, so it cannot be checked against the blocks; pass "
+            "mask=None and say what you want with attention_fn(block_size=..., is_causal=...)"
+        )
+    allowed = np.asarray(mask).astype(bool)
+    if allowed.ndim < 2 or not {allowed.shape[-2], allowed.shape[-1]} <= {1, length}:
+        raise ValueError(
+            f"`mask` must be broadcastable to [*batch, heads, {length}, {length}], got shape {allowed.shape}"
+        )
+    start = _first_block_cut(allowed, length, block_size, is_causal)
+    if start is None:
+        return
+    if not is_causal and _first_block_cut(allowed, length, block_size, is_causal=True) is None:
+        remedy = "pass mask=None and attention_fn(is_causal=True)"
+    else:
+        remedy = "use Flax's own dot_product_attention for this mask"
+    raise NotImplementedError(
+        f"`mask` removes pairs of tokens within the block that starts at token {start} (block_size={block_size}, "
+        f"is_causal={is_causal}); {remedy}"
+    )
+
+
+def _first_block_cut(allowed: np.ndarray, length: int, block_size: int, is_causal: bool) -> int | None:
+    """First token of the first block in which `allowed` lacks a pair that block-diagonal attention has, if any."""
+    allowed = np.broadcast_to(allowed, (*allowed.shape[:-2], length, length))
+    # Only the diagonal blocks are looked at: the whole square can be too large to hold.
+    for start in range(0, length, block_size):
+        block = allowed[..., start : start + block_size, start : start + block_size]
+        needed = np.ones(block.shape[-2:], dtype=bool)
+        if not (block | ~(np.tril(needed) if is_causal else needed)).all():
+            return start
+    return None
+
+
+def _promote(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:
+    """The three arrays in `dtype`, or in their common dtype when it is None."""
+    if dtype is None:
+        dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), value.dtype)
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+
+
+def _with_one_batch_axis(array: Array) -> Array:
+    """[*batch, length, heads, head_dim] as [B, length, heads, head_dim]."""
+    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
+
+
+def _at_positions(
+    rotary: Rotary | None, input_positions: ArrayLike | None, batch_shape: tuple[int, ...]
+) -> Rotary | None:
+    """`rotary` with the positions [*batch, T] that a module was called with."""
+    if input_positions is None:
+        return rotary
+    if rotary is None:
+        raise ValueError(
+            "`input_positions` say where rotary embedding is, but there is none; pass attention_fn(rotary=Rotary(...))"
+        )
+    if rotary.positions is not None or rotary.per_token:
+        raise ValueError("`input_positions` were given and `rotary` has positions of its own; give only one of the two")
+    positions = jnp.asarray(input_positions, dtype=jnp.int32)
+    if positions.shape[:-1] != batch_shape:
+        raise ValueError(
+            f"`input_positions` must have shape [*batch, length] with batch axes {batch_shape}, got {positions.shape}"
+        )
+    return dataclasses.replace(rotary, positions=positions.reshape(-1, positions.shape[-1]))

@@ -1,0 +1,191 @@
+"""Launch plans from JAX: one primitive that turns into jaxlib's Triton kernel call when it is lowered for CUDA.
+
+Nothing is compiled, no device is asked and Triton is not imported before lowering, so functions that launch kernels
+trace anywhere, and lower for CUDA on a machine without one inside `compile_target`.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.extend.core
+import numpy as np
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
+
+from blockdiag.interop import jaxlib_launcher
+from blockdiag.interop.targets import compile_target as compile_target
+from blockdiag.interop.targets import overriding_target, session_target
+from blockdiag.triton_kernels.plan import KernelSpec, LaunchPlan, Target, TensorSpec
+
+# Pass as `jax.export.export(..., disabled_checks=EXPORT_DISABLED_CHECKS)`. JAX gives no guarantee for this custom call
+# across its versions: load an exported function with the jaxlib that wrote it.
+EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(jaxlib_launcher.CALL_TARGET),)
+
+
+def available() -> str | None:
+    """None when kernels can be compiled and launched from this process in principle; otherwise the reason and the
+    remedy.
+
+    Neither imports triton nor asks for a device, so a machine without a GPU may well get None.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; install blockdiag[cuda] (Linux only)"
+    return jaxlib_launcher.availability()
+
+
+def launch(spec: KernelSpec, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, ...]:
+    """Launches the kernel of `spec` on `arrays` and returns its outputs.
+
+    Args:
+        spec: a hashable KernelSpec; equal specs share traces and compiled programs.
+        *arrays: one array for each of `spec.inputs`, of exactly its shape and dtype.
+        interpret: run in Triton's interpreter on the host, on any platform: slow, for tests. Otherwise the call
+            lowers for CUDA only.
+
+    Returns:
+        One array for each of `spec.outputs`. Under `jax.shard_map` they vary over every mesh axis that an input varies
+        over.
+
+    Raises:
+        ValueError: when the arrays do not match `spec.inputs`.
+        NotImplementedError: under jvp and vmap (wrap the call in custom_vjp and custom_vmap), and when lowered for a
+            platform other than CUDA without `interpret`.
+    """
+    _check_arrays(spec, arrays)
+    outputs = launch_p.bind(*_vary_alike(arrays), spec=spec, target=overriding_target(), interpret=interpret)
+    return tuple(outputs)
+
+
+def _check_arrays(spec: KernelSpec, arrays: Sequence[jax.Array]) -> None:
+    if len(arrays) != len(spec.inputs):
+        raise ValueError(f"kernel {spec.name!r} takes {len(spec.inputs)} arrays, got {len(arrays)}")
+    for position, (array, expected) in enumerate(zip(arrays, spec.inputs, strict=True)):
+        if tuple(array.shape) != expected.shape or np.dtype(array.dtype).name != expected.dtype:
+            raise ValueError(
+                f"kernel {spec.name!r}: array {position} must be {expected.dtype}{list(expected.shape)}, "
+                f"got {np.dtype(array.dtype).name}{list(array.shape)}"
+            )
+
+
+def _vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Marks every array as varying over all manual mesh axes that any of them varies over, as one kernel sees them
+    all."""
+    varying = [_varying_axes(array) for array in arrays]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(sorted(union - axes, key=str)), to="varying") if union - axes else array
+        for array, axes in zip(arrays, varying, strict=True)
+    ]
+
+
+def _varying_axes(array: jax.Array) -> frozenset[Any]:
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
+launch_p = jax.extend.core.Primitive("blockdiag_triton_launch")
+launch_p.multiple_results = True
+launch_p.def_impl(functools.partial(xla.apply_primitive, launch_p))
+
+
+@launch_p.def_abstract_eval
+def _abstract_eval(*avals: Any, spec: KernelSpec, target: Target | None, interpret: bool) -> list[Any]:
+    del target, interpret
+    return [_output_aval(avals, output) for output in spec.outputs]
+
+
+def _output_aval(avals: Sequence[Any], output: TensorSpec) -> Any:
+    dtype = jax.numpy.dtype(output.dtype)
+    if not avals:
+        return jax.core.ShapedArray(output.shape, dtype)
+    # An input's aval carries the mesh and the manual axes it varies over (all inputs vary alike, see _vary_alike).
+    sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(output.shape)))
+    return avals[0].update(shape=output.shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _raise_on_jvp(*_: Any, spec: KernelSpec, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"kernel {spec.name!r} has no derivative of its own: differentiate a function that wraps the launch in "
+        "jax.custom_vjp (reverse mode), or use implementation='xla' or 'reference' for forward mode and higher "
+        "derivatives"
+    )
+
+
+def _raise_on_vmap(*_: Any, spec: KernelSpec, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"kernel {spec.name!r} cannot be mapped by itself: wrap the launch in jax.custom_batching.custom_vmap with a "
+        "rule that folds the mapped axis into the kernel's own axes"
+    )
+
+
+ad.primitive_jvps[launch_p] = _raise_on_jvp
+batching.primitive_batchers[launch_p] = _raise_on_vmap
+
+
+def _lower_cuda(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | None, interpret: bool) -> Any:
+    if interpret:
+        return _lower_interpreted(ctx, *operands, spec=spec, target=target, interpret=interpret)
+    target = target or session_target()
+    return _lower_plan(ctx, operands, spec.plan(target), target)
+
+
+def _lower_plan(ctx: Any, inputs: Sequence[Any], plan: LaunchPlan, target: Target) -> list[Any]:
+    from blockdiag.triton_kernels.compile import compile_plan
+
+    compiled = compile_plan(plan, target)
+    layout = jaxlib_launcher.lay_out_buffers(plan)
+    operands = [
+        inputs[index] if role == "input" else _empty_buffer(ctx, index, position)
+        for position, (role, index) in enumerate(layout.operands)
+    ]
+    reordered = ctx.replace(
+        avals_in=[(ctx.avals_in if role == "input" else ctx.avals_out)[index] for role, index in layout.operands],
+        avals_out=[ctx.avals_out[index] for index in layout.results],
+    )
+    rule = jax.ffi.ffi_lowering(
+        jaxlib_launcher.CALL_TARGET, api_version=4, operand_output_aliases=layout.aliases, has_side_effect=False
+    )
+    results = rule(reordered, *operands, opaque=jaxlib_launcher.build_opaque(plan, compiled))
+    return [results[layout.results.index(index)] for index in range(len(plan.outputs))]
+
+
+def _empty_buffer(ctx: Any, output: int, position: int) -> Any:
+    """A buffer without content for an output; the position keeps two of them from being taken for one value."""
+    rule = jax.ffi.ffi_lowering(
+        jaxlib_launcher.EMPTY_BUFFER_TARGET, api_version=1, backend_config=str(position), has_side_effect=False
+    )
+    (buffer,) = rule(ctx.replace(avals_in=[], avals_out=[ctx.avals_out[output]]))
+    return buffer
+
+
+def _lower_elsewhere(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | None, interpret: bool) -> Any:
+    if interpret:
+        return _lower_interpreted(ctx, *operands, spec=spec, target=target, interpret=interpret)
+    platforms = ", ".join(ctx.module_context.platforms)
+    raise NotImplementedError(
+        f"kernel {spec.name!r} is lowered for {platforms}, and Triton kernels run on CUDA; use implementation='xla' "
+        "there, or interpret=True for Triton's slow interpreter, or lower for another machine with "
+        "lowering_platforms=('cuda',)"
+    )
+
+
+def _lower_interpreted(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | None, interpret: bool) -> Any:
+    del interpret
+    return mlir.lower_fun(functools.partial(_call_interpreter, spec, target), multiple_results=True)(ctx, *operands)
+
+
+def _call_interpreter(spec: KernelSpec, target: Target | None, *arrays: jax.Array) -> Sequence[jax.Array]:
+    def run_on_host(*host_arrays: Any) -> tuple[np.ndarray, ...]:
+        from blockdiag.interop.interpreter import interpret
+
+        return interpret(spec, *map(np.asarray, host_arrays), target=target)
+
+    shapes = [jax.ShapeDtypeStruct(output.shape, jax.numpy.dtype(output.dtype)) for output in spec.outputs]
+    return jax.pure_callback(run_on_host, shapes, *arrays, vmap_method=None)
+
+
+mlir.register_lowering(launch_p, _lower_elsewhere)
+mlir.register_lowering(launch_p, _lower_cuda, platform="cuda")

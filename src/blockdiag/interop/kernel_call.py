@@ -1,0 +1,258 @@
+"""`triton_call`: a user's own Triton kernel as a JAX function."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from blockdiag.interop.jax_call import launch
+from blockdiag.triton_kernels.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    Descriptor,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Target,
+    TensorSpec,
+)
+
+type Grid = int | Sequence[int] | Callable[[Mapping[str, Any]], int | Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TensorDescriptor:
+    """Hands an array to a kernel as a host-made TMA descriptor instead of a pointer.
+
+    Attributes:
+        array: the described array, dense and row-major.
+        block_shape: the tile that one `load` of the kernel reads.
+        layout: the shared-memory layout of a Gluon kernel's tile; None for a Triton kernel.
+    """
+
+    array: Any
+    block_shape: tuple[int, ...]
+    layout: Any = None
+
+
+def triton_call(
+    *args: Any,
+    kernel: Any,
+    out_shape: Any,
+    grid: Grid,
+    name: str | None = None,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    num_ctas: int = 1,
+    maxnreg: int | None = None,
+    input_output_aliases: Mapping[int | str, int] | None = None,
+    interpret: bool = False,
+    **named: Any,
+) -> Any:
+    """Calls a `@triton.jit` or `@gluon.jit` kernel on JAX arrays.
+
+    Positional arguments fill the kernel's parameters in order, named ones by name. Parameters that are then still
+    missing receive the outputs, in order. Works under `jax.jit`, `jax.shard_map`, `jax.checkpoint` and `jax.export`
+    (with `blockdiag.interop.EXPORT_DISABLED_CHECKS`); for `grad` and `vmap` wrap the call in `jax.custom_vjp` and
+    `jax.custom_batching.custom_vmap`.
+
+    Example, in a Python file (Triton reads a kernel's source from it)::
+
+        import jax
+        import jax.numpy as jnp
+        import triton
+        import triton.language as tl
+
+        from blockdiag.interop import triton_call
+
+        @triton.jit
+        def scale_kernel(p_x, p_out, num_elements, factor, BLOCK: tl.constexpr):
+            o_element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            m_element = o_element < num_elements
+            x = tl.load(p_x + o_element, mask=m_element)
+            tl.store(p_out + o_element, x * factor, mask=m_element)
+
+        @jax.jit
+        def scale(x):
+            return triton_call(
+                x,
+                kernel=scale_kernel,
+                out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+                grid=lambda meta: triton.cdiv(x.size, meta["BLOCK"]),
+                num_elements=x.size,
+                factor=2.5,
+                BLOCK=128,
+                interpret=jax.default_backend() == "cpu",
+            )
+
+        print(scale(jnp.arange(5.0)))
+
+    Args:
+        *args: arrays (passed as pointers), `TensorDescriptor`s, scalars, or compile-time values where the kernel says
+            `tl.constexpr`. Python ints become i32, or i64 where they do not fit; Python floats become fp32, never fp64;
+            a `blockdiag.triton_kernels.plan.Scalar` spells a type out. None may stand for an optional pointer.
+        kernel: the kernel.
+        out_shape: pytree of objects with `shape` and `dtype`, the outputs; the result has the same structure.
+        grid: one to three sizes, or a function of a mapping of all compile-time values (and num_warps, num_stages,
+            num_ctas) that returns them.
+        name: what profilers show; the kernel's name when None.
+        num_warps, num_stages, num_ctas, maxnreg: options of Triton's compiler.
+        input_output_aliases: maps an array, by parameter name or by its place among the arrays in the kernel's order,
+            to the index of a flat output that takes over its buffer. Such an output has no parameter of its own.
+        interpret: run in Triton's interpreter on the host, on any platform; slow.
+        **named: further arguments by parameter name.
+
+    Raises:
+        TypeError: for names that are no parameters, missing arguments, or values of unusable types.
+        ValueError: for grids and aliases that make no sense.
+    """
+    leaves, tree = jax.tree.flatten(out_shape)
+    outputs = tuple(TensorSpec(tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in leaves)
+    options = CompileOptions(num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, maxnreg=maxnreg)
+    values = _bind_parameters(kernel, args, named)
+    arrays, arguments = _plan_arguments(kernel, values, outputs, dict(input_output_aliases or {}))
+    spec = _CallSpec(
+        name=name or kernel.fn.__name__,
+        kernel=kernel,
+        grid=_normal_grid(grid, arguments, options),
+        inputs=tuple(_spec_of(array) for array in arrays.values()),
+        outputs=outputs,
+        arguments=tuple(arguments.items()),
+        options=options,
+        aliases=_alias_pairs(list(arrays), dict(input_output_aliases or {})),
+    )
+    return jax.tree.unflatten(tree, launch(spec, *arrays.values(), interpret=interpret))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CallSpec:
+    """A launch that is the same on every target."""
+
+    name: str
+    kernel: Any
+    grid: tuple[int, int, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    arguments: tuple[tuple[str, Argument], ...]
+    options: CompileOptions
+    aliases: tuple[tuple[int, int], ...]
+
+    def plan(self, target: Target) -> LaunchPlan:
+        return LaunchPlan(
+            name=self.name,
+            kernel=self.kernel,
+            grid=self.grid,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=dict(self.arguments),
+            options=self.options,
+            aliases=self.aliases,
+        )
+
+
+def _bind_parameters(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The caller's value of every parameter that has one, by name."""
+    if not hasattr(kernel, "params"):
+        raise TypeError(
+            f"`kernel` must be a @triton.jit or @gluon.jit function, got {type(kernel).__name__}; "
+            "of an autotuned kernel pass `.fn`, with the chosen values as named arguments"
+        )
+    parameters = [parameter.name for parameter in kernel.params]
+    if len(args) > len(parameters):
+        raise TypeError(f"kernel {kernel.fn.__name__!r} takes {len(parameters)} arguments, got {len(args)}")
+    values = dict(zip(parameters, args, strict=False))
+    for name, value in named.items():
+        if name not in parameters:
+            raise TypeError(f"kernel {kernel.fn.__name__!r} has no parameter {name!r}; its parameters are {parameters}")
+        if name in values:
+            raise TypeError(f"kernel {kernel.fn.__name__!r} got parameter {name!r} both by position and by name")
+        values[name] = value
+    return {
+        parameter.name: values.get(parameter.name, parameter.default)
+        for parameter in kernel.params
+        if parameter.name in values or parameter.has_default
+    }
+
+
+def _plan_arguments(
+    kernel: Any, values: dict[str, Any], outputs: tuple[TensorSpec, ...], aliases: dict[int | str, int]
+) -> tuple[dict[str, Any], dict[str, Argument]]:
+    """The arrays by parameter name, and the plan argument of every parameter."""
+    waiting = [index for index in range(len(outputs)) if index not in aliases.values()]
+    missing = [parameter.name for parameter in kernel.params if parameter.name not in values]
+    if any(parameter.is_constexpr for parameter in kernel.params if parameter.name in missing):
+        raise TypeError(f"kernel {kernel.fn.__name__!r} needs values for its compile-time parameters among {missing}")
+    if len(missing) != len(waiting):
+        raise TypeError(
+            f"kernel {kernel.fn.__name__!r} is called without {missing}, to be filled by {len(waiting)} outputs; give "
+            "every other parameter a value, by name where it follows an output"
+        )
+    arrays: dict[str, Any] = {}
+    arguments: dict[str, Argument] = {}
+    for parameter in kernel.params:
+        name = parameter.name
+        if name in missing:
+            arguments[name] = Pointer("output", waiting[missing.index(name)])
+        elif parameter.is_constexpr:
+            arguments[name] = Constexpr(values[name])
+        else:
+            arguments[name] = _run_time_argument(kernel, name, values[name], arrays)
+    return arrays, arguments
+
+
+def _run_time_argument(kernel: Any, name: str, value: Any, arrays: dict[str, Any]) -> Argument:
+    match value:
+        case None:
+            return Constexpr(None)
+        case Scalar():
+            return value
+        case TensorDescriptor():
+            arrays[name] = value.array
+            shape = tuple(value.array.shape)
+            return Descriptor("input", len(arrays) - 1, shape, tuple(value.block_shape), value.layout)
+        case bool() | np.bool_():
+            return Scalar(bool(value), "i1")
+        case int() | np.integer():
+            return Scalar(int(value), "i32" if -(2**31) <= value < 2**31 else "i64")
+        case float() | np.floating():
+            return Scalar(float(value), "fp32")
+        case jax.Array() | np.ndarray():
+            arrays[name] = value
+            return Pointer("input", len(arrays) - 1)
+    raise TypeError(
+        f"kernel {kernel.fn.__name__!r}: parameter {name!r} must be an array, TensorDescriptor, number or None, got "
+        f"{type(value).__name__}; annotate it with tl.constexpr to pass a compile-time value"
+    )
+
+
+def _spec_of(array: Any) -> TensorSpec:
+    return TensorSpec(tuple(array.shape), np.dtype(array.dtype).name)
+
+
+def _alias_pairs(names: list[str], aliases: dict[int | str, int]) -> tuple[tuple[int, int], ...]:
+    pairs = []
+    for source, output in aliases.items():
+        if source not in names and source not in range(len(names)):
+            raise ValueError(
+                f"`input_output_aliases` has key {source!r}; it must be one of the arrays {names} or its place among "
+                "them"
+            )
+        pairs.append((names.index(source) if isinstance(source, str) else source, output))
+    return tuple(pairs)
+
+
+def _normal_grid(grid: Grid, arguments: Mapping[str, Argument], options: CompileOptions) -> tuple[int, int, int]:
+    if callable(grid):
+        meta = {name: argument.value for name, argument in arguments.items() if isinstance(argument, Constexpr)}
+        grid = grid(
+            meta | {"num_warps": options.num_warps, "num_stages": options.num_stages, "num_ctas": options.num_ctas}
+        )
+    sizes = (grid,) if isinstance(grid, int) else tuple(grid)
+    if not 1 <= len(sizes) <= 3 or math.prod(sizes) < 1:
+        raise ValueError(f"`grid` must be one to three positive sizes, got {grid}")
+    x, y, z = (*map(int, sizes), 1, 1)[:3]
+    return x, y, z

@@ -1,0 +1,66 @@
+"""Which GPU a launch is compiled for: the one named by `compile_target`, else the one the process has."""
+
+from typing import Any
+
+import jax
+
+from blockdiag.triton_kernels.plan import Target
+
+# A context of JAX's own, so that jit keeps traces under different targets apart.
+_override = jax.make_user_context(default_value=None)
+
+
+def compile_target(arch: int, *, num_sms: int | None = None) -> Any:
+    """A context manager inside which traced launches are compiled for compute capability `arch`, whatever devices there
+    are.
+
+    Use it to lower or export for a GPU that is not here:
+
+    >>> import jax
+    >>> with compile_target(90):
+    ...     lowered = jax.jit(lambda x: x + 1).trace(1.0).lower(lowering_platforms=("cuda",))
+
+    The target becomes part of the traced call, and JAX traces anew under another target.
+
+    Args:
+        arch: compute capability as an integer: 80, 86, 89, 90, 100, 103, 120, ...
+        num_sms: streaming multiprocessors of the part, which size persistent grids; None takes the usual part's.
+
+    Raises:
+        ValueError: when `arch` is unknown and `num_sms` is not given.
+    """
+    return _override(Target.for_arch(arch) if num_sms is None else Target(arch, num_sms))
+
+
+def overriding_target() -> Target | None:
+    """The target named by the innermost `compile_target`, or None."""
+    return _override.value
+
+
+def session_target() -> Target:
+    """The target of this process's CUDA devices.
+
+    Raises:
+        RuntimeError: when there is no CUDA device, or devices of several architectures.
+    """
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError as error:
+        raise RuntimeError(
+            "lowering a Triton kernel for CUDA needs to know the GPU, and this process has none; "
+            "trace and lower inside blockdiag.interop.compile_target(arch), for example compile_target(90)"
+        ) from error
+    targets = {_device_target(device) for device in devices}
+    if len(targets) != 1:
+        raise RuntimeError(
+            f"this process has GPUs of several kinds, {sorted(map(str, targets))}; "
+            "say which one to compile for with blockdiag.interop.compile_target(arch)"
+        )
+    return targets.pop()
+
+
+def _device_target(device: Any) -> Target:
+    major, minor = device.compute_capability.split(".")
+    arch = int(major) * 10 + int(minor)
+    count = getattr(device, "core_count", None)
+    return Target(arch, count) if count else Target.for_arch(arch)

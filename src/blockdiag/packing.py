@@ -1,0 +1,118 @@
+"""Tile tables: where the blocks of packed sequences lie in the token axis.
+
+A tile table is int32 [num_tiles, 3] with rows (start, length, position). Every row of the token axis lies in exactly
+one tile. A positive length is a block; a negative one is that many padding rows, which belong to no block; zero is an
+unused tile. `position` is the position of row `start` within its sequence. The number of tiles depends on shapes only,
+so that new offsets never compile anything anew.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from blockdiag.problem import BlockDiagonalProblem
+
+TileTable = Int[Array, "num_tiles 3"]
+
+
+def count_uniform_tiles(tokens: int, sequence_length: int, block_size: int) -> int:
+    """Tiles of `tokens // sequence_length` equal sequences, back to back."""
+    return tokens // max(sequence_length, 1) * -(-sequence_length // block_size)
+
+
+def count_offset_tiles(tokens: int, num_sequences: int, block_size: int) -> int:
+    """Rows of `tiles_from_offsets`: enough for any offsets of `num_sequences` sequences over `tokens` rows."""
+    # Rows before the first offset and after the last are two more segments, of padding.
+    return _most_tiles(tokens, num_sequences + 2, block_size)
+
+
+def count_length_tiles(tokens: int, num_blocks: int, block_size: int) -> int:
+    """Rows of `tiles_from_lengths`: enough for any lengths of `num_blocks` blocks over `tokens` rows."""
+    return _most_tiles(tokens, num_blocks + 1, block_size)
+
+
+def tiles_from_offsets(sequence_offsets: Int[Array, " offsets"], tokens: int, block_size: int) -> TileTable:
+    """Blocks of `block_size` rows anchored at the start of each sequence, the last of a sequence partial.
+
+    Args:
+        sequence_offsets: int32 [num_sequences + 1]; sequence s is rows [offsets[s], offsets[s + 1]). Any values are
+            memory safe: offsets are clipped to [0, tokens], and one below its predecessor counts as equal to it.
+        tokens: rows of the token axis.
+        block_size: rows of a full block.
+    """
+    num_sequences = sequence_offsets.shape[0] - 1
+    offsets = _running_maximum(jnp.clip(sequence_offsets, 0, tokens))
+    edges = jnp.concatenate([jnp.zeros(1, jnp.int32), offsets, jnp.full(1, tokens, jnp.int32)])
+    segment, start, length, position = _cut(edges, count_offset_tiles(tokens, num_sequences, block_size), block_size)
+    is_block = (segment >= 1) & (segment <= num_sequences)
+    return jnp.stack([start, jnp.where(is_block, length, -length), position], axis=1)
+
+
+def tiles_from_lengths(block_lengths: Int[Array, " blocks"], tokens: int, block_size: int) -> TileTable:
+    """One block per length, back to back; each block is a sequence of its own, with positions from 0.
+
+    Args:
+        block_lengths: int32 [num_blocks]. Any values are memory safe: a negative length counts as 0, rows of a block
+            beyond `block_size` are padding, and blocks end where the token axis ends.
+        tokens: rows of the token axis.
+        block_size: the most rows of a block.
+    """
+    num_blocks = block_lengths.shape[0]
+    ends = _running_sum(jnp.clip(block_lengths, 0, tokens))
+    # A sum that overflowed int32 would step back; the running maximum keeps such a table memory safe too.
+    ends = _running_maximum(jnp.clip(ends, 0, tokens))
+    edges = jnp.concatenate([jnp.zeros(1, jnp.int32), ends, jnp.full(1, tokens, jnp.int32)])
+    segment, start, length, position = _cut(edges, count_length_tiles(tokens, num_blocks, block_size), block_size)
+    is_block = (segment < num_blocks) & (position == 0)
+    return jnp.stack([start, jnp.where(is_block, length, -length), jnp.zeros_like(position)], axis=1)
+
+
+def uniform_tiles(problem: BlockDiagonalProblem) -> TileTable:
+    """The tile table that a uniform problem leaves implicit."""
+    length = problem.sequence_length
+    if length is None:
+        raise ValueError("`problem` must be uniform, got one with a tile table; use that table")
+    per_sequence = -(-length // problem.block_size)
+    tile = jnp.arange(problem.num_tiles, dtype=jnp.int32)
+    position = tile % per_sequence * problem.block_size
+    start = tile // per_sequence * length + position
+    return jnp.stack([start, jnp.minimum(length - position, problem.block_size), position], axis=1)
+
+
+def token_positions(tiles: TileTable, tokens: int, block_size: int) -> Int[Array, " tokens"]:
+    """Each token's position within its sequence; padding rows get some position too."""
+    offset = jnp.arange(block_size, dtype=jnp.int32)
+    start, length, position = (column[:, None] for column in tiles.T)
+    row = jnp.where(offset < jnp.abs(length), start + offset, tokens)
+    return jnp.zeros(tokens, jnp.int32).at[row].set(position + offset, mode="drop")
+
+
+def _most_tiles(tokens: int, segments: int, block_size: int) -> int:
+    """The most tiles that `segments` segments, `tokens` rows together, can be cut into."""
+    return min(tokens, (tokens + segments * (block_size - 1)) // block_size)
+
+
+def _cut(edges: Array, num_tiles: int, block_size: int) -> tuple[Array, Array, Array, Array]:
+    """Cut segments [edges[s], edges[s + 1]) into tiles: segment, start, length and position of each tile.
+
+    Tiles lie in the order of their rows; unused ones, with start and length 0, come last.
+    """
+    counts = (edges[1:] - edges[:-1] + (block_size - 1)) // block_size
+    last = _running_sum(counts)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    # Unrolled binary search: a handful of gathers that XLA fuses into one kernel, where the default is a while loop.
+    segment = jnp.searchsorted(last, tile, side="right", method="scan_unrolled").astype(jnp.int32)
+    is_used = segment < counts.shape[0]
+    segment = jnp.minimum(segment, counts.shape[0] - 1)
+    position = jnp.where(is_used, (tile - (last - counts)[segment]) * block_size, 0)
+    start = jnp.where(is_used, edges[segment] + position, 0)
+    length = jnp.where(is_used, jnp.minimum(edges[segment + 1] - start, block_size), 0)
+    return segment, start, length, position
+
+
+def _running_sum(x: Array) -> Array:
+    return jnp.cumsum(x, dtype=jnp.int32)
+
+
+def _running_maximum(x: Array) -> Array:
+    return jax.lax.cummax(x)

@@ -1,0 +1,77 @@
+"""Static descriptions of a call, shared by every implementation.
+
+A problem is everything about a call that is known before any array element is: sizes, dtypes and options, as plain
+hashable data. Public functions build one, `supports` functions judge it, kernels and launch plans are functions of it.
+This module imports nothing but the standard library, so that device code may use it without jax or torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PositionSource = Literal["sequence", "explicit", "token"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryProblem:
+    """How rotary embedding is fused into an attention call.
+
+    Attributes:
+        interleaved: pairs are (2i, 2i + 1); otherwise (i, i + H/2).
+        query, key, value: which operands are rotated.
+        table_rows: rows of the cos and sin tables, P in [P, H/2].
+        table_dtype: dtype name of both tables.
+        positions: where a token's table row comes from: its position within its sequence, an explicit int32 array
+            over tokens, or the token's own index in the flattened token axis.
+    """
+
+    interleaved: bool
+    query: bool
+    key: bool
+    value: bool
+    table_rows: int
+    table_dtype: str
+    positions: PositionSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockDiagonalProblem:
+    """One block-diagonal attention call over a flattened token axis.
+
+    query is [tokens, query_heads, head_dim]; key and value are [tokens, key_heads, head_dim].
+
+    Attributes:
+        tokens: rows of the flattened token axis, every batch row and mapped axis included.
+        block_size: the most rows a block (and so a tile) has, 1..256.
+        sequence_length: tokens of each sequence when all sequences are equally long, back to back; then no tile table
+            is given. None when a tile table int32 [num_tiles, 3] says where the blocks lie.
+        num_tiles: tiles the launch covers; rows of the tile table when there is one.
+        dtype: dtype name of query, key, value, output and gradients: "bfloat16", "float16" or "float32".
+        scale: factor on the scores, before the softmax.
+    """
+
+    tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+    sequence_length: int | None
+    num_tiles: int
+    is_causal: bool
+    scale: float
+    rotary: RotaryProblem | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head, G = N // K."""
+        return self.query_heads // self.key_heads
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether tiles follow from arithmetic alone, without a tile table."""
+        return self.sequence_length is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every tile is known to have exactly `block_size` rows."""
+        return self.sequence_length is not None and self.sequence_length % self.block_size == 0

@@ -1,0 +1,192 @@
+"""The training entry: query, key and value projection, rotary embedding and block-diagonal attention in one."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from blockdiag import _validate
+from blockdiag._differentiation import on_common_axes, reverse_only
+from blockdiag._dtypes import accumulation_dtype
+from blockdiag.block_diagonal import (
+    BLOCK_DIAGONAL_OUTPUT,
+    Call,
+    attention_gradients,
+    canonical_tables,
+    differentiable_attention,
+    prepare_call,
+)
+from blockdiag.rotary import Rotary
+
+BLOCK_DIAGONAL_QKV = "blockdiag_block_diagonal_qkv"
+"""Name of the projected query | key | value buffer for rematerialisation policies, beside `BLOCK_DIAGONAL_OUTPUT`."""
+
+
+def fused_qkv_block_attention(
+    x: Float[Array, "*batch T D"],
+    w_qkv: Float[Array, "D columns"],
+    bias: Float[Array, " columns"] | None = None,
+    *,
+    query_heads: int,
+    key_heads: int,
+    head_dim: int,
+    block_size: int = 64,
+    sequence_offsets: Int[Array, " offsets"] | None = None,
+    block_lengths: Int[Array, " blocks"] | None = None,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "*batch T N H"]:
+    """Project tokens to query, key and value by one matrix product, then attend within blocks.
+
+    Equal to `block_diagonal_attention` on the three parts of `x @ w_qkv + bias`. Its derivative keeps `x`, `w_qkv` and
+    the projected buffer (named `BLOCK_DIAGONAL_QKV`, so that a rematerialisation policy may drop or keep it), lays the
+    gradients of query, key and value side by side in one buffer of the same shape, and takes the gradients of `x`,
+    `w_qkv` and `bias` from that by one product or sum each, accumulated in float32 and rounded once.
+
+    Works under the transformations that `block_diagonal_attention` names.
+
+    Args:
+        x: [B, T, D], or packed [T, D]. float16, bfloat16, float32 or float64.
+        w_qkv: [D, (N + 2 K) H] in the dtype of `x`, columns query | key | value, each head by head.
+        bias: [(N + 2 K) H] in the dtype of `x`, or None.
+        query_heads: N, a multiple of `key_heads`.
+        key_heads: K.
+        head_dim: H.
+        block_size, sequence_offsets, block_lengths, rotary, scale, is_causal, implementation: as for
+            `block_diagonal_attention`, with `x` in the place of `query`.
+
+    Returns:
+        The attention output [B, T, N, H] or [T, N, H] in the dtype of `x`.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+    """
+    x, w_qkv = jnp.asarray(x), jnp.asarray(w_qkv)
+    bias = None if bias is None else jnp.asarray(bias)
+    _check_projection(x, w_qkv, bias, query_heads, key_heads, head_dim)
+    call = prepare_call(
+        jax.ShapeDtypeStruct((*x.shape[:-1], query_heads, head_dim), x.dtype),
+        jax.ShapeDtypeStruct((*x.shape[:-1], key_heads, head_dim), x.dtype),
+        block_size=block_size,
+        sequence_offsets=sequence_offsets,
+        block_lengths=block_lengths,
+        rotary=rotary,
+        scale=scale,
+        is_causal=is_causal,
+        implementation=implementation,
+    )
+    return _fused(call, x, w_qkv, bias, sequence_offsets, block_lengths, rotary)
+
+
+def _check_projection(x: Any, w_qkv: Any, bias: Any, query_heads: Any, key_heads: Any, head_dim: Any) -> None:
+    for name, value in (("query_heads", query_heads), ("key_heads", key_heads), ("head_dim", head_dim)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"`{name}` must be a positive integer, got {value!r}; it describes the columns of `w_qkv`")
+    _validate.check_heads(query_heads, key_heads)
+    if x.ndim not in (2, 3):
+        raise ValueError(
+            f"`x` must have shape [B, T, D] or [T, D], got {x.shape}; "
+            "reshape more batch axes into one, or map over them with jax.vmap"
+        )
+    _validate.check_dtype("x", x.dtype)
+    columns = (query_heads + 2 * key_heads) * head_dim
+    if w_qkv.shape != (x.shape[-1], columns):
+        raise ValueError(
+            f"`w_qkv` must have shape ({x.shape[-1]}, {columns}), D rows and (query_heads + 2 * key_heads) * head_dim "
+            f"columns, got {w_qkv.shape}; concatenate the query, key and value matrices along axis 1"
+        )
+    if bias is not None and bias.shape != (columns,):
+        raise ValueError(
+            f"`bias` must have shape ({columns},), one element for each column of `w_qkv`, got {bias.shape}"
+        )
+    for name, array in (("w_qkv", w_qkv), ("bias", bias)):
+        if array is not None and array.dtype != x.dtype:
+            raise ValueError(f"`{name}` must have the dtype of `x`, {x.dtype}, got {array.dtype}; cast one of them")
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _fused(
+    call: Call,
+    x: Array,
+    w_qkv: Array,
+    bias: Array | None,
+    sequence_offsets: Array | None,
+    block_lengths: Array | None,
+    rotary: Rotary | None,
+) -> Array:
+    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    tokens_shape = x.shape[:-1]
+    problem = call.problem
+    tables = canonical_tables(call, tokens_shape, sequence_offsets, block_lengths, rotary)
+    rows = x.reshape(math.prod(tokens_shape), x.shape[-1])
+    if call.is_reference:
+        output, _ = _compute(call, rows, w_qkv, bias, tables)
+    else:
+        rows, w_qkv, bias, tables = on_common_axes(rows, w_qkv, bias, tables)
+        output = _project_and_attend(call, *jax.tree.map(reverse_only, (rows, w_qkv, bias)), tables)
+    return output.reshape(*tokens_shape, problem.query_heads, problem.head_dim)
+
+
+def _compute(call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple) -> tuple[Array, Array]:
+    """Attention output [tokens, N, H] and the projected buffer [tokens, (N + 2 K) H]."""
+    projected = _product("td,dc->tc", x, w_qkv)
+    if bias is not None:
+        projected = projected + bias.astype(projected.dtype)[None, :]
+    projected = checkpoint_name(projected.astype(x.dtype), BLOCK_DIAGONAL_QKV)
+    return differentiable_attention(call, *_split(call, projected), tables), projected
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project_and_attend(call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple) -> Array:
+    output, _ = _compute(call, x, w_qkv, bias, tables)
+    return output
+
+
+def _project_and_attend_forward(
+    call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple
+) -> tuple[Array, tuple]:
+    output, projected = _compute(call, x, w_qkv, bias, tables)
+    return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT), (x, w_qkv, bias, projected, tables)
+
+
+def _project_and_attend_backward(call: Call, residuals: tuple, cotangent: Array) -> tuple:
+    x, w_qkv, bias, projected, tables = residuals
+    gradients = attention_gradients(call, *_split(call, projected), tables, cotangent)
+    gradient = jnp.concatenate([part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in gradients], axis=1)
+    x_gradient = _product("tc,dc->td", gradient, w_qkv).astype(x.dtype)
+    w_gradient = _product("td,tc->dc", x, gradient).astype(x.dtype)
+    bias_gradient = None
+    if bias is not None:
+        bias_gradient = jnp.sum(gradient, axis=0, dtype=accumulation_dtype(x.dtype)).astype(x.dtype)
+    return x_gradient, w_gradient, bias_gradient, None
+
+
+_project_and_attend.defvjp(_project_and_attend_forward, _project_and_attend_backward)
+
+
+def _split(call: Call, projected: Array) -> tuple[Array, Array, Array]:
+    """Query [tokens, N, H], key and value [tokens, K, H] of a projected buffer."""
+    problem = call.problem
+    query_columns = problem.query_heads * problem.head_dim
+    key_columns = problem.key_heads * problem.head_dim
+    parts = jnp.split(projected, [query_columns, query_columns + key_columns], axis=1)
+    heads = (problem.query_heads, problem.key_heads, problem.key_heads)
+    query, key, value = (
+        part.reshape(problem.tokens, n, problem.head_dim) for part, n in zip(parts, heads, strict=True)
+    )
+    return query, key, value
+
+
+def _product(subscripts: str, left: Array, right: Array) -> Array:
+    """A matrix product accumulated in float32 (float64 for float64), in full precision for float32 operands."""
+    wide = accumulation_dtype(left.dtype)
+    precision = jax.lax.Precision.HIGHEST if left.dtype == wide else None
+    return jnp.einsum(subscripts, left, right, preferred_element_type=wide, precision=precision)

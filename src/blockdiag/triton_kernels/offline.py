@@ -1,0 +1,184 @@
+"""Compiles a launch plan for an architecture that is not present, and reports what the kernel uses and which
+instructions it has: the test that a kernel fits and runs on the units it was written for, before it ever meets the
+hardware."""
+
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blockdiag.triton_kernels.compile import KernelCompileError, compile_plan, shared_limit
+from blockdiag.triton_kernels.plan import LaunchPlan, Target
+
+_PTX_PATTERNS = {
+    "wgmma": r"\bwgmma\.mma_async\b",
+    "tcgen05.mma": r"\btcgen05\.mma\b",
+    "mma.sync": r"\bmma\.sync\b",
+    "cp.async.bulk.tensor": r"\bcp\.async\.bulk\.tensor\b",
+    "cp.async": r"\bcp\.async\.c[ag]\b",
+    "ldmatrix": r"\bldmatrix\b",
+    "ex2": r"\bex2\.approx\b",
+    "atom": r"\b(?:atom|red)\.(?:global|gpu|sys|relaxed|acq_rel|add)",
+    "f64": r"\.f64\b",
+    "trap": r"\btrap;",
+}
+
+# Machine instructions by their mnemonic's beginning: what the PTX became.
+_SASS_PATTERNS = {
+    "wgmma": r"\b[HIQ]GMMA\b",
+    "tcgen05.mma": r"\bUTC[HIQO]\w*MMA\b",
+    "mma.sync": r"\b[HIQO]MMA\b",
+    "bulk tensor load": r"\bUTMALDG\b",
+    "bulk tensor store": r"\bUTMA(?:STG|REDG)\b",
+    "local load": r"\bLDL\b",
+    "local store": r"\bSTL\b",
+    "f64": r"\bD(?:ADD|MUL|FMA|SETP)\b",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a kernel compiled for `arch` uses.
+
+    Attributes:
+        registers: of one thread.
+        spill_store_bytes, spill_load_bytes: local memory traffic of one thread for registers that did not fit.
+        stack_bytes: local memory of one thread, for spills and indexed arrays.
+        shared_bytes, shared_limit: dynamic shared memory of one program, and what the architecture allows.
+        tensor_memory_columns: of one program, at most 512; 0 where the architecture has none.
+        num_warps: warps of one program, those of every partition included.
+        partitions: for each warp-specialised region of the kernel, the warps of its partitions beside the default one.
+        ptx, sass: instruction counts. PTX has the keys wgmma, tcgen05.mma, mma.sync, cp.async.bulk.tensor, cp.async,
+            ldmatrix, ex2, atom, f64, trap; SASS has what they became, and local (spill) loads and stores.
+        global_scratch_bytes: global memory of one program, for descriptors made on the device.
+        kernel: Triton's compiled kernel, whose `asm` holds ttir, ttgir, llir, ptx and cubin.
+    """
+
+    name: str
+    arch: int
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    shared_limit: int
+    tensor_memory_columns: int
+    num_warps: int
+    partitions: tuple[tuple[int, ...], ...]
+    ptx: Mapping[str, int]
+    sass: Mapping[str, int]
+    global_scratch_bytes: int
+    kernel: Any
+
+    @property
+    def spill_bytes(self) -> int:
+        """Spill stores and loads together; 0 when every value kept its register."""
+        return self.spill_store_bytes + self.spill_load_bytes
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {count}" for name, count in self.ptx.items() if count)
+        return (
+            f"{self.name} on sm_{self.arch}: {self.registers} registers, {self.spill_bytes} spill bytes, "
+            f"{self.shared_bytes}/{self.shared_limit} shared bytes, {self.tensor_memory_columns} tensor memory "
+            f"columns, {self.num_warps} warps, partitions {list(self.partitions)}, {counts}"
+        )
+
+
+def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
+    """Compiles `plan` for `arch` (80, 90, 100, 120, ...) without a GPU and reports what the kernel uses.
+
+    Raises:
+        KernelCompileError: with ptxas's own words when it refuses the kernel, or when shared or tensor memory exceed
+            what the architecture has.
+    """
+    target = arch if isinstance(arch, Target) else Target.for_arch(arch)
+    limit = shared_limit(target.arch)
+    if limit is None:
+        raise ValueError(f"`arch` must be one whose shared memory is known, got {target.arch}")
+    compiled = _compile_quietly(plan, target)
+    asm = compiled.kernel.asm
+    usage = _assemble(asm["ptx"], target.arch)
+    sass = _disassemble(asm["cubin"])
+    return Report(
+        name=plan.name,
+        arch=target.arch,
+        registers=_number(r"Used (\d+) registers", usage),
+        spill_store_bytes=_number(r"(\d+) bytes spill stores", usage),
+        spill_load_bytes=_number(r"(\d+) bytes spill loads", usage),
+        stack_bytes=_number(r"(\d+) bytes stack frame", usage),
+        shared_bytes=compiled.shared_bytes,
+        shared_limit=limit,
+        tensor_memory_columns=compiled.tensor_memory_columns,
+        num_warps=compiled.num_warps,
+        partitions=_partitions(asm["ttgir"]),
+        ptx=_count(_PTX_PATTERNS, asm["ptx"]),
+        sass=_count(_SASS_PATTERNS, sass),
+        global_scratch_bytes=compiled.global_scratch_bytes,
+        kernel=compiled.kernel,
+    )
+
+
+def _compile_quietly(plan: LaunchPlan, target: Target) -> Any:
+    from triton.runtime.errors import PTXASError
+
+    # Triton prints the whole PTX when ptxas fails; the error below carries what ptxas said instead.
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            return compile_plan(plan, target)
+    except PTXASError as error:
+        raise KernelCompileError(f"ptxas refuses kernel {plan.name!r} for sm_{target.arch}: {error}") from error
+
+
+def _assemble(ptx: str, arch: int) -> str:
+    """What ptxas says of the kernel's registers and spills, assembled as Triton assembles it."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [
+            get_ptxas(arch).path,
+            "-lineinfo",
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(arch)}",
+            str(source),
+            "-o",
+            str(Path(folder, "kernel.cubin")),
+        ]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise KernelCompileError(f"ptxas refuses the kernel for sm_{arch}: {result.stderr}")
+    return result.stderr + result.stdout
+
+
+def _disassemble(cubin: bytes) -> str:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(binary)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _partitions(ttgir: str) -> tuple[tuple[int, ...], ...]:
+    regions: list[list[int]] = []
+    for match in re.finditer(r"\bpartition(\d+)\(.*?num_warps\((\d+)\)", ttgir):
+        if match[1] == "0":
+            regions.append([])
+        regions[-1].append(int(match[2]))
+    return tuple(map(tuple, regions))
+
+
+def _count(patterns: Mapping[str, str], text: str) -> dict[str, int]:
+    return {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
+
+
+def _number(pattern: str, text: str) -> int:
+    return max((int(number) for number in re.findall(pattern, text)), default=0)

@@ -1,0 +1,167 @@
+"""The launch plan: one description of a Triton kernel launch, read by every door that can launch it.
+
+A plan names the kernel, its grid, and for every kernel parameter what to pass. It holds no array and imports neither
+jax, torch nor triton, so that each consumer (the JAX call, the torch launch, the interpreter, the offline compiler)
+reads the same data and launches the same kernel.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Role = Literal["input", "output"]
+ScalarType = Literal["i1", "i32", "i64", "fp32"]
+
+# Multiprocessors of the usual part of each architecture, for planning where no device can be asked.
+_USUAL_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype name ("bfloat16", "float32", "int32", ...) of one dense, row-major array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a plan may know of the GPU.
+
+    Attributes:
+        arch: compute capability as an integer, 90 for sm_90.
+        num_sms: streaming multiprocessors; sizes persistent grids. Results never depend on it.
+    """
+
+    arch: int
+    num_sms: int
+
+    @classmethod
+    def for_arch(cls, arch: int) -> "Target":
+        """The usual part of an architecture, for offline compilation."""
+        if arch not in _USUAL_MULTIPROCESSORS:
+            raise ValueError(
+                f"`arch` must be one of {sorted(_USUAL_MULTIPROCESSORS)}, got {arch}; "
+                "pass Target(arch, num_sms) for another part"
+            )
+        return cls(arch, _USUAL_MULTIPROCESSORS[arch])
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A pointer to the first element of an input or output, 16-byte aligned."""
+
+    role: Role
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A host-made TMA tensor descriptor over an input or output viewed as a dense row-major array of `shape`.
+
+    Attributes:
+        layout: the shared-memory layout object of a Gluon kernel's descriptor; None for a Triton kernel's.
+    """
+
+    role: Role
+    index: int
+    shape: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any = None
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Row-major strides in elements."""
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.append(strides[-1] * size)
+        return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scalar:
+    """A run-time scalar with its type spelled out: an untyped Python float would make a kernel compute in fp64."""
+
+    value: int | float | bool
+    dtype: ScalarType
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scalar) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, Any]:
+        # By bits: 0.0 and -0.0 are different arguments, and a NaN is the same argument as itself.
+        return self.dtype, float(self.value).hex() if self.dtype == "fp32" else int(self.value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constexpr:
+    """A compile-time value: int, float, bool, str, None, a triton dtype, or another hashable value a kernel
+    understands.
+
+    Values of different types are different (1, 1.0 and True compile differently), and floats compare by their bits.
+    """
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constexpr) and self.key() == other.key()
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    def key(self) -> tuple[str, Any]:
+        """What tells this value from another one, hashable."""
+        return type(self.value).__name__, self.value.hex() if isinstance(self.value, float) else self.value
+
+
+type Argument = Pointer | Descriptor | Scalar | Constexpr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileOptions:
+    """What Triton's compiler is asked for, beside the source."""
+
+    num_warps: int = 4
+    num_stages: int = 3
+    num_ctas: int = 1
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """One launch of one kernel.
+
+    Attributes:
+        name: what profilers show.
+        kernel: the `@triton.jit` or `@gluon.jit` function.
+        grid: programs along the three grid axes.
+        inputs, outputs: the arrays the launch reads and writes, in the order the caller passes and receives them.
+        arguments: every parameter of the kernel by name, in the kernel's own order.
+        options: compile options.
+        aliases: (input index, output index) pairs that are one buffer: the output starts as the input's content.
+    """
+
+    name: str
+    kernel: Any
+    grid: tuple[int, int, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    arguments: Mapping[str, Argument]
+    options: CompileOptions = field(default_factory=CompileOptions)
+    aliases: tuple[tuple[int, int], ...] = ()
+
+
+@runtime_checkable
+class KernelSpec(Protocol):
+    """A hashable launch that still waits for its target: outputs are known at trace time, the plan at lowering."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
+    def plan(self, target: Target) -> LaunchPlan: ...

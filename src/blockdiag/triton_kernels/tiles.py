@@ -1,0 +1,171 @@
+"""Device helpers shared by kernels over tiles of a packed token axis: spans, loads and stores, rotary embedding.
+
+Names: `p_` pointers, `b_` block values, `o_` offsets, `m_` masks. An operand is [tokens, heads, head_dim], row-major, so
+one head's rows are `row_stride` = heads * head_dim elements apart.
+
+An operand that takes part in a rotated product is *paired*: it is held as two half-width blocks, the first and the second
+element of every rotary pair, and every product over the head dimension becomes the sum of two half-width products.
+That way neither pairing (adjacent elements, or the two halves of a head) needs a shuffle between threads.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_span(p_tiles, tile, sequence_length, BLOCK_SIZE: tl.constexpr, TABLE: tl.constexpr, FULL: tl.constexpr):
+    """Rows of a tile: (first row, rows that hold tokens, rows to write, position of the first row in its sequence).
+
+    A tile of padding holds no token and yet is written (with zeros), so that every output row has a writer.
+    """
+    if TABLE:
+        start = tl.load(p_tiles + tile * 3)
+        length = tl.load(p_tiles + tile * 3 + 1)
+        position = tl.load(p_tiles + tile * 3 + 2)
+        rows = tl.minimum(tl.maximum(length, 0), BLOCK_SIZE)
+        written = tl.minimum(tl.abs(length), BLOCK_SIZE)
+    else:
+        tiles_per_sequence = tl.cdiv(sequence_length, BLOCK_SIZE)
+        sequence = tile // tiles_per_sequence
+        position = (tile - sequence * tiles_per_sequence) * BLOCK_SIZE
+        start = sequence * sequence_length + position
+        if FULL:
+            rows = tl.full((), BLOCK_SIZE, tl.int32)
+        else:
+            rows = tl.minimum(sequence_length - position, BLOCK_SIZE)
+        written = rows
+    return start, rows, written, position
+
+
+@triton.jit
+def load_block(source, start, rows, column, ROW_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """Load [ROWS, COLUMNS] of which [rows, WIDTH] exist; the rest is zero, whatever memory holds there."""
+    o_rows = tl.arange(0, ROWS)[:, None]
+    if DESCRIPTOR:
+        b_block = source.load([start, column])
+        if not FULL:
+            # The copy engine brings in the next sequence's rows: zero them, since 0 * NaN would be NaN in a product.
+            b_block = tl.where(o_rows < rows, b_block, 0.0).to(b_block.dtype)
+    else:
+        o_columns = tl.arange(0, COLUMNS)[None, :]
+        p_block = source + start.to(tl.int64) * ROW_STRIDE + column + o_rows * ROW_STRIDE + o_columns
+        if FULL and COLUMNS == WIDTH:
+            b_block = tl.load(p_block)
+        elif COLUMNS == WIDTH:
+            b_block = tl.load(p_block, mask=o_rows < rows, other=0.0)
+        else:
+            b_block = tl.load(p_block, mask=(o_rows < rows) & (o_columns < WIDTH), other=0.0)
+    return b_block  # [ROWS, COLUMNS]
+
+
+@triton.jit
+def store_block(target, b_block, start, written, column, ROW_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+                ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """Store the first [written, WIDTH] of a [ROWS, COLUMNS] block."""
+    if DESCRIPTOR:
+        target.store([start, column], b_block)
+    else:
+        o_rows = tl.arange(0, ROWS)[:, None]
+        o_columns = tl.arange(0, COLUMNS)[None, :]
+        p_block = target + start.to(tl.int64) * ROW_STRIDE + column + o_rows * ROW_STRIDE + o_columns
+        if FULL and COLUMNS == WIDTH:
+            tl.store(p_block, b_block)
+        else:
+            tl.store(p_block, b_block, mask=(o_rows < written) & (o_columns < WIDTH))
+
+
+@triton.jit
+def load_operand(source, start, rows, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+                 COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr, PAIRED: tl.constexpr,
+                 INTERLEAVED: tl.constexpr):  # fmt: skip
+    """One head's rows as (first, second) of its pairs when PAIRED, else the whole block twice (the second unused)."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if PAIRED and not INTERLEAVED:
+        b_first = load_block(source, start, rows, head * HEAD_DIM, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2, FULL,
+                             DESCRIPTOR)  # fmt: skip
+        b_second = load_block(source, start, rows, head * HEAD_DIM + HALF, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2,
+                              FULL, DESCRIPTOR)  # fmt: skip
+    else:
+        b_first = load_block(source, start, rows, head * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, ROWS, COLUMNS, FULL,
+                             DESCRIPTOR)  # fmt: skip
+        b_second = b_first
+        if PAIRED:
+            b_first, b_second = tl.split(tl.reshape(b_first, [ROWS, COLUMNS // 2, 2]))
+    return b_first, b_second
+
+
+@triton.jit
+def store_operand(target, b_first, b_second, start, written, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                  ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr,
+                  PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+    """Inverse of `load_operand`."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if PAIRED and not INTERLEAVED:
+        store_block(target, b_first, start, written, head * HEAD_DIM, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2, FULL,
+                    DESCRIPTOR)  # fmt: skip
+        store_block(target, b_second, start, written, head * HEAD_DIM + HALF, HEADS * HEAD_DIM, HALF, ROWS,
+                    COLUMNS // 2, FULL, DESCRIPTOR)  # fmt: skip
+    else:
+        b_block = b_first
+        if PAIRED:
+            b_block = tl.reshape(tl.join(b_first, b_second), [ROWS, COLUMNS])
+        store_block(target, b_block, start, written, head * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, ROWS, COLUMNS, FULL,
+                    DESCRIPTOR)  # fmt: skip
+
+
+@triton.jit
+def load_rotary(p_cos, p_sin, p_positions, start, rows, position, table_rows, HALF: tl.constexpr, ROWS: tl.constexpr,
+                HALF_COLUMNS: tl.constexpr, POSITIONS: tl.constexpr):  # fmt: skip
+    """cos and sin of a tile's rows, f32. Out-of-range table rows are clamped: traced positions cannot be checked."""
+    o_rows = tl.arange(0, ROWS)
+    m_rows = o_rows < rows
+    if POSITIONS == 1:
+        o_table = tl.load(p_positions + start + o_rows, mask=m_rows, other=0)
+    elif POSITIONS == 2:
+        o_table = start + o_rows
+    else:
+        o_table = position + o_rows
+    o_table = tl.minimum(tl.maximum(o_table, 0), table_rows - 1).to(tl.int64)[:, None] * HALF
+    o_columns = tl.arange(0, HALF_COLUMNS)[None, :]
+    m_table = m_rows[:, None] & (o_columns < HALF)
+    b_cos = tl.load(p_cos + o_table + o_columns, mask=m_table, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_sin + o_table + o_columns, mask=m_table, other=0.0).to(tl.float32)
+    return b_cos, b_sin  # [ROWS, HALF_COLUMNS]
+
+
+@triton.jit
+def rotate(b_first, b_second, b_cos, b_sin):
+    """Rotary embedding of a paired operand, rounded back to its dtype."""
+    dtype: tl.constexpr = b_first.dtype
+    b_x = b_first.to(tl.float32)
+    b_y = b_second.to(tl.float32)
+    return (b_x * b_cos - b_y * b_sin).to(dtype), (b_y * b_cos + b_x * b_sin).to(dtype)
+
+
+@triton.jit
+def rotate_adjoint(b_first, b_second, b_cos, b_sin):
+    """Transpose of `rotate` on f32 gradients; exact also for tables with cos^2 + sin^2 != 1."""
+    return b_first * b_cos + b_second * b_sin, b_second * b_cos - b_first * b_sin
+
+
+@triton.jit
+def paired_scores(b_a0, b_a1, b_b0, b_b1, PAIRED: tl.constexpr, PRECISION: tl.constexpr):
+    """Products over the head dimension of all row pairs, f32 [rows of a, rows of b]."""
+    b_scores = tl.dot(b_a0, tl.trans(b_b0), input_precision=PRECISION)
+    if PAIRED:
+        b_scores = tl.dot(b_a1, tl.trans(b_b1), acc=b_scores, input_precision=PRECISION)
+    return b_scores
+
+
+@triton.jit
+def score_mask(rows, ROWS: tl.constexpr, FULL: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which (query, key) pairs of a tile attend. Column 0 always does, so that a row of padding stays finite."""
+    o_query = tl.arange(0, ROWS)[:, None]
+    o_key = tl.arange(0, ROWS)[None, :]
+    m_scores = (o_key < tl.maximum(rows, 1)) & (o_query >= 0)
+    if FULL:
+        m_scores = (o_key < ROWS) & (o_query >= 0)
+    if CAUSAL:
+        m_scores = m_scores & (o_key <= o_query)
+    return m_scores

@@ -1,0 +1,209 @@
+"""Compiling without a GPU: what a plan must say, what kernels share, and what the offline report finds."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+import triton.language as tl
+
+from blockdiag.triton_kernels.compile import KernelCompileError, check_plan, compile_key, compile_plan
+from blockdiag.triton_kernels.offline import inspect_plan
+from blockdiag.triton_kernels.plan import (
+    CompileOptions,
+    Constexpr,
+    Descriptor,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Target,
+    TensorSpec,
+)
+from tests.bridge.bridge_kernels import (
+    AddSpec,
+    DeviceDescriptorSpec,
+    GluonCopySpec,
+    HalvesSpec,
+    IncrementSpec,
+    MatmulSpec,
+)
+
+ARCHITECTURES = (80, 90, 100, 120)
+
+
+def plan_of(spec, arch=90, **changes) -> LaunchPlan:
+    return dataclasses.replace(spec.plan(Target.for_arch(arch)), **changes)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "spec", [AddSpec(1000, "bfloat16"), IncrementSpec(300), HalvesSpec(80)], ids=lambda spec: spec.name
+)
+def test_report_of_a_plain_kernel(spec, arch):
+    report = inspect_plan(plan_of(spec, arch), arch)
+    assert report.arch == arch
+    assert 0 < report.registers <= 255
+    assert report.spill_bytes == 0 and report.sass["local load"] == 0
+    assert report.shared_bytes <= report.shared_limit
+    assert report.num_warps == 4 and report.partitions == ()
+    assert report.ptx["f64"] == 0 and report.sass["f64"] == 0
+    assert spec.name in str(report)
+
+
+@pytest.mark.parametrize(
+    ("arch", "instruction"), [(80, "mma.sync"), (90, "wgmma"), (100, "tcgen05.mma"), (120, "mma.sync")]
+)
+def test_matmul_uses_the_matrix_unit_of_its_architecture(arch, instruction):
+    report = inspect_plan(plan_of(MatmulSpec(1000, 256, 256), arch), arch)
+    matrix_instructions = {"wgmma", "tcgen05.mma", "mma.sync"}
+    assert report.ptx[instruction] > 0 and report.sass[instruction] > 0
+    assert all(report.ptx[other] == 0 for other in matrix_instructions - {instruction})
+    assert (report.ptx["cp.async.bulk.tensor"] > 0) == (arch >= 90)
+    assert (report.sass["bulk tensor load"] > 0) == (arch >= 90)
+    assert (report.tensor_memory_columns > 0) == (arch == 100)
+    assert report.tensor_memory_columns <= 512
+
+
+def test_warp_specialised_kernel_reports_partitions_and_real_warps():
+    report = inspect_plan(plan_of(MatmulSpec(1000, 256, 256, block=128, specialize=True), 100), 100)
+    (partitions,) = report.partitions
+    assert partitions and sum(partitions) + 4 <= report.num_warps
+    assert report.num_warps == report.kernel.metadata.num_warps > 4
+
+
+def test_descriptors_made_on_the_device_report_scratch():
+    assert inspect_plan(plan_of(DeviceDescriptorSpec(80)), 90).global_scratch_bytes > 0
+
+
+@pytest.mark.parametrize("arch", [90, 100, 120])
+def test_gluon_kernel_compiles(arch):
+    report = inspect_plan(plan_of(GluonCopySpec(80), arch), arch)
+    assert report.sass["bulk tensor load"] == report.sass["bulk tensor store"] == 1
+
+
+def test_too_much_shared_memory_is_refused_with_numbers():
+    with pytest.raises(KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_120 has 101376"):
+        inspect_plan(
+            plan_of(MatmulSpec(1000, 256, 2048, block=128), 120, options=CompileOptions(num_stages=6)), 120
+        )
+
+
+@triton.jit
+def nonsense_kernel(p_out):
+    tl.store(p_out, tl.inline_asm_elementwise("nonsense.b32 $0;", "=r", [], tl.int32, is_pure=True, pack=1))
+
+
+def test_what_ptxas_refuses_is_reported_without_a_dump(capsys):
+    plan = LaunchPlan(
+        name="nonsense",
+        kernel=nonsense_kernel,
+        grid=(1, 1, 1),
+        inputs=(),
+        outputs=(TensorSpec((1,), "int32"),),
+        arguments={"p_out": Pointer("output", 0)},
+    )
+    with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense' for sm_90(.|\n)*nonsense"):
+        inspect_plan(plan, 90)
+    assert capsys.readouterr().out == ""
+
+
+def test_too_many_warps_are_refused():
+    with pytest.raises(KernelCompileError, match="64 warps"):
+        compile_plan(plan_of(AddSpec(999), options=CompileOptions(num_warps=64)), Target(90, 1))
+
+
+def test_unknown_architecture_is_refused():
+    with pytest.raises(ValueError, match="`arch` must be one of"):
+        inspect_plan(plan_of(AddSpec(10)), 91)
+
+
+def test_sizes_and_scalars_share_a_kernel_and_compile_time_values_do_not():
+    first, other_size, other_scalar = AddSpec(1000), AddSpec(77777), AddSpec(1000, alpha=2.0)
+    assert compile_plan(plan_of(first), Target(90, 1)) is compile_plan(plan_of(other_size), Target(90, 132))
+    assert compile_plan(plan_of(first), Target(90, 1)) is compile_plan(plan_of(other_scalar), Target(90, 132))
+    assert compile_plan(plan_of(first), Target(90, 1)) is not compile_plan(plan_of(AddSpec(1000, block=512)), Target(90, 1))
+    assert compile_key(plan_of(first), 90) != compile_key(plan_of(first), 100)
+
+
+def test_compile_time_values_differ_by_type():
+    plan = plan_of(AddSpec(1000))
+    keys = {
+        compile_key(dataclasses.replace(plan, arguments=plan.arguments | {"BLOCK": Constexpr(value)}), 90)
+        for value in (1, 1.0, True, 0.0, -0.0, "1", None)
+    }
+    assert len(keys) == 7
+    assert Scalar(0.0, "fp32") != Scalar(-0.0, "fp32") and Scalar(1, "fp32") == Scalar(1.0, "fp32")
+
+
+def test_scalars_keep_their_types_in_the_kernel():
+    ptx = compile_plan(plan_of(AddSpec(1000)), Target(90, 1)).ptx
+    assert ".f64" not in ptx
+    assert ptx.count(".param .u32 add_kernel") == ptx.count(".param .f32 add_kernel") == 1
+
+
+def replaced(plan: LaunchPlan, **arguments) -> LaunchPlan:
+    return dataclasses.replace(plan, arguments=plan.arguments | arguments)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (plan_of(AddSpec(10), grid=(0, 1, 1)), "`grid` must be three sizes"),
+        (plan_of(AddSpec(10), grid=(1, 70000, 1)), "`grid` must be three sizes"),
+        (plan_of(AddSpec(10), arguments={"p_x": Pointer("input", 0)}), "must name the kernel's parameters"),
+        (replaced(plan_of(AddSpec(10)), p_x=Pointer("input", 2)), "there is no input 2"),
+        (replaced(plan_of(AddSpec(10)), p_x=3), "is no plan argument"),
+        (replaced(plan_of(AddSpec(10)), p_out=Pointer("input", 0)), "no parameter of the kernel refers to output 0"),
+        (replaced(plan_of(AddSpec(10)), num_elements=Scalar(2**31, "i32")), "does not fit i32"),
+        (plan_of(AddSpec(10, "float99")), "dtype 'float99' must be one of"),
+        (plan_of(IncrementSpec(300), aliases=((0, 1),)), "must have one shape and dtype"),
+        (plan_of(IncrementSpec(300), aliases=((0, 0), (0, 0))), "must pair each input and output once"),
+        (plan_of(IncrementSpec(300), aliases=((3, 0),)), "names no input and output"),
+        (plan_of(MatmulSpec(64, 63, 64)), "multiples of 16 bytes"),
+        (
+            replaced(plan_of(MatmulSpec(64, 64, 64)), d_a=Descriptor("input", 0, (128, 64), (64, 64))),
+            "larger than its array",
+        ),
+        (replaced(plan_of(MatmulSpec(64, 64, 64)), d_a=Descriptor("input", 0, (64, 64), (64, 4))), "at least 16 bytes"),
+        (replaced(plan_of(MatmulSpec(64, 64, 64)), d_a=Descriptor("input", 0, (64, 64), (64,))), "one equal rank"),
+        (replaced(plan_of(MatmulSpec(64, 64, 64)), d_a=Descriptor("input", 0, (0, 64), (64, 64))), "within 1.."),
+    ],
+)
+def test_plans_that_cannot_describe_a_launch(plan, message):
+    with pytest.raises(ValueError, match=message):
+        check_plan(plan)
+        compile_key(plan, 90)
+
+
+def test_empty_output_needs_no_parameter():
+    plan = plan_of(AddSpec(10))
+    check_plan(dataclasses.replace(plan, outputs=(*plan.outputs, TensorSpec((0, 4), "float32"))))
+
+
+SECOND_PROCESS = """
+import triton
+from blockdiag.triton_kernels.compile import compile_plan
+from blockdiag.triton_kernels.plan import Target
+from tests.bridge.bridge_kernels import AddSpec, GluonCopySpec, MatmulSpec
+
+hits = []
+triton.knobs.compilation.listener = lambda **event: hits.append(event["cache_hit"])
+for spec in (AddSpec(1000), AddSpec(2000), MatmulSpec(64, 64, 64), GluonCopySpec(64)):
+    compile_plan(spec.plan(Target.for_arch(90)), Target.for_arch(90))
+print(hits)
+"""
+
+
+def test_a_second_process_does_not_compile(tmp_path, pytestconfig):
+    def hits() -> str:
+        environment = os.environ | {
+            "TRITON_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join([str(pytestconfig.rootpath / "src"), str(pytestconfig.rootpath)]),
+        }
+        command = [sys.executable, "-c", SECOND_PROCESS]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert hits() == str([False] * 3)  # the second AddSpec needs no kernel of its own
+    assert hits() == str([True] * 3)

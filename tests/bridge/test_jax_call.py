@@ -1,0 +1,353 @@
+"""The JAX door without a GPU: lowering for CUDA, exporting, transformations, and the interpreter behind it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from blockdiag.interop import EXPORT_DISABLED_CHECKS, compile_target
+from blockdiag.interop.jax_call import available, launch
+from tests.bridge.bridge_kernels import AddSpec, GluonCopySpec, HalvesSpec, IncrementSpec, MatmulSpec
+
+CALL = "stablehlo.custom_call @triton_kernel_call_ffi"
+
+
+def add(x, y, **options):
+    return launch(AddSpec(x.size), x, y, **options)[0]
+
+
+def lowered_text(function, *arrays, arch=90) -> str:
+    with compile_target(arch):
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def vector():
+    return jnp.arange(1000, dtype=jnp.float32)
+
+
+def test_available_here():
+    assert available() is None
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_lowers_for_cuda_without_a_gpu(arch, vector):
+    text = lowered_text(add, vector, vector, arch=arch)
+    assert text.count(CALL) == 1
+    assert "mhlo.backend_config = {opaque = " in text
+    assert "has_side_effect = true" not in text
+
+
+def test_traces_under_different_targets_are_kept_apart():
+    a, b = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    function = jax.jit(lambda a, b: launch(MatmulSpec(64, 64, 64), a, b)[0])
+
+    def text():
+        return function.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+
+    with compile_target(80):
+        ampere = text()
+    with compile_target(100):
+        blackwell = text()
+        with compile_target(80):
+            assert text() == ampere
+        assert text() == blackwell
+    assert ampere != blackwell
+
+
+def test_without_a_target_or_gpu_the_error_names_the_remedy(vector):
+    if any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("this machine has a GPU to compile for")
+    with pytest.raises(RuntimeError, match=r"inside blockdiag.interop.compile_target\(arch\)"):
+        jax.jit(add).trace(vector, vector).lower(lowering_platforms=("cuda",))
+
+
+def test_unknown_target_is_refused():
+    with pytest.raises(ValueError, match="`arch` must be one of"):
+        compile_target(42)
+    with compile_target(42, num_sms=7):
+        pass
+
+
+def test_cpu_needs_the_interpreter_by_name(vector):
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(NotImplementedError, match="interpret=True"):
+        jax.jit(add)(vector, vector)
+
+
+def test_eager_and_jitted_interpretation(vector):
+    expected = np.asarray(vector * 1.5)
+    for function in (add, jax.jit(add, static_argnames="interpret")):
+        np.testing.assert_array_equal(function(vector, vector, interpret=True), expected)
+
+
+def test_bfloat16_through_the_callback():
+    x = jnp.arange(64 * 64, dtype=jnp.bfloat16).reshape(64, 64) / 4096
+    (product,) = jax.jit(lambda a, b: launch(MatmulSpec(64, 64, 64), a, b, interpret=True))(x, x.T)
+    assert product.dtype == jnp.bfloat16
+    exact = np.asarray(x, np.float32) @ np.asarray(x.T, np.float32)
+    np.testing.assert_allclose(np.asarray(product, np.float32), exact, rtol=2**-8)
+
+
+def test_aliased_input_keeps_its_value():
+    values = jnp.arange(300, dtype=jnp.int32)
+
+    @jax.jit
+    def increment(values):
+        after, sums = launch(IncrementSpec(300), values, interpret=True)
+        return values, after, sums
+
+    before, after, sums = increment(values)
+    np.testing.assert_array_equal(before, np.arange(300))
+    np.testing.assert_array_equal(after, np.arange(300) + 1)
+    np.testing.assert_array_equal(sums, [block.sum() for block in np.split(np.arange(300), [128, 256])])
+
+
+def test_aliases_reach_the_custom_call():
+    text = lowered_text(lambda values: launch(IncrementSpec(300), values), jnp.zeros(300, jnp.int32))
+    assert "output_operand_alias<output_tuple_indices = [1], operand_index = 0" in text
+
+
+def test_output_used_by_two_parameters():
+    x = jnp.ones((80, 64), jnp.float16)
+    text = lowered_text(lambda x: launch(HalvesSpec(80), x), x)
+    assert "stablehlo.custom_call @AllocateBuffer" in text
+    assert "output_operand_alias<output_tuple_indices = [], operand_index = 1" in text
+    np.testing.assert_array_equal(launch(HalvesSpec(80), x, interpret=True)[0], 2 * x)
+
+
+def test_gluon_kernel_lowers():
+    x = jnp.ones((80, 64), jnp.float16)
+    assert CALL in lowered_text(lambda x: launch(GluonCopySpec(80), x), x)
+    with pytest.raises(NotImplementedError, match="Gluon"):
+        from blockdiag.interop.interpreter import interpret
+
+        interpret(GluonCopySpec(80), np.asarray(x))
+
+
+def test_wrong_arrays_are_named(vector):
+    with pytest.raises(ValueError, match="takes 2 arrays, got 1"):
+        launch(AddSpec(1000), vector)
+    with pytest.raises(ValueError, match=r"array 1 must be float32\[1000\], got float32\[999\]"):
+        launch(AddSpec(1000), vector, vector[1:])
+    with pytest.raises(ValueError, match=r"array 0 must be float32\[1000\], got int32\[1000\]"):
+        launch(AddSpec(1000), vector.astype(jnp.int32), vector)
+
+
+def test_raw_launch_names_custom_vjp_and_custom_vmap(vector):
+    with pytest.raises(NotImplementedError, match=r"jax\.custom_vjp"):
+        jax.jvp(lambda x: add(x, x), (vector,), (vector,))
+    with pytest.raises(NotImplementedError, match=r"jax\.custom_vjp"):
+        jax.grad(lambda x: add(x, x).sum())(vector)
+    with pytest.raises(NotImplementedError, match="custom_vmap"):
+        jax.vmap(lambda x: add(x, x))(jnp.stack([vector, vector]))
+
+
+def add_with_gradient(x, y):
+    """x + y / 2 with both the sum and its gradient computed by launches."""
+
+    @jax.custom_vjp
+    def function(x, y):
+        return add(x, y, interpret=True)
+
+    def backward(residuals, cotangent):
+        zeros = jnp.zeros_like(cotangent)
+        return add(cotangent, zeros, interpret=True), add(zeros, cotangent, interpret=True)
+
+    function.defvjp(lambda x, y: (function(x, y), None), backward)
+    return function(x, y)
+
+
+def test_gradient_through_custom_vjp_and_remat(vector):
+    def loss(x):
+        return jnp.sum(jax.checkpoint(add_with_gradient)(jnp.sin(x), x) ** 2)
+
+    def exact(x):
+        return jnp.sum((jnp.sin(x) + x / 2) ** 2)
+
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(vector), jax.grad(exact)(vector), rtol=1e-5, atol=1e-3)
+
+
+def test_remat_launches_again_only_what_it_must(vector):
+    @jax.custom_vjp
+    def function(x):
+        return add(x, x)
+
+    function.defvjp(lambda x: (add(x, x), x), lambda x, cotangent: (add(cotangent, x),))
+
+    def launches(transform) -> int:
+        squared = transform(lambda x: function(jnp.sin(x)) ** 2)
+        return lowered_text(jax.grad(lambda x: jnp.sum(squared(x))), vector).count(CALL)
+
+    assert launches(lambda f: f) == 2
+    assert launches(jax.checkpoint) == 3
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+SHARDED, REPLICATED = PartitionSpec("data"), PartitionSpec()
+
+
+def interpreted_add(x, y):
+    return add(x, y, interpret=True)
+
+
+def test_shard_map_marks_outputs_as_varying(mesh, vector):
+    outputs = jax.jit(
+        jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, SHARDED), out_specs=SHARDED)
+    )(vector, vector)
+    np.testing.assert_array_equal(outputs, vector * 1.5)
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.jit(jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, SHARDED), out_specs=REPLICATED))(vector, vector)
+
+
+def test_shard_map_mixes_sharded_and_replicated_inputs(mesh, vector):
+    small = vector[:250]
+    outputs = jax.jit(
+        jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, REPLICATED), out_specs=SHARDED)
+    )(vector, small)
+    np.testing.assert_array_equal(outputs, vector + jnp.tile(small, 4) / 2)
+
+
+def test_replicated_inputs_give_replicated_outputs(mesh, vector):
+    outputs = jax.jit(
+        jax.shard_map(interpreted_add, mesh=mesh, in_specs=(REPLICATED, REPLICATED), out_specs=REPLICATED)
+    )(vector, vector)
+    np.testing.assert_array_equal(outputs, vector * 1.5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_inside_and_outside_shard_map(mesh, vector, check_vma):
+    def loss(x, y):
+        # A custom_vjp must see operands that vary alike, so that the transposed pcast sums the cotangent of a shared one.
+        y = jax.lax.pcast(y, "data", to="varying") if check_vma else y
+        return jax.lax.psum(jnp.sum(add_with_gradient(x, y) ** 2), "data")
+
+    sharded = jax.shard_map(
+        loss, mesh=mesh, in_specs=(SHARDED, REPLICATED), out_specs=REPLICATED, check_vma=check_vma
+    )
+    small = vector[:250]
+    x_gradient, y_gradient = jax.jit(jax.grad(sharded, argnums=(0, 1)))(vector, small)
+    total = vector + jnp.tile(small, 4) / 2
+    np.testing.assert_allclose(x_gradient, 2 * total, rtol=1e-6)
+    np.testing.assert_allclose(y_gradient, total.reshape(4, 250).sum(0), rtol=1e-6)
+
+
+def test_gradient_taken_within_shard_map(mesh, vector):
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(add_with_gradient(x, x)))(x)
+
+    outputs = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED))(vector)
+    np.testing.assert_array_equal(outputs, jnp.full_like(vector, 1.5))
+
+
+def test_shard_map_lowers_for_cuda(mesh, vector):
+    function = jax.shard_map(add, mesh=mesh, in_specs=(SHARDED, SHARDED), out_specs=SHARDED)
+    assert re.search(CALL + r".*tensor<250xf32>", lowered_text(function, vector, vector))
+
+
+def test_explicitly_sharded_mesh(vector):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(vector, jax.NamedSharding(mesh, SHARDED))
+        function = jax.shard_map(interpreted_add, in_specs=(SHARDED, SHARDED), out_specs=SHARDED)
+        outputs = jax.jit(function)(sharded, sharded)
+        assert jax.typeof(outputs).sharding.spec == SHARDED
+    np.testing.assert_array_equal(outputs, vector * 1.5)
+
+
+def test_export_round_trip(vector):
+    with compile_target(90):
+        exported = jax.export.export(jax.jit(add), platforms=("cuda",), disabled_checks=EXPORT_DISABLED_CHECKS)(
+            vector, vector
+        )
+    assert CALL in exported.mlir_module()
+    with compile_target(90), pytest.raises(ValueError, match="triton_kernel_call_ffi"):
+        jax.export.export(jax.jit(add), platforms=("cuda",))(vector, vector)
+
+
+def test_export_serialises(vector):
+    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers to serialise")
+    with compile_target(90):
+        exported = jax.export.export(jax.jit(add), platforms=("cuda",), disabled_checks=EXPORT_DISABLED_CHECKS)(
+            vector, vector
+        )
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",) and again.out_avals == exported.out_avals
+
+
+def test_platform_dependent_takes_the_branch_of_its_platform(vector):
+    def function(x):
+        return jax.lax.platform_dependent(x, cuda=lambda x: add(x, x), default=lambda x: x * 1.5)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        np.testing.assert_array_equal(jax.jit(function)(vector), vector * 1.5)
+    assert CALL in lowered_text(function, vector)
+
+
+def test_callbacks_from_many_threads_of_one_program():
+    x = jnp.ones(1 << 16)
+
+    @jax.jit
+    def function(x):
+        parts = [launch(AddSpec(1 << 16, alpha=float(k), block=1 << 14), x, x, interpret=True)[0] for k in range(6)]
+        return sum(parts)
+
+    np.testing.assert_array_equal(function(x), jnp.full(1 << 16, 6.0 + sum(range(6))))
+
+
+def test_scan_and_while(vector):
+    def body(carry, _):
+        return add(carry, carry, interpret=True), None
+
+    outputs, _ = jax.jit(lambda x: jax.lax.scan(body, x, length=3))(vector)
+    np.testing.assert_allclose(outputs, vector * 1.5**3)
+
+
+LAZINESS = """
+import os
+import sys
+
+before = dict(os.environ)
+import blockdiag.interop
+import blockdiag.interop.jax_call
+import blockdiag.interop.kernel_call
+blockdiag.interop.compile_target
+blockdiag.interop.EXPORT_DISABLED_CHECKS
+function = blockdiag.interop.triton_call
+assert callable(function), function
+assert blockdiag.interop.jax_call.available() is None
+loaded = [name for name in ("triton", "torch") if name in sys.modules]
+assert not loaded, loaded
+assert dict(os.environ) == before
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+
+import numpy as np
+from tests.bridge.bridge_kernels import AddSpec
+from blockdiag.interop.interpreter import interpret
+import jax
+
+x = np.ones(10, np.float32)
+interpret(AddSpec(10), x, x)
+with blockdiag.interop.compile_target(90):
+    jax.jit(lambda x: blockdiag.interop.jax_call.launch(AddSpec(10), x, x)).trace(x).lower(lowering_platforms=("cuda",))
+assert "torch" not in sys.modules
+assert dict(os.environ) == before
+"""
+
+
+def test_imports_are_lazy_and_the_environment_stays_untouched(pytestconfig):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(pytestconfig.rootpath / "src"), str(pytestconfig.rootpath)])
+    }
+    subprocess.run([sys.executable, "-c", LAZINESS], env=environment, check=True)

@@ -1,0 +1,197 @@
+"""jaxlib's launcher: which operand and result each kernel parameter meets, and which jaxlib versions are known."""
+
+import dataclasses
+import importlib.metadata
+import zlib
+
+import pytest
+
+from blockdiag.interop import jax_call, jaxlib_launcher
+from blockdiag.triton_kernels.compile import compile_plan
+from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, Target, TensorSpec
+from tests.bridge.bridge_kernels import AddSpec, DeviceDescriptorSpec, MatmulSpec
+
+VECTOR = TensorSpec((4,), "float32")
+X, Y = Pointer("input", 0), Pointer("input", 1)
+OUT, OTHER = Pointer("output", 0), Pointer("output", 1)
+
+
+def plan_with(*arguments, outputs=1, aliases=()) -> LaunchPlan:
+    return LaunchPlan(
+        name="example",
+        kernel=None,
+        grid=(1, 1, 1),
+        inputs=(VECTOR, VECTOR),
+        outputs=(VECTOR,) * outputs,
+        arguments={f"p{position}": argument for position, argument in enumerate(arguments)},
+        aliases=aliases,
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "operands", "results", "aliases"),
+    [
+        (plan_with(X, Y, OUT), [("input", 0), ("input", 1)], (0,), {}),
+        (plan_with(Y, Scalar(1, "i32"), X, OUT, Constexpr(1)), [("input", 1), ("input", 0)], (0,), {}),
+        # An input in two places is two operands.
+        (plan_with(X, Y, X, OUT), [("input", 0), ("input", 1), ("input", 0)], (0,), {}),
+        # An unused input is no operand.
+        (plan_with(Y, OUT), [("input", 1)], (0,), {}),
+        # Outputs in another order.
+        (plan_with(X, OTHER, OUT, outputs=2), [("input", 0)], (1, 0), {}),
+        # An output before an input, or used twice, takes over a buffer that comes as an operand.
+        (plan_with(OUT, X), [("output", 0), ("input", 0)], (0,), {0: 0}),
+        (plan_with(X, OUT, OUT), [("input", 0), ("output", 0)], (0,), {1: 0}),
+        (
+            plan_with(X, OUT, OTHER, OUT, OTHER, outputs=2),
+            [("input", 0), ("output", 0), ("output", 1)],
+            (0, 1),
+            {1: 0, 2: 1},
+        ),
+        # An aliased output is its input, whichever of them a parameter names.
+        (plan_with(X, Y, aliases=((0, 0),)), [("input", 0), ("input", 1)], (0,), {0: 0}),
+        (plan_with(OUT, Y, aliases=((0, 0),)), [("input", 0), ("input", 1)], (0,), {0: 0}),
+        (plan_with(X, OUT, aliases=((0, 0),)), [("input", 0)], (0,), {0: 0}),
+        (plan_with(Y, OTHER, X, outputs=2, aliases=((0, 0),)), [("input", 1), ("output", 1), ("input", 0)], (0, 1), None),
+    ],
+)
+def test_buffer_layout(plan, operands, results, aliases):
+    layout = jaxlib_launcher.lay_out_buffers(plan)
+    assert list(layout.operands) == operands
+    assert layout.results == results
+    assert layout.aliases == (aliases if aliases is not None else {1: 1, 2: 0})
+    # The launcher's walk: operands, then results, as far as there are array parameters.
+    arrays = [argument for argument in plan.arguments.values() if isinstance(argument, Pointer)]
+    walk = [*layout.operands, *(("output", index) for index in layout.results)]
+    shared = {("output", output): ("input", source) for source, output in plan.aliases}
+    for argument, met in zip(arrays, walk, strict=False):
+        wanted = (argument.role, argument.index)
+        assert shared.get(wanted, wanted) == shared.get(met, met)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_with(OUT, OUT, X),
+        plan_with(X, OUT, OUT, OUT),
+        plan_with(X, OUT, OUT, OTHER, OTHER, outputs=2),
+        plan_with(X, X, Y, aliases=((0, 0),)),
+    ],
+)
+def test_layouts_that_the_launcher_cannot_serve(plan):
+    with pytest.raises(NotImplementedError, match="Put outputs after inputs"):
+        jaxlib_launcher.lay_out_buffers(plan)
+
+
+def wire_fields(message: bytes) -> dict[int, list]:
+    """Fields of a protocol buffer message by number: integers, and bytes for everything with a length."""
+    fields: dict[int, list] = {}
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if not byte & 0x80:
+                return value
+
+    while position < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            value = varint()
+        else:
+            size = {1: 8, 5: 4}.get(kind) or varint()
+            value = message[position : position + size]
+            position += size
+        fields.setdefault(number, []).append(value)
+    return fields
+
+
+def kernel_call_of(spec, target: Target) -> tuple[dict[int, list], dict[int, list]]:
+    plan = spec.plan(target)
+    opaque = jaxlib_launcher.build_opaque(plan, compile_plan(plan, target))
+    any_call = wire_fields(zlib.decompress(opaque))
+    assert any_call[4] == [spec.name.encode()]
+    call = wire_fields(any_call[1][0])
+    return call, wire_fields(call[1][0])
+
+
+def test_opaque_message_holds_the_launch():
+    spec = AddSpec(1000, alpha=0.25)
+    call, kernel = kernel_call_of(spec, Target(90, 132))
+    assert kernel[1] == [b"add_kernel"]
+    assert kernel[2] == [4]
+    assert kernel[6] == [90]
+    assert b".f64" not in kernel[5][0] if 5 in kernel else True
+    assert b"sm_90a" in kernel[4][0] and b".f64" not in kernel[4][0]
+    assert [call[2], call[3], call[4]] == [[4], [1], [1]]
+    kinds = [next(iter(wire_fields(parameter))) for parameter in call[5]]
+    assert kinds == [1, 1, 1, 3, 7]  # three arrays, an i32, an f32; no f64
+    assert wire_fields(call[5][3]) == {3: [1000]}
+
+
+def test_opaque_message_has_the_real_number_of_warps():
+    _, kernel = kernel_call_of(MatmulSpec(1000, 256, 256, block=128, specialize=True), Target(100, 148))
+    assert kernel[2][0] > 4
+
+
+def test_opaque_message_has_scratch_for_device_descriptors():
+    _, kernel = kernel_call_of(DeviceDescriptorSpec(80), Target(90, 132))
+    assert kernel[12][0] > 0
+    _, kernel = kernel_call_of(AddSpec(1000), Target(90, 132))
+    assert 12 not in kernel
+
+
+@pytest.mark.parametrize(("arch", "count"), [(90, 2 * 5 + 2), (80, 2 * (1 + 2 + 2 + 1 + 2 + 2) + 2)])
+def test_descriptor_parameters_match_the_kernel_entry(arch, count):
+    spec = MatmulSpec(200, 128, 256)
+    call, kernel = kernel_call_of(spec, Target(arch, 132))
+    assert len(call[5]) == count
+    # Two more of the entry's parameters are scratch pointers, which the launcher adds.
+    entry = kernel[4][0].split(b".entry")[1].split(b")")[0]
+    assert entry.count(b".param") == count + 2
+
+
+@pytest.mark.parametrize("version", ["0.11.0", "0.10.2", "0.13.0", "1.0.0"])
+def test_unknown_jaxlib_is_refused_with_a_remedy(version, monkeypatch):
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: version if name == "jaxlib" else "1.0"
+    )
+    reason = jaxlib_launcher.availability()
+    assert f"jaxlib {version}" in reason and ">=0.11.1,<0.13" in reason and "install" in reason
+    assert jax_call.available() == reason
+    plan = AddSpec(10).plan(Target(90, 1))
+    compiled = compile_plan(plan, Target(90, 1))
+    with pytest.raises(NotImplementedError, match="outside the versions"):
+        jaxlib_launcher.build_opaque(plan, compiled)
+
+
+@pytest.mark.parametrize("version", ["0.11.1", "0.11.2", "0.12.0", "0.12.0.1"])
+def test_known_jaxlib_is_accepted(version, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert jaxlib_launcher.availability() is None
+
+
+def test_missing_packages_are_named(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert "jaxlib is not installed" in jaxlib_launcher.availability()
+    monkeypatch.undo()
+    monkeypatch.setattr(jax_call.importlib.util, "find_spec", lambda name: None)
+    assert "triton is not installed" in jax_call.available()
+
+
+def test_layout_of_descriptors_counts_like_pointers():
+    spec = MatmulSpec(64, 64, 64)
+    plan = spec.plan(Target(90, 1))
+    twice = dataclasses.replace(
+        plan, arguments={**plan.arguments, "more": Descriptor("input", 0, (64, 64), (64, 64)), "p_c2": Pointer("output", 0)}
+    )
+    layout = jaxlib_launcher.lay_out_buffers(twice)
+    assert layout.operands == (("input", 0), ("input", 1), ("output", 0), ("input", 0))

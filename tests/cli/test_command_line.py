@@ -1,0 +1,130 @@
+"""`python -m blockdiag` as a user starts it, and the `do` script of a checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ, JAX_PLATFORMS="cpu", COLUMNS="120", NO_COLOR="1")
+    command = [sys.executable, "-m", "blockdiag", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_help_lists_the_commands():
+    result = start("--help")
+    assert result.returncode == 0
+    for name in ("demo", "doctor", "bench"):
+        assert name in result.stdout
+
+
+@pytest.mark.parametrize(("command", "option"), [("demo", "--steps"), ("doctor", "--json"), ("bench", "--help")])
+def test_each_command_parses_its_own_options(command, option):
+    result = start(command, "--help")
+    assert result.returncode == 0, result.stderr
+    assert f"python -m blockdiag {command}" in result.stdout
+    assert option in result.stdout
+
+
+def test_unknown_option_is_an_error():
+    result = start("doctor", "--no-such-option")
+    assert result.returncode == 2
+    assert "--no-such-option" in result.stderr
+
+
+def test_missing_package_is_named(monkeypatch):
+    typer_testing = pytest.importorskip("typer.testing")
+    from blockdiag.cli.app import app
+
+    monkeypatch.delitem(sys.modules, "blockdiag.cli.demo", raising=False)
+    monkeypatch.setitem(sys.modules, "blockdiag.cli.demo", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "blockdiag.cli.demo")
+    result = typer_testing.CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert "matplotlib" in str(result.exception)
+    assert "pip install" in str(result.exception)
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A folder with what the script reads, so that nothing is installed into the real checkout."""
+    for name in ("do", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def run_script(checkout: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["./do", *arguments],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": os.defpath, "HOME": str(checkout), **environment},
+    )
+
+
+def fake_program(folder: Path, name: str, body: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    return program
+
+
+def tools(folder: Path) -> str:
+    """A PATH of its own that has what the script calls, and no Python."""
+    folder.mkdir()
+    for name in ("sh", "dirname", "cat", "cksum", "grep"):
+        (folder / name).symlink_to(shutil.which(name))
+    return str(folder)
+
+
+def test_script_without_command_explains_itself(checkout):
+    result = run_script(checkout)
+    assert result.returncode == 0
+    assert "./do COMMAND" in result.stdout
+    assert run_script(checkout, "no-such-command").returncode == 2
+
+
+def test_script_says_what_to_install_without_a_python(checkout, tmp_path):
+    result = run_script(checkout, "setup", PATH=tools(tmp_path / "tools"))
+    assert result.returncode == 1
+    assert "no Python 3.12, 3.13 or 3.14 found" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_script_refuses_a_python_that_is_too_old(checkout, tmp_path):
+    old = fake_program(tmp_path / "bin", "python3", "exit 1")
+    result = run_script(checkout, "setup", PYTHON=str(old))
+    assert result.returncode == 1
+    assert f"PYTHON={old}" in result.stderr
+
+
+def test_script_finds_a_python_among_pyenv_versions(checkout, tmp_path):
+    # This one stands for a real interpreter: it answers the script's questions, and shows that it was asked for a venv.
+    body = 'case "$*" in *venv\\ --clear*) echo "venv wanted" >&2; exit 7;; esac; echo "Python 3.12.0"'
+    fake_program(tmp_path / "pyenv" / "versions" / "3.12.0" / "bin", "python3", body)
+    result = run_script(checkout, "setup", PATH=tools(tmp_path / "tools"), PYENV_ROOT=str(tmp_path / "pyenv"))
+    assert result.returncode == 7
+    assert "venv wanted" in result.stderr
+    assert "versions/3.12.0/bin/python3" in result.stderr
+
+
+def test_script_does_not_install_twice(checkout, tmp_path):
+    # A stand-in for .venv/bin/python that fails when pip runs, and an installation recorded by the script's own rule.
+    fake_program(checkout / ".venv" / "bin", "python", 'case "$*" in *pip*) exit 9;; esac')
+    assert run_script(checkout, "setup").returncode == 9
+    fake_program(checkout / ".venv" / "bin", "python", "exit 0")
+    assert run_script(checkout, "setup").returncode == 0
+    fake_program(checkout / ".venv" / "bin", "python", "exit 9")
+    assert run_script(checkout, "setup").returncode == 0
+    (checkout / "constraints.txt").write_text("jax==0.0\n")
+    assert run_script(checkout, "setup", PATH=tools(tmp_path / "tools")).returncode != 0

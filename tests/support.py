@@ -1,0 +1,264 @@
+"""What tests of the operation share: cases, an exact result computed by loops, and what error is allowed.
+
+`exact_attention` is independent of the library: numpy, float64, one block and one head at a time.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag import Rotary, block_diagonal_attention
+from blockdiag.dispatch import IMPLEMENTATIONS
+
+RESULTS = ("output", "query gradient", "key gradient", "value gradient")
+
+
+def runnable_implementations() -> list[str]:
+    """Names of the implementations that can run in this process, interpreters included."""
+    return [name for name, implementation in IMPLEMENTATIONS.items() if implementation.why_unavailable() is None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Rows [start, start + length) of the flattened token axis; `position` is that of the first row."""
+
+    start: int
+    length: int
+    position: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryCase:
+    """Which tables a case has and how they are read."""
+
+    tables: Literal["position", "explicit", "token"] = "position"
+    interleaved: bool = False
+    apply_to: tuple[str, ...] = ("query", "key")
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of the operation, by its shapes and options.
+
+    `layout` says how `lengths` are meant: as equal sequences of a batch, as sequences packed by offsets, or as blocks
+    packed by lengths. `padding` rows follow the last sequence.
+    """
+
+    lengths: tuple[int, ...]
+    layout: Literal["batch", "offsets", "lengths"] = "batch"
+    padding: int = 0
+    query_heads: int = 2
+    key_heads: int = 2
+    head_dim: int = 16
+    dtype: str = "float32"
+    block_size: int = 16
+    is_causal: bool = False
+    scale: float | None = None
+    rotary: RotaryCase | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + self.padding
+
+    @property
+    def tokens_shape(self) -> tuple[int, ...]:
+        return (len(self.lengths), self.lengths[0]) if self.layout == "batch" else (self.tokens,)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Every block that has rows."""
+        blocks, start = [], 0
+        for length in self.lengths:
+            blocks += [
+                Block(start + position, min(self.block_size, length - position), position)
+                for position in range(0, length, self.block_size)
+            ]
+            start += length
+        return blocks
+
+    @property
+    def packing(self) -> dict[str, np.ndarray]:
+        """The arguments that describe the packing."""
+        if self.layout == "offsets":
+            return {"sequence_offsets": np.cumsum([0, *self.lengths], dtype=np.int32)}
+        if self.layout == "lengths":
+            return {"block_lengths": np.asarray(self.lengths, np.int32)}
+        return {}
+
+    def operands(self, seed: int = 0) -> tuple[jax.Array, ...]:
+        """Random query, key, value and cotangent of the output."""
+        generator = np.random.default_rng(seed)
+        heads = (self.query_heads, self.key_heads, self.key_heads, self.query_heads)
+        arrays = (generator.normal(size=(*self.tokens_shape, n, self.head_dim)) for n in heads)
+        return tuple(jnp.asarray(x.astype(np.float32), self.dtype) for x in arrays)
+
+    def rotary_arguments(self, seed: int = 1) -> Rotary | None:
+        """Random tables (cos² + sin² is not 1) and positions."""
+        if self.rotary is None:
+            return None
+        generator = np.random.default_rng(seed)
+        longest = max((block.position + block.length for block in self.blocks), default=1)
+        rows = self.tokens_shape if self.rotary.tables == "token" else (longest + 3,)
+        cos, sin = (generator.uniform(-1, 1, (*rows, self.head_dim // 2)).astype(np.float32) for _ in range(2))
+        positions = None
+        if self.rotary.tables == "explicit":
+            positions = jnp.asarray(generator.integers(0, rows[0], self.tokens_shape), jnp.int32)
+        return Rotary(
+            jnp.asarray(cos, self.rotary.dtype),
+            jnp.asarray(sin, self.rotary.dtype),
+            positions=positions,
+            per_token=self.rotary.tables == "token",
+            interleaved=self.rotary.interleaved,
+            apply_to=self.rotary.apply_to,
+        )
+
+    def table_rows(self, rotary: Rotary) -> np.ndarray:
+        """Row of the flattened tables for every token."""
+        if self.rotary.tables == "token":
+            return np.arange(self.tokens)
+        if self.rotary.tables == "explicit":
+            return np.asarray(rotary.positions).reshape(-1)
+        rows = np.zeros(self.tokens, np.int64)
+        for block in self.blocks:
+            rows[block.start : block.start + block.length] = block.position + np.arange(block.length)
+        return rows
+
+    def attend(self, implementation: str | None, **more: Any) -> Callable[..., jax.Array]:
+        """The operation on query, key and value."""
+        return functools.partial(
+            block_diagonal_attention,
+            block_size=self.block_size,
+            rotary=self.rotary_arguments(),
+            scale=self.scale,
+            is_causal=self.is_causal,
+            implementation=implementation,
+            **self.packing,
+            **more,
+        )
+
+    def results(self, implementation: str | None, seed: int = 0) -> tuple[jax.Array, ...]:
+        """Output and gradients of query, key and value."""
+        return jax.jit(functools.partial(value_and_gradients, self.attend(implementation)))(*self.operands(seed))
+
+
+def value_and_gradients(function: Callable[..., jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Output of `function` on all operands but the last, and their gradients for the last, the output's cotangent."""
+    *inputs, cotangent = operands
+    output, pull_back = jax.vjp(function, *inputs)
+    return output, *pull_back(cotangent)
+
+
+def exact_attention(case: Case, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
+    """Output and gradients of query, key and value in float64, block by block and head by head."""
+    query, key, value, cotangent = (
+        np.asarray(x).astype(np.float64).reshape(case.tokens, *x.shape[-2:]) for x in operands
+    )
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    rotations = _exact_rotations(case)
+    query, key, value = (_turn(x, rotation) for x, rotation in zip((query, key, value), rotations, strict=True))
+    output, query_gradient, key_gradient, value_gradient = (np.zeros_like(x) for x in (query, query, key, value))
+    group_size = case.query_heads // case.key_heads
+    for block in case.blocks:
+        rows = slice(block.start, block.start + block.length)
+        for n in range(case.query_heads):
+            k = n // group_size
+            scores = scale * query[rows, n] @ key[rows, k].T
+            if case.is_causal:
+                scores = np.where(np.tri(block.length, dtype=bool), scores, -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            output[rows, n] = weights @ value[rows, k]
+            weights_gradient = cotangent[rows, n] @ value[rows, k].T
+            mean = (weights * weights_gradient).sum(axis=1, keepdims=True)
+            scores_gradient = scale * weights * (weights_gradient - mean)
+            query_gradient[rows, n] += scores_gradient @ key[rows, k]
+            key_gradient[rows, k] += scores_gradient.T @ query[rows, n]
+            value_gradient[rows, k] += weights.T @ cotangent[rows, n]
+    gradients = (
+        _turn(x, rotation, back=True)
+        for x, rotation in zip((query_gradient, key_gradient, value_gradient), rotations, strict=True)
+    )
+    shapes = [np.shape(x) for x in (operands[0], *operands[:3])]
+    return tuple(x.reshape(shape) for x, shape in zip((output, *gradients), shapes, strict=True))
+
+
+def _exact_rotations(case: Case) -> tuple[np.ndarray | None, ...]:
+    """For query, key and value: a matrix for each token, [tokens, H, H], or None."""
+    if case.rotary is None:
+        return None, None, None
+    rotary = case.rotary_arguments()
+    rows, half = case.table_rows(rotary), case.head_dim // 2
+    cos, sin = (
+        np.asarray(x).astype(np.float64).reshape(math.prod(x.shape[:-1]), half)[rows] for x in (rotary.cos, rotary.sin)
+    )
+    matrix = np.zeros((case.tokens, case.head_dim, case.head_dim))
+    for i in range(half):
+        first, second = (2 * i, 2 * i + 1) if rotary.interleaved else (i, i + half)
+        matrix[:, first, first], matrix[:, first, second] = cos[:, i], -sin[:, i]
+        matrix[:, second, first], matrix[:, second, second] = sin[:, i], cos[:, i]
+    return tuple(matrix if name in rotary.apply_to else None for name in ("query", "key", "value"))
+
+
+def _turn(x: np.ndarray, matrices: np.ndarray | None, back: bool = False) -> np.ndarray:
+    if matrices is None:
+        return x
+    return np.einsum("tji,tnj->tni" if back else "tij,tnj->tni", matrices, x)
+
+
+def naive_attention(case: Case, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Output and gradients of a dense computation in the case's own dtype: the error that people live with today."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        query, key, value = (x.reshape(case.tokens, *x.shape[-2:]) for x in (query, key, value))
+        matrices = _exact_rotations(case)
+        query, key, value = (
+            x if matrix is None else jnp.einsum("tij,tnj->tni", jnp.asarray(matrix, x.dtype), x)
+            for x, matrix in zip((query, key, value), matrices, strict=True)
+        )
+        group_size = case.query_heads // case.key_heads
+        key, value = (jnp.repeat(x, group_size, axis=1) for x in (key, value))
+        scale = jnp.asarray(case.head_dim**-0.5 if case.scale is None else case.scale, query.dtype)
+        scores = jnp.einsum("inh,jnh->nij", query, key) * scale
+        scores = jnp.where(_dense_mask(case)[None], scores, jnp.finfo(scores.dtype).min)
+        weights = jax.nn.softmax(scores, axis=-1)
+        output = jnp.einsum("nij,jnh->inh", weights, value)
+        output = jnp.where(_dense_mask(case).any(axis=1)[:, None, None], output, jnp.zeros((), output.dtype))
+        return output.reshape(operands[0].shape)
+
+    return jax.jit(functools.partial(value_and_gradients, attend))(*operands)
+
+
+def _dense_mask(case: Case) -> np.ndarray:
+    mask = np.zeros((case.tokens, case.tokens), bool)
+    for block in case.blocks:
+        rows = slice(block.start, block.start + block.length)
+        mask[rows, rows] = np.tri(block.length, dtype=bool) if case.is_causal else True
+    return mask
+
+
+def largest_error(actual: Any, exact: np.ndarray) -> float:
+    """Largest absolute difference, in float64; infinite where `actual` has a NaN."""
+    difference = np.abs(np.asarray(actual).astype(np.float64) - exact)
+    return math.inf if np.isnan(difference).any() else float(difference.max(initial=0.0))
+
+
+def assert_accurate(case: Case, actual: Sequence[Any], operands: Sequence[jax.Array]) -> None:
+    """Each result may err at most twice as much as the naive computation, plus two units in the last place."""
+    exact = exact_attention(case, operands)
+    naive = naive_attention(case, operands) if case.tokens else exact
+    for name, result, true, rough in zip(RESULTS, actual, exact, naive, strict=True):
+        assert result.shape == true.shape, name
+        assert result.dtype == operands[0].dtype, name
+        unit = float(jnp.finfo(result.dtype).eps) * np.abs(true).max(initial=0.0)
+        # What is exactly 0, such as the query gradient of a one-row block, may be a float32 rounding away from it.
+        unit += 16 * float(jnp.finfo(jnp.float64 if result.dtype == jnp.float64 else jnp.float32).eps)
+        allowed = 2 * largest_error(rough, true) + 2 * unit
+        error = largest_error(result, true)
+        assert error <= allowed, f"{name} of {case} errs by {error}, allowed {allowed}"

@@ -1,0 +1,132 @@
+"""What a user gets before calling anything: a cheap import without side effects, typing marker, honest metadata."""
+
+import itertools
+import re
+import statistics
+import subprocess
+import sys
+import tomllib
+from importlib import metadata, resources
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_python(code: str) -> str:
+    """Runs `code` in a fresh interpreter and returns what it printed."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_costs_little_over_jax():
+    code = """
+import time
+import jax
+begin = time.perf_counter()
+import blockdiag
+print(time.perf_counter() - begin)
+"""
+    seconds = statistics.median(float(run_python(code)) for _ in range(3))
+    assert seconds < 0.3
+
+
+def test_import_writes_no_environment_variable():
+    run_python("""
+import os
+import jax
+before = dict(os.environ)
+import blockdiag
+assert dict(os.environ) == before
+""")
+
+
+def test_import_needs_neither_torch_nor_triton():
+    run_python("""
+import sys
+import blockdiag
+import blockdiag.interop
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"torch", "triton", "flax", "typer", "matplotlib"}, loaded
+""")
+
+
+def test_import_starts_no_backend():
+    # JAX refuses this option once a backend has started.
+    run_python("""
+import jax
+import blockdiag
+jax.config.update("jax_num_cpu_devices", 2)
+""")
+    with pytest.raises(AssertionError, match="jax_num_cpu_devices"):
+        run_python('import jax; jax.devices("cpu"); jax.config.update("jax_num_cpu_devices", 2)')
+
+
+def test_op_runs_where_torch_triton_and_flax_are_not_installed():
+    run_python("""
+import importlib.abc
+import sys
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "triton", "flax", "optax", "typer", "rich", "matplotlib"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
+import jax
+jax.config.update("jax_platforms", "cpu")
+import jax.numpy as jnp
+import blockdiag
+import blockdiag.interop.flax
+query = jnp.ones((1, 24, 2, 8))
+output = jax.jit(lambda array: blockdiag.block_diagonal_attention(array, array, array, block_size=16))(query)
+assert output.shape == query.shape
+""")
+
+
+def test_package_is_typed():
+    assert resources.files("blockdiag").joinpath("py.typed").is_file()
+
+
+def test_public_names_are_documented():
+    import blockdiag
+
+    public = {name for name in vars(blockdiag) if not name.startswith("_")}
+    assert {"block_diagonal_attention", "Rotary", "rotary_tables"} <= public
+    for name in public:
+        assert getattr(blockdiag, name).__doc__, name
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_extras():
+    assert set(project()["optional-dependencies"]) == {"cuda", "torch", "flax", "cli", "test", "docs"}
+
+
+def constrained_versions() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().split()
+    return dict(line.split("==") for line in lines)
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_constraints_name_every_dependency():
+    pinned = {normalized(name) for name in constrained_versions()}
+    wanted = itertools.chain(project()["dependencies"], *project()["optional-dependencies"].values())
+    names = {normalized(re.match(r"[A-Za-z0-9._-]+", requirement).group()) for requirement in wanted}
+    assert names - {"blockdiag"} <= pinned
+
+
+def test_installed_versions_are_the_tested_ones():
+    constrained = constrained_versions()
+    for name in ("jax", "jaxlib", "flax", "torch"):
+        # torch and others carry local labels such as +cu130.
+        assert metadata.version(name).partition("+")[0] == constrained[name], name
