@@ -145,7 +145,15 @@ class Case:
 
     def results(self, implementation: str | None, seed: int = 0) -> tuple[jax.Array, ...]:
         """Output and gradients of query, key and value."""
-        return jax.jit(functools.partial(value_and_gradients, self.attend(implementation)))(*self.operands(seed))
+        return compiled_quickly(functools.partial(value_and_gradients, self.attend(implementation)))(
+            *self.operands(seed)
+        )
+
+
+def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` without expensive optimisation: most of a test's time is compilation."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function, compiler_options=options)
 
 
 def value_and_gradients(function: Callable[..., jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -214,10 +222,10 @@ def _turn(x: np.ndarray, matrices: np.ndarray | None, back: bool = False) -> np.
 
 def naive_attention(case: Case, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Output and gradients of a dense computation in the case's own dtype: the error that people live with today."""
+    matrices = _exact_rotations(case)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         query, key, value = (x.reshape(case.tokens, *x.shape[-2:]) for x in (query, key, value))
-        matrices = _exact_rotations(case)
         query, key, value = (
             x if matrix is None else jnp.einsum("tij,tnj->tni", jnp.asarray(matrix, x.dtype), x)
             for x, matrix in zip((query, key, value), matrices, strict=True)
@@ -232,7 +240,7 @@ def naive_attention(case: Case, operands: Sequence[jax.Array]) -> tuple[jax.Arra
         output = jnp.where(_dense_mask(case).any(axis=1)[:, None, None], output, jnp.zeros((), output.dtype))
         return output.reshape(operands[0].shape)
 
-    return jax.jit(functools.partial(value_and_gradients, attend))(*operands)
+    return compiled_quickly(functools.partial(value_and_gradients, attend))(*operands)
 
 
 def _dense_mask(case: Case) -> np.ndarray:

@@ -16,6 +16,7 @@ from tests.support import (
     Case,
     RotaryCase,
     assert_accurate,
+    compiled_quickly,
     exact_attention,
     runnable_implementations,
     value_and_gradients,
@@ -176,7 +177,7 @@ def test_poison_stays_in_its_block(implementation, name, poison):
     is_bad[sum(case.lengths) :] = True
     is_bad = is_bad.reshape(case.tokens_shape)[..., None, None]
 
-    compute = jax.jit(functools.partial(value_and_gradients, case.attend(implementation)))
+    compute = compiled_quickly(functools.partial(value_and_gradients, case.attend(implementation)))
     try:
         clean = compute(*operands)
     except NotImplementedError as declined:

@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import jax
 import pytest
 
 from blockdiag.bench.records import Timing
@@ -11,6 +12,13 @@ from blockdiag.bench.records import Timing
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def usual_promotion():
+    """Examples are shown as under JAX's own settings, not the strict ones of the other tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def python_blocks(page: Path) -> list[str]:

@@ -13,6 +13,13 @@ from blockdiag.rotary import Rotary
 WIDTH, HEADS, BLOCK = 32, 4, 16
 
 
+@pytest.fixture(autouse=True, scope="module")
+def usual_promotion():
+    """Flax needs JAX's usual promotion, which the other tests go without."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def block_mask(length: int, is_causal: bool, block_size: int = BLOCK) -> np.ndarray:
     block = np.arange(length) // block_size
     mask = block[:, None] == block[None, :]

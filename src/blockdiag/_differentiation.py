@@ -13,7 +13,6 @@ _FORWARD_MODE_ERROR = (
 )
 
 
-@jax.custom_jvp
 def reverse_only(x: jax.Array) -> jax.Array:
     """The identity, for an operand of a function that has reverse-mode rules only.
 
@@ -21,26 +20,39 @@ def reverse_only(x: jax.Array) -> jax.Array:
     tangent; forward mode does, and then the primitive raises a TypeError that says what to use instead: at once when
     not under `jax.jit`, while compiling under it.
     """
-    return x
-
-
-@reverse_only.defjvp
-def _reverse_only_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    (x,), (tangent,) = primals, tangents
-    # Through the identity again, so that forward mode over reverse mode meets it too.
-    return reverse_only(x), _reverse_tangent.bind(tangent)
+    return _reverse_only.bind(x)
 
 
 def _refuse_forward_mode(*args: Any, **params: Any) -> Any:
     raise TypeError(_FORWARD_MODE_ERROR)
 
 
-_reverse_tangent = Primitive("blockdiag_reverse_only_tangent")
-_reverse_tangent.def_impl(_refuse_forward_mode)
-_reverse_tangent.def_abstract_eval(lambda tangent: tangent)
-ad.deflinear2(_reverse_tangent, lambda cotangent, tangent: [cotangent])
-batching.primitive_batchers[_reverse_tangent] = _refuse_forward_mode
-mlir.register_lowering(_reverse_tangent, _refuse_forward_mode)
+def _differentiate(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,), (tangent,) = primals, tangents
+    if isinstance(tangent, ad.Zero):
+        return reverse_only(x), tangent
+    return reverse_only(x), _tangent.bind(tangent)
+
+
+def _map(arrays: tuple[Any], axes: tuple[int]) -> tuple[Any, int]:
+    return reverse_only(*arrays), *axes
+
+
+# A primitive rather than `jax.custom_jvp`: under the gradient of a vmap that would map the tangent's primitive too,
+# which here is a sign of forward mode.
+_reverse_only = Primitive("blockdiag_reverse_only")
+_reverse_only.def_impl(lambda x: x)
+_reverse_only.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[_reverse_only] = _differentiate
+batching.primitive_batchers[_reverse_only] = _map
+mlir.register_lowering(_reverse_only, lambda context, x: [x])
+
+_tangent = Primitive("blockdiag_reverse_only_tangent")
+_tangent.def_impl(_refuse_forward_mode)
+_tangent.def_abstract_eval(lambda tangent: tangent)
+ad.deflinear2(_tangent, lambda cotangent, tangent: [cotangent])
+batching.primitive_batchers[_tangent] = _refuse_forward_mode
+mlir.register_lowering(_tangent, _refuse_forward_mode)
 
 
 def on_common_axes(*operands: Any) -> Any:

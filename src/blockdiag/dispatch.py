@@ -5,7 +5,6 @@ not, and `forward` and `backward` compute the canonical call. Modules are import
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -36,8 +35,6 @@ class Implementation:
 
     def why_unavailable(self) -> str | None:
         """None where this implementation can run in this process at all; otherwise the reason and the remedy."""
-        if importlib.util.find_spec(self.module) is None:
-            return f"module {self.module} is not installed"
         return self.load().available()
 
     def decline(self, problem: BlockDiagonalProblem) -> str | None:

@@ -81,7 +81,7 @@ def uniform_tiles(problem: BlockDiagonalProblem) -> TileTable:
 
 def token_positions(tiles: TileTable, tokens: int, block_size: int) -> Int[Array, " tokens"]:
     """Each token's position within its sequence; padding rows get some position too."""
-    offset = jnp.arange(block_size, dtype=jnp.int32)
+    offset = jnp.arange(block_size, dtype=jnp.int32)[None, :]
     start, length, position = (column[:, None] for column in tiles.T)
     row = jnp.where(offset < jnp.abs(length), start + offset, tokens)
     return jnp.zeros(tokens, jnp.int32).at[row].set(position + offset, mode="drop")

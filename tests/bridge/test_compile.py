@@ -85,9 +85,7 @@ def test_gluon_kernel_compiles(arch):
 
 def test_too_much_shared_memory_is_refused_with_numbers():
     with pytest.raises(KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_120 has 101376"):
-        inspect_plan(
-            plan_of(MatmulSpec(1000, 256, 2048, block=128), 120, options=CompileOptions(num_stages=6)), 120
-        )
+        inspect_plan(plan_of(MatmulSpec(1000, 256, 2048, block=128), 120, options=CompileOptions(num_stages=6)), 120)
 
 
 @triton.jit
@@ -104,7 +102,7 @@ def test_what_ptxas_refuses_is_reported_without_a_dump(capsys):
         outputs=(TensorSpec((1,), "int32"),),
         arguments={"p_out": Pointer("output", 0)},
     )
-    with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense' for sm_90(.|\n)*nonsense"):
+    with pytest.raises(KernelCompileError, match=r"ptxas refuses kernel 'nonsense' for sm_90(.|\n)*nonsense"):
         inspect_plan(plan, 90)
     assert capsys.readouterr().out == ""
 
@@ -123,7 +121,9 @@ def test_sizes_and_scalars_share_a_kernel_and_compile_time_values_do_not():
     first, other_size, other_scalar = AddSpec(1000), AddSpec(77777), AddSpec(1000, alpha=2.0)
     assert compile_plan(plan_of(first), Target(90, 1)) is compile_plan(plan_of(other_size), Target(90, 132))
     assert compile_plan(plan_of(first), Target(90, 1)) is compile_plan(plan_of(other_scalar), Target(90, 132))
-    assert compile_plan(plan_of(first), Target(90, 1)) is not compile_plan(plan_of(AddSpec(1000, block=512)), Target(90, 1))
+    assert compile_plan(plan_of(first), Target(90, 1)) is not compile_plan(
+        plan_of(AddSpec(1000, block=512)), Target(90, 1)
+    )
     assert compile_key(plan_of(first), 90) != compile_key(plan_of(first), 100)
 
 

@@ -183,7 +183,7 @@ def test_remat_launches_again_only_what_it_must(vector):
 
     def launches(transform) -> int:
         squared = transform(lambda x: function(jnp.sin(x)) ** 2)
-        return lowered_text(jax.grad(lambda x: jnp.sum(squared(x))), vector).count(CALL)
+        return lowered_text(jax.value_and_grad(lambda x: jnp.sum(squared(x))), vector).count(CALL)
 
     assert launches(lambda f: f) == 2
     assert launches(jax.checkpoint) == 3
@@ -202,19 +202,21 @@ def interpreted_add(x, y):
 
 
 def test_shard_map_marks_outputs_as_varying(mesh, vector):
-    outputs = jax.jit(
-        jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, SHARDED), out_specs=SHARDED)
-    )(vector, vector)
+    outputs = jax.jit(jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, SHARDED), out_specs=SHARDED))(
+        vector, vector
+    )
     np.testing.assert_array_equal(outputs, vector * 1.5)
     with pytest.raises(ValueError, match="out_specs"):
-        jax.jit(jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, SHARDED), out_specs=REPLICATED))(vector, vector)
+        jax.jit(jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, SHARDED), out_specs=REPLICATED))(
+            vector, vector
+        )
 
 
 def test_shard_map_mixes_sharded_and_replicated_inputs(mesh, vector):
     small = vector[:250]
-    outputs = jax.jit(
-        jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, REPLICATED), out_specs=SHARDED)
-    )(vector, small)
+    outputs = jax.jit(jax.shard_map(interpreted_add, mesh=mesh, in_specs=(SHARDED, REPLICATED), out_specs=SHARDED))(
+        vector, small
+    )
     np.testing.assert_array_equal(outputs, vector + jnp.tile(small, 4) / 2)
 
 
@@ -228,13 +230,11 @@ def test_replicated_inputs_give_replicated_outputs(mesh, vector):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_inside_and_outside_shard_map(mesh, vector, check_vma):
     def loss(x, y):
-        # A custom_vjp must see operands that vary alike, so that the transposed pcast sums the cotangent of a shared one.
+        # A custom_vjp must see operands that vary alike: the pcast's transpose sums the cotangent of a shared one.
         y = jax.lax.pcast(y, "data", to="varying") if check_vma else y
         return jax.lax.psum(jnp.sum(add_with_gradient(x, y) ** 2), "data")
 
-    sharded = jax.shard_map(
-        loss, mesh=mesh, in_specs=(SHARDED, REPLICATED), out_specs=REPLICATED, check_vma=check_vma
-    )
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=(SHARDED, REPLICATED), out_specs=REPLICATED, check_vma=check_vma)
     small = vector[:250]
     x_gradient, y_gradient = jax.jit(jax.grad(sharded, argnums=(0, 1)))(vector, small)
     total = vector + jnp.tile(small, 4) / 2
@@ -305,7 +305,15 @@ def test_callbacks_from_many_threads_of_one_program():
     np.testing.assert_array_equal(function(x), jnp.full(1 << 16, 6.0 + sum(range(6))))
 
 
-def test_scan_and_while(vector):
+def test_with_64_bit_types_enabled(vector):
+    with jax.enable_x64(True):
+        outputs = jax.jit(add, static_argnames="interpret")(vector, vector, interpret=True)
+        assert outputs.dtype == jnp.float32
+        assert CALL in lowered_text(add, vector, vector)
+    np.testing.assert_array_equal(outputs, vector * 1.5)
+
+
+def test_inside_scan(vector):
     def body(carry, _):
         return add(carry, carry, interpret=True), None
 
@@ -318,6 +326,10 @@ import os
 import sys
 
 before = dict(os.environ)
+import blockdiag
+
+# jax.make_user_context must have run before a user traces anything, or JAX traces it all anew.
+assert "blockdiag.interop.targets" in sys.modules
 import blockdiag.interop
 import blockdiag.interop.jax_call
 import blockdiag.interop.kernel_call

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import subprocess
 import zlib
 
 import pytest
@@ -52,7 +53,12 @@ def plan_with(*arguments, outputs=1, aliases=()) -> LaunchPlan:
         (plan_with(X, Y, aliases=((0, 0),)), [("input", 0), ("input", 1)], (0,), {0: 0}),
         (plan_with(OUT, Y, aliases=((0, 0),)), [("input", 0), ("input", 1)], (0,), {0: 0}),
         (plan_with(X, OUT, aliases=((0, 0),)), [("input", 0)], (0,), {0: 0}),
-        (plan_with(Y, OTHER, X, outputs=2, aliases=((0, 0),)), [("input", 1), ("output", 1), ("input", 0)], (0, 1), None),
+        (
+            plan_with(Y, OTHER, X, outputs=2, aliases=((0, 0),)),
+            [("input", 1), ("output", 1), ("input", 0)],
+            (0, 1),
+            None,
+        ),
     ],
 )
 def test_buffer_layout(plan, operands, results, aliases):
@@ -134,6 +140,23 @@ def test_opaque_message_holds_the_launch():
     assert wire_fields(call[5][3]) == {3: [1000]}
 
 
+@pytest.mark.parametrize("spec", [AddSpec(1000), MatmulSpec(200, 128, 256)], ids=lambda spec: spec.name)
+def test_dropping_line_information_changes_no_instruction(spec, tmp_path):
+    from triton import knobs
+
+    _, kernel = kernel_call_of(spec, Target(90, 132))
+    full = compile_plan(spec.plan(Target(90, 132)), Target(90, 132)).ptx
+    assert b"bridge_kernels" not in kernel[4][0] and "bridge_kernels" in full
+    instructions = []
+    for ptx in (full.encode(), kernel[4][0]):
+        source, binary = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+        source.write_bytes(ptx)
+        subprocess.run([knobs.nvidia.ptxas.path, "--gpu-name=sm_90a", source, "-o", binary], check=True)
+        dump = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", binary], check=True, capture_output=True)
+        instructions.append(dump.stdout)
+    assert instructions[0] == instructions[1] and b"EXIT" in instructions[0]
+
+
 def test_opaque_message_has_the_real_number_of_warps():
     _, kernel = kernel_call_of(MatmulSpec(1000, 256, 256, block=128, specialize=True), Target(100, 148))
     assert kernel[2][0] > 4
@@ -158,9 +181,7 @@ def test_descriptor_parameters_match_the_kernel_entry(arch, count):
 
 @pytest.mark.parametrize("version", ["0.11.0", "0.10.2", "0.13.0", "1.0.0"])
 def test_unknown_jaxlib_is_refused_with_a_remedy(version, monkeypatch):
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: version if name == "jaxlib" else "1.0"
-    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "jaxlib" else "1.0")
     reason = jaxlib_launcher.availability()
     assert f"jaxlib {version}" in reason and ">=0.11.1,<0.13" in reason and "install" in reason
     assert jax_call.available() == reason
@@ -191,7 +212,8 @@ def test_layout_of_descriptors_counts_like_pointers():
     spec = MatmulSpec(64, 64, 64)
     plan = spec.plan(Target(90, 1))
     twice = dataclasses.replace(
-        plan, arguments={**plan.arguments, "more": Descriptor("input", 0, (64, 64), (64, 64)), "p_c2": Pointer("output", 0)}
+        plan,
+        arguments={**plan.arguments, "more": Descriptor("input", 0, (64, 64), (64, 64)), "p_c2": Pointer("output", 0)},
     )
     layout = jaxlib_launcher.lay_out_buffers(twice)
     assert layout.operands == (("input", 0), ("input", 1), ("output", 0), ("input", 0))

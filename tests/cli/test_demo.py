@@ -14,8 +14,15 @@ from blockdiag.cli import demo, language_model
 from blockdiag.cli.language_model import Settings
 
 TINY = Settings(
-    steps=3, batch_size=2, sequence_length=40, block_size=16, width=16, heads=2, layers=1, evaluation_batches=2
+    steps=20, batch_size=2, sequence_length=40, block_size=16, width=16, heads=2, layers=1, evaluation_batches=2
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def usual_promotion():
+    """Flax needs JAX's usual promotion, which the other tests go without."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture(scope="module")

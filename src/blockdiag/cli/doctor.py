@@ -97,7 +97,7 @@ def _implementations(*, has_gpu: bool) -> list[ImplementationReport]:
         ImplementationReport(
             op="block_diagonal_attention",
             implementation=name,
-            reason=implementation.load().available(),
+            reason=implementation.why_unavailable(),
             runs_on=_where_it_runs(implementation, has_gpu),
         )
         for name, implementation in dispatch.IMPLEMENTATIONS.items()

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockdiag.interop.jax_call import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
-    from blockdiag.interop.targets import compile_target as compile_target
     from blockdiag.interop.kernel_call import TensorDescriptor as TensorDescriptor
     from blockdiag.interop.kernel_call import triton_call as triton_call
+    from blockdiag.interop.targets import compile_target as compile_target
 
 _HOMES = {
     "EXPORT_DISABLED_CHECKS": "blockdiag.interop.jax_call",

@@ -12,6 +12,7 @@ import ast
 import builtins
 import contextlib
 import functools
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -73,12 +74,12 @@ class Session:
 
     def scalar(self, data: np.ndarray, dtype: str) -> Any:
         """A scalar of the kernel language from an array of one element."""
-        scalar_type = tl.str_to_ty(dtype, None)
+        scalar_type: Any = tl.str_to_ty(dtype, None)
         return tl.tensor(TensorHandle(data, scalar_type), scalar_type)
 
     def pointer(self, address: int, dtype: str) -> Any:
         """A pointer of the kernel language."""
-        pointer_type = tl.str_to_ty("*" + dtype, None)
+        pointer_type: Any = tl.str_to_ty("*" + dtype, None)
         return tl.tensor(TensorHandle(np.array([address], np.uint64), pointer_type), pointer_type)
 
     def descriptor(
@@ -93,7 +94,7 @@ class Session:
         )
 
     def _rebuild(self, function: JITFunction) -> Callable[..., Any]:
-        code = _assigning_code(function.src, function.fn.__code__.co_filename, function.starting_line_number)
+        code = _assigning_code(function.src, function.fn.__code__.co_filename, _definition_line(function))
         namespace = {name: self.resolve(value, name) for name, value in function.get_capture_scope().items()}
         namespace[_TO_TENSOR] = functools.partial(self.semantic.to_tensor, check_type=False)
         namespace["min"] = functools.partial(_extremum, self, tl.minimum, builtins.min)
@@ -123,6 +124,12 @@ class _Assignments(ast.NodeTransformer):
         self.generic_visit(node)
         node.value = ast.Call(ast.Name(_TO_TENSOR, ast.Load()), [node.value], [])
         return node
+
+
+def _definition_line(function: JITFunction) -> int:
+    """Line of the function's `def`, which its source starts with; the decorators above it are cut off."""
+    decorators = itertools.takewhile(lambda line: not line.lstrip().startswith("def "), function.raw_src)
+    return function.starting_line_number + len(list(decorators))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -132,4 +132,4 @@ def _reshaped(tensor: Any, shape: tuple[int, ...]) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, tl.constexpr):
         return value.value
-    return int(value) if isinstance(value, tl.tensor) else value
+    return int(value.handle.data.item()) if isinstance(value, tl.tensor) else value

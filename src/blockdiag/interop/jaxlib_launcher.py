@@ -123,7 +123,7 @@ def build_opaque(plan: LaunchPlan, compiled: CompiledLaunch) -> bytes:
         compiled.num_warps,
         compiled.num_ctas,
         compiled.shared_bytes,
-        compiled.ptx,
+        _without_line_information(compiled.ptx),
         "",  # ttir: kept by jaxlib, used for nothing
         compiled.arch,
         compiled.global_scratch_bytes or None,
@@ -131,6 +131,24 @@ def build_opaque(plan: LaunchPlan, compiled: CompiledLaunch) -> bytes:
     )
     call = jaxlib_triton.TritonKernelCall(kernel, *plan.grid, _parameters(jaxlib_triton, plan, compiled))
     return zlib.compress(call.to_proto(plan.name, b""))
+
+
+def _without_line_information(ptx: str) -> str:
+    """The same code without comments and debug sections.
+
+    jaxlib's assembler uses neither, while the launcher hashes and copies the text, and source paths in it would make
+    exported programs and XLA's compilation cache depend on where the library is installed.
+    """
+    lines = []
+    is_debug = False
+    for line in ptx.splitlines():
+        code = line.partition("//")[0].rstrip()
+        is_debug = is_debug or code.lstrip().startswith(".section")
+        if code and not is_debug and not code.lstrip().startswith((".loc", ".file")):
+            lines.append(code)
+        if code.strip() == "}":
+            is_debug = False
+    return "\n".join(lines) + "\n"
 
 
 def _parameters(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch) -> list[Any]:

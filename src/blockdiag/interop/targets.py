@@ -59,6 +59,18 @@ def session_target() -> Target:
     return targets.pop()
 
 
+def planning_target() -> Target:
+    """The target to plan launches for while tracing, before lowering says which one it is.
+
+    The override, else this process's GPU where JAX computes on one, else Hopper. Only how many launches a pass takes
+    depends on it, never what they compute: a plan for one architecture lowers for any other.
+    """
+    override = overriding_target()
+    if override is not None:
+        return override
+    return session_target() if jax.default_backend() == "gpu" else Target.for_arch(90)
+
+
 def _device_target(device: Any) -> Target:
     major, minor = device.compute_capability.split(".")
     arch = int(major) * 10 + int(minor)

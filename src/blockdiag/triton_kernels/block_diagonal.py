@@ -1,8 +1,16 @@
-"""Launch plans of block-diagonal attention: which kernel, grid and tile configuration a problem gets on a target."""
+"""Launch plans of block-diagonal attention: which kernel, grid and tile configuration a problem gets on a target.
 
+Three families of kernels compute the same thing. The one-tile kernels hold a block's whole key tile and serve blocks of
+up to 64 rows. The Hopper kernels are their warp-specialised form for the shapes where that is faster. The chunked
+kernels walk a block in pieces and serve everything else: larger blocks, wider heads, float32.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from blockdiag.problem import BlockDiagonalProblem
+from blockdiag.triton_kernels import block_diagonal_configs as configs
 from blockdiag.triton_kernels.plan import (
     Argument,
     CompileOptions,
@@ -17,39 +25,279 @@ from blockdiag.triton_kernels.plan import (
 )
 
 LOG2_E = 1.4426950408889634
+_POSITIONS = {"sequence": 0, "explicit": 1, "token": 2}
+
+Pass = Literal["forward", "backward", "query_gradient", "key_gradient"]
+
+# Operands that a pass reads as [tokens, heads, head_dim], and the arrays it writes.
+_OPERANDS: Mapping[Pass, tuple[str, ...]] = {
+    "forward": ("query", "key", "value"),
+    "backward": ("query", "key", "value", "output_cotangent"),
+    "query_gradient": ("query", "key", "value", "output_cotangent"),
+    "key_gradient": ("query", "key", "value", "output_cotangent"),
+}
+_RESULTS: Mapping[Pass, tuple[str, ...]] = {
+    "forward": ("output",),
+    "backward": ("d_query", "d_key", "d_value"),
+    "query_gradient": ("d_query", "log_sum", "delta"),
+    "key_gradient": ("d_key", "d_value"),
+}
+_KEY_SHAPED = {"key", "value", "d_key", "d_value"}
+_STATISTICS = ("log_sum", "delta")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileConfig:
-    """How a one-tile kernel runs.
+def supports(problem: BlockDiagonalProblem) -> str | None:
+    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
+        return f"the Triton kernels take bfloat16, float16 and float32, got {problem.dtype}; use implementation='xla'"
+    if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256:
+        return (
+            f"the Triton kernels take head dimensions that are multiples of 8 from 8 to 256, got {problem.head_dim}; "
+            "pad the heads or use implementation='xla'"
+        )
+    if not 1 <= problem.block_size <= 256:
+        return f"the Triton kernels take blocks of 1 to 256 rows, got {problem.block_size}; use implementation='xla'"
+    if problem.rotary is not None and problem.rotary.table_dtype not in ("bfloat16", "float16", "float32"):
+        return (
+            "the Triton kernels take rotary tables of bfloat16, float16 or float32, got "
+            f"{problem.rotary.table_dtype}; cast the tables"
+        )
+    if problem.num_tiles * problem.query_heads * -(-problem.block_size // 16) >= 2**31:
+        return (
+            f"the call has {problem.num_tiles} tiles of {problem.query_heads} heads, more than 2^31 programs; "
+            "split the batch"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDiagonalLaunch:
+    """One kernel launch of block-diagonal attention; a KernelSpec.
 
     Attributes:
-        num_warps: warps per program.
-        programs_per_sm: size of the persistent grid; 0 gives every item a program of its own.
-        loop_stages: depth of the prefetch over a program's items; 1 is none.
-        descriptors: load (and store, where tiles are full) through the bulk tensor copy engine.
-        warp_specialize: give loads, products and the rest warps of their own (Blackwell).
-        maxnreg: cap on registers per thread.
+        problem: the call.
+        kind: forward; backward in one kernel; or one of the two kernels of the chunked backward.
+        is_portable: keep to the kernels that Triton's interpreter runs, whatever the target.
     """
 
-    num_warps: int
-    programs_per_sm: int = 0
-    loop_stages: int = 1
-    descriptors: bool = False
-    warp_specialize: bool = False
-    maxnreg: int | None = None
+    problem: BlockDiagonalProblem
+    kind: Pass
+    is_portable: bool = False
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return f"block_diagonal_{self.kind}"
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Operands, then (key gradient) the row statistics, the tile table, cos, sin, positions: those there are."""
+        return tuple(spec for _, spec in self._input_specs())
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The arrays the launch writes, every element of them."""
+        return tuple(self._array_spec(name) for name in _RESULTS[self.kind])
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch on `target`."""
+        problem, is_backward = self.problem, self.kind != "forward"
+        if self.kind in ("query_gradient", "key_gradient") or configs.is_chunked(problem, is_backward, target.arch):
+            return self._chunked_plan(target)
+        if not self.is_portable and configs.is_hopper(problem, is_backward, target.arch):
+            return self._hopper_plan(target)
+        return self._tile_plan(target)
+
+    def _input_specs(self) -> Iterator[tuple[str, TensorSpec]]:
+        problem = self.problem
+        for name in _OPERANDS[self.kind]:
+            yield name, self._array_spec(name)
+        if self.kind == "key_gradient":
+            for name in _STATISTICS:
+                yield f"p_{name}", self._array_spec(name)
+        if not problem.is_uniform:
+            yield "p_tiles", TensorSpec((problem.num_tiles, 3), "int32")
+        if problem.rotary is not None:
+            table = TensorSpec((problem.rotary.table_rows, problem.head_dim // 2), problem.rotary.table_dtype)
+            yield "p_cos", table
+            yield "p_sin", table
+            if problem.rotary.positions == "explicit":
+                yield "p_positions", TensorSpec((problem.tokens,), "int32")
+
+    def _array_spec(self, name: str) -> TensorSpec:
+        problem = self.problem
+        if name in _STATISTICS:
+            return TensorSpec((problem.tokens, problem.query_heads), "float32")
+        heads = problem.key_heads if name in _KEY_SHAPED else problem.query_heads
+        return TensorSpec((problem.tokens, heads, problem.head_dim), problem.dtype)
+
+    def _input_pointers(self) -> dict[str, Argument]:
+        """A pointer for every input there is, None for every optional one there is not."""
+        arguments: dict[str, Argument] = {
+            name: Constexpr(None) for name in ("p_tiles", "p_cos", "p_sin", "p_positions")
+        }
+        for index, (name, _) in enumerate(self._input_specs()):
+            arguments[name] = Pointer("input", index)
+        return arguments
+
+    def _output_pointers(self, prefix: str = "") -> dict[str, Argument]:
+        return {
+            (f"p_{name}" if name in _STATISTICS else prefix + name): Pointer("output", index)
+            for index, name in enumerate(_RESULTS[self.kind])
+        }
+
+    def _descriptors(
+        self, names: tuple[str, ...], role: Role, rows: int, columns: int, layout: Any
+    ) -> dict[str, Argument]:
+        """Descriptors over operands seen as [tokens, heads * head_dim]."""
+        tokens, head_dim = self.problem.tokens, self.problem.head_dim
+        heads = {name: self._array_spec(name).shape[1] for name in names}
+        return {
+            name: Descriptor(role, index, (tokens, heads[name] * head_dim), (rows, columns), layout)
+            for index, name in enumerate(names)
+        }
+
+    def _scalars(self) -> dict[str, Argument]:
+        """Run-time scalars; none of them is compiled in, so that lengths and scales share a kernel."""
+        problem = self.problem
+        units = problem.num_tiles * (problem.query_heads if self.kind == "forward" else problem.key_heads)
+        return {
+            "num_items": Scalar(units, "i32"),
+            "num_units": Scalar(problem.num_tiles * problem.key_heads, "i32"),
+            "sequence_length": Scalar(problem.sequence_length or 0, "i32"),
+            "scale": Scalar(problem.scale, "fp32"),
+            "scale_log2": Scalar(problem.scale * LOG2_E, "fp32"),
+            "table_rows": Scalar(problem.rotary.table_rows if problem.rotary else 0, "i32"),
+        }
+
+    def _constants(self) -> dict[str, Argument]:
+        """Compile-time values that all families share."""
+        problem, rotary = self.problem, self.problem.rotary
+        values = {
+            "QUERY_HEADS": problem.query_heads,
+            "KEY_HEADS": problem.key_heads,
+            "HEAD_DIM": problem.head_dim,
+            "BLOCK_SIZE": problem.block_size,
+            "TABLE": not problem.is_uniform,
+            "CAUSAL": problem.is_causal,
+            "ROTATE_QUERY": rotary is not None and rotary.query,
+            "ROTATE_KEY": rotary is not None and rotary.key,
+            "ROTATE_VALUE": rotary is not None and rotary.value,
+            "INTERLEAVED": rotary is not None and rotary.interleaved,
+            "POSITIONS": _POSITIONS[rotary.positions] if rotary else 0,
+            # Full float32 products: tf32 would keep ten bits of mantissa.
+            "PRECISION": "ieee" if problem.dtype == "float32" else "tf32",
+        }
+        return {name: Constexpr(value) for name, value in values.items()}
+
+    def _launch(
+        self, kernel: Any, programs: int, arguments: Mapping[str, Argument], options: CompileOptions
+    ) -> LaunchPlan:
+        return LaunchPlan(
+            name=self.name,
+            kernel=kernel,
+            grid=(max(programs, 1), 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments={name: arguments[name] for name in kernel.arg_names},
+            options=options,
+        )
+
+    def _tile_plan(self, target: Target) -> LaunchPlan:
+        from blockdiag.triton_kernels.block_diagonal_backward import block_diagonal_backward
+        from blockdiag.triton_kernels.block_diagonal_forward import block_diagonal_forward
+
+        problem = self.problem
+        if self.is_portable:
+            config = configs.portable_tile_config()
+        else:
+            config = configs.tile_config(problem, self.kind == "backward", target.arch)
+        rows, columns = configs.tile_rows(problem), configs.tile_columns(problem)
+        rotary = problem.rotary
+        is_full = problem.is_full and problem.block_size == rows
+        is_paired = rotary is not None and (rotary.query or rotary.key)
+        is_value_paired = rotary is not None and rotary.value
+        arguments = self._input_pointers() | self._output_pointers() | self._scalars() | self._constants()
+        if config.descriptors:
+            arguments |= self._tile_descriptors("input", _OPERANDS[self.kind], rows, columns)
+            if is_full:
+                arguments |= self._tile_descriptors("output", _RESULTS[self.kind], rows, columns)
+        values = {
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "FULL": is_full,
+            "PAIRED": is_paired,
+            "PAIRED_VALUE": is_value_paired,
+            "DESCRIPTORS": config.descriptors,
+            "WARP_SPECIALIZE": config.warp_specialize,
+            "LOOP_STAGES": config.loop_stages,
+        }
+        arguments |= {name: Constexpr(value) for name, value in values.items()}
+        items = problem.num_tiles * (problem.query_heads if self.kind == "forward" else problem.key_heads)
+        programs = min(items, config.programs_per_sm * target.num_sms) if config.programs_per_sm else items
+        kernel = block_diagonal_forward if self.kind == "forward" else block_diagonal_backward
+        options = CompileOptions(num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg)
+        return self._launch(kernel, programs, arguments, options)
+
+    def _tile_descriptors(self, role: Role, names: tuple[str, ...], rows: int, columns: int) -> dict[str, Argument]:
+        """Half-split pairs are loaded half by half."""
+        rotary = self.problem.rotary
+        arguments: dict[str, Argument] = {}
+        described = self._descriptors(names, role, rows, columns, None)
+        halved = self._descriptors(names, role, rows, columns // 2, None)
+        for name in names:
+            is_value = name in ("value", "output", "output_cotangent", "d_value")
+            is_paired = rotary is not None and (rotary.value if is_value else rotary.query or rotary.key)
+            is_halved = is_paired and rotary is not None and not rotary.interleaved
+            arguments[name] = halved[name] if is_halved else described[name]
+        return arguments
+
+    def _hopper_plan(self, target: Target) -> LaunchPlan:
+        from triton.experimental.gluon import language as gl
+
+        from blockdiag.triton_kernels.block_diagonal_hopper_backward import block_diagonal_hopper_backward
+        from blockdiag.triton_kernels.block_diagonal_hopper_forward import block_diagonal_hopper_forward
+
+        problem = self.problem
+        config = configs.hopper_config(problem, self.kind == "backward")
+        panel = problem.head_dim // 2
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * panel), element_bitwidth=16, rank=2)
+        arguments = self._input_pointers() | self._output_pointers("p_") | self._scalars() | self._constants()
+        arguments |= self._descriptors(_OPERANDS[self.kind], "input", configs.HOPPER_ROWS, panel, layout)
+        values = {
+            "ROWS": configs.HOPPER_ROWS,
+            "FULL": problem.is_full,
+            "CONSUMERS": config.consumers,
+            "Q_SLOTS": config.query_slots,
+            "K_SLOTS": config.key_slots,
+            "CONTIGUOUS": config.is_contiguous,
+            "CONSUMER_REGISTERS": config.consumer_registers,
+        }
+        arguments |= {name: Constexpr(value) for name, value in values.items()}
+        programs = min(problem.num_tiles * problem.key_heads, config.programs_per_sm * target.num_sms)
+        kernel = block_diagonal_hopper_forward if self.kind == "forward" else block_diagonal_hopper_backward
+        return self._launch(kernel, programs, arguments, CompileOptions(num_warps=4))
+
+    def _chunked_plan(self, target: Target) -> LaunchPlan:
+        from blockdiag.triton_kernels import block_diagonal_chunked as kernels
+
+        problem = self.problem
+        config = configs.chunk_config(problem, target.arch)
+        arguments = self._input_pointers() | self._output_pointers() | self._scalars() | self._constants()
+        chunks = configs.most_chunks(problem, target.arch)
+        values = {"CHUNK": config.rows, "CHUNKS": chunks, "COLUMNS": configs.tile_columns(problem)}
+        arguments |= {name: Constexpr(value) for name, value in values.items()}
+        heads = problem.key_heads if self.kind == "key_gradient" else problem.query_heads
+        kernel = {
+            "forward": kernels.block_diagonal_chunked_forward,
+            "query_gradient": kernels.block_diagonal_chunked_query_gradient,
+            "key_gradient": kernels.block_diagonal_chunked_key_gradient,
+        }[self.kind]
+        options = CompileOptions(num_warps=config.num_warps, num_stages=config.num_stages)
+        return self._launch(kernel, problem.num_tiles * chunks * heads, arguments, options)
 
 
-def next_power_of_2(size: int) -> int:
-    """Smallest power of two not below `size`."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def tile_rows(problem: BlockDiagonalProblem) -> int:
-    """Rows of the padded tile: a power of two that the matrix instructions take."""
-    return max(16, next_power_of_2(problem.block_size))
-
-
-def tile_columns(problem: BlockDiagonalProblem) -> int:
-    """Columns of the padded tile; halves of it must still be wide enough for a product when rotary is fused."""
-    return max(32 if problem.rotary else 16, next_power_of_2(problem.head_dim))
+def backward_kinds(problem: BlockDiagonalProblem, target: Target) -> tuple[Pass, ...]:
+    """The launches that make up the backward pass on `target`, first to last."""
+    is_chunked = configs.is_chunked(problem, True, target.arch)
+    return ("query_gradient", "key_gradient") if is_chunked else ("backward",)

@@ -5,7 +5,6 @@ to nothing else of the plan: two problems that differ only in run-time scalars, 
 Triton keeps compiled kernels on disk, so another process loads them instead of compiling.
 """
 
-import functools
 import math
 import threading
 from dataclasses import dataclass
@@ -256,6 +255,7 @@ _lock = threading.RLock()
 def _compile(plan: LaunchPlan, arch: int) -> CompiledLaunch:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.runtime.errors import PTXASError
 
     options = {
         "num_warps": plan.options.num_warps,
@@ -264,7 +264,14 @@ def _compile(plan: LaunchPlan, arch: int) -> CompiledLaunch:
     }
     if plan.options.maxnreg is not None:
         options["maxnreg"] = plan.options.maxnreg
-    kernel = triton.compile(_source(plan), target=GPUTarget("cuda", arch, 32), options=options)
+    try:
+        kernel = triton.compile(_source(plan), target=GPUTarget("cuda", arch, 32), options=options)
+    except PTXASError as error:
+        raise KernelCompileError(f"ptxas refuses kernel {plan.name!r} for sm_{arch}: {error}") from error
+    except RuntimeError as error:
+        raise KernelCompileError(
+            f"Triton's compiler fails on kernel {plan.name!r} for sm_{arch}: {error}; it printed why to stderr"
+        ) from error
     metadata = kernel.metadata
     compiled = CompiledLaunch(
         kernel=kernel,
@@ -311,19 +318,11 @@ def _check_resources(plan: LaunchPlan, compiled: CompiledLaunch) -> None:
         )
     if compiled.num_warps > _MOST_WARPS:
         raise KernelCompileError(
-            f"kernel {plan.name!r} has {compiled.num_warps} warps, partitions included, and a program has {_MOST_WARPS} "
-            "at most; ask for fewer with `num_warps`"
+            f"kernel {plan.name!r} has {compiled.num_warps} warps, partitions included, and a program may have "
+            f"{_MOST_WARPS}; ask for fewer with `num_warps`"
         )
     if compiled.tensor_memory_columns > TENSOR_MEMORY_COLUMNS:
         raise KernelCompileError(
             f"kernel {plan.name!r} needs {compiled.tensor_memory_columns} columns of tensor memory, "
             f"sm_{compiled.arch} has {TENSOR_MEMORY_COLUMNS}; use smaller accumulators"
         )
-
-
-@functools.cache
-def triton_version() -> str:
-    """Version of the installed triton."""
-    import triton
-
-    return triton.__version__

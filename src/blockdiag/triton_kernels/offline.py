@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdiag.triton_kernels.compile import KernelCompileError, compile_plan, shared_limit
+from blockdiag.triton_kernels.compile import CompiledLaunch, KernelCompileError, compile_plan, shared_limit
 from blockdiag.triton_kernels.plan import LaunchPlan, Target
 
 _PTX_PATTERNS = {
@@ -123,16 +123,10 @@ def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
     )
 
 
-def _compile_quietly(plan: LaunchPlan, target: Target) -> Any:
-    from triton.runtime.errors import PTXASError
-
-    # Triton prints the whole PTX when ptxas fails; the error below carries what ptxas said instead.
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            return compile_plan(plan, target)
-    except PTXASError as error:
-        raise KernelCompileError(f"ptxas refuses kernel {plan.name!r} for sm_{target.arch}: {error}") from error
+def _compile_quietly(plan: LaunchPlan, target: Target) -> CompiledLaunch:
+    # Triton prints the whole PTX when ptxas fails; the exception carries what ptxas said instead.
+    with contextlib.redirect_stdout(io.StringIO()):
+        return compile_plan(plan, target)
 
 
 def _assemble(ptx: str, arch: int) -> str:

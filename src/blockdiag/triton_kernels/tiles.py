@@ -1,12 +1,15 @@
 """Device helpers shared by kernels over tiles of a packed token axis: spans, loads and stores, rotary embedding.
 
-Names: `p_` pointers, `b_` block values, `o_` offsets, `m_` masks. An operand is [tokens, heads, head_dim], row-major, so
-one head's rows are `row_stride` = heads * head_dim elements apart.
+Names: `p_` pointers, `b_` block values, `o_` offsets, `m_` masks. An operand is [tokens, heads, head_dim], row-major,
+so one head's rows are `row_stride` = heads * head_dim elements apart.
 
-An operand that takes part in a rotated product is *paired*: it is held as two half-width blocks, the first and the second
-element of every rotary pair, and every product over the head dimension becomes the sum of two half-width products.
+An operand that takes part in a rotated product is *paired*: it is held as two half-width blocks, the first and the
+second element of every rotary pair, and every product over the head dimension becomes the sum of two half-width products.
 That way neither pairing (adjacent elements, or the two halves of a head) needs a shuffle between threads.
 """
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
 
 import triton
 import triton.language as tl
@@ -29,17 +32,14 @@ def tile_span(p_tiles, tile, sequence_length, BLOCK_SIZE: tl.constexpr, TABLE: t
         sequence = tile // tiles_per_sequence
         position = (tile - sequence * tiles_per_sequence) * BLOCK_SIZE
         start = sequence * sequence_length + position
-        if FULL:
-            rows = tl.full((), BLOCK_SIZE, tl.int32)
-        else:
-            rows = tl.minimum(sequence_length - position, BLOCK_SIZE)
+        rows = tl.full((), BLOCK_SIZE, tl.int32) if FULL else tl.minimum(sequence_length - position, BLOCK_SIZE)
         written = rows
     return start, rows, written, position
 
 
 @triton.jit
 def load_block(source, start, rows, column, ROW_STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-               COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+               COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr):
     """Load [ROWS, COLUMNS] of which [rows, WIDTH] exist; the rest is zero, whatever memory holds there."""
     o_rows = tl.arange(0, ROWS)[:, None]
     if DESCRIPTOR:
@@ -61,7 +61,7 @@ def load_block(source, start, rows, column, ROW_STRIDE: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def store_block(target, b_block, start, written, column, ROW_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
-                ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+                ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr):
     """Store the first [written, WIDTH] of a [ROWS, COLUMNS] block."""
     if DESCRIPTOR:
         target.store([start, column], b_block)
@@ -78,17 +78,17 @@ def store_block(target, b_block, start, written, column, ROW_STRIDE: tl.constexp
 @triton.jit
 def load_operand(source, start, rows, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
                  COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr, PAIRED: tl.constexpr,
-                 INTERLEAVED: tl.constexpr):  # fmt: skip
+                 INTERLEAVED: tl.constexpr):
     """One head's rows as (first, second) of its pairs when PAIRED, else the whole block twice (the second unused)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     if PAIRED and not INTERLEAVED:
         b_first = load_block(source, start, rows, head * HEAD_DIM, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2, FULL,
-                             DESCRIPTOR)  # fmt: skip
+                             DESCRIPTOR)
         b_second = load_block(source, start, rows, head * HEAD_DIM + HALF, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2,
-                              FULL, DESCRIPTOR)  # fmt: skip
+                              FULL, DESCRIPTOR)
     else:
         b_first = load_block(source, start, rows, head * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, ROWS, COLUMNS, FULL,
-                             DESCRIPTOR)  # fmt: skip
+                             DESCRIPTOR)
         b_second = b_first
         if PAIRED:
             b_first, b_second = tl.split(tl.reshape(b_first, [ROWS, COLUMNS // 2, 2]))
@@ -98,25 +98,25 @@ def load_operand(source, start, rows, head, HEADS: tl.constexpr, HEAD_DIM: tl.co
 @triton.jit
 def store_operand(target, b_first, b_second, start, written, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, DESCRIPTOR: tl.constexpr,
-                  PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+                  PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Inverse of `load_operand`."""
     HALF: tl.constexpr = HEAD_DIM // 2
     if PAIRED and not INTERLEAVED:
         store_block(target, b_first, start, written, head * HEAD_DIM, HEADS * HEAD_DIM, HALF, ROWS, COLUMNS // 2, FULL,
-                    DESCRIPTOR)  # fmt: skip
+                    DESCRIPTOR)
         store_block(target, b_second, start, written, head * HEAD_DIM + HALF, HEADS * HEAD_DIM, HALF, ROWS,
-                    COLUMNS // 2, FULL, DESCRIPTOR)  # fmt: skip
+                    COLUMNS // 2, FULL, DESCRIPTOR)
     else:
         b_block = b_first
         if PAIRED:
             b_block = tl.reshape(tl.join(b_first, b_second), [ROWS, COLUMNS])
         store_block(target, b_block, start, written, head * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, ROWS, COLUMNS, FULL,
-                    DESCRIPTOR)  # fmt: skip
+                    DESCRIPTOR)
 
 
 @triton.jit
 def load_rotary(p_cos, p_sin, p_positions, start, rows, position, table_rows, HALF: tl.constexpr, ROWS: tl.constexpr,
-                HALF_COLUMNS: tl.constexpr, POSITIONS: tl.constexpr):  # fmt: skip
+                HALF_COLUMNS: tl.constexpr, POSITIONS: tl.constexpr):
     """cos and sin of a tile's rows, f32. Out-of-range table rows are clamped: traced positions cannot be checked."""
     o_rows = tl.arange(0, ROWS)
     m_rows = o_rows < rows

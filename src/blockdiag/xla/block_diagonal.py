@@ -66,6 +66,8 @@ def backward(
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+    # Without the barrier XLA would find the forward's softmax weights again and keep them, b / H times an operand.
+    query, key, value, output_cotangent = jax.lax.optimization_barrier((query, key, value, output_cotangent))
     layout = _TileLayout(problem, tiles)
     query, key, value = _rotated_tiles(layout, rotary, query, key, value)
     cotangent = layout.to_tiles(output_cotangent, problem.group_size)

@@ -1,0 +1,188 @@
+"""Which kernel family serves a problem on an architecture, and its tile configuration, with what decided it.
+
+Ratios are times on an H200 over the time that a copy of the same bytes takes, block 64, bfloat16, 262,144 tokens.
+"""
+
+from dataclasses import dataclass
+
+from blockdiag.problem import BlockDiagonalProblem
+
+HOPPER_ROWS = 64
+_LARGEST_TILE_ROWS = 64
+_LARGEST_TILE_COLUMNS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileConfig:
+    """How a one-tile kernel runs.
+
+    Attributes:
+        num_warps: warps per program, before specialisation adds more.
+        programs_per_sm: size of the persistent grid; 0 gives every item a program of its own.
+        loop_stages: depth of the prefetch over a program's items; 1 is none.
+        num_stages: depth that the compiler gives loads it pipelines by itself.
+        descriptors: load, and store where tiles are full, through the bulk tensor copy engine.
+        warp_specialize: give loads, products and the rest warps of their own (Blackwell).
+        maxnreg: cap on registers per thread.
+    """
+
+    num_warps: int
+    programs_per_sm: int = 0
+    loop_stages: int = 1
+    num_stages: int = 3
+    descriptors: bool = False
+    warp_specialize: bool = False
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperConfig:
+    """How a warp-specialised Hopper kernel runs.
+
+    Attributes:
+        consumers: warpgroups that compute, beside the warp that copies.
+        query_slots: ring slots for the tiles of a query head (query; in the backward also the output's cotangent).
+        key_slots: ring slots for key and value tiles.
+        is_contiguous: whether a program takes neighbouring units, see `hopper_tiles.program_units`.
+        consumer_registers: registers per thread of the second consumer.
+        programs_per_sm: size of the persistent grid.
+    """
+
+    consumers: int
+    query_slots: int
+    key_slots: int
+    is_contiguous: bool
+    consumer_registers: int = 240
+    programs_per_sm: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkConfig:
+    """How a chunked kernel runs: rows of a chunk, warps per program, and the depth of the prefetch over chunks."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(size: int) -> int:
+    """Smallest power of two not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def tile_rows(problem: BlockDiagonalProblem) -> int:
+    """Rows of the padded tile: a power of two that the matrix instructions take."""
+    return max(16, next_power_of_2(problem.block_size))
+
+
+def tile_columns(problem: BlockDiagonalProblem) -> int:
+    """Columns of the padded tile; its halves must be wide enough for a product where pairs are split."""
+    return max(32 if problem.rotary else 16, next_power_of_2(problem.head_dim))
+
+
+def is_hopper_shape(problem: BlockDiagonalProblem) -> bool:
+    """Whether tiles are the ones that the warp-specialised kernels are written for."""
+    return (
+        problem.block_size == HOPPER_ROWS
+        and problem.head_dim in (64, 128)
+        and problem.dtype != "float32"
+        and not (problem.rotary is not None and problem.rotary.value)
+    )
+
+
+def uses_mma_sync(arch: int) -> bool:
+    """Whether products read both operands from registers, as before Hopper and on consumer Blackwell."""
+    return arch < 90 or arch >= 120
+
+
+def is_chunked(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> bool:
+    """Whether one tile of a block is too large for the registers; float32 products without tensor cores always are.
+
+    Rotation holds operands in f32 beside their tables: offline reports show the one-tile kernels spill there, at 128
+    columns on every architecture and in the backward wherever products read their operands from registers.
+    """
+    columns = tile_columns(problem)
+    if problem.dtype == "float32" or tile_rows(problem) > _LARGEST_TILE_ROWS or columns > _LARGEST_TILE_COLUMNS:
+        return True
+    if problem.rotary is None:
+        return False
+    if uses_mma_sync(arch):
+        return is_backward or columns == _LARGEST_TILE_COLUMNS
+    return columns == _LARGEST_TILE_COLUMNS and not is_hopper_shape(problem)
+
+
+def chunk_config(problem: BlockDiagonalProblem, arch: int) -> ChunkConfig:
+    """Chunks that leave every accumulator in registers on sm_80 to sm_120 (offline reports; larger ones spill)."""
+    wide = tile_columns(problem) > _LARGEST_TILE_COLUMNS
+    # sm_120 has 99 KB of shared memory, too little to prefetch.
+    num_stages = 1 if arch >= 120 else 2
+    if problem.dtype == "float32" or (wide and problem.rotary is not None):
+        return ChunkConfig(rows=16, num_warps=8 if wide else 4, num_stages=num_stages)
+    if wide or problem.rotary is not None:
+        return ChunkConfig(rows=32, num_warps=8, num_stages=num_stages)
+    return ChunkConfig(rows=64, num_warps=8, num_stages=num_stages)
+
+
+def most_chunks(problem: BlockDiagonalProblem, arch: int) -> int:
+    """Chunks of the largest block."""
+    return -(-problem.block_size // chunk_config(problem, arch).rows)
+
+
+def is_hopper(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> bool:
+    """Whether the warp-specialised Hopper kernel serves the call."""
+    if arch != 90 or not is_hopper_shape(problem):
+        return False
+    if is_backward:
+        # 16 heads of 64 without rotary: the one-tile kernel 1.02, this one 1.14.
+        return problem.rotary is not None or problem.head_dim == 128
+    # Multi-head without rotary: the one-tile kernel 0.97, this one 1.02.
+    return problem.rotary is not None or problem.group_size > 1
+
+
+def hopper_config(problem: BlockDiagonalProblem, is_backward: bool) -> HopperConfig:
+    """Ring depths that fill 227 KB of shared memory; contiguous units where they save rotary rows."""
+    grouped = problem.group_size > 1
+    if is_backward:
+        query_slots, key_slots = (4, 2) if grouped else (3, 3)
+    else:
+        query_slots, key_slots = (6, 3) if grouped else (4, 4)
+    doubled = 2 if problem.head_dim == 64 else 1
+    return HopperConfig(
+        consumers=2,
+        query_slots=query_slots * doubled,
+        key_slots=key_slots * doubled,
+        is_contiguous=problem.rotary is not None,
+    )
+
+
+def tile_config(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> TileConfig:
+    """Configuration of the one-tile kernel on a GPU."""
+    has_rotary = problem.rotary is not None
+    if arch in (100, 103) and is_hopper_shape(problem):
+        return _blackwell_config(problem, is_backward)
+    widest = tile_columns(problem) == _LARGEST_TILE_COLUMNS
+    crowded = has_rotary and (is_backward or widest)
+    if crowded or (is_backward and widest and uses_mma_sync(arch)):
+        return TileConfig(num_warps=8)
+    return TileConfig(num_warps=4)
+
+
+def portable_tile_config() -> TileConfig:
+    """Configuration for the interpreter: a persistent grid, so that it walks the loop over items too."""
+    return TileConfig(num_warps=4, programs_per_sm=1)
+
+
+def _blackwell_config(problem: BlockDiagonalProblem, is_backward: bool) -> TileConfig:
+    """sm_100: compiled offline, never run. Persistent always; partitions of warps where Triton can form them.
+
+    In the backward it cannot with rotary (registers) or with accumulators that live over a group of heads, and partial
+    tiles would need their loads masked between the copy engine and tcgen05.
+    """
+    if is_backward and not problem.is_full:
+        return TileConfig(num_warps=4, programs_per_sm=2)
+    if is_backward and (problem.rotary is not None or problem.group_size > 1):
+        num_warps = 8 if problem.rotary is not None else 4
+        return TileConfig(num_warps=num_warps, programs_per_sm=1, descriptors=True)
+    return TileConfig(
+        num_warps=4, programs_per_sm=1, loop_stages=2, num_stages=2, descriptors=True, warp_specialize=True
+    )

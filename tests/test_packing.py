@@ -1,0 +1,119 @@
+"""Tile tables: what they cover, for sane and for insane offsets."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag.packing import (
+    count_length_tiles,
+    count_offset_tiles,
+    tiles_from_lengths,
+    tiles_from_offsets,
+    token_positions,
+    uniform_tiles,
+)
+from blockdiag.problem import BlockDiagonalProblem
+
+build_from_offsets = jax.jit(tiles_from_offsets, static_argnums=(1, 2))
+build_from_lengths = jax.jit(tiles_from_lengths, static_argnums=(1, 2))
+
+
+def check_coverage(tiles: np.ndarray, tokens: int, block_size: int):
+    """Every row lies in exactly one tile, no tile is too long, and used tiles come first, in order of their rows."""
+    assert tiles.dtype == np.int32
+    start, length = tiles[:, 0], tiles[:, 1]
+    assert (np.abs(length) <= block_size).all()
+    covered = np.zeros(tokens, int)
+    for first, rows in zip(start, np.abs(length), strict=True):
+        assert rows == 0 or (first >= 0 and first + rows <= tokens)
+        covered[first : first + rows] += 1
+    assert (covered == 1).all()
+    used = start[length != 0]
+    assert (np.diff(used) > 0).all()
+    assert not length[len(used) :].any()
+
+
+def expected_blocks(lengths, block_size: int) -> list[tuple[int, int, int]]:
+    blocks, start = [], 0
+    for length in lengths:
+        blocks += [(start + p, min(block_size, length - p), p) for p in range(0, length, block_size)]
+        start += length
+    return blocks
+
+
+@hypothesis.given(
+    lengths=st.lists(st.integers(0, 40), max_size=6), padding=st.integers(0, 30), block_size=st.sampled_from([1, 7, 16])
+)
+def test_tiles_of_offsets(lengths, padding, block_size):
+    tokens = sum(lengths) + padding
+    offsets = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+    tiles = np.asarray(build_from_offsets(offsets, tokens, block_size))
+    assert tiles.shape == (count_offset_tiles(tokens, len(lengths), block_size), 3)
+    check_coverage(tiles, tokens, block_size)
+    assert [tuple(tile) for tile in tiles if tile[1] > 0] == expected_blocks(lengths, block_size)
+
+
+@hypothesis.given(
+    lengths=st.lists(st.integers(0, 16), max_size=8), padding=st.integers(0, 30), block_size=st.sampled_from([16, 20])
+)
+def test_tiles_of_lengths(lengths, padding, block_size):
+    tokens = sum(lengths) + padding
+    tiles = np.asarray(build_from_lengths(jnp.asarray(lengths, jnp.int32), tokens, block_size))
+    assert tiles.shape == (count_length_tiles(tokens, len(lengths), block_size), 3)
+    check_coverage(tiles, tokens, block_size)
+    assert [tuple(tile) for tile in tiles if tile[1] > 0] == expected_blocks(lengths, block_size)
+
+
+ANY_INT32 = st.one_of(st.integers(-5, 60), st.integers(-(2**31), 2**31 - 1))
+
+
+@hypothesis.given(values=st.lists(ANY_INT32, min_size=1, max_size=5), block_size=st.sampled_from([1, 7, 16]))
+def test_no_values_leave_the_token_axis(values, block_size):
+    """Offsets and lengths that break every rule still give a table that covers the token axis exactly."""
+    array = jnp.asarray(values, jnp.int32)
+    check_coverage(np.asarray(build_from_offsets(array, 50, block_size)), 50, block_size)
+    check_coverage(np.asarray(build_from_lengths(array, 50, block_size)), 50, block_size)
+
+
+def test_traced_offsets_that_start_late_or_decrease():
+    offsets = jnp.asarray([3, 10, 7, 12], jnp.int32)
+    tiles = np.asarray(build_from_offsets(offsets, 15, 16))
+    assert [tuple(tile) for tile in tiles if tile[1]] == [(0, -3, 0), (3, 7, 0), (10, 2, 0), (12, -3, 0)]
+
+
+def test_rows_of_a_block_beyond_the_block_size_are_padding():
+    tiles = np.asarray(build_from_lengths(jnp.asarray([20, 3], jnp.int32), 30, 8))
+    assert [tuple(tile) for tile in tiles if tile[1]] == [(0, 8, 0), (8, -8, 0), (16, -4, 0), (20, 3, 0), (23, -7, 0)]
+
+
+@pytest.mark.parametrize(("length", "block_size"), [(16, 16), (20, 8), (5, 8)])
+def test_uniform_tiles(length, block_size):
+    per_sequence = -(-length // block_size)
+    problem = BlockDiagonalProblem(
+        tokens=3 * length,
+        query_heads=1,
+        key_heads=1,
+        head_dim=8,
+        dtype="float32",
+        block_size=block_size,
+        sequence_length=length,
+        num_tiles=3 * per_sequence,
+        is_causal=False,
+        scale=1.0,
+    )
+    tiles = np.asarray(uniform_tiles(problem))
+    assert [tuple(tile) for tile in tiles] == expected_blocks([length] * 3, block_size)
+
+
+def test_token_positions():
+    offsets = jnp.asarray([0, 5, 5, 14], jnp.int32)
+    tiles = build_from_offsets(offsets, 16, 4)
+    np.testing.assert_array_equal(token_positions(tiles, 16, 4)[:14], [*range(5), *range(9)])
+
+
+def test_tables_are_built_without_loops():
+    lowered = build_from_offsets.lower(jnp.zeros(1000, jnp.int32), 100_000, 64).compile().as_text()
+    assert " while(" not in lowered and " scatter(" not in lowered

@@ -1,0 +1,143 @@
+"""Projection, rotary embedding and attention as one function."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import (
+    BLOCK_DIAGONAL_OUTPUT,
+    BLOCK_DIAGONAL_QKV,
+    Rotary,
+    block_diagonal_attention,
+    fused_qkv_block_attention,
+    rotary_tables,
+)
+from tests.support import value_and_gradients
+
+HEADS, KEY_HEADS, HEAD_DIM, MODEL = 4, 2, 8, 16
+COLUMNS = (HEADS + 2 * KEY_HEADS) * HEAD_DIM
+fused = functools.partial(
+    fused_qkv_block_attention, query_heads=HEADS, key_heads=KEY_HEADS, head_dim=HEAD_DIM, block_size=8
+)
+
+
+def operands(*tokens_shape: int, dtype=jnp.float32) -> tuple[jax.Array, ...]:
+    """x, w_qkv, bias and a cotangent of the output."""
+    generator = np.random.default_rng(0)
+    shapes = (*tokens_shape, MODEL), (MODEL, COLUMNS), (COLUMNS,), (*tokens_shape, HEADS, HEAD_DIM)
+    x, w_qkv, bias, cotangent = (generator.normal(size=shape).astype(np.float32) for shape in shapes)
+    return tuple(jnp.asarray(a, dtype) for a in (x, w_qkv / math.sqrt(MODEL), bias, cotangent))
+
+
+def separate(x, w_qkv, bias=None, **options):
+    """The same from three parts, differentiated by JAX."""
+    projected = jnp.matmul(x, w_qkv, precision="highest")
+    if bias is not None:
+        projected = projected + jnp.broadcast_to(bias, projected.shape)
+    parts = jnp.split(projected, [HEADS * HEAD_DIM, (HEADS + KEY_HEADS) * HEAD_DIM], axis=-1)
+    heads = (part.reshape(*x.shape[:-1], -1, HEAD_DIM) for part in parts)
+    return block_diagonal_attention(*heads, block_size=8, **options)
+
+
+def options_of(kind: str, tokens: int) -> dict:
+    rotary = Rotary(*rotary_tables(tokens, HEAD_DIM), apply_to=("query", "key", "value"))
+    return {
+        "plain": {},
+        "causal": dict(is_causal=True, scale=0.3),
+        "rotary": dict(rotary=rotary),
+        "packed": dict(sequence_offsets=jnp.asarray([0, 5, 5, tokens - 3], jnp.int32), rotary=rotary),
+        "lengths": dict(block_lengths=jnp.asarray([5, 8, 0, 2], jnp.int32)),
+    }[kind]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "rotary", "packed", "lengths"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_equals_three_parts(implementation, kind, with_bias):
+    tokens_shape = (20,) if kind in ("packed", "lengths") else (2, 20)
+    x, w_qkv, bias, cotangent = operands(*tokens_shape)
+    inputs = (x, w_qkv, bias) if with_bias else (x, w_qkv)
+    options = options_of(kind, 20)
+    actual = jax.jit(
+        functools.partial(value_and_gradients, functools.partial(fused, implementation=implementation, **options))
+    )
+    expected = jax.jit(functools.partial(value_and_gradients, functools.partial(separate, **options)))
+    for a, e in zip(actual(*inputs, cotangent), expected(*inputs, cotangent), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_is_as_good_as_three_parts(dtype):
+    exact_inputs = operands(2, 40)
+    rounded = operands(2, 40, dtype=dtype)
+    exact = value_and_gradients(fused, *(x.astype(jnp.float32) for x in rounded))
+    actual = value_and_gradients(fused, *rounded)
+    rough = value_and_gradients(separate, *rounded)
+    assert len(exact_inputs) == len(rounded)
+    for a, r, e in zip(actual, rough, exact, strict=True):
+        assert a.dtype == dtype
+        error, allowed = (float(jnp.abs(x.astype(jnp.float32) - e).max()) for x in (a, r))
+        assert error <= 2 * allowed + 2 * float(jnp.finfo(dtype).eps) * float(jnp.abs(e).max())
+
+
+def test_residuals_are_the_input_the_weight_and_the_projected_buffer():
+    x, w_qkv, bias, _ = operands(2, 40)
+    _, pull_back = jax.vjp(fused, x, w_qkv, bias)
+    sizes = sorted(leaf.size for leaf in jax.tree.leaves(pull_back))
+    assert sizes == sorted([x.size, w_qkv.size, bias.size, 2 * 40 * COLUMNS])
+
+
+def test_remat_policies():
+    x, w_qkv, bias, _ = operands(2, 16)
+
+    def count(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        layer = jax.checkpoint(lambda w: jnp.sin(fused(jnp.tanh(x), w, bias)), policy=policy)
+        text = jax.jit(jax.value_and_grad(lambda w: jnp.sum(layer(w)))).lower(w_qkv).compile().as_text()
+        return text.count(" exponential(")
+
+    assert count() == 3
+    assert count(BLOCK_DIAGONAL_OUTPUT) == count(BLOCK_DIAGONAL_OUTPUT, BLOCK_DIAGONAL_QKV) == 2
+
+
+def test_vmap_and_second_derivative():
+    x, w_qkv, bias, _ = operands(3, 11)
+
+    def penalty(function, x, w_qkv):
+        gradients = jax.grad(lambda x, w: jnp.sum(jnp.sin(function(x, w, bias))), (0, 1))(x, w_qkv)
+        return sum(jnp.sum(gradient**2) for gradient in gradients)
+
+    actual, expected = (
+        jax.jit(jax.vmap(jax.grad(functools.partial(penalty, function), (0, 1)), (0, None)))(x, w_qkv)
+        for function in (fused, functools.partial(fused, implementation="reference"))
+    )
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * float(jnp.abs(e).max()))
+
+
+def test_forward_mode_names_the_implementation_to_use():
+    x, w_qkv, bias, _ = operands(5)
+    with pytest.raises(TypeError, match='implementation="reference"'):
+        jax.jvp(lambda w: fused(x, w, bias), (w_qkv,), (w_qkv,))
+    _, tangent = jax.jvp(lambda w: fused(x, w, bias, implementation="reference"), (w_qkv,), (w_qkv,))
+    assert tangent.shape == (5, HEADS, HEAD_DIM)
+
+
+def test_no_tokens():
+    x, w_qkv, bias, cotangent = operands(0)
+    output, dx, dw, dbias = value_and_gradients(fused, x, w_qkv, bias, cotangent)
+    assert output.shape == (0, HEADS, HEAD_DIM) and dx.shape == x.shape
+    assert not dw.any() and not dbias.any()
+
+
+def test_nothing_leaks_between_sequences():
+    """NaN in one sequence reaches the weight's gradient, as it must, but no other sequence's output or gradient."""
+    x, w_qkv, bias, cotangent = operands(2, 20)
+    clean = value_and_gradients(fused, x, w_qkv, bias, cotangent)
+    dirty = value_and_gradients(fused, x.at[1].set(jnp.nan), w_qkv, bias, cotangent)
+    for before, after in zip(clean[:2], dirty[:2], strict=True):
+        np.testing.assert_array_equal(before[0], after[0])
