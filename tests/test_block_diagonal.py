@@ -120,7 +120,6 @@ def test_drawn_values(implementation, data):
     assert_accurate(case, case.results(implementation), case.operands())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", INTERPRETED)
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(data=st.data())

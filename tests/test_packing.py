@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from blockdiag import packing
 from blockdiag.packing import (
     count_length_tiles,
     count_offset_tiles,
@@ -112,6 +113,20 @@ def test_token_positions():
     offsets = jnp.asarray([0, 5, 5, 14], jnp.int32)
     tiles = build_from_offsets(offsets, 16, 4)
     np.testing.assert_array_equal(token_positions(tiles, 16, 4)[:14], [*range(5), *range(9)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_tables_are_built_alike(monkeypatch, seed):
+    """Beyond some size the table is built by scans and a search instead of by comparing every pair."""
+    generator = np.random.default_rng(seed)
+    lengths = jnp.asarray(generator.integers(0, 20, 30), jnp.int32)
+    offsets = jnp.asarray(generator.integers(-10, 400, 30), jnp.int32)
+    short = tiles_from_offsets(offsets, 300, 8), tiles_from_lengths(lengths, 300, 20)
+    monkeypatch.setattr(packing, "_MOST_COMPARED_PREFIXES", 0)
+    monkeypatch.setattr(packing, "_MOST_COMPARISONS", 0)
+    long = tiles_from_offsets(offsets, 300, 8), tiles_from_lengths(lengths, 300, 20)
+    for first, second in zip(short, long, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 def test_tables_are_built_without_loops():

@@ -11,6 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import BLOCK_DIAGONAL_OUTPUT, Rotary, block_diagonal_attention, rotary_tables
+from blockdiag.dispatch import IMPLEMENTATIONS
+from blockdiag.interop import compile_target
 from tests.support import Case, RotaryCase, value_and_gradients
 
 attend = functools.partial(block_diagonal_attention, block_size=8)
@@ -289,6 +291,24 @@ def test_forward_is_not_repeated_under_the_named_policy(policy, expected):
         return jnp.sum(jnp.tanh(layer(weight, query, key, value)))
 
     assert count_softmaxes(jax.grad(loss), weight) == expected
+
+
+@pytest.mark.parametrize(("names", "expected"), [((), 3), ((BLOCK_DIAGONAL_OUTPUT,), 2)])
+def test_kernel_launches_of_a_training_step(names, expected):
+    """One forward and one backward kernel, lowered for a Hopper GPU that need not be here."""
+    if IMPLEMENTATIONS["triton"].why_unavailable():
+        pytest.skip(IMPLEMENTATIONS["triton"].why_unavailable())
+    (query,) = random_arrays((2, 128, 2, 64), dtype=jnp.bfloat16)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(scale):
+        return jnp.sin(block_diagonal_attention(query * scale, query, query))
+
+    step = jax.jit(jax.value_and_grad(lambda scale: layer(scale).astype(jnp.float32).sum()))
+    with compile_target(90):
+        lowered = step.trace(jnp.ones((), jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("triton_kernel_call_ffi") == expected
 
 
 def test_scan_over_layers_with_remat():

@@ -60,18 +60,16 @@ def _fold_rotary(
     cos, sin, positions = rotary
     axis_size = element.shape[0]
     tables_mapped = is_mapped[0] or is_mapped[1]
-    match rotary_problem.positions:
-        case "sequence" if not tables_mapped:
-            return rotary_problem, rotary
-        case "sequence" if tiles is None:
-            positions = jnp.arange(problem.tokens, dtype=jnp.int32) % problem.sequence_length
-            positions = _fold(positions, axis_size, False)
-        case "sequence":
-            positions = token_positions(tiles, axis_size * problem.tokens, problem.block_size)
-        case "token":
-            positions = _fold(jnp.arange(problem.tokens, dtype=jnp.int32), axis_size, False)
-        case "explicit":
-            positions = _fold(positions, axis_size, is_mapped[2])
+    if rotary_problem.positions == "sequence" and not tables_mapped:
+        return rotary_problem, rotary
+    if positions is not None:
+        positions = _fold(positions, axis_size, bool(is_mapped[2]))
+    elif rotary_problem.positions == "token":
+        positions = _fold(jnp.arange(problem.tokens, dtype=jnp.int32), axis_size, False)
+    elif tiles is not None:
+        positions = token_positions(tiles, axis_size * problem.tokens, problem.block_size)
+    else:
+        positions = jnp.arange(axis_size * problem.tokens, dtype=jnp.int32) % (problem.sequence_length or 1)
     rows = rotary_problem.table_rows
     if tables_mapped:
         # Clamped to the element's own table first, so that a mapped call never reads another element's rows.

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from blockdiag.rotary import Rotary
 
@@ -65,7 +66,7 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 def check_block_size(block_size: Any) -> int:
     """An integer of 1..256."""
-    size = None if isinstance(block_size, (bool, jax.core.Tracer)) else _as_index(block_size)
+    size = None if isinstance(block_size, (bool, Tracer)) else _as_index(block_size)
     if size is None or not 1 <= size <= MAX_BLOCK_SIZE:
         raise ValueError(
             f"`block_size` must be an integer of 1..{MAX_BLOCK_SIZE}, known when tracing, got {block_size!r}; "
@@ -79,7 +80,7 @@ def check_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     is_number = isinstance(scale, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(scale, bool)
-    if not is_number or isinstance(scale, jax.core.Tracer) or np.ndim(scale) or not 0 < float(scale) < math.inf:
+    if not is_number or isinstance(scale, Tracer) or np.ndim(scale) or not 0 < float(scale) < math.inf:
         raise ValueError(
             f"`scale` must be a positive number, known when tracing, got {scale!r}; "
             "multiply `query` by a factor that is traced, learned or negative"
@@ -245,7 +246,7 @@ def _check_int32(name: str, array: Any, rank: str) -> None:
 
 def known_values(array: Any) -> np.ndarray | None:
     """The values of an array on the host, or None where they cannot be known: traced, or on another process."""
-    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+    if isinstance(array, Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return None
     return np.asarray(array)
 

@@ -225,8 +225,9 @@ def _attention(
 ) -> Array:
     """The array part of the public function, compiled as one program where the caller does not compile it."""
     tables = canonical_tables(call, query.shape[:-2], sequence_offsets, block_lengths, rotary)
-    rows = (x.reshape(call.problem.tokens, *x.shape[-2:]) for x in (query, key, value))
-    return differentiable_attention(call, *rows, tables).reshape(query.shape)
+    shape = query.shape
+    query, key, value = (x.reshape(call.problem.tokens, *x.shape[-2:]) for x in (query, key, value))
+    return differentiable_attention(call, query, key, value, tables).reshape(shape)
 
 
 def differentiable_attention(call: Call, query: Array, key: Array, value: Array, tables: tuple) -> Array:
@@ -288,10 +289,10 @@ def _gradients_forward(
 
 def _gradients_backward(call: Call, residuals: tuple, cotangents: tuple[Array, Array, Array]) -> tuple:
     """Second derivatives go through the array code of the xla implementation, which JAX differentiates."""
-    *operands, tables = residuals
+    *operands, (tiles, rotary) = residuals
 
     def gradients(query: Array, key: Array, value: Array, cotangent: Array) -> tuple[Array, Array, Array]:
-        return xla_block_diagonal.backward(call.problem, query, key, value, *tables, cotangent)
+        return xla_block_diagonal.backward(call.problem, query, key, value, tiles, rotary, cotangent)
 
     _, pull_back = jax.vjp(gradients, *operands)
     return *pull_back(cotangents), None

@@ -100,8 +100,7 @@ def _cut(edges: Array, num_tiles: int, block_size: int) -> tuple[Array, Array, A
     counts = (edges[1:] - edges[:-1] + (block_size - 1)) // block_size
     last = _running_sum(counts)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    # Unrolled binary search: a handful of gathers that XLA fuses into one kernel, where the default is a while loop.
-    segment = jnp.searchsorted(last, tile, side="right", method="scan_unrolled").astype(jnp.int32)
+    segment = _count_not_above(last, tile)
     is_used = segment < counts.shape[0]
     segment = jnp.minimum(segment, counts.shape[0] - 1)
     position = jnp.where(is_used, (tile - (last - counts)[segment]) * block_size, 0)
@@ -110,9 +109,37 @@ def _cut(edges: Array, num_tiles: int, block_size: int) -> tuple[Array, Array, A
     return segment, start, length, position
 
 
+# A GPU pays for the number of kernels here, not for the work in them: comparing every pair is one fused reduction, a
+# scan or a search several kernels. Device time on an H200 with 1,152 sequences over 1.6 million tokens: 10.8 us with
+# prefixes compared and tiles searched (as chosen here), 15.9 us with both compared, 15.6 us with scans and a search;
+# with 64 sequences over 262,144 tokens 7.1, 5.3 (as chosen here) and 8.5 us.
+_MOST_COMPARED_PREFIXES = 2048
+_MOST_COMPARISONS = 1 << 20
+
+
 def _running_sum(x: Array) -> Array:
-    return jnp.cumsum(x, dtype=jnp.int32)
+    """Sums of all prefixes of an int32 array."""
+    if x.shape[0] > _MOST_COMPARED_PREFIXES:
+        return jnp.cumsum(x, dtype=jnp.int32)
+    return jnp.sum(jnp.where(_is_in_prefix(x.shape[0]), x[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def _running_maximum(x: Array) -> Array:
-    return jax.lax.cummax(x)
+    """Maxima of all prefixes of an int32 array without negative elements."""
+    if x.shape[0] > _MOST_COMPARED_PREFIXES:
+        return jax.lax.cummax(x)
+    return jnp.max(jnp.where(_is_in_prefix(x.shape[0]), x[None, :], 0), axis=1, initial=0)
+
+
+def _is_in_prefix(size: int) -> Array:
+    """[prefix, element]: whether the element belongs to the prefix that ends with element `prefix`."""
+    index = jnp.arange(size, dtype=jnp.int32)
+    return index[None, :] <= index[:, None]
+
+
+def _count_not_above(sorted_values: Array, x: Array) -> Array:
+    """For each element of `x`, how many of `sorted_values` are not above it."""
+    if sorted_values.shape[0] * x.shape[0] > _MOST_COMPARISONS:
+        # Unrolled, because the default search is a while loop.
+        return jnp.searchsorted(sorted_values, x, side="right", method="scan_unrolled").astype(jnp.int32)
+    return jnp.sum(sorted_values[None, :] <= x[:, None], axis=1, dtype=jnp.int32)

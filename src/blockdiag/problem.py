@@ -47,6 +47,8 @@ class BlockDiagonalProblem:
         num_tiles: tiles the launch covers; rows of the tile table when there is one.
         dtype: dtype name of query, key, value, output and gradients: "bfloat16", "float16" or "float32".
         scale: factor on the scores, before the softmax.
+        is_packed: whether one array [tokens, N + 2K, H] holds query, key and value, in this order along its heads, and
+            another one their gradients; the call's key and value are then None.
     """
 
     tokens: int
@@ -60,11 +62,17 @@ class BlockDiagonalProblem:
     is_causal: bool
     scale: float
     rotary: RotaryProblem | None = None
+    is_packed: bool = False
 
     @property
     def group_size(self) -> int:
         """Query heads that share one key head, G = N // K."""
         return self.query_heads // self.key_heads
+
+    @property
+    def packed_heads(self) -> int:
+        """Heads of an array that holds query, key and value, N + 2K."""
+        return self.query_heads + 2 * self.key_heads
 
     @property
     def is_uniform(self) -> bool:

@@ -131,7 +131,8 @@ def _fused(
         output, _ = _compute(call, rows, w_qkv, bias, tables)
     else:
         rows, w_qkv, bias, tables = on_common_axes(rows, w_qkv, bias, tables)
-        output = _project_and_attend(call, *jax.tree.map(reverse_only, (rows, w_qkv, bias)), tables)
+        bias = None if bias is None else reverse_only(bias)
+        output = _project_and_attend(call, reverse_only(rows), reverse_only(w_qkv), bias, tables)
     return output.reshape(*tokens_shape, problem.query_heads, problem.head_dim)
 
 

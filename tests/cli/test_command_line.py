@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from blockdiag.cli.app import app
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -39,14 +42,9 @@ def test_unknown_option_is_an_error():
 
 
 def test_missing_package_is_named(monkeypatch):
-    typer_testing = pytest.importorskip("typer.testing")
-    from blockdiag.cli.app import app
-
     monkeypatch.delitem(sys.modules, "blockdiag.cli.demo", raising=False)
-    monkeypatch.setitem(sys.modules, "blockdiag.cli.demo", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "blockdiag.cli.demo")
-    result = typer_testing.CliRunner().invoke(app, ["demo"])
+    result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
     assert "matplotlib" in str(result.exception)
     assert "pip install" in str(result.exception)

@@ -1,7 +1,7 @@
 """What a PyTorch user can call today: SDPA's kernels on folded blocks, varlen attention, FlexAttention."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch._functorch.config
@@ -103,7 +103,9 @@ def flex_passes(workload: Workload, mask_block: int) -> PassMakers:
     )
     # The backward is timed again and again over one graph, which compiled code that reuses its buffers refuses.
     torch._functorch.config.donated_buffer = False
-    options = {"max_autotune": True, "autotune_num_choices_displayed": 0} if mask_block < 128 else None
+    options: dict[str, Any] | None = (
+        {"max_autotune": True, "autotune_num_choices_displayed": 0} if mask_block < 128 else None
+    )
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, options=options)
 
     def fold(array: torch.Tensor) -> torch.Tensor:

@@ -132,6 +132,7 @@ class Builder(InterpreterBuilder):
     def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Any) -> TensorHandle:
         return _stored(op(values(lhs), values(rhs), values(other)), other.dtype.scalar)
 
+    # pyrefly: ignore[bad-override-param-name]
     def create_select(self, cond: TensorHandle, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
         # On stored bits: numpy's `where` need not know the types it moves.
         return TensorHandle(np.where(cond.data, lhs.data, rhs.data), rhs.dtype.scalar)

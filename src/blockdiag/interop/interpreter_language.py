@@ -43,7 +43,7 @@ class Session:
         self.semantic = TritonSemantic(self.builder)
         self.owner = threading.get_ident()
         self._functions: dict[JITFunction, Callable[..., Any]] = {}
-        self._stand_ins = {module: _StandIn(module, self) for module in _MODULES}
+        self._stand_ins: dict[types.ModuleType, Any] = {module: _StandIn(module, self) for module in _MODULES}
 
     def interpreted(self, function: JITFunction) -> Callable[..., Any]:
         """A Python function that does what `function` says."""

@@ -9,7 +9,10 @@ from blockdiag.interop.targets import planning_target
 from blockdiag.problem import BlockDiagonalProblem
 from blockdiag.triton_kernels.block_diagonal import BlockDiagonalLaunch, backward_kinds, supports
 
-__all__ = ["available", "backward", "forward", "supports"]
+__all__ = ["TAKES_PACKED", "available", "backward", "forward", "supports"]
+
+# Packed problems come as they are, not taken apart into query, key and value.
+TAKES_PACKED = True
 
 type RotaryArrays = tuple[Array, Array, Array | None]
 
@@ -22,8 +25,8 @@ def available() -> str | None:
 def forward(
     problem: BlockDiagonalProblem,
     query: Array,
-    key: Array,
-    value: Array,
+    key: Array | None,
+    value: Array | None,
     tiles: Array | None,
     rotary: RotaryArrays | None,
     *,
@@ -33,30 +36,33 @@ def forward(
 
     Args:
         problem: what is computed.
-        query: [tokens, N, H].
+        query: [tokens, N, H]; [tokens, N + 2K, H] of a packed problem, whose key and value are None.
         key, value: [tokens, K, H].
         tiles: tile table int32 [num_tiles, 3], or None for a uniform problem.
         rotary: (cos, sin, positions or None), or None.
         interpret: run in Triton's interpreter on the CPU, with the kernels that it knows.
     """
     launch = BlockDiagonalLaunch(problem, "forward", is_portable=interpret)
-    (output,) = jax_call.launch(launch, query, key, value, *_tables(tiles, rotary), interpret=interpret)
+    (output,) = jax_call.launch(launch, *_present(query, key, value), *_tables(tiles, rotary), interpret=interpret)
     return output
 
 
 def backward(
     problem: BlockDiagonalProblem,
     query: Array,
-    key: Array,
-    value: Array,
+    key: Array | None,
+    value: Array | None,
     tiles: Array | None,
     rotary: RotaryArrays | None,
     output_cotangent: Array,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value; arguments as for `forward`, and the output's cotangent [tokens, N, H]."""
-    operands = (query, key, value, output_cotangent)
+) -> tuple[Array, Array, Array] | Array:
+    """Gradients of query, key and value; arguments as for `forward`, and the output's cotangent [tokens, N, H].
+
+    Of a packed problem the gradients are one array, [tokens, N + 2K, H].
+    """
+    operands = _present(query, key, value, output_cotangent)
     tables = _tables(tiles, rotary)
 
     def launch(kind: Any, *arrays: Array) -> tuple[Array, ...]:
@@ -64,13 +70,18 @@ def backward(
         return jax_call.launch(spec, *arrays, *tables, interpret=interpret)
 
     if backward_kinds(problem, planning_target()) == ("backward",):
-        d_query, d_key, d_value = launch("backward", *operands)
-        return d_query, d_key, d_value
+        gradients = launch("backward", *operands)
+        return gradients[0] if problem.is_packed else gradients
     d_query, log_sum, delta = launch("query_gradient", *operands)
-    d_key, d_value = launch("key_gradient", *operands, log_sum, delta)
-    return d_query, d_key, d_value
+    if problem.is_packed:
+        return launch("key_gradient", *operands, log_sum, delta, d_query)[0]
+    return d_query, *launch("key_gradient", *operands, log_sum, delta)
+
+
+def _present(*arrays: Array | None) -> list[Array]:
+    return [array for array in arrays if array is not None]
 
 
 def _tables(tiles: Array | None, rotary: RotaryArrays | None) -> list[Array]:
     """The optional inputs there are, in the order the launches take them."""
-    return [array for array in (tiles, *(rotary or ())) if array is not None]
+    return _present(tiles, *(rotary or ()))

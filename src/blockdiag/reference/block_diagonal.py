@@ -12,10 +12,10 @@ from jaxtyping import Array
 
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag.packing import uniform_tiles
-from blockdiag.problem import BlockDiagonalProblem
+from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
 from blockdiag.rotary import rotate
 
-type RotaryTables = tuple[Array, Array, Array | None] | None
+type RotaryArrays = tuple[Array, Array, Array | None]
 
 
 def available() -> str | None:
@@ -35,7 +35,7 @@ def forward(
     key: Array,
     value: Array,
     tiles: Array | None,
-    rotary: RotaryTables,
+    rotary: RotaryArrays | None,
     *,
     interpret: bool = False,
 ) -> Array:
@@ -63,7 +63,7 @@ def backward(
     key: Array,
     value: Array,
     tiles: Array | None,
-    rotary: RotaryTables,
+    rotary: RotaryArrays | None,
     output_cotangent: Array,
     *,
     interpret: bool = False,
@@ -77,8 +77,8 @@ def backward(
 
     # The gradients are taken of the float32 function, so that each is rounded once, at the end.
     _, pull_back = jax.vjp(wide_forward, query.astype(wide), key.astype(wide), value.astype(wide))
-    gradients = pull_back(output_cotangent.astype(wide))
-    return tuple(gradient.astype(query.dtype) for gradient in gradients)
+    d_query, d_key, d_value = pull_back(output_cotangent.astype(wide))
+    return d_query.astype(query.dtype), d_key.astype(query.dtype), d_value.astype(query.dtype)
 
 
 def _rows_of_tile(problem: BlockDiagonalProblem, tile: Array) -> tuple[Array, Array]:
@@ -89,22 +89,20 @@ def _rows_of_tile(problem: BlockDiagonalProblem, tile: Array) -> tuple[Array, Ar
 
 
 def _attend_tile(
-    problem: BlockDiagonalProblem, query: Array, key: Array, value: Array, rotary: RotaryTables, tile: Array
+    problem: BlockDiagonalProblem, query: Array, key: Array, value: Array, rotary: RotaryArrays | None, tile: Array
 ) -> Array:
     """Output [block_size, N, H] of one tile; query, key and value are [tokens, N, H]."""
     row, is_inside = _rows_of_tile(problem, tile)
     # Rows outside the block become 0 before any product, because 0 * NaN would carry a neighbour's NaN in here.
     query, key, value = (jnp.where(is_inside[:, None, None], x[row], 0) for x in (query, key, value))
     if problem.rotary is not None and rotary is not None:
-        cos, sin = _table_rows(problem, rotary, tile)
-        query, key, value = (
-            rotate(x, cos, sin, problem.rotary.interleaved) if is_rotated else x
-            for x, is_rotated in (
-                (query, problem.rotary.query),
-                (key, problem.rotary.key),
-                (value, problem.rotary.value),
-            )
-        )
+        cos, sin = _table_rows(problem, problem.rotary, rotary, tile)
+        if problem.rotary.query:
+            query = rotate(query, cos, sin, problem.rotary.interleaved)
+        if problem.rotary.key:
+            key = rotate(key, cos, sin, problem.rotary.interleaved)
+        if problem.rotary.value:
+            value = rotate(value, cos, sin, problem.rotary.interleaved)
 
     scores = problem.scale * jnp.einsum("inh,jnh->nij", query, key, precision="highest")
     offset = jnp.arange(problem.block_size, dtype=jnp.int32)
@@ -116,17 +114,18 @@ def _attend_tile(
     return jnp.einsum("nij,jnh->inh", weights, value, precision="highest")
 
 
-def _table_rows(problem: BlockDiagonalProblem, rotary: RotaryTables, tile: Array) -> tuple[Array, Array]:
+def _table_rows(
+    problem: BlockDiagonalProblem, options: RotaryProblem, rotary: RotaryArrays, tile: Array
+) -> tuple[Array, Array]:
     """Rows of the cos and sin tables for a tile's rows, [block_size, 1, H/2]; 0 outside the block."""
     cos, sin, positions = rotary
     row, is_inside = _rows_of_tile(problem, tile)
-    match problem.rotary.positions:
-        case "sequence":
-            index = tile[2] + jnp.arange(problem.block_size, dtype=jnp.int32)
-        case "explicit":
-            index = positions[row]
-        case "token":
-            index = row
-    index = jnp.clip(index, 0, problem.rotary.table_rows - 1)
+    if positions is not None:
+        index = positions[row]
+    elif options.positions == "sequence":
+        index = tile[2] + jnp.arange(problem.block_size, dtype=jnp.int32)
+    else:
+        index = row
+    index = jnp.clip(index, 0, options.table_rows - 1)
     cos, sin = (jnp.where(is_inside[:, None, None], table[index][:, None, :], 0) for table in (cos, sin))
     return cos, sin

@@ -42,6 +42,20 @@ _RESULTS: Mapping[Pass, tuple[str, ...]] = {
     "query_gradient": ("d_query", "log_sum", "delta"),
     "key_gradient": ("d_key", "d_value"),
 }
+# The same where one array holds query, key and value, and another one their gradients.
+_PACKED_OPERANDS: Mapping[Pass, tuple[str, ...]] = {
+    "forward": ("query",),
+    "backward": ("query", "output_cotangent"),
+    "query_gradient": ("query", "output_cotangent"),
+    "key_gradient": ("query", "output_cotangent"),
+}
+_PACKED_RESULTS: Mapping[Pass, tuple[str, ...]] = {
+    "forward": ("output",),
+    "backward": ("d_query",),
+    "query_gradient": ("d_query", "log_sum", "delta"),
+    "key_gradient": ("d_key",),
+}
+_QUERY_SHAPED = {"output", "output_cotangent"}
 _KEY_SHAPED = {"key", "value", "d_key", "d_value"}
 _STATISTICS = ("log_sum", "delta")
 
@@ -91,30 +105,46 @@ class BlockDiagonalLaunch:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Operands, then (key gradient) the row statistics, the tile table, cos, sin, positions: those there are."""
+        """Operands, then (key gradient) the row statistics and, packed, the gradients so far; then the tile table, cos,
+        sin, positions: those there are."""
         return tuple(spec for _, spec in self._input_specs())
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The arrays the launch writes, every element of them."""
-        return tuple(self._array_spec(name) for name in _RESULTS[self.kind])
+        return tuple(self._array_spec(name) for name in self._results)
 
     def plan(self, target: Target) -> LaunchPlan:
         """The launch on `target`."""
         problem, is_backward = self.problem, self.kind != "forward"
-        if self.kind in ("query_gradient", "key_gradient") or configs.is_chunked(problem, is_backward, target.arch):
+        if self.kind in ("query_gradient", "key_gradient") or configs.is_chunked(problem, target.arch):
             return self._chunked_plan(target)
         if not self.is_portable and configs.is_hopper(problem, is_backward, target.arch):
             return self._hopper_plan(target)
         return self._tile_plan(target)
 
+    @property
+    def _operands(self) -> tuple[str, ...]:
+        return (_PACKED_OPERANDS if self.problem.is_packed else _OPERANDS)[self.kind]
+
+    @property
+    def _results(self) -> tuple[str, ...]:
+        return (_PACKED_RESULTS if self.problem.is_packed else _RESULTS)[self.kind]
+
+    @property
+    def _continues_gradients(self) -> bool:
+        """Whether the launch writes its part of a packed array that another launch has begun."""
+        return self.problem.is_packed and self.kind == "key_gradient"
+
     def _input_specs(self) -> Iterator[tuple[str, TensorSpec]]:
         problem = self.problem
-        for name in _OPERANDS[self.kind]:
+        for name in self._operands:
             yield name, self._array_spec(name)
         if self.kind == "key_gradient":
             for name in _STATISTICS:
                 yield f"p_{name}", self._array_spec(name)
+        if self._continues_gradients:
+            yield "d_key", self._array_spec("d_key")
         if not problem.is_uniform:
             yield "p_tiles", TensorSpec((problem.num_tiles, 3), "int32")
         if problem.rotary is not None:
@@ -128,22 +158,28 @@ class BlockDiagonalLaunch:
         problem = self.problem
         if name in _STATISTICS:
             return TensorSpec((problem.tokens, problem.query_heads), "float32")
-        heads = problem.key_heads if name in _KEY_SHAPED else problem.query_heads
+        if name in _QUERY_SHAPED:
+            heads = problem.query_heads
+        elif problem.is_packed:
+            heads = problem.packed_heads
+        else:
+            heads = problem.key_heads if name in _KEY_SHAPED else problem.query_heads
         return TensorSpec((problem.tokens, heads, problem.head_dim), problem.dtype)
 
     def _input_pointers(self) -> dict[str, Argument]:
         """A pointer for every input there is, None for every optional one there is not."""
         arguments: dict[str, Argument] = {
-            name: Constexpr(None) for name in ("p_tiles", "p_cos", "p_sin", "p_positions")
+            name: Constexpr(None) for name in ("key", "value", "p_tiles", "p_cos", "p_sin", "p_positions")
         }
         for index, (name, _) in enumerate(self._input_specs()):
             arguments[name] = Pointer("input", index)
         return arguments
 
     def _output_pointers(self, prefix: str = "") -> dict[str, Argument]:
-        return {
+        absent = [prefix + name for name in _RESULTS[self.kind] if name not in self._results]
+        return {name: Constexpr(None) for name in absent} | {
             (f"p_{name}" if name in _STATISTICS else prefix + name): Pointer("output", index)
-            for index, name in enumerate(_RESULTS[self.kind])
+            for index, name in enumerate(self._results)
         }
 
     def _descriptors(
@@ -180,6 +216,7 @@ class BlockDiagonalLaunch:
             "BLOCK_SIZE": problem.block_size,
             "TABLE": not problem.is_uniform,
             "CAUSAL": problem.is_causal,
+            "PACKED": problem.is_packed,
             "ROTATE_QUERY": rotary is not None and rotary.query,
             "ROTATE_KEY": rotary is not None and rotary.key,
             "ROTATE_VALUE": rotary is not None and rotary.value,
@@ -201,6 +238,7 @@ class BlockDiagonalLaunch:
             outputs=self.outputs,
             arguments={name: arguments[name] for name in kernel.arg_names},
             options=options,
+            aliases=((len(self._operands) + len(_STATISTICS), 0),) if self._continues_gradients else (),
         )
 
     def _tile_plan(self, target: Target) -> LaunchPlan:
@@ -219,9 +257,9 @@ class BlockDiagonalLaunch:
         is_value_paired = rotary is not None and rotary.value
         arguments = self._input_pointers() | self._output_pointers() | self._scalars() | self._constants()
         if config.descriptors:
-            arguments |= self._tile_descriptors("input", _OPERANDS[self.kind], rows, columns)
+            arguments |= self._tile_descriptors("input", self._operands, rows, columns)
             if is_full:
-                arguments |= self._tile_descriptors("output", _RESULTS[self.kind], rows, columns)
+                arguments |= self._tile_descriptors("output", self._results, rows, columns)
         values = {
             "ROWS": rows,
             "COLUMNS": columns,
@@ -263,7 +301,7 @@ class BlockDiagonalLaunch:
         panel = problem.head_dim // 2
         layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * panel), element_bitwidth=16, rank=2)
         arguments = self._input_pointers() | self._output_pointers("p_") | self._scalars() | self._constants()
-        arguments |= self._descriptors(_OPERANDS[self.kind], "input", configs.HOPPER_ROWS, panel, layout)
+        arguments |= self._descriptors(self._operands, "input", configs.HOPPER_ROWS, panel, layout)
         values = {
             "ROWS": configs.HOPPER_ROWS,
             "FULL": problem.is_full,
@@ -293,11 +331,11 @@ class BlockDiagonalLaunch:
             "query_gradient": kernels.block_diagonal_chunked_query_gradient,
             "key_gradient": kernels.block_diagonal_chunked_key_gradient,
         }[self.kind]
-        options = CompileOptions(num_warps=config.num_warps, num_stages=config.num_stages)
+        options = CompileOptions(num_warps=config.num_warps, num_stages=2)
         return self._launch(kernel, problem.num_tiles * chunks * heads, arguments, options)
 
 
 def backward_kinds(problem: BlockDiagonalProblem, target: Target) -> tuple[Pass, ...]:
     """The launches that make up the backward pass on `target`, first to last."""
-    is_chunked = configs.is_chunked(problem, True, target.arch)
+    is_chunked = configs.is_chunked(problem, target.arch)
     return ("query_gradient", "key_gradient") if is_chunked else ("backward",)

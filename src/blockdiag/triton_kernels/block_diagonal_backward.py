@@ -55,8 +55,8 @@ def block_diagonal_backward(
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
     ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr, PAIRED: tl.constexpr, PAIRED_VALUE: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, LOOP_STAGES: tl.constexpr,
+    POSITIONS: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr, PAIRED_VALUE: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, LOOP_STAGES: tl.constexpr,
 ):
     """One unit is one key head of one tile with all its query heads.
 
@@ -64,6 +64,17 @@ def block_diagonal_backward(
     only, and the prefetch is what keeps memory busy. dK and dV stay in registers over a unit's query heads.
     """
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
+    # copies around the attention.
+    QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
+    KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
+    KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
+    VALUE_FIRST: tl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
+    if PACKED:
+        key = query
+        value = query
+        d_key = d_query
+        d_value = d_query
     ROTARY: tl.constexpr = ROTATE_QUERY or ROTATE_KEY or ROTATE_VALUE
     STORE_DESCRIPTOR: tl.constexpr = DESCRIPTORS and FULL
     TRANSPOSED: tl.constexpr = WARP_SPECIALIZE and GROUP == 1
@@ -82,14 +93,16 @@ def block_diagonal_backward(
         member = item % GROUP
         tile = unit // KEY_HEADS
         key_head = unit % KEY_HEADS
+        k_head = KEY_FIRST + key_head
+        v_head = VALUE_FIRST + key_head
         head = key_head * GROUP + member
         start, rows, written, position = tile_span(p_tiles, tile, sequence_length, BLOCK_SIZE, TABLE, FULL)
 
-        b_q0, b_q1 = load_operand(query, start, rows, head, QUERY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
+        b_q0, b_q1 = load_operand(query, start, rows, head, QUERY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
                                   PAIRED, INTERLEAVED)
-        b_k0, b_k1 = load_operand(key, start, rows, key_head, KEY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
+        b_k0, b_k1 = load_operand(key, start, rows, k_head, KEY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
                                   PAIRED, INTERLEAVED)
-        b_v0, b_v1 = load_operand(value, start, rows, key_head, KEY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
+        b_v0, b_v1 = load_operand(value, start, rows, v_head, KEY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
                                   PAIRED_VALUE, INTERLEAVED)
         b_do0, b_do1 = load_operand(output_cotangent, start, rows, head, QUERY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL,
                                     DESCRIPTORS, PAIRED_VALUE, INTERLEAVED)
@@ -123,7 +136,7 @@ def block_diagonal_backward(
             b_dq1 = sum_over_columns(b_ds, b_k1, TRANSPOSED, PRECISION)
         if ROTATE_QUERY:
             b_dq0, b_dq1 = rotate_adjoint(b_dq0, b_dq1, b_cos, b_sin)
-        store_operand(d_query, b_dq0.to(dtype), b_dq1.to(dtype), start, written, head, QUERY_HEADS, HEAD_DIM, ROWS,
+        store_operand(d_query, b_dq0.to(dtype), b_dq1.to(dtype), start, written, head, QUERY_ROW, HEAD_DIM, ROWS,
                       COLUMNS, FULL, STORE_DESCRIPTOR, PAIRED, INTERLEAVED)
         b_dk0 = sum_over_rows(b_dk0, b_ds, b_q0, GROUP, TRANSPOSED, PRECISION)
         if PAIRED:
@@ -132,12 +145,12 @@ def block_diagonal_backward(
         if GROUP == 1 or member == GROUP - 1:
             if ROTATE_VALUE:
                 b_dv0, b_dv1 = rotate_adjoint(b_dv0, b_dv1, b_cos, b_sin)
-            store_operand(d_value, b_dv0.to(dtype), b_dv1.to(dtype), start, written, key_head, KEY_HEADS, HEAD_DIM,
-                          ROWS, COLUMNS, FULL, STORE_DESCRIPTOR, PAIRED_VALUE, INTERLEAVED)
+            store_operand(d_value, b_dv0.to(dtype), b_dv1.to(dtype), start, written, v_head, KEY_ROW,
+                          HEAD_DIM, ROWS, COLUMNS, FULL, STORE_DESCRIPTOR, PAIRED_VALUE, INTERLEAVED)
             if ROTATE_KEY:
                 b_dk0, b_dk1 = rotate_adjoint(b_dk0, b_dk1, b_cos, b_sin)
-            store_operand(d_key, b_dk0.to(dtype), b_dk1.to(dtype), start, written, key_head, KEY_HEADS, HEAD_DIM, ROWS,
-                          COLUMNS, FULL, STORE_DESCRIPTOR, PAIRED, INTERLEAVED)
+            store_operand(d_key, b_dk0.to(dtype), b_dk1.to(dtype), start, written, k_head, KEY_ROW,
+                          HEAD_DIM, ROWS, COLUMNS, FULL, STORE_DESCRIPTOR, PAIRED, INTERLEAVED)
             b_dk0 = tl.zeros([ROWS, QK_COLUMNS], tl.float32)
             b_dk1 = b_dk0
             b_dv0 = tl.zeros([ROWS, V_COLUMNS], tl.float32)

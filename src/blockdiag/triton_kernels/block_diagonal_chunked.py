@@ -83,30 +83,41 @@ def block_diagonal_chunked_forward(
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
     ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    POSITIONS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One program is one chunk of query rows of one head of one block."""
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
+    # copies around the attention.
+    QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
+    KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
+    KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
+    VALUE_FIRST: tl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
+    if PACKED:
+        key = query
+        value = query
     PAIRED: tl.constexpr = ROTATE_QUERY or ROTATE_KEY
     VALUE_COLUMNS: tl.constexpr = COLUMNS // 2 if ROTATE_VALUE else COLUMNS
     program = tl.program_id(0)
     head = program % QUERY_HEADS
     offset = program // QUERY_HEADS % CHUNKS * CHUNK
     key_head = head // (QUERY_HEADS // KEY_HEADS)
+    k_head = KEY_FIRST + key_head
+    v_head = VALUE_FIRST + key_head
     start, rows, written, position = tile_span(p_tiles, program // QUERY_HEADS // CHUNKS, sequence_length, BLOCK_SIZE,
                                                TABLE, False)
     b_q0, b_q1 = load_chunk(query, p_cos, p_sin, p_positions, start, rows, position, offset, head, table_rows,
-                            QUERY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_QUERY, INTERLEAVED, POSITIONS)
+                            QUERY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_QUERY, INTERLEAVED, POSITIONS)
     b_max = tl.full([CHUNK], float("-inf"), tl.float32)
     b_sum = tl.zeros([CHUNK], tl.float32)
     b_o0 = tl.zeros([CHUNK, VALUE_COLUMNS], tl.float32)
     b_o1 = b_o0
     for step in tl.range(0, key_chunks(offset, rows, CHUNK, CAUSAL)):
-        b_k0, b_k1 = load_chunk(key, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, key_head,
-                                table_rows, KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED,
+        b_k0, b_k1 = load_chunk(key, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, k_head,
+                                table_rows, KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED,
                                 POSITIONS)
-        b_v0, b_v1 = load_chunk(value, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, key_head,
-                                table_rows, KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE, INTERLEAVED,
-                                POSITIONS)
+        b_v0, b_v1 = load_chunk(value, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, v_head,
+                                table_rows, KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE,
+                                INTERLEAVED, POSITIONS)
         b_scores = paired_scores(b_q0, b_q1, b_k0, b_k1, PAIRED, PRECISION) * scale_log2  # [CHUNK, CHUNK]
         b_scores = tl.where(chunk_mask(offset, step * CHUNK, rows, CHUNK, CAUSAL, False), b_scores, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
@@ -132,23 +143,34 @@ def block_diagonal_chunked_query_gradient(
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
     ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    POSITIONS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dQ of one chunk of query rows, and their log2-sum-exp2 and rowsum(P * dP), f32 [tokens, QUERY_HEADS].
 
     The keys are walked twice: rowsum(P * dP) must be known before the first dS, and is not rowsum(O * dO) because the
     output is not kept.
     """
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
+    # copies around the attention.
+    QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
+    KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
+    KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
+    VALUE_FIRST: tl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
+    if PACKED:
+        key = query
+        value = query
     PAIRED: tl.constexpr = ROTATE_QUERY or ROTATE_KEY
     QUERY_COLUMNS: tl.constexpr = COLUMNS // 2 if PAIRED else COLUMNS
     program = tl.program_id(0)
     head = program % QUERY_HEADS
     offset = program // QUERY_HEADS % CHUNKS * CHUNK
     key_head = head // (QUERY_HEADS // KEY_HEADS)
+    k_head = KEY_FIRST + key_head
+    v_head = VALUE_FIRST + key_head
     start, rows, written, position = tile_span(p_tiles, program // QUERY_HEADS // CHUNKS, sequence_length, BLOCK_SIZE,
                                                TABLE, False)
     b_q0, b_q1 = load_chunk(query, p_cos, p_sin, p_positions, start, rows, position, offset, head, table_rows,
-                            QUERY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_QUERY, INTERLEAVED, POSITIONS)
+                            QUERY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_QUERY, INTERLEAVED, POSITIONS)
     b_do0, b_do1 = load_chunk(output_cotangent, p_cos, p_sin, p_positions, start, rows, position, offset, head,
                               table_rows, QUERY_HEADS, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, False, INTERLEAVED,
                               POSITIONS)
@@ -157,12 +179,12 @@ def block_diagonal_chunked_query_gradient(
     b_sum = tl.zeros([CHUNK], tl.float32)
     b_delta = tl.zeros([CHUNK], tl.float32)
     for step in tl.range(0, steps):
-        b_k0, b_k1 = load_chunk(key, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, key_head,
-                                table_rows, KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED,
+        b_k0, b_k1 = load_chunk(key, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, k_head,
+                                table_rows, KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED,
                                 POSITIONS)
-        b_v0, b_v1 = load_chunk(value, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, key_head,
-                                table_rows, KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE, INTERLEAVED,
-                                POSITIONS)
+        b_v0, b_v1 = load_chunk(value, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, v_head,
+                                table_rows, KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE,
+                                INTERLEAVED, POSITIONS)
         m_scores = chunk_mask(offset, step * CHUNK, rows, CHUNK, CAUSAL, False)
         b_scores = paired_scores(b_q0, b_q1, b_k0, b_k1, PAIRED, PRECISION) * scale_log2  # [CHUNK, CHUNK]
         b_scores = tl.where(m_scores, b_scores, float("-inf"))
@@ -185,12 +207,12 @@ def block_diagonal_chunked_query_gradient(
     b_dq0 = tl.zeros([CHUNK, QUERY_COLUMNS], tl.float32)
     b_dq1 = b_dq0
     for step in tl.range(0, steps):
-        b_k0, b_k1 = load_chunk(key, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, key_head,
-                                table_rows, KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED,
+        b_k0, b_k1 = load_chunk(key, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, k_head,
+                                table_rows, KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED,
                                 POSITIONS)
-        b_v0, b_v1 = load_chunk(value, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, key_head,
-                                table_rows, KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE, INTERLEAVED,
-                                POSITIONS)
+        b_v0, b_v1 = load_chunk(value, p_cos, p_sin, p_positions, start, rows, position, step * CHUNK, v_head,
+                                table_rows, KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE,
+                                INTERLEAVED, POSITIONS)
         b_scores = paired_scores(b_q0, b_q1, b_k0, b_k1, PAIRED, PRECISION) * scale_log2
         b_p = tl.exp2(b_scores - b_log_sum[:, None])
         b_p = tl.where(chunk_mask(offset, step * CHUNK, rows, CHUNK, CAUSAL, False), b_p, 0.0)
@@ -200,7 +222,7 @@ def block_diagonal_chunked_query_gradient(
         if PAIRED:
             b_dq1 = tl.dot(b_ds, b_k1, acc=b_dq1, input_precision=PRECISION)
     store_chunk(d_query, b_dq0, b_dq1, p_cos, p_sin, p_positions, start, rows, written, position, offset, head,
-                table_rows, QUERY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_QUERY, INTERLEAVED, POSITIONS)
+                table_rows, QUERY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_QUERY, INTERLEAVED, POSITIONS)
 
 
 @triton.jit
@@ -210,22 +232,34 @@ def block_diagonal_chunked_key_gradient(
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
     ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    POSITIONS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dK and dV of one chunk of key rows, summed over its query heads and query chunks in one flat loop."""
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
+    # copies around the attention.
+    QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
+    KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
+    KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
+    VALUE_FIRST: tl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
+    if PACKED:
+        key = query
+        value = query
+        d_value = d_key
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
     PAIRED: tl.constexpr = ROTATE_QUERY or ROTATE_KEY
     KEY_COLUMNS: tl.constexpr = COLUMNS // 2 if PAIRED else COLUMNS
     VALUE_COLUMNS: tl.constexpr = COLUMNS // 2 if ROTATE_VALUE else COLUMNS
     program = tl.program_id(0)
     key_head = program % KEY_HEADS
+    k_head = KEY_FIRST + key_head
+    v_head = VALUE_FIRST + key_head
     offset = program // KEY_HEADS % CHUNKS * CHUNK
     start, rows, written, position = tile_span(p_tiles, program // KEY_HEADS // CHUNKS, sequence_length, BLOCK_SIZE,
                                                TABLE, False)
-    b_k0, b_k1 = load_chunk(key, p_cos, p_sin, p_positions, start, rows, position, offset, key_head, table_rows,
-                            KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED, POSITIONS)
-    b_v0, b_v1 = load_chunk(value, p_cos, p_sin, p_positions, start, rows, position, offset, key_head, table_rows,
-                            KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE, INTERLEAVED, POSITIONS)
+    b_k0, b_k1 = load_chunk(key, p_cos, p_sin, p_positions, start, rows, position, offset, k_head, table_rows,
+                            KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED, POSITIONS)
+    b_v0, b_v1 = load_chunk(value, p_cos, p_sin, p_positions, start, rows, position, offset, v_head, table_rows,
+                            KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE, INTERLEAVED, POSITIONS)
     first = 0
     if CAUSAL:
         first = offset // CHUNK
@@ -239,7 +273,7 @@ def block_diagonal_chunked_key_gradient(
         head = key_head * GROUP + step // chunks
         query_offset = (first + step % chunks) * CHUNK
         b_q0, b_q1 = load_chunk(query, p_cos, p_sin, p_positions, start, rows, position, query_offset, head, table_rows,
-                                QUERY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_QUERY, INTERLEAVED, POSITIONS)
+                                QUERY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_QUERY, INTERLEAVED, POSITIONS)
         b_do0, b_do1 = load_chunk(output_cotangent, p_cos, p_sin, p_positions, start, rows, position, query_offset,
                                   head, table_rows, QUERY_HEADS, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, False,
                                   INTERLEAVED, POSITIONS)
@@ -260,7 +294,7 @@ def block_diagonal_chunked_key_gradient(
         b_dk0 = tl.dot(b_dst, b_q0, acc=b_dk0, input_precision=PRECISION)
         if PAIRED:
             b_dk1 = tl.dot(b_dst, b_q1, acc=b_dk1, input_precision=PRECISION)
-    store_chunk(d_key, b_dk0, b_dk1, p_cos, p_sin, p_positions, start, rows, written, position, offset, key_head,
-                table_rows, KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED, POSITIONS)
-    store_chunk(d_value, b_dv0, b_dv1, p_cos, p_sin, p_positions, start, rows, written, position, offset, key_head,
-                table_rows, KEY_HEADS, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE, INTERLEAVED, POSITIONS)
+    store_chunk(d_key, b_dk0, b_dk1, p_cos, p_sin, p_positions, start, rows, written, position, offset, k_head,
+                table_rows, KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, PAIRED, ROTATE_KEY, INTERLEAVED, POSITIONS)
+    store_chunk(d_value, b_dv0, b_dv1, p_cos, p_sin, p_positions, start, rows, written, position, offset, v_head,
+                table_rows, KEY_ROW, HEAD_DIM, CHUNK, COLUMNS, ROTATE_VALUE, ROTATE_VALUE, INTERLEAVED, POSITIONS)

@@ -58,11 +58,10 @@ class HopperConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkConfig:
-    """How a chunked kernel runs: rows of a chunk, warps per program, and the depth of the prefetch over chunks."""
+    """How a chunked kernel runs: rows of a chunk and warps per program."""
 
     rows: int
     num_warps: int
-    num_stages: int
 
 
 def next_power_of_2(size: int) -> int:
@@ -95,32 +94,29 @@ def uses_mma_sync(arch: int) -> bool:
     return arch < 90 or arch >= 120
 
 
-def is_chunked(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> bool:
+def is_chunked(problem: BlockDiagonalProblem, arch: int) -> bool:
     """Whether one tile of a block is too large for the registers; float32 products without tensor cores always are.
 
     Rotation holds operands in f32 beside their tables: offline reports show the one-tile kernels spill there, at 128
-    columns on every architecture and in the backward wherever products read their operands from registers.
+    columns on every architecture, and always where products read their operands from registers.
     """
     columns = tile_columns(problem)
     if problem.dtype == "float32" or tile_rows(problem) > _LARGEST_TILE_ROWS or columns > _LARGEST_TILE_COLUMNS:
         return True
     if problem.rotary is None:
         return False
-    if uses_mma_sync(arch):
-        return is_backward or columns == _LARGEST_TILE_COLUMNS
-    return columns == _LARGEST_TILE_COLUMNS and not is_hopper_shape(problem)
+    return uses_mma_sync(arch) or (columns == _LARGEST_TILE_COLUMNS and not is_hopper_shape(problem))
 
 
 def chunk_config(problem: BlockDiagonalProblem, arch: int) -> ChunkConfig:
     """Chunks that leave every accumulator in registers on sm_80 to sm_120 (offline reports; larger ones spill)."""
     wide = tile_columns(problem) > _LARGEST_TILE_COLUMNS
-    # sm_120 has 99 KB of shared memory, too little to prefetch.
-    num_stages = 1 if arch >= 120 else 2
     if problem.dtype == "float32" or (wide and problem.rotary is not None):
-        return ChunkConfig(rows=16, num_warps=8 if wide else 4, num_stages=num_stages)
-    if wide or problem.rotary is not None:
-        return ChunkConfig(rows=32, num_warps=8, num_stages=num_stages)
-    return ChunkConfig(rows=64, num_warps=8, num_stages=num_stages)
+        return ChunkConfig(rows=16, num_warps=8 if wide else 4)
+    # sm_120 has 99 KB of shared memory, too little for chunks of 64 rows.
+    if wide or problem.rotary is not None or arch >= 120:
+        return ChunkConfig(rows=32, num_warps=8)
+    return ChunkConfig(rows=64, num_warps=8)
 
 
 def most_chunks(problem: BlockDiagonalProblem, arch: int) -> int:
@@ -178,10 +174,12 @@ def _blackwell_config(problem: BlockDiagonalProblem, is_backward: bool) -> TileC
     In the backward it cannot with rotary (registers) or with accumulators that live over a group of heads, and partial
     tiles would need their loads masked between the copy engine and tcgen05.
     """
-    if is_backward and not problem.is_full:
-        return TileConfig(num_warps=4, programs_per_sm=2)
+    num_warps = 8 if problem.rotary is not None else 4
+    if (is_backward and not problem.is_full) or (problem.is_packed and problem.rotary is not None):
+        return TileConfig(num_warps=num_warps, programs_per_sm=2)
     if is_backward and (problem.rotary is not None or problem.group_size > 1):
-        num_warps = 8 if problem.rotary is not None else 4
+        return TileConfig(num_warps=num_warps, programs_per_sm=1, descriptors=True)
+    if problem.rotary is not None and not problem.is_full:
         return TileConfig(num_warps=num_warps, programs_per_sm=1, descriptors=True)
     return TileConfig(
         num_warps=4, programs_per_sm=1, loop_stages=2, num_stages=2, descriptors=True, warp_specialize=True

@@ -24,11 +24,20 @@ def block_diagonal_forward(
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr, CAUSAL: tl.constexpr,
     ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr, PAIRED: tl.constexpr, PAIRED_VALUE: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, LOOP_STAGES: tl.constexpr,
+    POSITIONS: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr, PAIRED_VALUE: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, LOOP_STAGES: tl.constexpr,
 ):
     """One item is one query head of one tile; heads of a tile are neighbours: rotary rows and shared K/V stay in L2."""
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
+    # copies around the attention.
+    QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
+    KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
+    KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
+    VALUE_FIRST: tl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
+    if PACKED:
+        key = query
+        value = query
     ROTARY: tl.constexpr = ROTATE_QUERY or ROTATE_KEY or ROTATE_VALUE
     STORE_DESCRIPTOR: tl.constexpr = DESCRIPTORS and FULL
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=LOOP_STAGES,
@@ -36,13 +45,15 @@ def block_diagonal_forward(
         tile = item // QUERY_HEADS
         head = item % QUERY_HEADS
         key_head = head // GROUP
+        k_head = KEY_FIRST + key_head
+        v_head = VALUE_FIRST + key_head
         start, rows, written, position = tile_span(p_tiles, tile, sequence_length, BLOCK_SIZE, TABLE, FULL)
 
-        b_q0, b_q1 = load_operand(query, start, rows, head, QUERY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
+        b_q0, b_q1 = load_operand(query, start, rows, head, QUERY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
                                   PAIRED, INTERLEAVED)
-        b_k0, b_k1 = load_operand(key, start, rows, key_head, KEY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
+        b_k0, b_k1 = load_operand(key, start, rows, k_head, KEY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
                                   PAIRED, INTERLEAVED)
-        b_v0, b_v1 = load_operand(value, start, rows, key_head, KEY_HEADS, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
+        b_v0, b_v1 = load_operand(value, start, rows, v_head, KEY_ROW, HEAD_DIM, ROWS, COLUMNS, FULL, DESCRIPTORS,
                                   PAIRED_VALUE, INTERLEAVED)
         if ROTARY:
             b_cos, b_sin = load_rotary(p_cos, p_sin, p_positions, start, rows, position, table_rows, HEAD_DIM // 2,

@@ -5,7 +5,8 @@ padding and a reshape where sequences are equal, and by a gather (and a scatter 
 Query heads that share a key head are an axis of the einsums, so that keys and values are never repeated.
 """
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from blockdiag._dtypes import accumulation_dtype
 from blockdiag.problem import BlockDiagonalProblem
 from blockdiag.rotary import rotate, rotate_back
 
-type RotaryTables = tuple[Array, Array, Array | None] | None
+type RotaryArrays = tuple[Array, Array, Array | None]
 
 
 def available() -> str | None:
@@ -36,7 +37,7 @@ def forward(
     key: Array,
     value: Array,
     tiles: Array | None,
-    rotary: RotaryTables,
+    rotary: RotaryArrays | None,
     *,
     interpret: bool = False,
 ) -> Array:
@@ -44,8 +45,9 @@ def forward(
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(query)
-    layout = _TileLayout(problem, tiles)
-    query, key, value = _rotated_tiles(layout, rotary, query, key, value)
+    layout = _layout(problem, tiles)
+    query, key, value = _operand_tiles(layout, query, key, value)
+    query, key, value = _turn(rotate, layout, rotary, query, key, value)
     weights = _weights(layout, query, key)
     output = _product("...kgij,...jkh->...ikgh", weights.astype(value.dtype), value)
     return layout.from_tiles(output)
@@ -57,7 +59,7 @@ def backward(
     key: Array,
     value: Array,
     tiles: Array | None,
-    rotary: RotaryTables,
+    rotary: RotaryArrays | None,
     output_cotangent: Array,
     *,
     interpret: bool = False,
@@ -68,9 +70,10 @@ def backward(
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     # Without the barrier XLA would find the forward's softmax weights again and keep them, b / H times an operand.
     query, key, value, output_cotangent = jax.lax.optimization_barrier((query, key, value, output_cotangent))
-    layout = _TileLayout(problem, tiles)
-    query, key, value = _rotated_tiles(layout, rotary, query, key, value)
-    cotangent = layout.to_tiles(output_cotangent, problem.group_size)
+    layout = _layout(problem, tiles)
+    query, key, value = _operand_tiles(layout, query, key, value)
+    query, key, value = _turn(rotate, layout, rotary, query, key, value)
+    cotangent = layout.to_tiles(_split_heads(problem, output_cotangent))
     dtype = value.dtype
 
     weights = _weights(layout, query, key)
@@ -81,93 +84,131 @@ def backward(
     scores_gradient = (weights * (weights_gradient - mean) * problem.scale).astype(dtype)
     query_gradient = _product("...kgij,...jkh->...ikgh", scores_gradient, key)
     key_gradient = _product("...kgij,...ikgh->...jkh", scores_gradient, query)
-    return _rotated_back(layout, rotary, query_gradient, key_gradient, value_gradient)
+    gradients = _turn(rotate_back, layout, rotary, query_gradient, key_gradient, value_gradient)
+    query_gradient, key_gradient, value_gradient = map(layout.from_tiles, gradients)
+    return query_gradient, key_gradient, value_gradient
 
 
-@dataclasses.dataclass(frozen=True)
-class _TileLayout:
-    """How rows of the token axis lie in tiles: leading axes are [sequences, tiles per sequence], or [tiles]."""
+@dataclass(frozen=True)
+class _EqualSequences:
+    """Tiles of equal sequences, back to back: [sequences, tiles per sequence, b, ...], without any gather."""
 
     problem: BlockDiagonalProblem
-    tiles: Array | None
+    length: int
 
     @property
     def rows(self) -> int:
         """Rows of a tile, b."""
-        return min(self.problem.block_size, self.problem.sequence_length or self.problem.tokens)
+        return min(self.problem.block_size, self.length)
 
     @property
     def is_full(self) -> bool:
         """Whether every row of every tile is known to belong to a block."""
-        return self.tiles is None and self.problem.sequence_length % self.rows == 0
+        return self.length % self.rows == 0
 
     @property
-    def lengths(self) -> Array | np.ndarray:
-        """Rows of each tile that belong to its block, for the last of the leading axes."""
-        if self.tiles is not None:
-            return self.tiles[:, 1]
-        length = self.problem.sequence_length
-        return np.minimum(length - np.arange(0, length, self.rows, dtype=np.int32), self.rows)
+    def lengths(self) -> Array:
+        """Rows that belong to the block, for each tile of a sequence."""
+        position = np.arange(0, self.length, self.rows, dtype=np.int32)
+        return jnp.asarray(np.minimum(self.length - position, self.rows))
 
-    def offsets(self) -> np.ndarray:
-        """0 .. b - 1."""
-        return np.arange(self.rows, dtype=np.int32)
+    def to_tiles(self, x: Array) -> Array:
+        """[tokens, ...] in tiles, with 0 in rows outside a block; one sequence's rows, [length, ...], too."""
+        x = x.reshape(-1, self.length, *x.shape[1:])
+        x = jnp.pad(x, [(0, 0), (0, -self.length % self.rows)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(x.shape[0], -1, self.rows, *x.shape[2:])
+
+    def from_tiles(self, x: Array) -> Array:
+        """The inverse: [tiles, b, K, (G,) H] as [tokens, heads, H] in the problem's dtype."""
+        x = x.astype(self.problem.dtype)
+        x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.length]
+        return x.reshape(self.problem.tokens, -1, x.shape[-1])
+
+    def table_rows(self, source: str, table: Array, positions: Array | None) -> Array:
+        """Rows of a rotary table [P, H/2] for the rows of the tiles, [tiles, b, 1, H/2]; 0 outside every block."""
+        if positions is not None:
+            rows = _clamped_rows(table, positions)
+        else:
+            # By position, the rows of one sequence serve all sequences, which are the first axis of the layout.
+            count = self.length if source == "sequence" else self.problem.tokens
+            rows = _clamped_rows(table, jnp.arange(count, dtype=jnp.int32)) if count > len(table) else table[:count]
+        return self.to_tiles(rows[:, None, :])
+
+
+@dataclass(frozen=True)
+class _TileTable:
+    """Tiles that lie where a tile table says: [tiles, b, ...], by a gather and a scatter of rows."""
+
+    problem: BlockDiagonalProblem
+    tiles: Array
+    is_full = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile, b."""
+        return min(self.problem.block_size, self.problem.tokens)
+
+    @property
+    def lengths(self) -> Array:
+        """Rows that belong to the block, for each tile; 0 or less where there is none."""
+        return self.tiles[:, 1]
 
     def rows_of_tiles(self) -> tuple[Array, Array]:
         """Row of the token axis of each row of each tile, and whether it belongs to the tile's block."""
-        row = self.tiles[:, :1] + self.offsets()[None, :]
-        return jnp.minimum(row, self.problem.tokens - 1), self.offsets()[None, :] < self.lengths[:, None]
+        offset = jnp.arange(self.rows, dtype=jnp.int32)[None, :]
+        return jnp.minimum(self.tiles[:, :1] + offset, self.problem.tokens - 1), offset < self.lengths[:, None]
 
-    def to_tiles(self, x: Array, group_size: int | None = None) -> Array:
-        """[tokens, ...] as [tiles, b, ...], with 0 in rows outside a block; N is split in K, G for `group_size`."""
-        if group_size is not None:
-            x = x.reshape(x.shape[0], -1, group_size, x.shape[-1])
-        if self.tiles is None:
-            length = self.problem.sequence_length
-            x = x.reshape(-1, length, *x.shape[1:])
-            x = jnp.pad(x, [(0, 0), (0, -length % self.rows)] + [(0, 0)] * (x.ndim - 2))
-            return x.reshape(x.shape[0], -1, self.rows, *x.shape[2:])
-        row, is_inside = self.rows_of_tiles()
-        # A select, not a product with a mask: 0 * NaN would carry a neighbouring sequence's NaN into this block.
-        return jnp.where(is_inside.reshape(*row.shape, *[1] * (x.ndim - 1)), x[row], 0)
+    def to_tiles(self, x: Array) -> Array:
+        """[tokens, ...] in tiles, with 0 in rows outside a block."""
+        return self._select(x[self.rows_of_tiles()[0]])
 
     def from_tiles(self, x: Array) -> Array:
         """The inverse: [tiles, b, K, (G,) H] as [tokens, heads, H] in the problem's dtype, 0 outside every block."""
-        x = x.astype(self.problem.dtype)
-        if self.tiles is None:
-            length = self.problem.sequence_length
-            x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
-            return x.reshape(self.problem.tokens, -1, x.shape[-1])
         row, is_inside = self.rows_of_tiles()
         row = jnp.where(is_inside, row, self.problem.tokens)
-        x = x.reshape(*row.shape, -1, x.shape[-1])
+        x = x.astype(self.problem.dtype).reshape(*row.shape, -1, x.shape[-1])
         output = jnp.zeros((self.problem.tokens, *x.shape[2:]), x.dtype)
         return output.at[row].set(x, mode="drop")
 
-    def table_rows(self, table: Array, positions: Array | None) -> Array:
-        """Rows of a rotary table [P, H/2] for the rows of the tiles, [..., b, 1, H/2]; 0 outside every block."""
-        source = self.problem.rotary.positions
-        if source == "explicit" or (source == "token" and self.tiles is None):
-            index = positions if source == "explicit" else np.arange(self.problem.tokens, dtype=np.int32)
-            return self.to_tiles(_take_rows(table, index)[:, None, :])
-        if self.tiles is None:
-            table = _take_rows(table, np.arange(self.problem.sequence_length, dtype=np.int32))
-            # One sequence's rows serve all sequences, which are the first axis of the layout.
-            return dataclasses.replace(self, problem=_one_sequence(self.problem)).to_tiles(table[:, None, :])
-        row, is_inside = self.rows_of_tiles()
-        index = row if source == "token" else self.tiles[:, 2:] + self.offsets()[None, :]
-        return jnp.where(is_inside[:, :, None, None], _take_rows(table, index)[:, :, None, :], 0)
+    def table_rows(self, source: str, table: Array, positions: Array | None) -> Array:
+        """Rows of a rotary table [P, H/2] for the rows of the tiles, [tiles, b, 1, H/2]; 0 outside every block."""
+        row, _ = self.rows_of_tiles()
+        if positions is not None:
+            row = positions[row]
+        elif source == "sequence":
+            row = self.tiles[:, 2:] + jnp.arange(self.rows, dtype=jnp.int32)[None, :]
+        return self._select(_clamped_rows(table, row)[:, :, None, :])
+
+    def _select(self, x: Array) -> Array:
+        """Rows of tiles, 0 outside a block: not a product, because 0 * NaN would carry a neighbour's NaN in here."""
+        _, is_inside = self.rows_of_tiles()
+        return jnp.where(is_inside.reshape(*is_inside.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
-def _one_sequence(problem: BlockDiagonalProblem) -> BlockDiagonalProblem:
-    return dataclasses.replace(problem, tokens=problem.sequence_length)
+type _Layout = _EqualSequences | _TileTable
 
 
-def _take_rows(table: Array, index: Array | np.ndarray) -> Array:
-    """Rows of a table by index, clamped to the table; a slice where the index is known to be a leading range."""
-    if isinstance(index, np.ndarray) and index.size <= table.shape[0]:
-        return table[: index.size]
+def _layout(problem: BlockDiagonalProblem, tiles: Array | None) -> _Layout:
+    if tiles is not None:
+        return _TileTable(problem, tiles)
+    if problem.sequence_length is None:
+        raise ValueError("`tiles` must be a tile table for a problem that is not uniform, got None")
+    return _EqualSequences(problem, problem.sequence_length)
+
+
+def _clamped_rows(table: Array, index: Array) -> Array:
     return table[jnp.clip(index, 0, table.shape[0] - 1)]
+
+
+def _split_heads(problem: BlockDiagonalProblem, x: Array) -> Array:
+    """[tokens, N, H] as [tokens, K, G, H]."""
+    return x.reshape(x.shape[0], problem.key_heads, problem.group_size, x.shape[-1])
+
+
+def _operand_tiles(layout: _Layout, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """Query [tiles, b, K, G, H], key and value [tiles, b, K, H]."""
+    query = layout.to_tiles(_split_heads(layout.problem, query))
+    return query, layout.to_tiles(key), layout.to_tiles(value)
 
 
 def _product(subscripts: str, left: Array, right: Array) -> Array:
@@ -177,8 +218,8 @@ def _product(subscripts: str, left: Array, right: Array) -> Array:
     return jnp.einsum(subscripts, left, right, preferred_element_type=wide, precision=precision)
 
 
-def _weights(layout: _TileLayout, query: Array, key: Array) -> Array:
-    """Softmax weights [..., K, G, b, b] in float32 of rotated query [..., b, K, G, H] and key [..., b, K, H]."""
+def _weights(layout: _Layout, query: Array, key: Array) -> Array:
+    """Softmax weights [tiles, K, G, b, b] in float32 of rotated query [tiles, b, K, G, H] and key [tiles, b, K, H]."""
     scores = _product("...ikgh,...jkh->...kgij", query, key) * layout.problem.scale
     if not layout.is_full or layout.problem.is_causal:
         scores = jnp.where(_seen_keys(layout, scores.ndim), scores, -jnp.inf)
@@ -187,43 +228,33 @@ def _weights(layout: _TileLayout, query: Array, key: Array) -> Array:
     return exponentials / jnp.sum(exponentials, axis=-1, keepdims=True)
 
 
-def _seen_keys(layout: _TileLayout, ndim: int) -> Array:
-    """Which keys each query of each tile sees, [..., tiles, 1, 1, 1 or b, b] with `ndim` axes."""
-    offset = layout.offsets().reshape((1,) * (ndim - 1) + (-1,))
+def _seen_keys(layout: _Layout, ndim: int) -> Array:
+    """Which keys each query of each tile sees, [tiles, 1, 1, 1 or b, b] with `ndim` axes."""
+    offset = jnp.arange(layout.rows, dtype=jnp.int32).reshape((1,) * (ndim - 1) + (-1,))
     # A tile without rows looks at its first, all-zero row: a softmax over nothing would be NaN.
     is_seen = offset < jnp.maximum(layout.lengths, 1).reshape((1,) * (ndim - 5) + (-1, 1, 1, 1, 1))
     return is_seen & (offset <= jnp.swapaxes(offset, -1, -2)) if layout.problem.is_causal else is_seen
 
 
-def _rotated_tiles(
-    layout: _TileLayout, rotary: RotaryTables, query: Array, key: Array, value: Array
+def _turn(
+    turn: Callable[..., Array],
+    layout: _Layout,
+    rotary: RotaryArrays | None,
+    query: Array,
+    key: Array,
+    value: Array,
 ) -> tuple[Array, Array, Array]:
-    """Query [..., b, K, G, H], key and value [..., b, K, H] in tiles, rotated and rounded back to their dtype."""
-    query = layout.to_tiles(query, layout.problem.group_size)
-    key, value = layout.to_tiles(key), layout.to_tiles(value)
-    if layout.problem.rotary is None:
-        return query, key, value
-    return _turn(rotate, layout, rotary, query, key, value)
-
-
-def _rotated_back(
-    layout: _TileLayout, rotary: RotaryTables, query: Array, key: Array, value: Array
-) -> tuple[Array, Array, Array]:
-    """Gradients of the rotated tiles as gradients of the rows of the token axis, rounded once."""
-    if layout.problem.rotary is not None:
-        query, key, value = _turn(rotate_back, layout, rotary, query, key, value)
-    return layout.from_tiles(query), layout.from_tiles(key), layout.from_tiles(value)
-
-
-def _turn(turn, layout: _TileLayout, rotary: RotaryTables, query: Array, key: Array, value: Array):
-    """Apply `rotate` or `rotate_back` to the operands that the problem rotates, each in its own dtype."""
-    cos, sin, positions = rotary
-    cos, sin = layout.table_rows(cos, positions), layout.table_rows(sin, positions)
+    """Apply `rotate` or `rotate_back` to the tiles of the operands that the problem rotates, each in its own dtype."""
     options = layout.problem.rotary
-    turned = []
-    for x, is_rotated in ((query, options.query), (key, options.key), (value, options.value)):
-        if is_rotated:
-            extra = tuple(range(-2, -2 - (x.ndim - cos.ndim), -1))  # the group axis of a query
-            x = turn(x, jnp.expand_dims(cos, extra), jnp.expand_dims(sin, extra), options.interleaved).astype(x.dtype)
-        turned.append(x)
-    return tuple(turned)
+    if options is None or rotary is None:
+        return query, key, value
+    *tables, positions = rotary
+    cos, sin = (layout.table_rows(options.positions, table, positions) for table in tables)
+    if options.query:
+        # One more axis than the tables have: the group.
+        query = turn(query, cos[..., None, :], sin[..., None, :], options.interleaved).astype(query.dtype)
+    if options.key:
+        key = turn(key, cos, sin, options.interleaved).astype(key.dtype)
+    if options.value:
+        value = turn(value, cos, sin, options.interleaved).astype(value.dtype)
+    return query, key, value

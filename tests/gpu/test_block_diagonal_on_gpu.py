@@ -1,0 +1,225 @@
+"""The operation on a GPU: every kernel family against the exact result, repeated, poisoned, transformed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import blockdiag
+from blockdiag import block_diagonal_attention
+from tests.support import Case, RotaryCase, assert_accurate, largest_error, value_and_gradients
+
+pytestmark = pytest.mark.gpu
+
+TILE = {"query_heads": 3, "key_heads": 3, "head_dim": 128, "dtype": "bfloat16", "block_size": 64}
+GROUPED = TILE | {"query_heads": 8, "key_heads": 2}
+LENGTHS = (64, 1, 0, 130, 63, 65, 320)
+
+CASES = {
+    # Blocks of 64 rows, heads of 64 and 128: the tuned kernels.
+    "full tiles": Case(lengths=(256, 256), **TILE),
+    "full tiles, heads of 64": Case(lengths=(256, 256), **TILE | {"head_dim": 64}),
+    "full tiles, causal fp16": Case(lengths=(256,), is_causal=True, **TILE | {"dtype": "float16"}),
+    "partial tiles": Case(lengths=(200, 200), **TILE),
+    "packed": Case(lengths=LENGTHS, layout="offsets", padding=70, **TILE),
+    "packed, heads of 64": Case(lengths=LENGTHS, layout="offsets", padding=70, **TILE | {"head_dim": 64}),
+    "grouped": Case(lengths=(256, 256), **GROUPED),
+    "grouped, one key head": Case(lengths=(256,), **TILE | {"query_heads": 5, "key_heads": 1}),
+    "grouped, heads of 64": Case(lengths=(256, 256), **GROUPED | {"head_dim": 64}),
+    "grouped, packed, causal": Case(lengths=LENGTHS, layout="offsets", padding=5, is_causal=True, **GROUPED),
+    "odd number of units": Case(lengths=(64 * 67,), **TILE | {"query_heads": 1, "key_heads": 1}),
+    "one tile": Case(lengths=(64,), **TILE | {"query_heads": 1, "key_heads": 1}),
+    "windows": Case(lengths=(64, 64, 16, 0, 48, 64, 7), layout="lengths", padding=3, **TILE),
+    # Rotary.
+    "half-split": Case(lengths=(256, 256), rotary=RotaryCase(), **TILE),
+    "half-split, heads of 64": Case(lengths=(256, 256), rotary=RotaryCase(), **TILE | {"head_dim": 64}),
+    "interleaved": Case(lengths=(256, 256), rotary=RotaryCase(interleaved=True), **TILE),
+    "interleaved, heads of 64": Case(
+        lengths=(256, 256), rotary=RotaryCase(interleaved=True), **TILE | {"head_dim": 64}
+    ),
+    "rotary, packed, explicit": Case(
+        lengths=LENGTHS, layout="offsets", padding=9, rotary=RotaryCase(tables="explicit"), **TILE
+    ),
+    "rotary, packed, per token, bf16 tables": Case(
+        lengths=LENGTHS, layout="offsets", rotary=RotaryCase(tables="token", interleaved=True, dtype="bfloat16"), **TILE
+    ),
+    "rotary, query only": Case(lengths=(256,), rotary=RotaryCase(apply_to=("query",)), **TILE),
+    "rotary, key only": Case(lengths=(256,), rotary=RotaryCase(apply_to=("key",), interleaved=True), **TILE),
+    "rotary, value too": Case(lengths=(256,), rotary=RotaryCase(apply_to=("query", "key", "value")), **TILE),
+    "rotary, grouped": Case(lengths=(256, 256), rotary=RotaryCase(), **GROUPED),
+    "rotary, grouped, packed": Case(lengths=LENGTHS, layout="offsets", rotary=RotaryCase(interleaved=True), **GROUPED),
+    "rotary, heads of 80": Case(lengths=(200,), rotary=RotaryCase(), **TILE | {"head_dim": 80}),
+    "rotary, heads of 40, blocks of 32": Case(
+        lengths=(100, 100), rotary=RotaryCase(interleaved=True), **TILE | {"head_dim": 40, "block_size": 32}
+    ),
+    # Other tiles and the chunked kernels.
+    "blocks of 1": Case(lengths=(50,), **TILE | {"block_size": 1}),
+    "blocks of 7, heads of 8": Case(lengths=(50, 50), **TILE | {"block_size": 7, "head_dim": 8}),
+    "blocks of 16, heads of 32": Case(lengths=(200,), **TILE | {"block_size": 16, "head_dim": 32}),
+    "blocks of 48, heads of 72": Case(lengths=(200,), **GROUPED | {"block_size": 48, "head_dim": 72}),
+    "blocks of 100, heads of 96": Case(
+        lengths=(250, 250), is_causal=True, **TILE | {"block_size": 100, "head_dim": 96}
+    ),
+    "blocks of 256": Case(lengths=(600,), **GROUPED | {"block_size": 256}),
+    "blocks of 200, rotary": Case(
+        lengths=(450, 3), layout="offsets", padding=30, rotary=RotaryCase(), **TILE | {"block_size": 200}
+    ),
+    "heads of 256": Case(lengths=(150,), **TILE | {"head_dim": 256}),
+    "heads of 256, rotary": Case(
+        lengths=(150,), rotary=RotaryCase(interleaved=True), is_causal=True, **TILE | {"head_dim": 256}
+    ),
+    "float32": Case(lengths=(130, 130), **GROUPED | {"dtype": "float32"}),
+    "float32, packed, rotary": Case(
+        lengths=LENGTHS, layout="offsets", padding=4, rotary=RotaryCase(), **TILE | {"dtype": "float32", "head_dim": 64}
+    ),
+}
+
+
+def poison_free_memory() -> None:
+    """Fill memory that the next call is likely to be given with NaN, so that an element nobody writes is seen."""
+    blocks = [jnp.full((1 << 20,), jnp.nan, jnp.float32) for _ in range(32)]
+    jax.block_until_ready(blocks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_triton_kernels_are_accurate_and_repeatable(name):
+    case = CASES[name]
+    operands = case.operands()
+    results = []
+    for _ in range(2):
+        poison_free_memory()
+        results.append(jax.jit(functools.partial(value_and_gradients, case.attend("triton")))(*operands))
+    assert_accurate(case, results[0], operands)
+    for first, second in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+
+
+@pytest.mark.parametrize("name", ["full tiles", "full tiles, causal fp16", "grouped", "full tiles, heads of 64"])
+def test_pallas_kernels_are_accurate_and_repeatable(name):
+    case = CASES[name]
+    operands = case.operands()
+    run = jax.jit(functools.partial(value_and_gradients, case.attend("pallas")))
+    results = run(*operands)
+    assert_accurate(case, results, operands)
+    for first, second in zip(results, run(*operands), strict=True):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+
+
+LARGE = {
+    "full": {"shape": (4, 4096), "heads": (8, 8, 128)},
+    "full, heads of 64": {"shape": (4, 4096), "heads": (16, 16, 64)},
+    "grouped": {"shape": (4, 4096), "heads": (8, 2, 128)},
+    "partial": {"shape": (5, 3001), "heads": (4, 4, 128)},
+    "causal": {"shape": (3, 4096), "heads": (7, 7, 64), "is_causal": True},
+    "rotary": {"shape": (4, 4096), "heads": (8, 8, 128), "rotary": False},
+    "rotary, heads of 64": {"shape": (4, 4096), "heads": (8, 8, 64), "rotary": True},
+    "rotary, grouped": {"shape": (4, 4096), "heads": (8, 2, 128), "rotary": False},
+    "blocks of 128": {"shape": (4, 4096), "heads": (4, 4, 128), "block_size": 128},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_many_tiles_agree_with_array_code(name):
+    """Enough tiles that every multiprocessor runs several and the last round is not full."""
+    options = dict(LARGE[name])
+    shape, (query_heads, key_heads, head_dim) = options.pop("shape"), options.pop("heads")
+    interleaved = options.pop("rotary", None)
+    if interleaved is not None:
+        cos, sin = blockdiag.rotary_tables(shape[1], head_dim)
+        options["rotary"] = blockdiag.Rotary(cos, sin, interleaved=interleaved)
+    keys = jax.random.split(jax.random.key(0), 4)
+    operands = [
+        jax.random.normal(k, (*shape, n, head_dim), jnp.bfloat16)
+        for k, n in zip(keys, (query_heads, key_heads, key_heads, query_heads), strict=True)
+    ]
+    poison_free_memory()
+    results = {}
+    for implementation in ("triton", "xla"):
+        attend = functools.partial(block_diagonal_attention, implementation=implementation, **options)
+        results[implementation] = jax.jit(functools.partial(value_and_gradients, attend))(*operands)
+    for actual, expected in zip(results["triton"], results["xla"], strict=True):
+        actual, expected = (np.asarray(x, np.float32) for x in (actual, expected))
+        assert np.linalg.norm(actual - expected) <= 8e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["packed", "grouped, packed, causal", "rotary, packed, explicit", "windows"])
+def test_poison_stays_in_its_block(name, poison):
+    """The kernels load whole tiles; what lies past a block's end must not be felt, nor padding anywhere."""
+    case = CASES[name]
+    operands = case.operands()
+    poisoned_block = case.blocks[len(case.blocks) // 2]
+    rows = np.zeros(case.tokens, bool)
+    rows[poisoned_block.start : poisoned_block.start + poisoned_block.length] = True
+    rows[case.tokens - case.padding :] = True
+    run = jax.jit(functools.partial(value_and_gradients, case.attend("triton")))
+    clean = run(*operands)
+    dirty = run(*(jnp.where(rows[:, None, None], jnp.asarray(poison, x.dtype), x) for x in operands))
+    for before, after in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(np.asarray(before)[~rows], np.asarray(after)[~rows])
+        np.testing.assert_array_equal(np.asarray(after)[case.tokens - case.padding :].astype(np.float32), 0.0)
+
+
+def test_the_default_on_a_gpu_is_triton():
+    case = CASES["packed"]
+    operands = case.operands()
+    default = jax.jit(functools.partial(value_and_gradients, case.attend(None)))
+    assert "triton_kernel_call_ffi" in default.lower(*operands).as_text()
+    named = jax.jit(functools.partial(value_and_gradients, case.attend("triton")))
+    for first, second in zip(default(*operands), named(*operands), strict=True):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+
+
+def test_mapped_calls_equal_single_calls_bitwise():
+    case = CASES["partial tiles"]
+    attend = case.attend("triton")
+    operands = [jnp.stack([x, 2 * x, -x]) for x in case.operands()]
+    mapped = jax.jit(jax.vmap(functools.partial(value_and_gradients, attend)))(*operands)
+    single = jax.jit(functools.partial(value_and_gradients, attend))
+    for index in range(3):
+        for together, alone in zip(mapped, single(*(x[index] for x in operands)), strict=True):
+            np.testing.assert_array_equal(np.asarray(together[index]), np.asarray(alone))
+
+
+def test_second_derivatives_agree_with_array_code():
+    case = Case(lengths=(64, 64), **TILE | {"dtype": "float32", "query_heads": 1, "key_heads": 1, "head_dim": 16})
+    query, key, value, cotangent = case.operands()
+
+    def curvature(implementation):
+        def penalty(query):
+            gradient = jax.grad(lambda q: jnp.vdot(case.attend(implementation)(q, key, value), cotangent))(query)
+            return jnp.vdot(gradient, gradient)
+
+        return jax.jit(jax.grad(penalty))(query)
+
+    expected = np.asarray(curvature("xla"))
+    assert largest_error(curvature("triton"), expected.astype(np.float64)) <= 1e-4 * np.abs(expected).max()
+
+
+def test_the_torch_door_launches_the_same_kernels_bitwise():
+    torch = pytest.importorskip("torch")
+    from blockdiag.interop import torch_launch
+    from blockdiag.problem import BlockDiagonalProblem
+    from blockdiag.triton_kernels.block_diagonal import BlockDiagonalLaunch
+
+    for head_dim, key_heads in ((128, 8), (128, 2), (64, 8)):
+        problem = BlockDiagonalProblem(
+            tokens=1024, query_heads=8, key_heads=key_heads, head_dim=head_dim, dtype="bfloat16", block_size=64,
+            sequence_length=1024, num_tiles=16, is_causal=False, scale=head_dim**-0.5,
+        )  # fmt: skip
+        keys = jax.random.split(jax.random.key(1), 4)
+        operands = [
+            jax.random.normal(k, (1024, n, head_dim), jnp.bfloat16)
+            for k, n in zip(keys, (8, key_heads, key_heads, 8), strict=True)
+        ]
+        attend = functools.partial(block_diagonal_attention, implementation="triton")
+        output, *gradients = jax.jit(functools.partial(value_and_gradients, attend))(*operands)
+        tensors = [torch.from_numpy(np.array(x, np.float32)).to("cuda", torch.bfloat16) for x in operands]
+        native = (
+            *torch_launch.launch(BlockDiagonalLaunch(problem, "forward"), *tensors[:3]),
+            *torch_launch.launch(BlockDiagonalLaunch(problem, "backward"), *tensors),
+        )
+        for through_jax, through_torch in zip((output, *gradients), native, strict=True):
+            np.testing.assert_array_equal(np.asarray(through_jax, np.float32), through_torch.float().cpu().numpy())
