@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from blockdiag import (
     BLOCK_DIAGONAL_OUTPUT,
@@ -16,6 +17,7 @@ from blockdiag import (
     fused_qkv_block_attention,
     rotary_tables,
 )
+from blockdiag.interop import compile_target
 from tests.support import value_and_gradients
 
 HEADS, KEY_HEADS, HEAD_DIM, MODEL = 4, 2, 8, 16
@@ -127,9 +129,24 @@ def test_forward_mode_names_the_implementation_to_use():
     assert tangent.shape == (5, HEADS, HEAD_DIM)
 
 
+def test_explicit_shardings():
+    """Batch rows are computed where they are; gathered weights get the sum of their gradients."""
+    x, w_qkv, bias, cotangent = operands(4, 12)
+    expected = value_and_gradients(fused, x, w_qkv, bias, cotangent)
+    kinds = (jax.sharding.AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((4,), ("x",), axis_types=kinds, devices=jax.devices("cpu"))):
+        x, cotangent, w_qkv = (jax.device_put(array, P("x")) for array in (x, cotangent, w_qkv))
+        actual = jax.jit(functools.partial(value_and_gradients, fused))(x, w_qkv, bias, cotangent)
+        assert jax.typeof(actual[0]).sharding.spec == P("x", None, None, None)
+        with pytest.raises(ValueError, match="`x` must be sharded over batch rows only"):
+            fused(jax.device_put(x, P(None, "x")), w_qkv, bias)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-4, atol=1e-4)
+
+
 def test_no_tokens():
     x, w_qkv, bias, cotangent = operands(0)
-    output, dx, dw, dbias = value_and_gradients(fused, x, w_qkv, bias, cotangent)
+    """One tile, and chunks, whose two backward launches share the buffer. No part is copied out or put together."""
     assert output.shape == (0, HEADS, HEAD_DIM) and dx.shape == x.shape
     assert not dw.any() and not dbias.any()
 
@@ -141,3 +158,22 @@ def test_nothing_leaks_between_sequences():
     dirty = value_and_gradients(fused, x.at[1].set(jnp.nan), w_qkv, bias, cotangent)
     for before, after in zip(clean[:2], dirty[:2], strict=True):
         np.testing.assert_array_equal(before[0], after[0])
+
+
+@pytest.mark.parametrize("block_size", [8, 80])
+def test_kernels_read_and_write_the_projected_buffer(block_size):
+    """One tile, and chunks, whose two backward launches share the buffer. No part of it is copied out or put together."""
+    tensors = operands(20)
+    results = {}
+    for implementation in ("triton", "xla"):
+        function = functools.partial(fused, block_size=block_size, implementation=implementation)
+        results[implementation] = value_and_gradients(function, *tensors)
+    for actual, expected in zip(results["triton"], results["xla"], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+    function = functools.partial(fused, block_size=block_size, implementation="triton")
+    with compile_target(90):
+        traced = jax.jit(functools.partial(value_and_gradients, function)).trace(*tensors)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call_ffi") >= 2
+    assert "stablehlo.concatenate" not in text and "stablehlo.slice" not in text

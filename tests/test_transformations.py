@@ -433,6 +433,58 @@ def test_shard_map_of_heads_and_second_derivative():
     )
 
 
+def explicit_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "y"), P("x", None, "y"), P(("x", "y")), P()])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_explicit_shardings(spec, implementation, is_jitted):
+    """Each device computes its batch rows and heads; results are sharded as the operands are."""
+    query, key, value, cotangent = random_arrays((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (4, 12, 4, 8))
+    rotary = Rotary(*random_arrays((4, 12, 4), (4, 12, 4), seed=1), per_token=True)
+    call = functools.partial(attend, rotary=rotary, implementation=implementation)
+    compute = functools.partial(value_and_gradients, call)
+    expected = compute(query, key, value, cotangent)
+    compute = jax.jit(compute) if is_jitted else compute
+    with jax.set_mesh(explicit_mesh()):
+        operands = [jax.device_put(x, spec) for x in (query, key, value, cotangent)]
+        actual = compute(*operands)
+    for a, operand in zip(actual, (operands[0], *operands[:3]), strict=True):
+        assert jax.typeof(a).sharding.spec == jax.typeof(operand).sharding.spec
+    assert_close([np.asarray(x) for x in actual], [np.asarray(x) for x in expected], 1e-4)
+
+
+def test_explicit_shardings_of_some_operands():
+    """Replicated keys and values follow the query's sharding; their gradients are replicated again, and summed."""
+    query, key, value, cotangent = random_arrays((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (4, 12, 4, 8))
+    compute = functools.partial(value_and_gradients, attend)
+    expected = compute(query, key, value, cotangent)
+    with jax.set_mesh(explicit_mesh()):
+        query, cotangent = (jax.device_put(x, P("x", None, "y")) for x in (query, cotangent))
+        actual = jax.jit(compute)(query, key, value, cotangent)
+    assert_close([np.asarray(x) for x in actual], [np.asarray(x) for x in expected], 1e-4)
+
+
+def test_packed_tokens_on_an_explicit_mesh_are_sharded_over_heads():
+    query, key, value = random_arrays((20, 4, 8), (20, 2, 8), (20, 2, 8))
+    offsets = jnp.asarray([0, 3, 17], jnp.int32)
+    expected = attend(query, key, value, sequence_offsets=offsets)
+    with jax.set_mesh(explicit_mesh()):
+        query, key, value = (jax.device_put(x, P(None, "x")) for x in (query, key, value))
+        assert_close(np.asarray(attend(query, key, value, sequence_offsets=offsets)), np.asarray(expected))
+
+
+def test_explicit_shardings_that_cannot_be_kept():
+    query, key = random_arrays((4, 12, 4, 8), (4, 12, 1, 8))
+    with jax.set_mesh(explicit_mesh()):
+        with pytest.raises(ValueError, match="`query` must be sharded over batch rows and heads only"):
+            attend(jax.device_put(query, P(None, "x")), key, key)
+        with pytest.raises(ValueError, match="`key` must have a multiple of 2 heads"):
+            attend(jax.device_put(query, P(None, None, "x")), key, key)
+
+
 def test_export_round_trip_with_gradients():
     query, key, value, cotangent = random_arrays((2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8), (2, 20, 4, 8))
     compute = functools.partial(value_and_gradients, attend)

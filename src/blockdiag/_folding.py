@@ -80,8 +80,10 @@ def _fold_rotary(
     return dataclasses.replace(rotary_problem, table_rows=rows, positions="explicit"), (cos, sin, positions)
 
 
-def _fold(x: Array, axis_size: int, is_mapped: bool) -> Array:
-    """[axis_size, rows, ...], or [rows, ...] repeated for every element, as [axis_size * rows, ...]."""
+def _fold(x: Any, axis_size: int, is_mapped: Any) -> Any:
+    """[axis_size, rows, ...], or [rows, ...] for every element, as [axis_size * rows, ...]; None stays None."""
+    if x is None:
+        return None
     if not is_mapped:
         x = jnp.broadcast_to(x[None], (axis_size, *x.shape))
     return x.reshape(axis_size * x.shape[1], *x.shape[2:])

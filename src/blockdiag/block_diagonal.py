@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag import _validate
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._dtypes import dtype_name
 from blockdiag._folding import fold_mapped_axis
+from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated, rotary_specs
 from blockdiag.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.packing import (
     count_length_tiles,
@@ -25,7 +27,6 @@ from blockdiag.packing import (
 )
 from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
 from blockdiag.rotary import Rotary
-from blockdiag.xla import block_diagonal as xla_block_diagonal
 
 BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
 """Name of the attention output for rematerialisation policies.
@@ -61,6 +62,9 @@ def block_diagonal_attention(
     with `implementation="reference"`. The only arrays kept for the backward pass are the arguments. `rotary`,
     `sequence_offsets` and `block_lengths` are constants to differentiation: their gradient is zero.
 
+    On a mesh with explicit axes, operands may be sharded over batch rows and heads, and each device computes its own.
+    On a mesh with automatic axes XLA gathers what a kernel reads; call inside `jax.shard_map` there.
+
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
             `block_lengths` describe. float16, bfloat16, float32 or float64. T need not be a multiple of anything.
@@ -68,8 +72,8 @@ def block_diagonal_attention(
         block_size: rows of a block, 1..256; with `block_lengths` the most rows of a block.
         sequence_offsets: int32 [num_sequences + 1], only for packed arrays: sequence s is rows [offsets[s],
             offsets[s + 1]). Starts with 0 and does not decrease; sequences may be empty; rows after the last offset
-            belong to no sequence, give 0 and get zero gradients. Where traced, values cannot be checked: rows before
-            the first offset belong to no sequence either, offsets are clipped to [0, T], and one below its predecessor
+            belong to no sequence, give 0 and get zero gradients. Known values are checked, which outside `jax.jit`
+            waits for them to be computed. Traced ones cannot be: rows before the first offset belong to no sequence either, offsets are clipped to [0, T], and one below its predecessor
             counts as equal to it.
         block_lengths: int32 [num_blocks], only for packed arrays and instead of `sequence_offsets`: the rows of each
             block, 0..block_size, back to back; rows after the last block give 0. Where traced, rows of a block beyond
@@ -108,7 +112,10 @@ def block_diagonal_attention(
         is_causal=is_causal,
         implementation=implementation,
     )
-    return _attention(call, query, key, value, sequence_offsets, block_lengths, rotary)
+    arrays = (query, key, value, sequence_offsets, block_lengths, rotary)
+    if explicit_axes(query):
+        return _attention_on_shards(arrays, call, implementation)
+    return _attention(call, *arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,7 @@ def prepare_call(
     scale: float | None,
     is_causal: bool,
     implementation: str | Sequence[str] | None,
+    is_packed: bool = False,
 ) -> Call:
     """Check every argument but the operands and describe the call; of query and key only shape and dtype are read."""
     *tokens_shape, query_heads, head_dim = query.shape
@@ -162,6 +170,7 @@ def prepare_call(
         is_causal=_validate.check_is_causal(is_causal),
         scale=_validate.check_scale(scale, head_dim),
         rotary=None if rotary is None else _rotary_problem(rotary, is_uniform),
+        is_packed=is_packed,
     )
     names = normalise_implementation(implementation)
     resolve(problem, names)
@@ -213,6 +222,30 @@ def canonical_tables(
     return tiles, (cos, sin, positions)
 
 
+def _attention_on_shards(arrays: tuple, call: Call, implementation: str | Sequence[str] | None) -> Array:
+    """The public function on each device's batch rows and heads, for arrays on a mesh with explicit axes."""
+    query, key, _, sequence_offsets, block_lengths, rotary = arrays
+    spec = operand_spec(query, key.shape[-2])
+    tables = rotary_specs(rotary, P(*spec[:-3]))
+
+    def attend(query, key, value, sequence_offsets, block_lengths, rotary):
+        return block_diagonal_attention(
+            query,
+            key,
+            value,
+            block_size=call.problem.block_size,
+            sequence_offsets=sequence_offsets,
+            block_lengths=block_lengths,
+            rotary=rotary,
+            scale=call.problem.scale,
+            is_causal=call.problem.is_causal,
+            implementation=implementation,
+        )
+
+    specs = (spec, spec, spec, replicated(sequence_offsets), replicated(block_lengths), tables)
+    return call_on_shards(attend, arrays, specs, spec)
+
+
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(
     call: Call,
@@ -230,12 +263,12 @@ def _attention(
     return differentiable_attention(call, query, key, value, tables).reshape(shape)
 
 
-def differentiable_attention(call: Call, query: Array, key: Array, value: Array, tables: tuple) -> Array:
+def differentiable_attention(call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple) -> Array:
     """The canonical call with everything that transformations need.
 
     Args:
         call: the static part.
-        query: [tokens, N, H].
+        query: [tokens, N, H]; [tokens, N + 2K, H] of a packed problem, whose key and value are None.
         key, value: [tokens, K, H].
         tables: tile table or None, and rotary arrays or None.
     """
@@ -243,15 +276,18 @@ def differentiable_attention(call: Call, query: Array, key: Array, value: Array,
         output = call_implementation("forward", call.problem, call.implementations, query, key, value, *tables)
         return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT)
     query, key, value, tables = on_common_axes(query, key, value, tables)
-    return _attend(call, reverse_only(query), reverse_only(key), reverse_only(value), tables)
+    query, key, value = jax.tree.map(reverse_only, (query, key, value))
+    return _attend(call, query, key, value, tables)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, query: Array, key: Array, value: Array, tables: tuple) -> Array:
+def _attend(call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple) -> Array:
     return _mappable(call, "forward")(query, key, value, *tables)
 
 
-def _attend_forward(call: Call, query: Array, key: Array, value: Array, tables: tuple) -> tuple[Array, tuple]:
+def _attend_forward(
+    call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple
+) -> tuple[Array, tuple]:
     # Through `_attend` itself, not what it computes with, so that a second differentiation finds this rule again.
     output = _attend(call, query, key, value, tables)
     # The name must be given inside this rule: a policy cannot see into it from outside.
@@ -266,33 +302,36 @@ def _attend_backward(call: Call, residuals: tuple, cotangent: Array) -> tuple:
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+type Gradients = tuple[Array, Array | None, Array | None]
+
+
 def attention_gradients(
-    call: Call, query: Array, key: Array, value: Array, tables: tuple, cotangent: Array
-) -> tuple[Array, Array, Array]:
+    call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple, cotangent: Array
+) -> Gradients:
     """Gradients of the canonical call with respect to query, key and value; itself differentiable in reverse mode."""
-    operands = (reverse_only(x) for x in (query, key, value, cotangent))
-    return _gradients(call, *operands, tables)
+    query, key, value, cotangent = jax.tree.map(reverse_only, (query, key, value, cotangent))
+    return _gradients(call, query, key, value, cotangent, tables)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(
-    call: Call, query: Array, key: Array, value: Array, cotangent: Array, tables: tuple
-) -> tuple[Array, Array, Array]:
+    call: Call, query: Array, key: Array | None, value: Array | None, cotangent: Array, tables: tuple
+) -> Gradients:
     return _mappable(call, "backward")(query, key, value, *tables, cotangent)
 
 
 def _gradients_forward(
-    call: Call, query: Array, key: Array, value: Array, cotangent: Array, tables: tuple
-) -> tuple[tuple[Array, Array, Array], tuple]:
+    call: Call, query: Array, key: Array | None, value: Array | None, cotangent: Array, tables: tuple
+) -> tuple[Gradients, tuple]:
     return _gradients(call, query, key, value, cotangent, tables), (query, key, value, cotangent, tables)
 
 
-def _gradients_backward(call: Call, residuals: tuple, cotangents: tuple[Array, Array, Array]) -> tuple:
+def _gradients_backward(call: Call, residuals: tuple, cotangents: Gradients) -> tuple:
     """Second derivatives go through the array code of the xla implementation, which JAX differentiates."""
-    *operands, (tiles, rotary) = residuals
+    *operands, tables = residuals
 
-    def gradients(query: Array, key: Array, value: Array, cotangent: Array) -> tuple[Array, Array, Array]:
-        return xla_block_diagonal.backward(call.problem, query, key, value, tiles, rotary, cotangent)
+    def gradients(query: Array, key: Array | None, value: Array | None, cotangent: Array) -> Gradients:
+        return call_implementation("backward", call.problem, ("xla",), query, key, value, *tables, cotangent)
 
     _, pull_back = jax.vjp(gradients, *operands)
     return *pull_back(cotangents), None

@@ -1,9 +1,13 @@
 """Which implementation computes a call.
 
 An implementation is a module with four functions: `available()` and `supports(problem)` return None or the reason why
-not, and `forward` and `backward` compute the canonical call. Modules are imported when first asked, never before.
+not, and `forward` and `backward` compute the canonical call. A module may say `TAKES_PACKED`: it takes a packed problem
+as it is (query is then the one array, key and value None, and the gradients likewise); for others it is taken apart.
+Modules are imported when first asked, never before.
 """
 
+import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from blockdiag.problem import BlockDiagonalProblem
 
@@ -129,8 +134,11 @@ def call_implementation(
     choice = resolve(problem, names)
 
     def compute(implementation: Implementation, **options: bool) -> Callable[..., Any]:
-        function = getattr(implementation.load(), method)
-        return lambda *operands: function(problem, *operands, **options)
+        module = implementation.load()
+        function = functools.partial(getattr(module, method), **options)
+        if problem.is_packed and not getattr(module, "TAKES_PACKED", False):
+            return functools.partial(_compute_unpacked, method, function, problem)
+        return functools.partial(function, problem)
 
     if choice.cuda != choice.elsewhere:
         return jax.lax.platform_dependent(*operands, cuda=compute(choice.cuda), default=compute(choice.elsewhere))
@@ -139,3 +147,13 @@ def call_implementation(
             *operands, cpu=compute(choice.elsewhere, interpret=True), default=compute(choice.elsewhere)
         )
     return compute(choice.elsewhere)(*operands)
+
+
+def _compute_unpacked(
+    method: str, function: Callable[..., Any], problem: BlockDiagonalProblem, packed: Any, _key: None, _value: None,
+    *operands: Any,
+) -> Any:  # fmt: skip
+    """A packed problem by an implementation that takes query, key and value apart."""
+    heads = (problem.query_heads, problem.query_heads + problem.key_heads)
+    results = function(dataclasses.replace(problem, is_packed=False), *jnp.split(packed, heads, axis=1), *operands)
+    return results if method == "forward" else (jnp.concatenate(results, axis=1), None, None)

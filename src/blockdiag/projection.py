@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag import _validate
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._dtypes import accumulation_dtype
+from blockdiag._sharding import call_on_shards, explicit_axes, input_spec, replicated, rotary_specs
 from blockdiag.block_diagonal import (
     BLOCK_DIAGONAL_OUTPUT,
     Call,
@@ -50,7 +52,8 @@ def fused_qkv_block_attention(
     gradients of query, key and value side by side in one buffer of the same shape, and takes the gradients of `x`,
     `w_qkv` and `bias` from that by one product or sum each, accumulated in float32 and rounded once.
 
-    Works under the transformations that `block_diagonal_attention` names.
+    Works under the transformations that `block_diagonal_attention` names. On a mesh with explicit axes `x` may be
+    sharded over batch rows; the weights are gathered.
 
     Args:
         x: [B, T, D], or packed [T, D]. float16, bfloat16, float32 or float64.
@@ -82,8 +85,40 @@ def fused_qkv_block_attention(
         scale=scale,
         is_causal=is_causal,
         implementation=implementation,
+        is_packed=True,
     )
-    return _fused(call, x, w_qkv, bias, sequence_offsets, block_lengths, rotary)
+    arrays = (x, w_qkv, bias, sequence_offsets, block_lengths, rotary)
+    if explicit_axes(x):
+        return _fused_on_shards(arrays, call, implementation)
+    return _fused(call, *arrays)
+
+
+def _fused_on_shards(arrays: tuple, call: Call, implementation: str | Sequence[str] | None) -> Array:
+    """The public function on each device's batch rows, on a mesh with explicit axes; weights are gathered."""
+    x, w_qkv, bias, sequence_offsets, block_lengths, rotary = arrays
+    spec = input_spec(x)
+    problem = call.problem
+
+    def project_and_attend(x, w_qkv, bias, sequence_offsets, block_lengths, rotary):
+        return fused_qkv_block_attention(
+            x,
+            w_qkv,
+            bias,
+            query_heads=problem.query_heads,
+            key_heads=problem.key_heads,
+            head_dim=problem.head_dim,
+            block_size=problem.block_size,
+            sequence_offsets=sequence_offsets,
+            block_lengths=block_lengths,
+            rotary=rotary,
+            scale=problem.scale,
+            is_causal=problem.is_causal,
+            implementation=implementation,
+        )
+
+    others = (replicated(array) for array in (w_qkv, bias, sequence_offsets, block_lengths))
+    specs = (spec, *others, rotary_specs(rotary, P(*spec[:-2])))
+    return call_on_shards(project_and_attend, arrays, specs, P(*spec[:-1], None, None))
 
 
 def _check_projection(x: Any, w_qkv: Any, bias: Any, query_heads: Any, key_heads: Any, head_dim: Any) -> None:
@@ -142,7 +177,7 @@ def _compute(call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tup
     if bias is not None:
         projected = projected + bias.astype(projected.dtype)[None, :]
     projected = checkpoint_name(projected.astype(x.dtype), BLOCK_DIAGONAL_QKV)
-    return differentiable_attention(call, *_split(call, projected), tables), projected
+    return differentiable_attention(call, _by_heads(call, projected), None, None, tables), projected
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -160,8 +195,8 @@ def _project_and_attend_forward(
 
 def _project_and_attend_backward(call: Call, residuals: tuple, cotangent: Array) -> tuple:
     x, w_qkv, bias, projected, tables = residuals
-    gradients = attention_gradients(call, *_split(call, projected), tables, cotangent)
-    gradient = jnp.concatenate([part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in gradients], axis=1)
+    gradient, _, _ = attention_gradients(call, _by_heads(call, projected), None, None, tables, cotangent)
+    gradient = gradient.reshape(projected.shape)
     x_gradient = _product("tc,dc->td", gradient, w_qkv).astype(x.dtype)
     w_gradient = _product("td,tc->dc", x, gradient).astype(x.dtype)
     bias_gradient = None
@@ -173,17 +208,10 @@ def _project_and_attend_backward(call: Call, residuals: tuple, cotangent: Array)
 _project_and_attend.defvjp(_project_and_attend_forward, _project_and_attend_backward)
 
 
-def _split(call: Call, projected: Array) -> tuple[Array, Array, Array]:
-    """Query [tokens, N, H], key and value [tokens, K, H] of a projected buffer."""
+def _by_heads(call: Call, projected: Array) -> Array:
+    """The projected buffer as [tokens, N + 2K, H]."""
     problem = call.problem
-    query_columns = problem.query_heads * problem.head_dim
-    key_columns = problem.key_heads * problem.head_dim
-    parts = jnp.split(projected, [query_columns, query_columns + key_columns], axis=1)
-    heads = (problem.query_heads, problem.key_heads, problem.key_heads)
-    query, key, value = (
-        part.reshape(problem.tokens, n, problem.head_dim) for part, n in zip(parts, heads, strict=True)
-    )
-    return query, key, value
+    return projected.reshape(problem.tokens, problem.packed_heads, problem.head_dim)
 
 
 def _product(subscripts: str, left: Array, right: Array) -> Array:

@@ -57,10 +57,10 @@ def backward(
     output_cotangent: Array,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array, Array] | Array:
+) -> tuple[Array, Array | None, Array | None]:
     """Gradients of query, key and value; arguments as for `forward`, and the output's cotangent [tokens, N, H].
 
-    Of a packed problem the gradients are one array, [tokens, N + 2K, H].
+    Of a packed problem the gradients are one array [tokens, N + 2K, H] in the place of the query's.
     """
     operands = _present(query, key, value, output_cotangent)
     tables = _tables(tiles, rotary)
@@ -71,11 +71,13 @@ def backward(
 
     if backward_kinds(problem, planning_target()) == ("backward",):
         gradients = launch("backward", *operands)
-        return gradients[0] if problem.is_packed else gradients
-    d_query, log_sum, delta = launch("query_gradient", *operands)
-    if problem.is_packed:
-        return launch("key_gradient", *operands, log_sum, delta, d_query)[0]
-    return d_query, *launch("key_gradient", *operands, log_sum, delta)
+    else:
+        d_query, log_sum, delta = launch("query_gradient", *operands)
+        if problem.is_packed:
+            gradients = launch("key_gradient", *operands, log_sum, delta, d_query)
+        else:
+            gradients = (d_query, *launch("key_gradient", *operands, log_sum, delta))
+    return (gradients[0], None, None) if problem.is_packed else gradients
 
 
 def _present(*arrays: Array | None) -> list[Array]:
