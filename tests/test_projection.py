@@ -146,7 +146,7 @@ def test_explicit_shardings():
 
 def test_no_tokens():
     x, w_qkv, bias, cotangent = operands(0)
-    """One tile, and chunks, whose two backward launches share the buffer. No part is copied out or put together."""
+    output, dx, dw, dbias = value_and_gradients(fused, x, w_qkv, bias, cotangent)
     assert output.shape == (0, HEADS, HEAD_DIM) and dx.shape == x.shape
     assert not dw.any() and not dbias.any()
 
@@ -162,7 +162,7 @@ def test_nothing_leaks_between_sequences():
 
 @pytest.mark.parametrize("block_size", [8, 80])
 def test_kernels_read_and_write_the_projected_buffer(block_size):
-    """One tile, and chunks, whose two backward launches share the buffer. No part of it is copied out or put together."""
+    """One tile, and chunks, whose two backward launches share the buffer. No part is copied out or put together."""
     tensors = operands(20)
     results = {}
     for implementation in ("triton", "xla"):
