@@ -115,7 +115,8 @@ test)
     .venv/bin/pyrefly check
     # On a machine with a GPU too, so that the command does the same thing everywhere.
     export JAX_PLATFORMS=cpu
-    exec .venv/bin/python -m pytest -m "not gpu and not multigpu" "$@"
+    # Few processes, because each holds JAX, torch and Triton; a later -n among the arguments overrides this one.
+    exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not gpu and not multigpu" "$@"
     ;;
 gpu-test)
     install "$test_extras"

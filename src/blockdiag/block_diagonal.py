@@ -73,8 +73,8 @@ def block_diagonal_attention(
         sequence_offsets: int32 [num_sequences + 1], only for packed arrays: sequence s is rows [offsets[s],
             offsets[s + 1]). Starts with 0 and does not decrease; sequences may be empty; rows after the last offset
             belong to no sequence, give 0 and get zero gradients. Known values are checked, which outside `jax.jit`
-            waits for them to be computed. Traced ones cannot be: rows before the first offset belong to no sequence either, offsets are clipped to [0, T], and one below its predecessor
-            counts as equal to it.
+            waits until they are computed. Traced ones cannot be: then rows before the first offset belong to no
+            sequence either, offsets are clipped to [0, T], and one below its predecessor counts as equal to it.
         block_lengths: int32 [num_blocks], only for packed arrays and instead of `sequence_offsets`: the rows of each
             block, 0..block_size, back to back; rows after the last block give 0. Where traced, rows of a block beyond
             `block_size` belong to no block.

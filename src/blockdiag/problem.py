@@ -45,7 +45,8 @@ class BlockDiagonalProblem:
         sequence_length: tokens of each sequence when all sequences are equally long, back to back; then no tile table
             is given. None when a tile table int32 [num_tiles, 3] says where the blocks lie.
         num_tiles: tiles the launch covers; rows of the tile table when there is one.
-        dtype: dtype name of query, key, value, output and gradients: "bfloat16", "float16" or "float32".
+        dtype: dtype name of query, key, value, output and gradients: "bfloat16", "float16", "float32", or "float64",
+            which array code alone computes.
         scale: factor on the scores, before the softmax.
         is_packed: whether one array [tokens, N + 2K, H] holds query, key and value, in this order along its heads, and
             another one their gradients; the call's key and value are then None.

@@ -120,7 +120,7 @@ class BlockDiagonalLaunch:
         if self.kind in ("query_gradient", "key_gradient") or configs.is_chunked(problem, target.arch):
             return self._chunked_plan(target)
         if not self.is_portable and configs.is_hopper(problem, is_backward, target.arch):
-            return self._hopper_plan(target)
+            return self._hopper_plan()
         return self._tile_plan(target)
 
     @property
@@ -290,31 +290,33 @@ class BlockDiagonalLaunch:
             arguments[name] = halved[name] if is_halved else described[name]
         return arguments
 
-    def _hopper_plan(self, target: Target) -> LaunchPlan:
+    def _hopper_plan(self) -> LaunchPlan:
         from triton.experimental.gluon import language as gl
 
-        from blockdiag.triton_kernels.block_diagonal_hopper_backward import block_diagonal_hopper_backward
+        from blockdiag.triton_kernels import block_diagonal_hopper_backward as backward
         from blockdiag.triton_kernels.block_diagonal_hopper_forward import block_diagonal_hopper_forward
 
         problem = self.problem
         config = configs.hopper_config(problem, self.kind == "backward")
-        panel = problem.head_dim // 2
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * panel), element_bitwidth=16, rank=2)
-        arguments = self._input_pointers() | self._output_pointers("p_") | self._scalars() | self._constants()
-        arguments |= self._descriptors(self._operands, "input", configs.HOPPER_ROWS, panel, layout)
-        values = {
-            "ROWS": configs.HOPPER_ROWS,
-            "FULL": problem.is_full,
-            "CONSUMERS": config.consumers,
-            "Q_SLOTS": config.query_slots,
-            "K_SLOTS": config.key_slots,
-            "CONTIGUOUS": config.is_contiguous,
-            "CONSUMER_REGISTERS": config.consumer_registers,
-        }
+        rows = configs.HOPPER_ROWS
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        pointers = self._output_pointers("p_")
+        if problem.is_full:
+            # Whole tiles leave through the copy engine alone.
+            pointers = {name: Constexpr(None) for name in pointers}
+        arguments = self._input_pointers() | self._output_pointers() | pointers | self._scalars() | self._constants()
+        arguments |= self._descriptors(self._operands, "input", rows, problem.head_dim, layout)
+        arguments |= self._descriptors(self._results, "output", rows, problem.head_dim, layout)
+        values = {"ROWS": rows, "FULL": problem.is_full, "HEADS": config.heads}
         arguments |= {name: Constexpr(value) for name, value in values.items()}
-        programs = min(problem.num_tiles * problem.key_heads, config.programs_per_sm * target.num_sms)
-        kernel = block_diagonal_hopper_forward if self.kind == "forward" else block_diagonal_hopper_backward
-        return self._launch(kernel, programs, arguments, CompileOptions(num_warps=4))
+        if self.kind == "forward":
+            kernel, heads = block_diagonal_hopper_forward, problem.query_heads
+        elif problem.group_size == 1:
+            kernel, heads = backward.block_diagonal_hopper_backward, problem.key_heads
+        else:
+            kernel, heads = backward.block_diagonal_hopper_grouped_backward, problem.key_heads
+        options = CompileOptions(num_warps=4, maxnreg=config.maxnreg)
+        return self._launch(kernel, problem.num_tiles * (heads // config.heads), arguments, options)
 
     def _chunked_plan(self, target: Target) -> LaunchPlan:
         from blockdiag.triton_kernels import block_diagonal_chunked as kernels

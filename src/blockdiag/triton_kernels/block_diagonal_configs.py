@@ -37,23 +37,15 @@ class TileConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HopperConfig:
-    """How a warp-specialised Hopper kernel runs.
+    """How a Hopper kernel runs.
 
     Attributes:
-        consumers: warpgroups that compute, beside the warp that copies.
-        query_slots: ring slots for the tiles of a query head (query; in the backward also the output's cotangent).
-        key_slots: ring slots for key and value tiles.
-        is_contiguous: whether a program takes neighbouring units, see `hopper_tiles.program_units`.
-        consumer_registers: registers per thread of the second consumer.
-        programs_per_sm: size of the persistent grid.
+        heads: heads of a tile that one program takes; the second one's operands arrive while the first is computed.
+        maxnreg: cap on registers per thread, which decides how many programs share a multiprocessor.
     """
 
-    consumers: int
-    query_slots: int
-    key_slots: int
-    is_contiguous: bool
-    consumer_registers: int = 240
-    programs_per_sm: int = 1
+    heads: int = 1
+    maxnreg: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,30 +117,29 @@ def most_chunks(problem: BlockDiagonalProblem, arch: int) -> int:
 
 
 def is_hopper(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> bool:
-    """Whether the warp-specialised Hopper kernel serves the call."""
+    """Whether the Hopper kernels serve the call."""
     if arch != 90 or not is_hopper_shape(problem):
         return False
     if is_backward:
-        # 16 heads of 64 without rotary: the one-tile kernel 1.02, this one 1.14.
-        return problem.rotary is not None or problem.head_dim == 128
-    # Multi-head without rotary: the one-tile kernel 0.97, this one 1.02.
+        # 16 heads of 64 without rotary: 1.02 either way.
+        return problem.rotary is not None or problem.group_size > 1 or problem.head_dim == 128
+    # Multi-head without rotary: 0.97 either way.
     return problem.rotary is not None or problem.group_size > 1
 
 
 def hopper_config(problem: BlockDiagonalProblem, is_backward: bool) -> HopperConfig:
-    """Ring depths that fill 227 KB of shared memory; contiguous units where they save rotary rows."""
-    grouped = problem.group_size > 1
+    """Heads per program and register caps."""
+    has_rotary = problem.rotary is not None
+    if is_backward and problem.group_size > 1:
+        return HopperConfig()
     if is_backward:
-        query_slots, key_slots = (4, 2) if grouped else (3, 3)
-    else:
-        query_slots, key_slots = (6, 3) if grouped else (4, 4)
-    doubled = 2 if problem.head_dim == 64 else 1
-    return HopperConfig(
-        consumers=2,
-        query_slots=query_slots * doubled,
-        key_slots=key_slots * doubled,
-        is_contiguous=problem.rotary is not None,
-    )
+        if has_rotary and problem.head_dim == 64:
+            return HopperConfig(maxnreg=128)
+        return HopperConfig(heads=2 if has_rotary and problem.key_heads % 2 == 0 else 1)
+    paired = problem.group_size == 1 and problem.query_heads % 2 == 0
+    shared = problem.group_size > 1 and problem.group_size % 2 == 0
+    heads = 2 if paired or shared else 1
+    return HopperConfig(heads=heads, maxnreg=168 if has_rotary and problem.head_dim == 128 else None)
 
 
 def tile_config(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> TileConfig:
