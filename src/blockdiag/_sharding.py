@@ -68,7 +68,8 @@ def rotary_specs(rotary: Rotary | None, batch: P) -> Any:
         return None
     tables = batch if rotary.cos.ndim == 3 else P()
     positions = None if rotary.positions is None else batch if rotary.positions.ndim == 2 else P()
-    return dataclasses.replace(rotary, cos=tables, sin=tables, positions=positions)
+    # A pytree of specs in the shape of a Rotary of arrays.
+    return dataclasses.replace(rotary, cos=tables, sin=tables, positions=positions)  # pyrefly: ignore[bad-argument-type]
 
 
 def replicated(x: jax.Array | None) -> P | None:

@@ -57,14 +57,16 @@ def test_batches_repeat_for_the_same_seed():
 def test_the_two_attentions_are_the_same_function():
     query, key, value = (jax.random.normal(jax.random.key(seed), (2, 40, 2, 8)) for seed in range(3))
     ours, baseline = language_model.block_attention(TINY, None), language_model.masked_attention(TINY)
-    np.testing.assert_allclose(ours(query, key, value), baseline(query, key, value), rtol=1e-5, atol=1e-5)
+    results = (jax.jit(function)(query, key, value) for function in (ours, baseline))
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_model_is_causal_and_sees_earlier_blocks():
     model = language_model.LanguageModel(TINY, language_model.block_attention(TINY, None))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, size=(1, 40)), jnp.int32)
     changed = tokens.at[0, 15].add(1) % 256
-    difference = np.abs(model(tokens) - model(changed))[0].max(axis=-1)
+    logits = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.concatenate([tokens, changed]))
+    difference = np.abs(logits[0] - logits[1]).max(axis=-1)
     assert not difference[:15].any()
     # Token 16 begins the next block: the convolution tells it of token 15.
     assert difference[16] > 0
@@ -109,11 +111,11 @@ def test_command_prints_both_results_and_saves_a_plot(monkeypatch, tmp_path):
     assert plot.stat().st_size < 100_000
 
 
-def test_command_fails_when_losses_disagree(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "CPU_SETTINGS", TINY)
-    wrong = language_model.masked_attention(dataclasses.replace(TINY, block_size=8))
-    monkeypatch.setattr(language_model, "masked_attention", lambda settings: wrong)
-    result = run_demo("--steps", "2", "--device", "cpu", "--output", str(tmp_path / "losses.png"))
+def test_command_fails_when_losses_disagree(monkeypatch, tmp_path, trainings):
+    results, _ = trainings
+    monkeypatch.setattr(demo, "_train_all", lambda console, settings, attentions: results)
+    monkeypatch.setattr(demo, "compare", lambda *_: [demo.Check("With the same weights", 0.5, 1e-5)])
+    result = run_demo("--device", "cpu", "--output", str(tmp_path / "losses.png"))
     assert result.exit_code == 1
     assert "DISAGREE" in result.output
 

@@ -183,6 +183,30 @@ def test_mapped_calls_equal_single_calls_bitwise():
             np.testing.assert_array_equal(np.asarray(together[index]), np.asarray(alone))
 
 
+@pytest.mark.multigpu
+def test_two_gpus_under_shard_map_agree_with_one_bitwise():
+    """Batch rows on two GPUs, varying axes checked; key and value replicated, so that their gradients are summed."""
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,), devices=devices)
+    split, whole = jax.P("batch"), jax.P()
+    case = Case(lengths=(200, 200), **GROUPED)
+    query, key, value, cotangent = case.operands()
+    key, value = key[:1], value[:1]
+
+    def run(query, key, value, cotangent):
+        key, value = (jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in (key, value))
+        return value_and_gradients(case.attend("triton"), query, key, value, cotangent)[:2]
+
+    sharded = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=(split, whole, whole, split), out_specs=split, check_vma=True)
+    )
+    for apart, together in zip(
+        sharded(query, key, value, cotangent), jax.jit(run)(query, key, value, cotangent), strict=True
+    ):
+        assert len(apart.sharding.device_set) == 2
+        np.testing.assert_array_equal(np.asarray(apart), np.asarray(together))
+
+
 def test_second_derivatives_agree_with_array_code():
     case = Case(lengths=(64, 64), **TILE | {"dtype": "float32", "query_heads": 1, "key_heads": 1, "head_dim": 16})
     query, key, value, cotangent = case.operands()

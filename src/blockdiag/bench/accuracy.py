@@ -20,9 +20,7 @@ _FLASH = ("torch-fa2", "torch-varlen")
 
 def accuracy_cases() -> list[Case]:
     """Every case over 8,192 tokens, the packed ones with tails of all sorts."""
-    return [
-        case.shrunk(_JAGGED if case.packed else (_TOKENS // 4,) * 4) for case in CASES.values()
-    ]
+    return [case.shrunk(_JAGGED if case.packed else (_TOKENS // 4,) * 4) for case in CASES.values()]
 
 
 def measure_errors(
@@ -81,14 +79,10 @@ def _errors_of(
     return rows
 
 
-def _one_seed(
-    case: Case, implementation: Implementation, seed: int, device: str
-) -> list[tuple[float, float, float]]:
+def _one_seed(case: Case, implementation: Implementation, seed: int, device: str) -> list[tuple[float, float, float]]:
     """Worst, mean and relative error of output, dQ, dK and dV."""
     workload = make_workload(case, seed=seed, device=device)
-    exact = exact_attention(
-        case, *workload.inputs, workload.cotangent, workload.tables, dtype=torch.float64
-    )
+    exact = exact_attention(case, *workload.inputs, workload.cotangent, workload.tables, dtype=torch.float64)
     prepared = implementation.passes(workload)["fwd+bwd"]()
     errors = []
     for result, wanted in zip(prepared.tensors(prepared.run()), exact, strict=True):

@@ -38,6 +38,7 @@ class Case:
         sequence_lengths: tokens of each sequence. Equal lengths are timed as [B, T, N, H], others packed.
         packed: whether the call is packed, with sequence offsets.
         rotary: whether query and key are rotated by a table over positions within the sequence.
+        table_dtype: dtype name of the rotary tables.
         block_size: rows of a full block.
     """
 
@@ -48,6 +49,7 @@ class Case:
     sequence_lengths: tuple[int, ...]
     packed: bool = False
     rotary: bool = False
+    table_dtype: Literal["float32", "bfloat16"] = "float32"
     block_size: int = 64
 
     def __post_init__(self) -> None:
@@ -139,6 +141,10 @@ CASES: Mapping[str, Case] = {
         _case("h16_d64", 16, 16, 64, packed=False, rotary=False),
         _case("gqa8_2_d128", 8, 2, 128, packed=False, rotary=False),
         _case("h8_d128_rotary", 8, 8, 128, packed=False, rotary=True),
+        replace(
+            _case("h8_d128_rotary_bf16", 8, 8, 128, packed=False, rotary=True),
+            table_dtype="bfloat16",
+        ),
         _case("h16_d64_rotary", 16, 16, 64, packed=False, rotary=True),
         _case("packed_h4_d128", 4, 4, 128, packed=True, rotary=False),
         _case("packed_h4_d128_rotary", 4, 4, 128, packed=True, rotary=True),

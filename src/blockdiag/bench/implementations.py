@@ -116,9 +116,7 @@ def autograd_passes(
 
     def backward() -> Prepared:
         output = attend(*leaves)
-        return prepared(
-            lambda: torch.autograd.grad(output, leaves, cotangent, retain_graph=True), has_output=False
-        )
+        return prepared(lambda: torch.autograd.grad(output, leaves, cotangent, retain_graph=True), has_output=False)
 
     def both() -> Prepared:
         def run() -> tuple[torch.Tensor, ...]:
@@ -136,9 +134,7 @@ def custom_calls(compiled: Any) -> str:
     return ", ".join(f"{target} x{count}" for target, count in sorted(targets.items()))
 
 
-def jit_passes(
-    attend: Callable[..., Any], workload: Workload, *, keeps_residuals: bool, note: str = ""
-) -> PassMakers:
+def jit_passes(attend: Callable[..., Any], workload: Workload, *, keeps_residuals: bool, note: str = "") -> PassMakers:
     """The passes of a JAX function `attend(query, key, value, extra)`, each compiled by `jax.jit`.
 
     The backward alone: with `keeps_residuals`, the forward is run once and its vjp function, residuals and all, is the

@@ -156,9 +156,7 @@ def time_entries(
         for entry in entries
         if entry.prepared is not None
     ]
-    interleave(
-        subjects, rounds=settings.rounds, batch_ms=settings.batch_ms, deadline=case_deadline, least_rounds=7
-    )
+    interleave(subjects, rounds=settings.rounds, batch_ms=settings.batch_ms, deadline=case_deadline, least_rounds=7)
     return subjects
 
 
@@ -224,9 +222,7 @@ def measure_case(
     """Measure one case on the GPU and return its rows."""
     settings.say(f"{case.name}: {case.tokens:,} tokens")
     workload = make_workload(case, seed=settings.seed, device="cuda")
-    exact = exact_attention(
-        case, workload.query, workload.key, workload.value, workload.cotangent, workload.tables
-    )
+    exact = exact_attention(case, workload.query, workload.key, workload.value, workload.cotangent, workload.tables)
     entries = prepare_case(workload, exact, implementations, settings, cases_after)
     del exact
     release_memory()

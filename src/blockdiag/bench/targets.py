@@ -16,11 +16,18 @@ FLOOR_LIMITS = {
 }
 # Largest time with rotary over the time without.
 ROTARY_LIMIT = 1.05
-ROTARY_PAIRS = {"h8_d128_rotary": "h8_d128", "h16_d64_rotary": "h16_d64", "packed_h4_d128_rotary": "packed_h4_d128"}
+ROTARY_PAIRS = {
+    "h8_d128_rotary": "h8_d128",
+    "h8_d128_rotary_bf16": "h8_d128",
+    "h16_d64_rotary": "h16_d64",
+    "packed_h4_d128_rotary": "packed_h4_d128",
+}
 # Least speed-up of forward and backward together.
 FLASH_LIMITS = {"h8_d128": 2.5, "h16_d64": 5.0}
 JAX_LIMIT = 3.0
 JAX_TODAY = ("jax-einsum", "jax-cudnn")
+# Where both round the same way their errors agree to five digits; the sixth is the order of a sum.
+SAME_ERROR = 1.0001
 HOST_LIMIT_US = 5.0
 
 
@@ -91,8 +98,9 @@ def judge_times(rows: Sequence[Timing], implementation: str = OURS) -> list[Verd
     for case in sorted(cases & set(FLOOR_LIMITS)):
         for pass_name in ("fwd", "bwd"):
             peak = times.value(case, pass_name, implementation, lambda row: row.peak_bytes)
-            # A tile table of a packed call is the one thing that lives beside inputs and outputs: 12 bytes a block.
-            allowed = 2**20 if case.startswith("packed") else 0
+            # A tile table of a packed call is the one thing that lives beside inputs and outputs, 12 bytes a block;
+            # and XLA keeps the addresses of several results in a table of its own, 8 bytes each.
+            allowed = 2**20 if case.startswith("packed") else 64
             verdicts.append(Verdict(f"{case} {pass_name}: bytes beyond inputs and outputs", peak, allowed))
     return verdicts
 
@@ -106,7 +114,7 @@ def judge_errors(rows: Sequence[ErrorRow], implementation: str = OURS) -> list[V
             continue
         other = flash.get((row.case, row.tensor))
         ratio = None if other is None else _quotient(row.mean_error, other.mean_error)
-        verdicts.append(Verdict(f"{row.case} {row.tensor}: mean error over FlashAttention 2's", ratio, 1.0))
+        verdicts.append(Verdict(f"{row.case} {row.tensor}: mean error over FlashAttention 2's", ratio, SAME_ERROR))
     return verdicts
 
 

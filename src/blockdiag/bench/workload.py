@@ -16,7 +16,7 @@ class Workload:
     Attributes:
         case: the case.
         query, key, value, cotangent: bfloat16 tensors [T, N, H], [T, K, H], [T, K, H], [T, N, H].
-        tables: float32 cos and sin [P, H/2], or None.
+        tables: cos and sin [P, H/2] in the case's table dtype, or None.
         jax_arrays: query, key, value and cotangent as JAX arrays, [B, T, N, H] unless packed.
         jax_extra: what else a JAX call may take: "cos" and "sin" for a rotary case, and for a packed one
             "sequence_offsets" and the int32 tables of `_packed_tables` that the baselines need.
@@ -65,7 +65,8 @@ def make_workload(case: Case, *, seed: int, device: str) -> Workload:
     tables = None
     if case.rotary:
         cos, sin = rotary_tables(case.table_rows, case.head_dim)
-        tables = (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
+        dtype = getattr(torch, case.table_dtype)
+        tables = (torch.from_numpy(cos).to(device, dtype), torch.from_numpy(sin).to(device, dtype))
     if device == "cuda":
         torch.cuda.synchronize()
     batch = () if case.packed else (len(case.sequence_lengths), case.sequence_lengths[0])

@@ -77,7 +77,10 @@ def backward(
             gradients = launch("key_gradient", *operands, log_sum, delta, d_query)
         else:
             gradients = (d_query, *launch("key_gradient", *operands, log_sum, delta))
-    return (gradients[0], None, None) if problem.is_packed else gradients
+    if problem.is_packed:
+        return gradients[0], None, None
+    d_query, d_key, d_value = gradients
+    return d_query, d_key, d_value
 
 
 def _present(*arrays: Array | None) -> list[Array]:

@@ -177,10 +177,10 @@ class BlockDiagonalLaunch:
 
     def _output_pointers(self, prefix: str = "") -> dict[str, Argument]:
         absent = [prefix + name for name in _RESULTS[self.kind] if name not in self._results]
-        return {name: Constexpr(None) for name in absent} | {
-            (f"p_{name}" if name in _STATISTICS else prefix + name): Pointer("output", index)
-            for index, name in enumerate(self._results)
-        }
+        arguments: dict[str, Argument] = {name: Constexpr(None) for name in absent}
+        for index, name in enumerate(self._results):
+            arguments[f"p_{name}" if name in _STATISTICS else prefix + name] = Pointer("output", index)
+        return arguments
 
     def _descriptors(
         self, names: tuple[str, ...], role: Role, rows: int, columns: int, layout: Any

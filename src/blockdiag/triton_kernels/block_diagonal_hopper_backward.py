@@ -65,7 +65,8 @@ def head_gradients(
     d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, q_smem, k_smem, v_smem, do_smem, p_smem, ds_smem, v_ready,
     do_ready, value, next_ready, start, rows, written, column, b_cos, b_sin, scale, scale_log2,
     KEY_COLUMN: gl.constexpr, VALUE_COLUMN: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr,
-    INTERLEAVED: gl.constexpr, FULL: gl.constexpr, CAUSAL: gl.constexpr, LOAD_NEXT: gl.constexpr, STRIDE: gl.constexpr, LAYOUT: gl.constexpr,
+    INTERLEAVED: gl.constexpr, FULL: gl.constexpr, CAUSAL: gl.constexpr, LOAD_NEXT: gl.constexpr,
+    STRIDE: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """All of one head whose q and k have arrived: dV leaves over dO, dQ over k, dK over q.
 
@@ -140,8 +141,9 @@ def head_gradients(
 def block_diagonal_hopper_backward(
     query, key, value, output_cotangent, p_tiles, p_cos, p_sin, p_positions, d_query, d_key, d_value, p_d_query,
     p_d_key, p_d_value, sequence_length, scale, scale_log2, table_rows, QUERY_HEADS: gl.constexpr,
-    KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, FULL: gl.constexpr, TABLE: gl.constexpr, CAUSAL: gl.constexpr,
-    ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr, POSITIONS: gl.constexpr,
+    KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, FULL: gl.constexpr, TABLE: gl.constexpr,
+    CAUSAL: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr,
+    POSITIONS: gl.constexpr,
     PACKED: gl.constexpr, HEADS: gl.constexpr,
 ):
     """As many key as query heads: one program is HEADS (1 or 2) heads of one tile.
@@ -219,7 +221,8 @@ def block_diagonal_hopper_backward(
     head_gradients(
         d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, q_smem, k_smem, v_smem, do_smem, scores.index(0),
         scores.index(1), v_ready, do_ready, value, next_v_ready, start, rows, written, column, b_cos, b_sin, scale,
-        scale_log2, KEY_COLUMN, VALUE_COLUMN, ROTATE_QUERY, ROTATE_KEY, INTERLEAVED, FULL, CAUSAL, HEADS == 2, STRIDE, L,
+        scale_log2, KEY_COLUMN, VALUE_COLUMN, ROTATE_QUERY, ROTATE_KEY, INTERLEAVED, FULL, CAUSAL, HEADS == 2, STRIDE,
+        L,
     )
     if HEADS == 2:
         mbarrier.wait(next_q_ready, 0)
@@ -227,7 +230,8 @@ def block_diagonal_hopper_backward(
         head_gradients(
             d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, next_q_smem, next_k_smem, v_smem, next_do_smem,
             scores.index(0), scores.index(1), next_v_ready, next_do_ready, value, next_v_ready, start, rows, written,
-            column + HEAD_DIM, b_cos, b_sin, scale, scale_log2, KEY_COLUMN, VALUE_COLUMN, ROTATE_QUERY, ROTATE_KEY, INTERLEAVED, FULL, CAUSAL,
+            column + HEAD_DIM, b_cos, b_sin, scale, scale_log2, KEY_COLUMN, VALUE_COLUMN, ROTATE_QUERY, ROTATE_KEY,
+            INTERLEAVED, FULL, CAUSAL,
             False, STRIDE, L,
         )
         next_q_smem._keep_alive()
@@ -252,7 +256,8 @@ def block_diagonal_hopper_grouped_backward(
     """Several query heads to a key head: one program is one key head of one tile; the grid is tiles * KEY_HEADS.
 
     dK and dV stay in registers over the group, and the next query head's q and dO arrive while one is computed. With
-    rotary the tables take the place of that prefetch: kept in registers they would spill (3.4 times the floor, not 1.4).
+    rotary the tables take the place of that prefetch: kept in registers they would spill (3.4 times the floor, not
+    1.4).
     """
     GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
     ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY

@@ -46,7 +46,7 @@ def head_scores(q_smem, k_smem, query, start, next_column, next_ready, b_cos, b_
         rotate_memory(k_smem, b_cos, b_sin, INTERLEAVED, LAYOUT)
     if ROTATE_QUERY:
         b_q = rotate(q_smem.load(LAYOUT), b_cos, b_sin, 1.0, INTERLEAVED).to(q_smem.dtype)
-    if ROTATE_KEY or ROTATE_QUERY and LOAD_NEXT:
+    if ROTATE_KEY or (ROTATE_QUERY and LOAD_NEXT):
         fence_async_shared()
         gl.thread_barrier()
     if ROTATE_QUERY:
@@ -99,7 +99,8 @@ def block_diagonal_hopper_forward(
     query, key, value, p_tiles, p_cos, p_sin, p_positions, output, p_output, sequence_length, scale_log2, table_rows,
     QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
     FULL: gl.constexpr, TABLE: gl.constexpr, CAUSAL: gl.constexpr, ROTATE_QUERY: gl.constexpr,
-    ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr, POSITIONS: gl.constexpr, PACKED: gl.constexpr, HEADS: gl.constexpr,
+    ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr, POSITIONS: gl.constexpr, PACKED: gl.constexpr,
+    HEADS: gl.constexpr,
 ):
     """One program is HEADS query heads of one tile; the grid is tiles * (QUERY_HEADS // HEADS).
 

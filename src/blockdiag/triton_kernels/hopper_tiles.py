@@ -150,7 +150,11 @@ def load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_row
                      HEAD_DIM: gl.constexpr, POSITIONS: gl.constexpr):
     """cos and sin of a tile's rows in the tables' dtype, read in whole cache lines."""
     HALF: gl.constexpr = HEAD_DIM // 2
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // HALF, HALF // 4], [gl.num_warps(), 1], [1, 0])
+    # 16 bytes to a thread, whatever the tables' dtype.
+    VECTOR: gl.constexpr = 128 // p_cos.dtype.element_ty.primitive_bitwidth
+    LINES: gl.constexpr = gl.BlockedLayout(
+        [1, VECTOR], [32 * VECTOR // HALF, HALF // VECTOR], [gl.num_warps(), 1], [1, 0]
+    )
     o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
     if POSITIONS == 1:
         o_table = gl.load(p_positions + start + o_rows, mask=o_rows < rows, other=0)
