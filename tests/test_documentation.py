@@ -58,6 +58,8 @@ def timing(pass_name, implementation, median_ms, **fields):
         case="h8_d128",
         implementation=implementation,
         median_ms=median_ms,
+        p20_ms=median_ms,
+        p80_ms=median_ms,
         device="A GPU",
         **where,
         **fields,

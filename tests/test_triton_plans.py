@@ -68,6 +68,8 @@ KNOWN_SPILLS = {
     ("fp32-h128", "forward", 100): 24,
     ("h128-interleaved", "forward", 80): 24,
     ("h128-packed-half", "forward", 80): 32,
+    ("h128-packed-half", "backward", 90): 48,
+    ("fp32-h64-half", "query_gradient", 90): 16,
 }
 
 
