@@ -84,11 +84,12 @@ def _spread(times: Times, cases: Iterable[str]) -> str:
     ratios = ", ".join(
         f"{row.case} {row.pass_name} {native.ratio_to_floor:.2f}x" for row, native in pairs if native is not None
     )
-    return (
+    text = (
         f"Calls of JAX are timed by the host's clock, and the middle three fifths of their samples lie within "
         f"{spread:.0%} of the median. The same compiled kernels, launched from torch and timed by CUDA events (within "
         f"1%): {ratios}."
     )
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _time(row: Timing) -> str:

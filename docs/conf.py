@@ -1,5 +1,6 @@
 """Sphinx configuration; `./do docs` builds build/docs."""
 
+import re
 from typing import Any
 
 project = "blockdiag"
@@ -9,11 +10,11 @@ exclude_patterns = ["_build"]
 autodoc_typehints = "none"
 
 
-def _escape_shapes(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings write shapes as [*batch, T]; in reStructuredText that star begins an emphasis."""
-    lines[:] = [line.replace("[*", r"[\*") for line in lines]
+def _escape_stars(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are plain text with code in backticks: a star is a star, as in the shape [*batch, T]."""
+    lines[:] = [re.sub(r"(?<!\\)(?<!\*)\*(?!\*)", r"\\*", line) for line in lines]
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", _escape_shapes)
+    app.connect("autodoc-process-docstring", _escape_stars)

@@ -12,7 +12,7 @@ import pytest
 from blockdiag.interop.interpreter import interpret_plan, numpy_dtype
 from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
 from blockdiag.triton_kernels.block_diagonal import BlockDiagonalLaunch, backward_kinds, supports
-from blockdiag.triton_kernels.compile import compile_key
+from blockdiag.triton_kernels.compile import check_plan, compile_key
 from blockdiag.triton_kernels.offline import inspect_plan
 from blockdiag.triton_kernels.plan import Scalar, Target
 
@@ -163,6 +163,17 @@ def test_a_kernel_is_compiled_for_its_shape_not_for_its_sizes():
                     compile_key(BlockDiagonalLaunch(problem, kind).plan(target), arch) for problem in (base, longer)
                 }
                 assert len(keys) == 1
+
+
+def test_launches_traced_for_one_architecture_lower_for_another():
+    """How many launches the backward takes is fixed while tracing, when the target may not be known."""
+    problem = PROBLEMS["h128-half"]
+    assert backward_kinds(problem, Target.for_arch(90)) != backward_kinds(problem, Target.for_arch(80))
+    for traced, lowered in ((90, 80), (80, 90)):
+        for kind in backward_kinds(problem, Target.for_arch(traced)):
+            plan = BlockDiagonalLaunch(problem, kind).plan(Target.for_arch(lowered))
+            assert plan.outputs == BlockDiagonalLaunch(problem, kind).outputs
+            check_plan(plan)
 
 
 def test_unsupported_problems_say_why():

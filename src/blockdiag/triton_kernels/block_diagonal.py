@@ -1,8 +1,8 @@
 """Launch plans of block-diagonal attention: which kernel, grid and tile configuration a problem gets on a target.
 
 Three families of kernels compute the same thing. The one-tile kernels hold a block's whole key tile and serve blocks of
-up to 64 rows. The Hopper kernels are their warp-specialised form for the shapes where that is faster. The chunked
-kernels walk a block in pieces and serve everything else: larger blocks, wider heads, float32.
+up to 64 rows. The Hopper kernels do the same with tiles that the copy engine moves, for the shapes where that is
+faster. The chunked kernels walk a block in pieces and serve everything else: larger blocks, wider heads, float32.
 """
 
 from collections.abc import Iterator, Mapping
@@ -116,10 +116,11 @@ class BlockDiagonalLaunch:
 
     def plan(self, target: Target) -> LaunchPlan:
         """The launch on `target`."""
-        problem, is_backward = self.problem, self.kind != "forward"
-        if self.kind in ("query_gradient", "key_gradient") or configs.is_chunked(problem, target.arch):
+        # The number of backward launches was fixed by `backward_kinds`, perhaps for another target than this one.
+        is_single = self.kind == "backward"
+        if not is_single and (self.kind != "forward" or configs.is_chunked(self.problem, target.arch)):
             return self._chunked_plan(target)
-        if not self.is_portable and configs.is_hopper(problem, is_backward, target.arch):
+        if not self.is_portable and configs.is_hopper(self.problem, is_single, target.arch):
             return self._hopper_plan()
         return self._tile_plan(target)
 
@@ -274,7 +275,7 @@ class BlockDiagonalLaunch:
         items = problem.num_tiles * (problem.query_heads if self.kind == "forward" else problem.key_heads)
         programs = min(items, config.programs_per_sm * target.num_sms) if config.programs_per_sm else items
         kernel = block_diagonal_forward if self.kind == "forward" else block_diagonal_backward
-        options = CompileOptions(num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg)
+        options = CompileOptions(num_warps=config.num_warps, num_stages=config.num_stages)
         return self._launch(kernel, programs, arguments, options)
 
     def _tile_descriptors(self, role: Role, names: tuple[str, ...], rows: int, columns: int) -> dict[str, Argument]:
