@@ -30,6 +30,8 @@ CASES = {
     "grouped, heads of 64": Case(lengths=(256, 256), **GROUPED | {"head_dim": 64}),
     "grouped, packed, causal": Case(lengths=LENGTHS, layout="offsets", padding=5, is_causal=True, **GROUPED),
     "odd number of units": Case(lengths=(64 * 67,), **TILE | {"query_heads": 1, "key_heads": 1}),
+    "fewer tokens than a tile": Case(lengths=(5,), **TILE),
+    "fewer tokens than a tile, grouped, rotary": Case(lengths=(7,), rotary=RotaryCase(), **GROUPED),
     "one tile": Case(lengths=(64,), **TILE | {"query_heads": 1, "key_heads": 1}),
     "windows": Case(lengths=(64, 64, 16, 0, 48, 64, 7), layout="lengths", padding=3, **TILE),
     # Rotary.
