@@ -62,8 +62,8 @@ def launches(problem, arch):
     return [BlockDiagonalLaunch(problem, kind) for kind in ("forward", *backward_kinds(problem, Target.for_arch(arch)))]
 
 
-# Spill bytes (stores and loads of one thread) that a configuration is known to have: a few registers outside its loop.
-# Everything else has none.
+# Spill bytes (stores and loads of one thread) that a configuration is known to have. Where in the kernel they lie has
+# not been looked at. Everything else has none.
 KNOWN_SPILLS = {
     ("fp32-h128", "forward", 100): 24,
     ("h128-interleaved", "forward", 80): 24,

@@ -19,7 +19,7 @@ def problem_of(case: Case, num_tiles: int) -> BlockDiagonalProblem:
         key=True,
         value=False,
         table_rows=case.table_rows,
-        table_dtype="float32",
+        table_dtype=case.table_dtype,
         positions="sequence",
     )
     return BlockDiagonalProblem(

@@ -96,8 +96,7 @@ def head_gradients(
     b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, LAYOUT, 2))
     b_dv = warpgroup_mma(p_smem.permute((1, 0)), do_smem, b_none, use_acc=False, is_async=True)
     if ROTARY:
-        # The tables hold 64 registers at 128 columns: one gradient at a time, or registers spill (1.77 times the
-        # floor instead of 1.34, for what is spilled does not fit the L1 cache that the tiles leave).
+        # The tables hold 64 registers at 128 columns: one gradient at a time, or registers spill.
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
         b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
         gl.thread_barrier()
@@ -256,8 +255,7 @@ def block_diagonal_hopper_grouped_backward(
     """Several query heads to a key head: one program is one key head of one tile; the grid is tiles * KEY_HEADS.
 
     dK and dV stay in registers over the group, and the next query head's q and dO arrive while one is computed. With
-    rotary the tables take the place of that prefetch: kept in registers they would spill (3.4 times the floor, not
-    1.4).
+    rotary the tables take the place of that prefetch: kept in registers they would spill.
     """
     GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
     ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY

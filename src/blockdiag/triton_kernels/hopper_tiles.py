@@ -174,8 +174,7 @@ def load_tables(p_cos, p_sin, p_positions, start, rows, position, table_rows, RO
     """cos and sin of a tile's rows, f32, in the layout the pairs have.
 
     They are read in whole cache lines and then spread over the threads: read as the pairs lie, every instruction
-    touches eight lines, and the rate at which the L1 cache looks lines up bounds the kernel (1.34 instead of 1.12
-    times the floor, backward, 8 heads of 128 on an H200).
+    touches eight lines.
     """
     PAIR_LAYOUT: gl.constexpr = pair_zeros(ROWS, HEAD_DIM, INTERLEAVED, LAYOUT).type.layout
     b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
