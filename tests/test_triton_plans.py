@@ -62,17 +62,6 @@ def launches(problem, arch):
     return [BlockDiagonalLaunch(problem, kind) for kind in ("forward", *backward_kinds(problem, Target.for_arch(arch)))]
 
 
-# Spill bytes (stores and loads of one thread) that a configuration is known to have. Where in the kernel they lie has
-# not been looked at. Everything else has none.
-KNOWN_SPILLS = {
-    ("fp32-h128", "forward", 100): 24,
-    ("h128-interleaved", "forward", 80): 24,
-    ("h128-packed-half", "forward", 80): 32,
-    ("h128-packed-half", "backward", 90): 48,
-    ("fp32-h64-half", "query_gradient", 90): 16,
-}
-
-
 def matrix_instructions(report):
     return sum(report.ptx[name] for name in ("wgmma", "tcgen05.mma", "mma.sync"))
 
@@ -87,7 +76,8 @@ def test_plan_fits_its_architecture(name, arch):
         assert report.shared_bytes <= report.shared_limit
         assert report.tensor_memory_columns <= 512
         assert report.ptx["f64"] == 0 and report.ptx["atom"] == 0 and report.ptx["trap"] == 0
-        assert report.spill_bytes <= KNOWN_SPILLS.get((name, launch.kind, arch), 0), str(report)
+        # Neither in a loop nor outside of one: no exception is known.
+        assert report.local_accesses == {} and report.spill_bytes == 0, str(report)
         # Full float32 products have no matrix instruction; everything else must use one.
         assert (matrix_instructions(report) > 0) == (problem.dtype != "float32"), str(report)
 

@@ -66,6 +66,12 @@ def test_matmul_uses_the_matrix_unit_of_its_architecture(arch, instruction):
     assert report.tensor_memory_columns <= 512
 
 
+def test_spills_are_reported_with_the_loops_they_lie_in():
+    report = inspect_plan(plan_of(MatmulSpec(1000, 256, 256, block=128), 80, options=CompileOptions(maxnreg=64)), 80)
+    assert report.spill_bytes > 0 and report.local_accesses[0] > 0 and report.local_accesses[1] > 0
+    assert sum(report.local_accesses.values()) == report.sass["local load"] + report.sass["local store"]
+
+
 def test_warp_specialised_kernel_reports_partitions_and_real_warps():
     report = inspect_plan(plan_of(MatmulSpec(1000, 256, 256, block=128, specialize=True), 100), 100)
     (partitions,) = report.partitions

@@ -323,7 +323,7 @@ class BlockDiagonalLaunch:
         from blockdiag.triton_kernels import block_diagonal_chunked as kernels
 
         problem = self.problem
-        config = configs.chunk_config(problem, target.arch)
+        config = configs.chunk_config(problem, self.kind != "forward", target.arch)
         arguments = self._input_pointers() | self._output_pointers() | self._scalars() | self._constants()
         chunks = configs.most_chunks(problem, target.arch)
         values = {"CHUNK": config.rows, "CHUNKS": chunks, "COLUMNS": configs.tile_columns(problem)}
@@ -334,7 +334,7 @@ class BlockDiagonalLaunch:
             "query_gradient": kernels.block_diagonal_chunked_query_gradient,
             "key_gradient": kernels.block_diagonal_chunked_key_gradient,
         }[self.kind]
-        options = CompileOptions(num_warps=config.num_warps, num_stages=2)
+        options = CompileOptions(num_warps=config.num_warps, num_stages=config.num_stages)
         return self._launch(kernel, problem.num_tiles * chunks * heads, arguments, options)
 
 

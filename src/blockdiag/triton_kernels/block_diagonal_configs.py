@@ -48,10 +48,17 @@ class HopperConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkConfig:
-    """How a chunked kernel runs: rows of a chunk and warps per program."""
+    """How a chunked kernel runs.
+
+    Attributes:
+        rows: of a chunk.
+        num_warps: warps per program.
+        num_stages: depth that the compiler gives the loads of its loops.
+    """
 
     rows: int
     num_warps: int
+    num_stages: int = 2
 
 
 def next_power_of_2(size: int) -> int:
@@ -98,20 +105,31 @@ def is_chunked(problem: BlockDiagonalProblem, arch: int) -> bool:
     return uses_mma_sync(arch) or (columns == _LARGEST_TILE_COLUMNS and not is_hopper_shape(problem))
 
 
-def chunk_config(problem: BlockDiagonalProblem, arch: int) -> ChunkConfig:
-    """Chunks that leave every accumulator in registers on sm_80 to sm_120 (offline reports; larger ones spill)."""
+def chunk_config(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> ChunkConfig:
+    """Chunks that leave every accumulator in registers on sm_80 to sm_120 (offline reports; larger ones spill).
+
+    Rows do not depend on the pass. The exceptions in warps and stages keep addresses in registers, which ptxas would
+    spill around the loops so as to fit one more program onto a multiprocessor.
+    """
+    has_rotary = problem.rotary is not None
     wide = tile_columns(problem) > _LARGEST_TILE_COLUMNS
-    if problem.dtype == "float32" or (wide and problem.rotary is not None):
-        return ChunkConfig(rows=16, num_warps=8 if wide else 4)
+    if problem.dtype == "float32":
+        is_shallow = is_backward or has_rotary or wide or arch not in (100, 103)
+        num_warps = 8 if wide or (is_backward and has_rotary) else 4
+        return ChunkConfig(rows=16, num_warps=num_warps, num_stages=2 if is_shallow else 3)
+    if wide and has_rotary:
+        return ChunkConfig(rows=16, num_warps=8)
     # sm_120 has 99 KB of shared memory, too little for chunks of 64 rows.
-    if wide or problem.rotary is not None or arch >= 120:
-        return ChunkConfig(rows=32, num_warps=8)
+    if wide or has_rotary or arch >= 120:
+        # The 163 KB of sm_80 hold two programs, as many as its registers do, with the third stage too.
+        is_deep = arch == 80 and has_rotary and not is_backward
+        return ChunkConfig(rows=32, num_warps=8, num_stages=3 if is_deep else 2)
     return ChunkConfig(rows=64, num_warps=8)
 
 
 def most_chunks(problem: BlockDiagonalProblem, arch: int) -> int:
     """Chunks of the largest block."""
-    return -(-problem.block_size // chunk_config(problem, arch).rows)
+    return -(-problem.block_size // chunk_config(problem, False, arch).rows)
 
 
 def is_hopper(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> bool:
@@ -133,7 +151,8 @@ def hopper_config(problem: BlockDiagonalProblem, is_backward: bool) -> HopperCon
     if is_backward:
         if has_rotary and problem.head_dim == 64:
             return HopperConfig(maxnreg=128)
-        # 8 heads of 128 with rotary: 1.07 with two heads per program, 1.12 with one.
+        # 8 heads of 128 with rotary: 1.03 with two heads per program. Before the tables were kept in L2, 1.06 with two,
+        # 1.08 with four, 1.12 with one.
         return HopperConfig(heads=2 if has_rotary and problem.key_heads % 2 == 0 else 1)
     if problem.group_size > 1:
         # 8 heads of 128 on 2: 1.02 with two heads per program, 1.04 with four; with rotary 1.22 and 1.13.

@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from blockdiag.triton_kernels.compile import CompiledLaunch, KernelCompileError, compile_plan, shared_limit
 from blockdiag.triton_kernels.plan import LaunchPlan, Target
+from blockdiag.triton_kernels.sass import loop_depths
 
 _PTX_PATTERNS = {
     "wgmma": r"\bwgmma\.mma_async\b",
@@ -55,6 +57,8 @@ class Report:
         partitions: for each warp-specialised region of the kernel, the warps of its partitions beside the default one.
         ptx, sass: instruction counts. PTX has the keys wgmma, tcgen05.mma, mma.sync, cp.async.bulk.tensor, cp.async,
             ldmatrix, ex2, atom, f64, trap; SASS has what they became, and local (spill) loads and stores.
+        local_accesses: loads and stores of local memory in the SASS by the number of loops that they lie in, 0 for
+            those outside; empty when there are none. See `sass.loop_depths` for what a loop is.
         global_scratch_bytes: global memory of one program, for descriptors made on the device.
         kernel: Triton's compiled kernel, whose `asm` holds ttir, ttgir, llir, ptx and cubin.
     """
@@ -72,6 +76,7 @@ class Report:
     partitions: tuple[tuple[int, ...], ...]
     ptx: Mapping[str, int]
     sass: Mapping[str, int]
+    local_accesses: Mapping[int, int]
     global_scratch_bytes: int
     kernel: Any
 
@@ -83,7 +88,8 @@ class Report:
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {count}" for name, count in self.ptx.items() if count)
         return (
-            f"{self.name} on sm_{self.arch}: {self.registers} registers, {self.spill_bytes} spill bytes, "
+            f"{self.name} on sm_{self.arch}: {self.registers} registers, {self.spill_bytes} spill bytes (local memory "
+            f"accesses by depth of loops: {dict(self.local_accesses)}), "
             f"{self.shared_bytes}/{self.shared_limit} shared bytes, {self.tensor_memory_columns} tensor memory "
             f"columns, {self.num_warps} warps, partitions {list(self.partitions)}, {counts}"
         )
@@ -118,6 +124,7 @@ def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
         partitions=_partitions(asm["ttgir"]),
         ptx=_count(_PTX_PATTERNS, asm["ptx"]),
         sass=_count(_SASS_PATTERNS, sass),
+        local_accesses=_local_accesses(sass),
         global_scratch_bytes=compiled.global_scratch_bytes,
         kernel=compiled.kernel,
     )
@@ -157,8 +164,13 @@ def _disassemble(cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "-sass", str(binary)]
+        command = [knobs.nvidia.nvdisasm.path, "-c", str(binary)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _local_accesses(sass: str) -> dict[int, int]:
+    depths = Counter(depth for text, depth in loop_depths(sass) if re.search(r"\b(?:LDL|STL)\b", text))
+    return dict(sorted(depths.items()))
 
 
 def _partitions(ttgir: str) -> tuple[tuple[int, ...], ...]:
