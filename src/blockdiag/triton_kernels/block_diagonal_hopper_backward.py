@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from blockdiag.triton_kernels.hopper_tiles import (
     load_table_lines,
-    load_tables,
     load_tile,
     make_barrier,
     pair_zeros,
@@ -28,6 +27,7 @@ from blockdiag.triton_kernels.hopper_tiles import (
     rotate_memory,
     send_tile,
     softmax_rows,
+    spread_tables,
     tile_rows_at,
     zero_rows,
 )
@@ -100,20 +100,20 @@ def head_gradients(
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
         b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
         gl.thread_barrier()
-        put_tile(d_value, p_d_value, do_smem, b_dv.to(dtype), start, written, VALUE_COLUMN + column, STRIDE, FULL)
+        put_tile(d_value, p_d_value, do_smem, b_dv.to(dtype), start, written, VALUE_COLUMN + column, STRIDE, FULL, True)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         b_dq = warpgroup_mma(b_ds, k_smem, b_none, use_acc=False, is_async=True)
         if ROTATE_KEY:
             b_dk = rotate(b_dk, b_cos, b_sin, -1.0, INTERLEAVED)
         gl.thread_barrier()
-        put_tile(d_key, p_d_key, q_smem, b_dk.to(dtype), start, written, KEY_COLUMN + column, STRIDE, FULL)
+        put_tile(d_key, p_d_key, q_smem, b_dk.to(dtype), start, written, KEY_COLUMN + column, STRIDE, FULL, True)
         if LOAD_NEXT:
             load_tile(value, v_smem, start, VALUE_COLUMN + column + HEAD_DIM, next_ready)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
         if ROTATE_QUERY:
             b_dq = rotate(b_dq, b_cos, b_sin, -1.0, INTERLEAVED)
         gl.thread_barrier()
-        put_tile(d_query, p_d_query, k_smem, b_dq.to(dtype), start, written, column, STRIDE, FULL)
+        put_tile(d_query, p_d_query, k_smem, b_dq.to(dtype), start, written, column, STRIDE, FULL, True)
     else:
         b_dq = warpgroup_mma(b_ds, k_smem, b_none, use_acc=False, is_async=True)
         b_dv = warpgroup_mma_wait(1, deps=[b_dv])
@@ -194,6 +194,10 @@ def block_diagonal_hopper_backward(
     tile = gl.program_id(0) // (KEY_HEADS // HEADS)
     column = gl.program_id(0) % (KEY_HEADS // HEADS) * (HEADS * HEAD_DIM)
     start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
+    if ROTARY:
+        # First of all: one thread takes a while to ask for all the tiles.
+        b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
+                                        POSITIONS)
     load_tile(query, q_smem, start, column, q_ready)
     load_tile(key, k_smem, start, KEY_COLUMN + column, k_ready)
     load_tile(output_cotangent, do_smem, start, column, do_ready)
@@ -204,8 +208,7 @@ def block_diagonal_hopper_backward(
         load_tile(query, next_q_smem, start, column + HEAD_DIM, next_q_ready)
         load_tile(output_cotangent, next_do_smem, start, column + HEAD_DIM, next_do_ready)
     if ROTARY:
-        b_cos, b_sin = load_tables(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
-                                   INTERLEAVED, POSITIONS, L)
+        b_cos, b_sin = spread_tables(b_cos, b_sin, INTERLEAVED, L)
         fence_async_shared()
         gl.thread_barrier()
     else:

@@ -19,13 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockdiag.triton_kernels.hopper_tiles import (
-    load_tables,
+    load_table_lines,
     load_tile,
     make_barrier,
     put_tile,
     rotate,
     rotate_memory,
     softmax_rows,
+    spread_tables,
     tile_rows_at,
     zero_rows,
 )
@@ -141,12 +142,15 @@ def block_diagonal_hopper_forward(
     head = gl.program_id(0) % (QUERY_HEADS // HEADS) * HEADS
     key_head = head // GROUP
     start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
+    if ROTARY:
+        # First of all: one thread takes a while to ask for all the tiles.
+        b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
+                                        POSITIONS)
     load_tile(query, q_smem, start, head * HEAD_DIM, q_ready)
     load_tile(key, k_smem, start, (KEY_FIRST + key_head) * HEAD_DIM, k_ready)
     load_tile(value, v_smem, start, (VALUE_FIRST + key_head) * HEAD_DIM, v_ready)
     if ROTARY:
-        b_cos, b_sin = load_tables(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
-                                   INTERLEAVED, POSITIONS, L)
+        b_cos, b_sin = spread_tables(b_cos, b_sin, INTERLEAVED, L)
         fence_async_shared()
         gl.thread_barrier()
     else:

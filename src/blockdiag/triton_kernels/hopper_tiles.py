@@ -88,10 +88,12 @@ def softmax_rows(b_scores, rows, ROWS: gl.constexpr, FULL: gl.constexpr, CAUSAL:
 
 
 @gluon.jit
-def send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE: gl.constexpr, FULL: gl.constexpr):
+def send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE: gl.constexpr, FULL: gl.constexpr,
+              READ_BACK: gl.constexpr = False):
     """Write out the tile that `memory` (complete, fenced) and `b_tile` both hold, the first `written` rows of it.
 
-    The copy engine knows no masks, so the rare tile that ends within its rows leaves through the registers.
+    The copy engine knows no masks, so the rare tile that ends within its rows leaves through the registers. READ_BACK
+    takes it from `memory` again, so that `b_tile` need not be kept: for kernels without a register to spare.
     """
     if FULL:
         tma.async_copy_shared_to_global(target, [start, column], memory)
@@ -99,20 +101,31 @@ def send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRI
         if written == memory.shape[0]:
             tma.async_copy_shared_to_global(target, [start, column], memory)
         else:
-            LAYOUT: gl.constexpr = b_tile.type.layout
+            if READ_BACK:
+                LAYOUT: gl.constexpr = gl.BlockedLayout(
+                    [1, 8], [256 // memory.shape[1], memory.shape[1] // 8], [gl.num_warps(), 1], [1, 0]
+                )
+            else:
+                LAYOUT: gl.constexpr = b_tile.type.layout
             o_rows = gl.expand_dims(gl.arange(0, b_tile.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
             o_columns = gl.expand_dims(gl.arange(0, b_tile.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
             p_block = p_target + start.to(gl.int64) * ROW_STRIDE + column + o_rows * ROW_STRIDE + o_columns
-            gl.store(p_block, b_tile, mask=(o_rows < written) & (o_columns >= 0))
+            # Loaded only here: before the addresses are known it would cost the registers that it is to spare.
+            if READ_BACK:
+                b_written = memory.load(LAYOUT)
+            else:
+                b_written = b_tile
+            gl.store(p_block, b_written, mask=(o_rows < written) & (o_columns >= 0))
 
 
 @gluon.jit
-def put_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE: gl.constexpr, FULL: gl.constexpr):
+def put_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE: gl.constexpr, FULL: gl.constexpr,
+             READ_BACK: gl.constexpr = False):
     """Write a tile out by way of `memory`, which nobody reads or writes any more."""
     memory.store(b_tile)
     fence_async_shared()
     gl.thread_barrier()
-    send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE, FULL)
+    send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE, FULL, READ_BACK)
 
 
 @gluon.jit
@@ -148,7 +161,11 @@ def pair_zeros(ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, INTERLEAVED: gl.const
 @gluon.jit
 def load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS: gl.constexpr,
                      HEAD_DIM: gl.constexpr, POSITIONS: gl.constexpr):
-    """cos and sin of a tile's rows in the tables' dtype, read in whole cache lines."""
+    """cos and sin of a tile's rows in the tables' dtype, read in whole cache lines.
+
+    Every sequence reads the same rows, but operands of some 50 MB pass through L2 in between and would push them out:
+    then the tables are another 3% to read from memory. Hence the eviction policy.
+    """
     HALF: gl.constexpr = HEAD_DIM // 2
     # 16 bytes to a thread, whatever the tables' dtype.
     VECTOR: gl.constexpr = 128 // p_cos.dtype.element_ty.primitive_bitwidth
@@ -165,20 +182,18 @@ def load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_row
     o_table = gl.minimum(gl.maximum(o_table, 0), table_rows - 1).to(gl.int64)
     o_columns = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, LINES)), 0)
     o_block = gl.expand_dims(o_table, 1) * HALF + o_columns
-    return gl.load(p_cos + o_block), gl.load(p_sin + o_block)
+    b_cos = gl.load(p_cos + o_block, eviction_policy="evict_last")
+    b_sin = gl.load(p_sin + o_block, eviction_policy="evict_last")
+    return b_cos, b_sin
 
 
 @gluon.jit
-def load_tables(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS: gl.constexpr,
-                HEAD_DIM: gl.constexpr, INTERLEAVED: gl.constexpr, POSITIONS: gl.constexpr, LAYOUT: gl.constexpr):
-    """cos and sin of a tile's rows, f32, in the layout the pairs have.
+def spread_tables(b_cos, b_sin, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr):
+    """cos and sin, read as whole cache lines, in f32 and in the layout the pairs of a tile have.
 
-    They are read in whole cache lines and then spread over the threads: read as the pairs lie, every instruction
-    touches eight lines.
+    Read as the pairs lie, every instruction would touch eight lines.
     """
-    PAIR_LAYOUT: gl.constexpr = pair_zeros(ROWS, HEAD_DIM, INTERLEAVED, LAYOUT).type.layout
-    b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
-                                    POSITIONS)
+    PAIR_LAYOUT: gl.constexpr = pair_zeros(b_cos.shape[0], 2 * b_cos.shape[1], INTERLEAVED, LAYOUT).type.layout
     b_cos = gl.convert_layout(b_cos.to(gl.float32), PAIR_LAYOUT)
     b_sin = gl.convert_layout(b_sin.to(gl.float32), PAIR_LAYOUT)
     return b_cos, b_sin
