@@ -217,11 +217,12 @@ def test_verdicts_compare_with_the_limits():
 
 def test_errors_and_host_times_are_judged_too():
     base = {"op": "block_diagonal", "case": "c", "tensor": "dQ", "tokens": 64, "seeds": 1, **WHERE}
-    errors = [
-        ErrorRow(implementation="triton", mean_error=1e-4, **base),
-        ErrorRow(implementation="torch-fa2", mean_error=2e-4, **base),
-    ]
-    assert [verdict.value for verdict in judge_errors(errors)] == [0.5]
+    ratios = {"mean_over_flash": 1.02, "mean_over_flash_se": 0.005, "max_over_flash": 1.02, "max_over_flash_se": 0.015}
+    errors = [ErrorRow(implementation="triton", **ratios, **base), ErrorRow(implementation="torch-fa2", **base)]
+    assert [verdict.value for verdict in judge_errors(errors)] == [1.02, 1.02]
+    assert [verdict.is_met for verdict in judge_errors(errors)] == [False, True]
+    unmeasured = ErrorRow(implementation="triton", mean_error=1e-4, **base)
+    assert not any(verdict.is_met for verdict in judge_errors([unmeasured]))
     host = [HostRow(op="block_diagonal", pass_name="fwd", implementation="triton", over_trivial_us=6.0, **WHERE)]
     assert [verdict.is_met for verdict in judge_host(host)] == [False]
 

@@ -25,6 +25,8 @@ Framework = Literal["torch", "jax", "host"]
 
 # XLA lets 32 computations wait on a device's queue; the host blocks on the next one, and then a sample means nothing.
 _QUEUE_LIMIT = 24
+# Reading the host's clock is uncertain by some 20 us at both ends: below 0.1% of such a sample.
+_LEAST_JAX_SAMPLE_MS = 60.0
 _LONGEST_FENCE = 12
 
 
@@ -40,8 +42,9 @@ class Subject:
         key: what the caller calls it.
         run: queues the work once and returns its arrays.
         framework: which clock; "host" waits for every call and is for machines without a GPU.
-        output_bytes: what one call returns, so that queued calls do not fill the memory.
-        launches, fence: calls per sample and unmeasured calls in front; set by `calibrate`.
+        output_bytes: what one run returns, so that queued runs do not fill the memory.
+        calls: how often one run does the work.
+        launches, fence: runs per sample and unmeasured runs in front; set by `calibrate`.
         samples: milliseconds per call.
         failure: why timing ended early, empty otherwise.
     """
@@ -50,6 +53,7 @@ class Subject:
     run: Callable[[], Any]
     framework: Framework
     output_bytes: int = 0
+    calls: int = 1
     launches: int = 1
     fence: int = 1
     samples: list[float] = field(default_factory=list)
@@ -125,6 +129,8 @@ def calibrate(subject: Subject, batch_ms: float, memory_bytes: int = 40 * 2**30)
         subject.launches = max(1, round(batch_ms / max(one, 1e-3)))
         return
     one = min(sample_host(subject.run, 1) for _ in range(3))
+    if subject.framework == "jax":
+        batch_ms = max(batch_ms, _LEAST_JAX_SAMPLE_MS)
     subject.launches = max(1, min(_QUEUE_LIMIT - _LONGEST_FENCE, round(batch_ms / max(one, 1e-3))))
     subject.fence = 2
     if subject.output_bytes:
@@ -139,13 +145,13 @@ def sample(subject: Subject) -> float:
         FenceTooShort: when even the longest fence ends before one call is queued: the work is too short to time so.
     """
     if subject.framework == "torch":
-        return sample_torch(subject.run, subject.launches)
+        return sample_torch(subject.run, subject.launches) / subject.calls
     if subject.framework == "host":
-        return sample_host(subject.run, subject.launches)
+        return sample_host(subject.run, subject.launches) / subject.calls
     for _ in range(8):
         value = sample_jax(subject.run, subject.launches, subject.fence)
         if value is not None:
-            return value
+            return value / subject.calls
         subject.launches = max(1, subject.launches * 2 // 3)
         subject.fence = min(_LONGEST_FENCE, subject.fence + 2)
     raise FenceTooShort(

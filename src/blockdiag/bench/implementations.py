@@ -3,7 +3,7 @@
 import collections
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,16 @@ class Prepared:
             the pass has.
         peak_bytes: device memory of one call beyond its inputs and outputs.
         note: what the CSV should say beside the numbers.
+        calls: how often one `run` does the work.
+        chain: makes the same pass with `run` doing the work several times in a row, for the clock; may raise.
     """
 
     run: Callable[[], Any]
     tensors: Callable[[Any], tuple[torch.Tensor, ...]]
     peak_bytes: int | None
     note: str = ""
+    calls: int = 1
+    chain: "Callable[[], Prepared] | None" = None
 
 
 type PassMakers = Mapping[PassName, Callable[[], Prepared]]
@@ -128,19 +132,63 @@ def autograd_passes(
     return {"fwd": forward, "bwd": backward, "fwd+bwd": both}
 
 
-def custom_calls(compiled: Any) -> str:
-    """The custom calls of a compiled JAX function by target, as text: how many kernels it launches."""
-    targets = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', compiled.as_text()))
-    return ", ".join(f"{target} x{count}" for target, count in sorted(targets.items()))
+def custom_calls(program: str) -> collections.Counter[str]:
+    """How often a compiled JAX program makes custom calls, by target: how many kernels it launches."""
+    return collections.Counter(re.findall(r'custom_call_target="([^"]+)"', program))
 
 
-def jit_passes(attend: Callable[..., Any], workload: Workload, *, keeps_residuals: bool, note: str = "") -> PassMakers:
+def _as_text(calls: collections.Counter[str]) -> str:
+    return ", ".join(f"{target} x{count}" for target, count in sorted(calls.items()))
+
+
+def address_table_bytes(program: str) -> int:
+    """Bytes of the tables in which XLA keeps the addresses of custom calls with several results: 8 per result.
+
+    XLA counts them as temporary memory of the program (its buffer assignment shows one for each such call); they are
+    no memory of the op's.
+    """
+    results = re.findall(r"= \(([^()]*(?:\([^()]*\)[^()]*)*)\) custom-call\(", program)
+    return sum(8 * len(re.findall(r"\w+\[[\d,]*\]", shapes)) for shapes in results)
+
+
+# Calls of one chained program. One call of a chain divides the cotangent by about ten, so that 20 stay in range.
+_CHAINED_CALLS = 20
+
+
+class ChainBroken(RuntimeError):
+    """XLA removed or merged calls of a chained program: its time is not that of so many calls."""
+
+
+def _chained(function: Callable[..., Any], feed: Mapping[int, int], calls: int) -> Callable[..., Any]:
+    """`function` again and again in one program, argument i of a call being result `feed[i]` of the one before."""
+
+    def program(*arguments: Any) -> Any:
+        results = function(*arguments)
+        for _ in range(calls - 1):
+            handed_on = {position: results[result] for position, result in feed.items()}
+            arguments = tuple(handed_on.get(position, argument) for position, argument in enumerate(arguments))
+            results = function(*arguments)
+        return results
+
+    return program
+
+
+def jit_passes(
+    attend: Callable[..., Any], workload: Workload, *, keeps_residuals: bool, is_chained: bool = False, note: str = ""
+) -> PassMakers:
     """The passes of a JAX function `attend(query, key, value, extra)`, each compiled by `jax.jit`.
 
     The backward alone: with `keeps_residuals`, the forward is run once and its vjp function, residuals and all, is the
     argument of the jitted function. Without, the jitted function takes query, key, value and the cotangent and returns
     only the gradients; where the op keeps nothing but its inputs, the forward kernel is then dead code, and the number
     of custom calls in the note shows that it is gone.
+
+    With `is_chained`, what is timed is one jitted program of 20 calls, each of which takes the output of the one before
+    for its query and dQ for its cotangent: calls of half a millisecond are too short for the host's clock. Only for
+    ops whose backward is one kernel: of several, those that no later call depends on would be removed.
+
+    Raises:
+        ChainBroken: by the makers, when the program does not have 20 times the custom calls of one call.
     """
     import jax
 
@@ -154,28 +202,44 @@ def jit_passes(attend: Callable[..., Any], workload: Workload, *, keeps_residual
         output, pull_back = jax.vjp(lambda *operands: attend(*operands, extra), query, key, value)
         return (output, *pull_back(cotangent))
 
-    def prepared(function: Callable[..., Any], *arguments: Any) -> Prepared:
+    def prepared(function: Callable[..., Any], *arguments: Any, feed: Mapping[int, int] | None = None) -> Prepared:
         compiled = jax.jit(function).lower(*arguments).compile()
         memory = compiled.memory_analysis()
-        calls = custom_calls(compiled)
-        return Prepared(
+        program_text = compiled.as_text()
+        calls = custom_calls(program_text)
+        single = Prepared(
             lambda: compiled(*arguments),
             _flat_tensors,
-            None if memory is None else int(memory.temp_size_in_bytes),
-            "; ".join(part for part in (note, f"custom calls: {calls}" if calls else "no custom call") if part),
+            None if memory is None else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(program_text)),
+            "; ".join(
+                part for part in (note, f"custom calls: {_as_text(calls)}" if calls else "no custom call") if part
+            ),
         )
 
+        def chain() -> Prepared:
+            assert feed is not None
+            program = jax.jit(_chained(function, feed, _CHAINED_CALLS)).lower(*arguments).compile()
+            found = custom_calls(program.as_text())
+            if not calls or found != collections.Counter({name: n * _CHAINED_CALLS for name, n in calls.items()}):
+                raise ChainBroken(
+                    f"{_CHAINED_CALLS} calls in one program make custom calls {_as_text(found) or 'none'}"
+                )
+            note = f"{single.note}; timed as programs of {_CHAINED_CALLS} calls"
+            return replace(single, run=lambda: program(*arguments), note=note, calls=_CHAINED_CALLS, chain=None)
+
+        return replace(single, chain=chain) if is_chained and feed is not None else single
+
     def forward() -> Prepared:
-        return prepared(lambda *arguments: (attend(*arguments),), query, key, value, extra)
+        return prepared(lambda *arguments: (attend(*arguments),), query, key, value, extra, feed={0: 0})
 
     def backward() -> Prepared:
         if not keeps_residuals:
-            return prepared(gradients, query, key, value, cotangent, extra)
+            return prepared(gradients, query, key, value, cotangent, extra, feed={3: 0})
         record = jax.jit(lambda query, key, value: jax.vjp(lambda *o: attend(*o, extra), query, key, value)[1])
         return prepared(lambda pull_back, cotangent: pull_back(cotangent), record(query, key, value), cotangent)
 
     def both() -> Prepared:
-        return prepared(output_and_gradients, query, key, value, cotangent, extra)
+        return prepared(output_and_gradients, query, key, value, cotangent, extra, feed={0: 0, 3: 1})
 
     return {"fwd": forward, "bwd": backward, "fwd+bwd": both}
 

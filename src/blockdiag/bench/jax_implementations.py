@@ -115,9 +115,10 @@ def cudnn_attention(case: Case) -> Attend:
     return attend
 
 
-def _ours(name: str, *, is_required: bool = True) -> Implementation:
+def _ours(name: str, *, is_required: bool = True, is_chained: bool = False) -> Implementation:
     def passes(workload: Workload) -> PassMakers:
-        return jit_passes(our_attention(workload.case, name), workload, keeps_residuals=False)
+        attend = our_attention(workload.case, name)
+        return jit_passes(attend, workload, keeps_residuals=False, is_chained=is_chained)
 
     return Implementation(name, "jax", is_required, passes, preparation_seconds=8.0)
 
@@ -140,7 +141,7 @@ def _baseline(name: str, attention: Callable[[Case], Attend]) -> Implementation:
 
 
 OURS = (
-    _ours("triton"),
+    _ours("triton", is_chained=True),
     _ours("pallas"),
     Implementation("triton-rope-apart", "jax", True, _apart, unsupported=_only_rotary),
 )

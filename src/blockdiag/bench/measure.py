@@ -122,7 +122,7 @@ def prepare_case(
                 poison((workload.query, workload.key, workload.value))
                 prepared = makers[entry.pass_name]()
                 check(prepared, exact, entry.pass_name)
-                entry.prepared = prepared
+                entry.prepared = prepared.chain() if prepared.chain else prepared
             except failures as failure:
                 entry.failure = f"failed: {reason_of(failure)}"
         ready = [entry.pass_name for entry in mine if entry.prepared is not None]
@@ -152,6 +152,7 @@ def time_entries(
             entry.prepared.run,
             entry.implementation.framework,
             workload.output_bytes(entry.pass_name),
+            entry.prepared.calls,
         )
         for entry in entries
         if entry.prepared is not None

@@ -59,7 +59,13 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """One row of the error CSV: distance of one tensor from the float64 oracle, worst and mean over seeds."""
+    """One row of the error CSV: distance of one tensor from the float64 oracle.
+
+    Attributes:
+        max_error, mean_error, relative_error: largest over all seeds, and means over the seeds.
+        mean_over_flash, max_over_flash: mean over the seeds of this implementation's mean (largest) error divided by
+            FlashAttention 2's on the same inputs; `_se` is the standard error of that mean.
+    """
 
     op: str
     case: str
@@ -70,6 +76,10 @@ class ErrorRow:
     max_error: float | None = None
     mean_error: float | None = None
     relative_error: float | None = None
+    mean_over_flash: float | None = None
+    mean_over_flash_se: float | None = None
+    max_over_flash: float | None = None
+    max_over_flash_se: float | None = None
     device: str
     driver: str
     jax: str

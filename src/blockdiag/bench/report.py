@@ -97,6 +97,8 @@ def verdict_table(verdicts: Sequence[Verdict]) -> Table:
         table.add_column(name, justify="left" if name == "figure" else "right")
     for verdict in verdicts:
         value = "not measured" if verdict.value is None else f"{verdict.value:.4g}"
+        if verdict.value is not None and verdict.uncertainty:
+            value += f" +- {verdict.uncertainty:.2g}"
         limit = f"{'>=' if verdict.at_least else '<='} {verdict.limit:g}"
         table.add_row(verdict.name, value, limit, "met" if verdict.is_met else "MISSED")
     return table
