@@ -82,7 +82,7 @@ def _spread(times: Times, cases: Iterable[str]) -> str:
     natives = [native for row in rows if (native := times.get((row.case, row.pass_name, NATIVE))) is not None]
     text = (
         "Calls of JAX are timed by the host's clock, and the middle three fifths of their samples lie within "
-        f"{_largest_spread(rows):.0%} of the median: too wide to judge a few percent by."
+        f"{_largest_spread(rows):.0%} of the median."
     )
     if natives:
         ratios = ", ".join(f"{native.case} {native.pass_name} {native.ratio_to_floor:.2f}x" for native in natives)
