@@ -205,7 +205,7 @@ def jit_passes(
     def prepared(function: Callable[..., Any], *arguments: Any, feed: Mapping[int, int] | None = None) -> Prepared:
         compiled = jax.jit(function).lower(*arguments).compile()
         memory = compiled.memory_analysis()
-        program_text = compiled.as_text()
+        program_text = compiled.as_text() or ""
         calls = custom_calls(program_text)
         single = Prepared(
             lambda: compiled(*arguments),
@@ -219,7 +219,7 @@ def jit_passes(
         def chain() -> Prepared:
             assert feed is not None
             program = jax.jit(_chained(function, feed, _CHAINED_CALLS)).lower(*arguments).compile()
-            found = custom_calls(program.as_text())
+            found = custom_calls(program.as_text() or "")
             if not calls or found != collections.Counter({name: n * _CHAINED_CALLS for name, n in calls.items()}):
                 raise ChainBroken(
                     f"{_CHAINED_CALLS} calls in one program make custom calls {_as_text(found) or 'none'}"
