@@ -100,10 +100,21 @@ def test_package_is_typed():
 def test_public_names_are_documented():
     import blockdiag
 
-    public = {name for name in vars(blockdiag) if not name.startswith("_")}
-    assert {"block_diagonal_attention", "Rotary", "rotary_tables"} <= public
-    for name in public:
+    assert {"block_diagonal_attention", "Rotary", "rotary_tables"} <= set(blockdiag.__all__) <= set(dir(blockdiag))
+    for name in blockdiag.__all__:
         assert getattr(blockdiag, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'block_attention'"):
+        blockdiag.block_attention  # noqa: B018
+
+
+def test_the_operators_for_torch_need_no_jax():
+    pytest.importorskip("torch")
+    run_python("""
+import sys
+import blockdiag.torch
+import blockdiag.torch._native
+assert "jax" not in sys.modules
+""")
 
 
 def project() -> dict:

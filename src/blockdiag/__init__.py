@@ -1,12 +1,56 @@
-"""Block-diagonal attention for JAX, with Triton kernels that other frameworks can launch too."""
+"""Block-diagonal attention for JAX, with Triton kernels that PyTorch launches too (see `blockdiag.torch`).
 
-from blockdiag.block_diagonal import BLOCK_DIAGONAL_OUTPUT as BLOCK_DIAGONAL_OUTPUT
-from blockdiag.block_diagonal import block_diagonal_attention as block_diagonal_attention
+Names are resolved on first use, so that `blockdiag.torch` can be imported without JAX.
+"""
 
-# Before anything is traced: a context that JAX learns of later makes it trace and compile every function again.
-from blockdiag.interop import targets as _targets  # noqa: F401
-from blockdiag.projection import BLOCK_DIAGONAL_QKV as BLOCK_DIAGONAL_QKV
-from blockdiag.projection import fused_qkv_block_attention as fused_qkv_block_attention
-from blockdiag.rotary import Rotary as Rotary
-from blockdiag.rotary import apply_rotary as apply_rotary
-from blockdiag.rotary import rotary_tables as rotary_tables
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blockdiag.block_diagonal import BLOCK_DIAGONAL_OUTPUT as BLOCK_DIAGONAL_OUTPUT
+    from blockdiag.block_diagonal import block_diagonal_attention as block_diagonal_attention
+    from blockdiag.projection import BLOCK_DIAGONAL_QKV as BLOCK_DIAGONAL_QKV
+    from blockdiag.projection import fused_qkv_block_attention as fused_qkv_block_attention
+    from blockdiag.rotary import Rotary as Rotary
+    from blockdiag.rotary import apply_rotary as apply_rotary
+    from blockdiag.rotary import rotary_tables as rotary_tables
+
+_HOMES = {
+    "BLOCK_DIAGONAL_OUTPUT": "blockdiag.block_diagonal",
+    "BLOCK_DIAGONAL_QKV": "blockdiag.projection",
+    "Rotary": "blockdiag.rotary",
+    "apply_rotary": "blockdiag.rotary",
+    "block_diagonal_attention": "blockdiag.block_diagonal",
+    "fused_qkv_block_attention": "blockdiag.projection",
+    "rotary_tables": "blockdiag.rotary",
+}
+
+__all__ = [
+    "BLOCK_DIAGONAL_OUTPUT",
+    "BLOCK_DIAGONAL_QKV",
+    "Rotary",
+    "apply_rotary",
+    "block_diagonal_attention",
+    "fused_qkv_block_attention",
+    "rotary_tables",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("blockdiag.interop.targets")
+    for known, home in _HOMES.items():
+        globals()[known] = getattr(importlib.import_module(home), known)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
+
+
+# A context that JAX learns of after functions were traced makes it trace and compile them all again: so it learns of
+# ours as early as can be without importing it.
+if "jax" in sys.modules:
+    importlib.import_module("blockdiag.interop.targets")

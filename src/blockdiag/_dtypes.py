@@ -8,8 +8,3 @@ from jaxtyping import DTypeLike
 def accumulation_dtype(dtype: DTypeLike) -> np.dtype:
     """What sums and softmaxes over arrays of a floating dtype are computed in: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
-
-
-def dtype_name(dtype: DTypeLike) -> str:
-    """The name that problems carry."""
-    return jnp.dtype(dtype).name

@@ -1,7 +1,7 @@
 """Checks of public arguments. Each raises a ValueError that names the argument, its value and the remedy.
 
 Shapes, dtypes and options are always checked. Values of index arrays are checked where they are known: not inside a
-trace, where every implementation stays memory safe instead.
+trace, where every implementation stays memory safe instead. Arrays may be JAX's or torch's.
 """
 
 import math
@@ -9,11 +9,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
-from blockdiag.rotary import Rotary
+from blockdiag._arrays import dtype_name, is_traced, known_values
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MAX_BLOCK_SIZE = 256
@@ -23,17 +21,18 @@ def check_operands(query: Any, key: Any, value: Any) -> None:
     """Shapes and dtypes of query [B, T, N, H] or [T, N, H] against key and value with K heads."""
     if query.ndim not in (3, 4):
         raise ValueError(
-            f"`query` must have shape [B, T, N, H] or [T, N, H], got {query.shape}; "
+            f"`query` must have shape [B, T, N, H] or [T, N, H], got {tuple(query.shape)}; "
             "reshape more batch axes into one, or map over them with jax.vmap"
         )
     *lead, num_heads, head_dim = query.shape
     if num_heads == 0 or head_dim == 0:
-        raise ValueError(f"`query` must have at least one head of at least one element, got shape {query.shape}")
+        raise ValueError(f"`query` must have at least one head of at least one element, got shape {tuple(query.shape)}")
     for name, array in (("key", key), ("value", value)):
         if array.ndim != query.ndim or (*array.shape[:-2], array.shape[-1]) != (*lead, head_dim):
             expected = ", ".join([*map(str, lead), "K", str(head_dim)])
             raise ValueError(
-                f"`{name}` must have shape ({expected}) to match `query` of shape {query.shape}, got {array.shape}; "
+                f"`{name}` must have shape ({expected}) to match `query` of shape {tuple(query.shape)}, got "
+                f"{tuple(array.shape)}; "
                 "block-diagonal attention is self-attention, with equally many query and key tokens"
             )
         if array.dtype != query.dtype:
@@ -42,8 +41,8 @@ def check_operands(query: Any, key: Any, value: Any) -> None:
             )
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(
-            f"`value` must have the {key.shape[-2]} heads of `key`, got {value.shape[-2]} in shape {value.shape}; "
-            "pass both with equally many heads"
+            f"`value` must have the {key.shape[-2]} heads of `key`, got {value.shape[-2]} in shape "
+            f"{tuple(value.shape)}; pass both with equally many heads"
         )
     check_heads(num_heads, key.shape[-2])
     check_dtype("query", query.dtype)
@@ -58,15 +57,42 @@ def check_heads(query_heads: int, key_heads: int) -> None:
         )
 
 
+def check_projection(x: Any, w_qkv: Any, bias: Any, query_heads: Any, key_heads: Any, head_dim: Any) -> None:
+    """Shapes and dtypes of a fused projection: x [B, T, D] or [T, D], w_qkv [D, (N + 2 K) H], bias [(N + 2 K) H]."""
+    for name, value in (("query_heads", query_heads), ("key_heads", key_heads), ("head_dim", head_dim)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"`{name}` must be a positive integer, got {value!r}; it describes the columns of `w_qkv`")
+    check_heads(query_heads, key_heads)
+    if x.ndim not in (2, 3):
+        raise ValueError(
+            f"`x` must have shape [B, T, D] or [T, D], got {tuple(x.shape)}; "
+            "reshape more batch axes into one, or map over them with jax.vmap"
+        )
+    check_dtype("x", x.dtype)
+    columns = (query_heads + 2 * key_heads) * head_dim
+    if tuple(w_qkv.shape) != (x.shape[-1], columns):
+        raise ValueError(
+            f"`w_qkv` must have shape ({x.shape[-1]}, {columns}), D rows and (query_heads + 2 * key_heads) * head_dim "
+            f"columns, got {tuple(w_qkv.shape)}; concatenate the query, key and value matrices along axis 1"
+        )
+    if bias is not None and tuple(bias.shape) != (columns,):
+        raise ValueError(
+            f"`bias` must have shape ({columns},), one element for each column of `w_qkv`, got {tuple(bias.shape)}"
+        )
+    for name, array in (("w_qkv", w_qkv), ("bias", bias)):
+        if array is not None and array.dtype != x.dtype:
+            raise ValueError(f"`{name}` must have the dtype of `x`, {x.dtype}, got {array.dtype}; cast one of them")
+
+
 def check_dtype(name: str, dtype: Any) -> None:
     """Floating dtypes that have an accumulation type."""
-    if np.dtype(dtype).name not in DTYPES:
+    if dtype_name(dtype) not in DTYPES:
         raise ValueError(f"`{name}` must have one of the dtypes {list(DTYPES)}, got {dtype}; cast it first")
 
 
 def check_block_size(block_size: Any) -> int:
     """An integer of 1..256."""
-    size = None if isinstance(block_size, (bool, Tracer)) else _as_index(block_size)
+    size = None if isinstance(block_size, bool) or is_traced(block_size) else _as_index(block_size)
     if size is None or not 1 <= size <= MAX_BLOCK_SIZE:
         raise ValueError(
             f"`block_size` must be an integer of 1..{MAX_BLOCK_SIZE}, known when tracing, got {block_size!r}; "
@@ -79,13 +105,13 @@ def check_scale(scale: Any, head_dim: int) -> float:
     """A positive finite number; 1 / sqrt(H) for None."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    is_number = isinstance(scale, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(scale, bool)
-    if not is_number or isinstance(scale, Tracer) or np.ndim(scale) or not 0 < float(scale) < math.inf:
+    number = _as_number(scale)
+    if number is None or not 0 < number < math.inf:
         raise ValueError(
             f"`scale` must be a positive number, known when tracing, got {scale!r}; "
             "multiply `query` by a factor that is traced, learned or negative"
         )
-    return float(scale)
+    return number
 
 
 def check_is_causal(is_causal: Any) -> bool:
@@ -172,9 +198,20 @@ def _check_block_lengths(tokens: int, block_size: int, block_lengths: Any) -> in
     return int(lengths.max(initial=0))
 
 
+def check_apply_to(apply_to: Any) -> tuple[str, ...]:
+    """Which operands a rotary embedding rotates, as a tuple."""
+    operands = (apply_to,) if isinstance(apply_to, str) else tuple(apply_to)
+    if not operands or not set(operands) <= {"query", "key", "value"}:
+        raise ValueError(
+            f'`apply_to` must name one or more of "query", "key" and "value", got {apply_to!r}; '
+            "pass rotary=None to rotate nothing"
+        )
+    return operands
+
+
 def check_rotary(rotary: Any, tokens_shape: Sequence[int], head_dim: int, longest_sequence: int | None) -> None:
     """Check the tables and positions of `rotary` against tokens of shape [B, T] or [T]."""
-    if not isinstance(rotary, Rotary):
+    if not all(hasattr(rotary, name) for name in ("cos", "sin", "apply_to", "per_token")):
         raise ValueError(f"`rotary` must be a blockdiag.Rotary or None, got {type(rotary)}; wrap cos and sin tables")
     if head_dim % 2:
         raise ValueError(f"`rotary` needs an even head dimension, got H={head_dim}; rotary embedding rotates pairs")
@@ -190,10 +227,10 @@ def check_rotary(rotary: Any, tokens_shape: Sequence[int], head_dim: int, longes
             )
         return
     _check_int32("rotary.positions", rotary.positions, "1 or 2")
-    if rotary.positions.shape not in {tuple(tokens_shape), tuple(tokens_shape[-1:])}:
+    if tuple(rotary.positions.shape) not in (tuple(tokens_shape), tuple(tokens_shape[-1:])):
         raise ValueError(
             f"`rotary.positions` must have shape {tuple(tokens_shape)}, one for each token, got "
-            f"{rotary.positions.shape}"
+            f"{tuple(rotary.positions.shape)}"
         )
     positions = known_values(rotary.positions)
     if positions is not None and positions.size and not (positions.min() >= 0 and positions.max() < table_rows):
@@ -203,7 +240,7 @@ def check_rotary(rotary: Any, tokens_shape: Sequence[int], head_dim: int, longes
         )
 
 
-def _check_tables(rotary: Rotary, tokens_shape: tuple[int, ...], head_dim: int) -> None:
+def _check_tables(rotary: Any, tokens_shape: tuple[int, ...], head_dim: int) -> None:
     cos, sin = rotary.cos, rotary.sin
     for name, table in (("rotary.cos", cos), ("rotary.sin", sin)):
         if not hasattr(table, "dtype") or not hasattr(table, "shape"):
@@ -211,16 +248,16 @@ def _check_tables(rotary: Rotary, tokens_shape: tuple[int, ...], head_dim: int) 
         check_dtype(name, table.dtype)
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
-            f"`rotary.cos` and `rotary.sin` must have one shape and dtype, got {cos.shape} {cos.dtype} and {sin.shape} "
-            f"{sin.dtype}"
+            f"`rotary.cos` and `rotary.sin` must have one shape and dtype, got {tuple(cos.shape)} {cos.dtype} and "
+            f"{tuple(sin.shape)} {sin.dtype}"
         )
     half = head_dim // 2
     if rotary.per_token:
-        allowed = {(*tokens_shape, half), (tokens_shape[-1], half)}
-        if cos.shape not in allowed:
+        allowed = dict.fromkeys(((*tokens_shape, half), (tokens_shape[-1], half)))
+        if tuple(cos.shape) not in allowed:
             raise ValueError(
                 f"`rotary.cos` and `rotary.sin` with per_token=True must have shape "
-                f"{' or '.join(map(str, sorted(allowed)))}, one row for each token, got {cos.shape}"
+                f"{' or '.join(map(str, allowed))}, one row for each token, got {tuple(cos.shape)}"
             )
         if rotary.positions is not None:
             raise ValueError(
@@ -229,26 +266,19 @@ def _check_tables(rotary: Rotary, tokens_shape: tuple[int, ...], head_dim: int) 
         return
     if cos.ndim != 2 or cos.shape[1] != half or cos.shape[0] == 0:
         raise ValueError(
-            f"`rotary.cos` and `rotary.sin` must have shape [P, {half}] for H={head_dim}, got {cos.shape}; "
+            f"`rotary.cos` and `rotary.sin` must have shape [P, {half}] for H={head_dim}, got {tuple(cos.shape)}; "
             "pass per_token=True for tables with one row for each token"
         )
 
 
 def _check_int32(name: str, array: Any, rank: str) -> None:
-    if getattr(array, "dtype", None) != np.int32:
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or dtype_name(dtype) != "int32":
         raise ValueError(
-            f"`{name}` must be an int32 array, got {getattr(array, 'dtype', type(array))}; "
-            "convert it with jnp.asarray(..., jnp.int32)"
+            f"`{name}` must be an int32 array, got {type(array) if dtype is None else dtype}; convert it to int32"
         )
     if str(array.ndim) not in rank.split(" or "):
-        raise ValueError(f"`{name}` must have rank {rank}, got shape {array.shape}")
-
-
-def known_values(array: Any) -> np.ndarray | None:
-    """The values of an array on the host, or None where they cannot be known: traced, or on another process."""
-    if isinstance(array, Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
-        return None
-    return np.asarray(array)
+        raise ValueError(f"`{name}` must have rank {rank}, got shape {tuple(array.shape)}")
 
 
 def _as_index(value: Any) -> int | None:
@@ -256,3 +286,13 @@ def _as_index(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def _as_number(value: Any) -> float | None:
+    """A Python float of a number, or of an array of rank 0 whose value is known; None for anything else."""
+    if isinstance(value, bool) or is_traced(value):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    is_scalar = hasattr(value, "dtype") and getattr(value, "ndim", None) == 0
+    return float(value) if is_scalar and np.issubdtype(type(value.item()), np.number) else None

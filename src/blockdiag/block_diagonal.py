@@ -1,7 +1,6 @@
 """Block-diagonal attention: the public function, its one derivative rule and its one batching rule."""
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag import _validate
+from blockdiag._describe import describe_call
 from blockdiag._differentiation import on_common_axes, reverse_only
-from blockdiag._dtypes import dtype_name
 from blockdiag._folding import fold_mapped_axis
 from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated, rotary_specs
 from blockdiag.dispatch import call_implementation, normalise_implementation, resolve
-from blockdiag.packing import (
-    count_length_tiles,
-    count_offset_tiles,
-    count_uniform_tiles,
-    tiles_from_lengths,
-    tiles_from_offsets,
-)
-from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.packing import tiles_from_lengths, tiles_from_offsets
+from blockdiag.problem import BlockDiagonalProblem
 from blockdiag.rotary import Rotary
 
 BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
@@ -132,68 +125,13 @@ class Call:
 
 
 def prepare_call(
-    query: Any,
-    key: Any,
-    *,
-    block_size: int,
-    sequence_offsets: Array | None,
-    block_lengths: Array | None,
-    rotary: Rotary | None,
-    scale: float | None,
-    is_causal: bool,
-    implementation: str | Sequence[str] | None,
-    is_packed: bool = False,
+    query: Any, key: Any, *, implementation: str | Sequence[str] | None, is_packed: bool = False, **options: Any
 ) -> Call:
-    """Check every argument but the operands and describe the call; of query and key only shape and dtype are read."""
-    *tokens_shape, query_heads, head_dim = query.shape
-    tokens, length = math.prod(tokens_shape), tokens_shape[-1]
-    block_size = _validate.check_block_size(block_size)
-    longest = _validate.check_packing(tokens_shape, block_size, sequence_offsets, block_lengths)
-    if rotary is not None:
-        _validate.check_rotary(rotary, tokens_shape, head_dim, longest)
-    is_uniform = sequence_offsets is None and block_lengths is None
-    if sequence_offsets is not None:
-        num_tiles = count_offset_tiles(tokens, sequence_offsets.shape[0] - 1, block_size)
-    elif block_lengths is not None:
-        num_tiles = count_length_tiles(tokens, block_lengths.shape[0], block_size)
-    else:
-        num_tiles = count_uniform_tiles(tokens, length, block_size)
-    problem = BlockDiagonalProblem(
-        tokens=tokens,
-        query_heads=query_heads,
-        key_heads=key.shape[-2],
-        head_dim=head_dim,
-        dtype=dtype_name(query.dtype),
-        block_size=block_size,
-        sequence_length=length if is_uniform else None,
-        num_tiles=num_tiles,
-        is_causal=_validate.check_is_causal(is_causal),
-        scale=_validate.check_scale(scale, head_dim),
-        rotary=None if rotary is None else _rotary_problem(rotary, is_uniform),
-        is_packed=is_packed,
-    )
+    """Check every argument but the operands and describe the call; see `describe.describe_call`."""
+    problem = describe_call(query, key, is_packed=is_packed, **options)
     names = normalise_implementation(implementation)
     resolve(problem, names)
     return Call(problem, names)
-
-
-def _rotary_problem(rotary: Rotary, is_uniform: bool) -> RotaryProblem:
-    if rotary.positions is not None:
-        positions = "explicit"
-    elif not rotary.per_token or (is_uniform and rotary.cos.ndim == 2):
-        # A table with one row for each token of a sequence, shared by all sequences, is a table by position.
-        positions = "sequence"
-    else:
-        positions = "token"
-    return RotaryProblem(
-        interleaved=rotary.interleaved,
-        query="query" in rotary.apply_to,
-        key="key" in rotary.apply_to,
-        value="value" in rotary.apply_to,
-        table_rows=math.prod(rotary.cos.shape[:-1]),
-        table_dtype=dtype_name(rotary.cos.dtype),
-        positions=positions,
-    )
 
 
 def canonical_tables(

@@ -10,25 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from blockdiag.problem import BlockDiagonalProblem
+from blockdiag.problem import BlockDiagonalProblem, count_length_tiles, count_offset_tiles
 
 TileTable = Int[Array, "num_tiles 3"]
-
-
-def count_uniform_tiles(tokens: int, sequence_length: int, block_size: int) -> int:
-    """Tiles of `tokens // sequence_length` equal sequences, back to back."""
-    return tokens // max(sequence_length, 1) * -(-sequence_length // block_size)
-
-
-def count_offset_tiles(tokens: int, num_sequences: int, block_size: int) -> int:
-    """Rows of `tiles_from_offsets`: enough for any offsets of `num_sequences` sequences over `tokens` rows."""
-    # Rows before the first offset and after the last are two more segments, of padding.
-    return _most_tiles(tokens, num_sequences + 2, block_size)
-
-
-def count_length_tiles(tokens: int, num_blocks: int, block_size: int) -> int:
-    """Rows of `tiles_from_lengths`: enough for any lengths of `num_blocks` blocks over `tokens` rows."""
-    return _most_tiles(tokens, num_blocks + 1, block_size)
 
 
 def tiles_from_offsets(sequence_offsets: Int[Array, " offsets"], tokens: int, block_size: int) -> TileTable:
@@ -85,11 +69,6 @@ def token_positions(tiles: TileTable, tokens: int, block_size: int) -> Int[Array
     start, length, position = (column[:, None] for column in tiles.T)
     row = jnp.where(offset < jnp.abs(length), start + offset, tokens)
     return jnp.zeros(tokens, jnp.int32).at[row].set(position + offset, mode="drop")
-
-
-def _most_tiles(tokens: int, segments: int, block_size: int) -> int:
-    """The most tiles that `segments` segments, `tokens` rows together, can be cut into."""
-    return min(tokens, (tokens + segments * (block_size - 1)) // block_size)
 
 
 def _cut(edges: Array, num_tiles: int, block_size: int) -> tuple[Array, Array, Array, Array]:

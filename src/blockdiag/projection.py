@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,7 @@ def fused_qkv_block_attention(
     """
     x, w_qkv = jnp.asarray(x), jnp.asarray(w_qkv)
     bias = None if bias is None else jnp.asarray(bias)
-    _check_projection(x, w_qkv, bias, query_heads, key_heads, head_dim)
+    _validate.check_projection(x, w_qkv, bias, query_heads, key_heads, head_dim)
     call = prepare_call(
         jax.ShapeDtypeStruct((*x.shape[:-1], query_heads, head_dim), x.dtype),
         jax.ShapeDtypeStruct((*x.shape[:-1], key_heads, head_dim), x.dtype),
@@ -119,32 +118,6 @@ def _fused_on_shards(arrays: tuple, call: Call, implementation: str | Sequence[s
     others = (replicated(array) for array in (w_qkv, bias, sequence_offsets, block_lengths))
     specs = (spec, *others, rotary_specs(rotary, P(*spec[:-2])))
     return call_on_shards(project_and_attend, arrays, specs, P(*spec[:-1], None, None))
-
-
-def _check_projection(x: Any, w_qkv: Any, bias: Any, query_heads: Any, key_heads: Any, head_dim: Any) -> None:
-    for name, value in (("query_heads", query_heads), ("key_heads", key_heads), ("head_dim", head_dim)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}; it describes the columns of `w_qkv`")
-    _validate.check_heads(query_heads, key_heads)
-    if x.ndim not in (2, 3):
-        raise ValueError(
-            f"`x` must have shape [B, T, D] or [T, D], got {x.shape}; "
-            "reshape more batch axes into one, or map over them with jax.vmap"
-        )
-    _validate.check_dtype("x", x.dtype)
-    columns = (query_heads + 2 * key_heads) * head_dim
-    if w_qkv.shape != (x.shape[-1], columns):
-        raise ValueError(
-            f"`w_qkv` must have shape ({x.shape[-1]}, {columns}), D rows and (query_heads + 2 * key_heads) * head_dim "
-            f"columns, got {w_qkv.shape}; concatenate the query, key and value matrices along axis 1"
-        )
-    if bias is not None and bias.shape != (columns,):
-        raise ValueError(
-            f"`bias` must have shape ({columns},), one element for each column of `w_qkv`, got {bias.shape}"
-        )
-    for name, array in (("w_qkv", w_qkv), ("bias", bias)):
-        if array is not None and array.dtype != x.dtype:
-            raise ValueError(f"`{name}` must have the dtype of `x`, {x.dtype}, got {array.dtype}; cast one of them")
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

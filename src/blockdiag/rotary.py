@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from blockdiag._dtypes import accumulation_dtype
+from blockdiag._validate import check_apply_to
 
 Operand = Literal["query", "key", "value"]
 
@@ -52,14 +53,8 @@ class Rotary:
     apply_to: Sequence[Operand] = ("query", "key")
 
     def __post_init__(self) -> None:
-        operands = (self.apply_to,) if isinstance(self.apply_to, str) else tuple(self.apply_to)
-        if not operands or not set(operands) <= {"query", "key", "value"}:
-            raise ValueError(
-                f'`apply_to` must name one or more of "query", "key" and "value", got {self.apply_to!r}; '
-                "pass rotary=None to rotate nothing"
-            )
         # Static fields are hashed by jit, so that a list given by the caller must become a tuple.
-        object.__setattr__(self, "apply_to", operands)
+        object.__setattr__(self, "apply_to", check_apply_to(self.apply_to))
 
 
 def rotary_tables(

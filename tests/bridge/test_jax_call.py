@@ -327,6 +327,12 @@ import sys
 
 before = dict(os.environ)
 import blockdiag
+assert "jax" not in sys.modules
+for name in list(sys.modules):
+    if name.startswith("blockdiag"):
+        del sys.modules[name]
+import jax
+import blockdiag
 
 # jax.make_user_context must have run before a user traces anything, or JAX traces it all anew.
 assert "blockdiag.interop.targets" in sys.modules

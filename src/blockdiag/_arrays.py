@@ -1,0 +1,39 @@
+"""What checks need to know of an array, whichever library it is of. Imports neither jax nor torch."""
+
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name that problems carry, of a dtype of numpy, JAX or torch."""
+    text = str(dtype)
+    return text.removeprefix("torch.") if text.startswith("torch.") else np.dtype(dtype).name
+
+
+def is_traced(value: Any) -> bool:
+    """Whether `value` stands for an array or number that is not known yet."""
+    jax, torch = sys.modules.get("jax"), sys.modules.get("torch")
+    if jax is not None and isinstance(value, jax.core.Tracer):
+        return True
+    if torch is None:
+        return False
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return True
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def known_values(array: Any) -> np.ndarray | None:
+    """The values of an array on the host, or None where they cannot be known.
+
+    They cannot in a trace, on another process, or on a GPU that a torch stream would have to be waited for.
+    """
+    if is_traced(array):
+        return None
+    jax, torch = sys.modules.get("jax"), sys.modules.get("torch")
+    if jax is not None and isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return None
+    if torch is not None and isinstance(array, torch.Tensor):
+        return array.numpy(force=True) if array.device.type == "cpu" else None
+    return np.asarray(array)
