@@ -1,9 +1,12 @@
 """`python -m blockdiag doctor`."""
 
+import importlib.util
+import io
 import json
 import platform
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from blockdiag.cli import app as command_line
@@ -48,6 +51,49 @@ def test_tables(report):
     assert result.exit_code == 0
     assert "block_diagonal_attention" in result.output
     assert report["packages"]["jaxlib"] in result.output
+
+
+def test_torch_beside_jax(report):
+    torch = pytest.importorskip("torch")
+    entry = report["torch"]
+    assert entry["cuda"] == torch.version.cuda
+    assert len(entry["devices"]) == torch.cuda.device_count()
+    gpus = [device for device in report["devices"] if device["platform"] == "gpu"]
+    assert entry["same_devices"] == (len(gpus) == torch.cuda.device_count())
+    assert (entry["jax_memory_bytes"] is None) == (not gpus)
+    assert "torch beside JAX" in run_doctor().output
+
+
+def test_without_torch(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+    result = run_doctor("--json")
+    assert json.loads(result.stdout)["torch"] is None
+    assert "torch beside JAX" not in run_doctor().output
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (True, 0.75)),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, (False, 0.75)),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.3"}, (True, 0.3)),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, (True, 0.5)),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, (False, 0.75)),
+    ],
+)
+def test_memory_settings_of_jax(environment, expected):
+    assert doctor._memory_settings(environment) == expected
+
+
+def test_memory_and_devices_are_told():
+    entry = doctor.TorchReport("13.0", "9.19.0", None, ["A GPU"], False, True, 0.75, 3 << 30)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(doctor._torch_table(entry))
+    text = console.export_text()
+    assert "13.0, 9.19.0, none" in text
+    assert "no: set CUDA_VISIBLE_DEVICES" in text
+    assert "75% of a GPU, 3.0 GiB at its first use; XLA_PYTHON_CLIENT_PREALLOCATE=false" in text
 
 
 def test_missing_package_has_no_version():

@@ -2,8 +2,11 @@
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import jax
@@ -45,6 +48,29 @@ class ImplementationReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TorchReport:
+    """What matters where torch and JAX share a process.
+
+    Attributes:
+        cuda, cudnn, nccl: versions that torch was built with or has loaded, None without CUDA.
+        devices: names of the CUDA devices that torch sees.
+        same_devices: whether JAX sees the same ones, by name and number.
+        preallocates: whether JAX takes its share of a GPU's memory at its first use.
+        jax_share: the share of a GPU's memory that JAX may use.
+        jax_memory_bytes: that share of the first GPU in bytes, None without one.
+    """
+
+    cuda: str | None
+    cudnn: str | None
+    nccl: str | None
+    devices: list[str]
+    same_devices: bool
+    preallocates: bool
+    jax_share: float
+    jax_memory_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """Everything that doctor says.
 
@@ -55,6 +81,7 @@ class Report:
         packages: version of each package that matters, None where it is not installed.
         devices: what JAX finds, the default device first.
         implementations: every implementation of every op.
+        torch: None where torch is not installed.
     """
 
     python: str
@@ -63,6 +90,7 @@ class Report:
     packages: dict[str, str | None]
     devices: list[DeviceReport]
     implementations: list[ImplementationReport]
+    torch: TorchReport | None
 
 
 def doctor(
@@ -77,6 +105,8 @@ def doctor(
     console.print(_versions_table(report))
     console.print(_devices_table(report))
     console.print(_implementations_table(report))
+    if report.torch is not None:
+        console.print(_torch_table(report.torch))
 
 
 def inspect_machine() -> Report:
@@ -88,6 +118,7 @@ def inspect_machine() -> Report:
         packages={name: _package_version(name) for name in PACKAGES},
         devices=[_describe(device) for device in jax.devices()],
         implementations=_implementations(has_gpu=any(device.platform == "gpu" for device in jax.devices())),
+        torch=_describe_torch() if importlib.util.find_spec("torch") is not None else None,
     )
 
 
@@ -128,6 +159,34 @@ def _describe(device: jax.Device) -> DeviceReport:
     )
 
 
+def _describe_torch() -> TorchReport:
+    import torch
+
+    has_cuda = torch.version.cuda is not None
+    cudnn = torch.backends.cudnn.version() if has_cuda else None
+    names = {index: torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    preallocates, share = _memory_settings(os.environ)
+    return TorchReport(
+        cuda=torch.version.cuda,
+        cudnn=None if cudnn is None else f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,
+        devices=list(names.values()),
+        same_devices=names == {device.local_hardware_id: device.device_kind for device in gpus},
+        preallocates=preallocates,
+        jax_share=share,
+        jax_memory_bytes=_describe(gpus[0]).memory_bytes if gpus else None,
+    )
+
+
+def _memory_settings(environment: Mapping[str, str]) -> tuple[bool, float]:
+    """Whether JAX preallocates GPU memory, and which share it may use: the variables that its GPU client reads."""
+    share = environment.get("XLA_CLIENT_MEM_FRACTION") or environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
+    pools = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() != "platform"
+    wanted = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
+    return pools and wanted, float(share)
+
+
 def _versions_table(report: Report) -> Table:
     table = Table(title="Versions")
     table.add_column("what")
@@ -147,6 +206,25 @@ def _devices_table(report: Report) -> Table:
     for device in report.devices:
         memory = "" if device.memory_bytes is None else f"{device.memory_bytes / 2**30:.1f} GiB"
         table.add_row(device.name, device.kind, device.compute_capability or "", memory)
+    return table
+
+
+def _torch_table(torch: TorchReport) -> Table:
+    table = Table(title="torch beside JAX")
+    table.add_column("what")
+    table.add_column("here")
+    table.add_row("CUDA, cuDNN, NCCL of torch", ", ".join(x or "none" for x in (torch.cuda, torch.cudnn, torch.nccl)))
+    table.add_row("CUDA devices of torch", escape(", ".join(torch.devices)) or "none")
+    same = "yes" if torch.same_devices else "[red]no[/red]: set CUDA_VISIBLE_DEVICES before both start"
+    table.add_row("the same GPUs as JAX", same if torch.devices or not torch.same_devices else "neither has one")
+    amount = f"{torch.jax_share:.0%} of a GPU"
+    if torch.jax_memory_bytes is not None:
+        amount += f", {torch.jax_memory_bytes / 2**30:.1f} GiB"
+    if torch.preallocates:
+        amount += " at its first use; XLA_PYTHON_CLIENT_PREALLOCATE=false takes it as needed"
+    else:
+        amount += " at most, as needed"
+    table.add_row("memory for JAX", amount)
     return table
 
 

@@ -6,19 +6,36 @@ Names are resolved on first use: importing this package imports neither triton n
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from blockdiag.interop.dlpack import to_jax as to_jax
+    from blockdiag.interop.dlpack import to_torch as to_torch
     from blockdiag.interop.jax_call import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
     from blockdiag.interop.kernel_call import TensorDescriptor as TensorDescriptor
     from blockdiag.interop.kernel_call import triton_call as triton_call
     from blockdiag.interop.targets import compile_target as compile_target
+    from blockdiag.interop.wrap import wrap_jax as wrap_jax
+    from blockdiag.interop.wrap import wrap_torch as wrap_torch
 
 _HOMES = {
     "EXPORT_DISABLED_CHECKS": "blockdiag.interop.jax_call",
     "TensorDescriptor": "blockdiag.interop.kernel_call",
     "compile_target": "blockdiag.interop.targets",
+    "to_jax": "blockdiag.interop.dlpack",
+    "to_torch": "blockdiag.interop.dlpack",
     "triton_call": "blockdiag.interop.kernel_call",
+    "wrap_jax": "blockdiag.interop.wrap",
+    "wrap_torch": "blockdiag.interop.wrap",
 }
 
-__all__ = ["EXPORT_DISABLED_CHECKS", "TensorDescriptor", "compile_target", "triton_call"]
+__all__ = [
+    "EXPORT_DISABLED_CHECKS",
+    "TensorDescriptor",
+    "compile_target",
+    "to_jax",
+    "to_torch",
+    "triton_call",
+    "wrap_jax",
+    "wrap_torch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,185 @@
+"""When device memory that torch and JAX share may go back to its allocator.
+
+Both frameworks hand memory back on the host, as soon as the last reference is gone, while the device may still be
+working on it. Each allocator gives such memory only to work that is ordered behind its own streams, which says nothing
+about the other framework's streams, and DLPack has no event for "no longer used". So this file keeps the owner:
+
+- JAX's memory that torch reads (`lend`): when the last tensor on it is gone, an event is recorded on the stream that
+  imported it and on the current one, and JAX's array is kept until the events have passed.
+- torch's memory that JAX reads (`borrow`): when JAX has released its array, the storage is kept until a small JAX
+  computation that was started afterwards is ready. XLA runs the computations of one GPU in order, on one stream, so all
+  earlier readers are through by then. One such fence serves many tensors, and little memory does not ask for one.
+
+Nothing here waits. What has passed is released at the next crossing, or by `settle(force=True)`. Host memory needs none
+of this: torch's own operations on the CPU are finished when they return, and XLA's CPU client keeps its arguments until
+it has read them.
+"""
+
+import collections
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+# Dropped storages are held without a fence up to this many bytes and this many storages on each device: a fence costs
+# about as much host time as any other small JAX computation.
+UNFENCED_BYTES = 1 << 20
+UNFENCED_STORAGES = 32
+
+
+class Limbo:
+    """Owners of memory that a device may still be using, each with tests that tell when it no longer does.
+
+    Owners of one lane pass in the order in which they came, so only the first of each lane is asked.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[Hashable, collections.deque[tuple[object, tuple[Callable[[], bool], ...]]]] = {}
+        self._releasing = threading.Lock()
+
+    def __len__(self) -> int:
+        return sum(len(lane) for lane in list(self._lanes.values()))
+
+    def keep(self, lane: Hashable, owner: object, passed: tuple[Callable[[], bool], ...]) -> None:
+        """Keeps `owner` until every test in `passed` says yes. Takes no lock: finalizers call this at any time."""
+        self._lanes.setdefault(lane, collections.deque()).append((owner, passed))
+
+    def release(self) -> None:
+        """Drops the owners that the device has passed."""
+        # Whoever finds the lock taken leaves the work to its holder. A finalizer that runs in here only appends.
+        if not self._releasing.acquire(blocking=False):
+            return
+        try:
+            for lane in list(self._lanes.values()):
+                while lane and all(passed() for passed in lane[0][1]):
+                    lane.popleft()
+        finally:
+            self._releasing.release()
+
+
+class _Watch(weakref.ref):
+    """Calls `release(*payload)` when what it refers to is gone."""
+
+    __slots__ = ("payload", "process", "release")
+
+    payload: tuple[Any, ...]
+    process: int
+    release: Callable[..., None]
+
+
+_watches: dict[int, _Watch] = {}
+
+
+def watch(target: object, release: Callable[..., None], *payload: Any) -> None:
+    """Calls `release(*payload)` once `target` is gone; the payload lives at least until then."""
+    entry = _Watch(target, _gone)
+    entry.release, entry.payload, entry.process = release, payload, os.getpid()
+    _watches[id(entry)] = entry
+
+
+def _gone(entry: _Watch) -> None:
+    _watches.pop(id(entry), None)
+    # CUDA may be gone while the interpreter ends, and is never usable in a forked child.
+    if not sys.is_finalizing() and entry.process == os.getpid():
+        entry.release(*entry.payload)
+
+
+limbo = Limbo()
+_settling = threading.Lock()
+_unmarked: collections.deque[tuple[jax.Array, torch.cuda.Stream]] = collections.deque()
+_dropped: collections.defaultdict[int, collections.deque[torch.UntypedStorage]] = collections.defaultdict(
+    collections.deque
+)
+
+
+def lend(tensor: torch.Tensor, array: jax.Array, stream: torch.cuda.Stream) -> None:
+    """Keeps JAX's `array` behind the CUDA `tensor` that was imported on `stream` until torch has read it.
+
+    It is the storage that is watched, so views may outlive the tensor.
+    """
+    watch(tensor.untyped_storage(), _returned, array, stream)
+
+
+def _returned(array: jax.Array, stream: torch.cuda.Stream) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        # An event recorded now would become part of the graph and could not be asked.
+        _unmarked.append((array, stream))
+        return
+    current = torch.cuda.current_stream(stream.device)
+    streams = [stream] if current == stream else [stream, current]
+    lane = (stream.device.index, *(each.cuda_stream for each in streams))
+    limbo.keep(lane, array, tuple(each.record_event().query for each in streams))
+
+
+def borrow(alias: torch.Tensor, device_index: int) -> None:
+    """Keeps torch's storage behind `alias`, a tensor of which only JAX will hold a reference, until JAX has read it."""
+    watch(alias, _dropped[device_index].append, alias.untyped_storage())
+
+
+def settle(*, force: bool = False) -> None:
+    """Releases what the devices have passed, and starts fences where enough memory waits for one.
+
+    Args:
+        force: start a fence for any memory that waits for one.
+    """
+    # Whoever finds the lock taken leaves the work to its holder.
+    if not _settling.acquire(blocking=False):
+        return
+    try:
+        for _ in range(len(_unmarked)):
+            _returned(*_unmarked.popleft())
+        for device_index, storages in list(_dropped.items()):
+            if storages and (force or _is_much(storages)):
+                # Only what was dropped before the fence starts is behind it.
+                batch = [storages.popleft() for _ in range(len(storages))]
+                limbo.keep(("fence", device_index), batch, (_start_fence(device_index).is_ready,))
+        limbo.release()
+    finally:
+        _settling.release()
+
+
+def _is_much(storages: collections.deque[torch.UntypedStorage]) -> bool:
+    return len(storages) >= UNFENCED_STORAGES or sum(each.nbytes() for each in list(storages)) >= UNFENCED_BYTES
+
+
+def _start_fence(device_index: int) -> Any:
+    compiled, token = _fence(device_index)
+    return compiled(token)
+
+
+@functools.cache
+def _fence(device_index: int) -> tuple[Any, Any]:
+    # Compiled ahead of time, since a plain jitted call would be staged into the caller's program under a trace.
+    with jax.ensure_compile_time_eval():
+        token = jax.device_put(np.zeros((), np.int32), cuda_device(device_index))
+        return jax.jit(lambda x: x + 1).lower(token).compile(), token
+
+
+@functools.cache
+def cuda_device(device_index: int) -> jax.Device:
+    """JAX's device that is torch's `cuda:device_index`.
+
+    Raises:
+        ValueError: when JAX has no such device.
+    """
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError as error:
+        raise ValueError(
+            f"JAX has no CUDA device to share memory of cuda:{device_index} with ({error}); install jax[cuda13], or "
+            "move the tensor with tensor.cpu()"
+        ) from error
+    for device in devices:
+        if device.local_hardware_id == device_index:
+            return device
+    raise ValueError(
+        f"JAX does not see cuda:{device_index}, only {[str(device) for device in devices]}; make the same devices "
+        "visible to both frameworks, by CUDA_VISIBLE_DEVICES"
+    )

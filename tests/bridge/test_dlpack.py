@@ -1,0 +1,480 @@
+"""`to_jax` and `to_torch`: the same memory in both frameworks, or a clear refusal."""
+
+import gc
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import threading
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from blockdiag.interop import _lifetimes, dlpack, to_jax, to_torch
+
+WIDE = ["int64", "uint64", "float64", "complex128"]
+NARROW = sorted({str(dtype).removeprefix("torch.") for dtype in dlpack.DTYPES} - set(WIDE))
+LAYOUTS = {
+    "row-major": lambda x: x,
+    "transposed heads": lambda x: x.transpose(1, 2),
+    "reversed": lambda x: x.permute(3, 2, 1, 0),
+    "first half": lambda x: x[:1],
+    "size-one dimensions": lambda x: x[:1].transpose(0, 1)[None],
+}
+
+
+@pytest.fixture(params=["direct", "public"])
+def path(request, monkeypatch):
+    """Both ways into JAX: jaxlib's functions, and the public ones that serve where those are missing."""
+    if request.param == "public":
+        monkeypatch.setattr(dlpack, "_direct", lambda: None)
+    else:
+        assert dlpack._direct() is not None, "this jaxlib is not known: crossings are slow"
+
+
+def filled(dtype: torch.dtype, shape: tuple[int, ...] = (2, 4, 8, 16)) -> torch.Tensor:
+    """Zeros and ones of any dtype: a pattern whose bits every dtype can hold."""
+    size = int(np.prod(shape))
+    return (torch.arange(size) % 3 == 0).to(torch.float32).to(dtype).reshape(shape)
+
+
+def pointer(array: jax.Array) -> int:
+    return array.unsafe_buffer_pointer()
+
+
+def resident_bytes() -> int:
+    """Of this process, at this moment."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def values(array: jax.Array) -> np.ndarray:
+    return np.asarray(array).astype(np.complex128)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_same_memory_both_ways(name, path):
+    tensor = filled(getattr(torch, name))
+    array = to_jax(tensor)
+    assert pointer(array) == tensor.data_ptr()
+    assert (array.shape, array.dtype) == (
+        tuple(tensor.shape),
+        np.dtype(getattr(jnp, "bool_" if name == "bool" else name)),
+    )
+    back = to_torch(array)
+    assert back.data_ptr() == tensor.data_ptr()
+    assert (back.shape, back.dtype, back.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+    np.testing.assert_array_equal(values(array), tensor.to(torch.complex128).numpy())
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_array_of_jax_keeps_its_memory(name, path):
+    array = jnp.zeros((3, 5), getattr(jnp, "bool_" if name == "bool" else name))
+    tensor = to_torch(array)
+    assert tensor.data_ptr() == pointer(array)
+    assert (tuple(tensor.shape), tensor.dtype) == (array.shape, getattr(torch, name))
+    assert not tensor.requires_grad
+    again = to_jax(tensor)
+    assert pointer(again) == pointer(array)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_64_bits_cross_only_where_jax_has_them(name, path):
+    tensor = filled(getattr(torch, name))
+    with pytest.raises(ValueError, match=r"would narrow; cast it with tensor\.to\(torch\..*jax\.enable_x64"):
+        to_jax(tensor)
+    with pytest.raises(ValueError, match="would narrow"):
+        to_jax(tensor, copy=True)
+    with jax.enable_x64(True):
+        array = to_jax(tensor)
+        assert pointer(array) == tensor.data_ptr()
+        assert array.dtype == name
+        assert to_torch(array).data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_that_cross(layout, path):
+    tensor = layout(filled(torch.float32) + torch.arange(1024.0).reshape(2, 4, 8, 16))
+    array = to_jax(tensor)
+    assert pointer(array) == tensor.data_ptr()
+    np.testing.assert_array_equal(np.asarray(array), tensor.numpy())
+    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: x * 2)(array)), tensor.numpy() * 2)
+    back = to_torch(array)
+    assert back.data_ptr() == tensor.data_ptr()
+    torch.testing.assert_close(back, tensor, rtol=0, atol=0)
+
+
+def test_heads_before_tokens_become_heads_after_tokens():
+    tensor = torch.randn(2, 3, 8, 16)  # [B, N, T, H]
+    array = to_jax(tensor.transpose(1, 2))
+    assert array.shape == (2, 8, 3, 16)
+    assert pointer(array) == tensor.data_ptr()
+    assert to_torch(array).stride() == tensor.transpose(1, 2).stride()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1)])
+def test_shapes_at_the_edge(shape, path):
+    tensor = torch.ones(shape)
+    array = to_jax(tensor)
+    assert array.shape == shape
+    assert to_torch(array).shape == shape
+    np.testing.assert_array_equal(np.asarray(array), tensor.numpy())
+
+
+def packed_projection() -> torch.Tensor:
+    return torch.randn(2, 8, 3, 4, 16).unbind(2)[1]
+
+
+REFUSED = {
+    "packed slice": (packed_projection, "no permutation of dense memory; pass tensor.contiguous"),
+    "every second": (lambda: torch.arange(16.0)[::2], "no permutation of dense memory"),
+    "columns": (lambda: torch.randn(64, 64)[:, :32], "no permutation of dense memory"),
+    "broadcast": (lambda: torch.randn(1, 16).expand(4, 16), "no permutation of dense memory"),
+    "overlapping": (lambda: torch.arange(16.0).as_strided((4, 4), (2, 1)), "no permutation of dense memory"),
+    "conjugate": (lambda: torch.randn(16, dtype=torch.complex64).conj(), r"pass tensor.resolve_conj\(\)"),
+    "negative": (lambda: torch.randn(16, dtype=torch.complex64).conj().imag, r"resolve_neg\(\)"),
+    "misaligned": (lambda: torch.arange(65.0)[1:], r"no multiple of 64 bytes.*pass tensor.clone\(\)"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_shared(make, message, path):
+    tensor = make()
+    with pytest.raises(ValueError, match=f"{message}.*copy=True"):
+        to_jax(tensor)
+    array = to_jax(tensor, copy=True)
+    assert pointer(array) != tensor.data_ptr()
+    np.testing.assert_array_equal(np.asarray(array), tensor.resolve_conj().resolve_neg().numpy())
+    before = np.array(array)
+    tensor.untyped_storage().fill_(0)
+    np.testing.assert_array_equal(np.asarray(array), before)
+
+
+def test_allowed_copy_is_not_made_without_need(path):
+    tensor = torch.randn(4, 4)
+    assert pointer(to_jax(tensor, copy=True)) == tensor.data_ptr()
+
+
+def test_one_copy_is_one(monkeypatch):
+    copies = []
+    monkeypatch.setattr(dlpack, "dense_copy", lambda x, copy=dlpack.dense_copy: copies.append(x) or copy(x))
+    to_jax(torch.randn(16, dtype=torch.complex64).conj()[::2], copy=True)
+    assert len(copies) == 1
+
+
+def fake() -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+WRONG = {
+    "requires grad": (lambda: torch.ones(3, requires_grad=True), ValueError, r"tensor.detach\(\), or wrap .*wrap_jax"),
+    "parameter": (lambda: torch.nn.Parameter(torch.ones(3)), ValueError, r"tensor.detach\(\)"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), ValueError, r"layout torch.sparse_coo.*to_dense\(\)"),
+    "meta": (lambda: torch.ones(3, device="meta"), ValueError, "on meta"),
+    "dtype": (lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), ValueError, "dtype torch.qint8"),
+    "fake": (fake, TypeError, "FakeTensor"),
+    "array": (lambda: np.ones(3), TypeError, "must be a torch.Tensor, got ndarray"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("copy", [False, True])
+def test_what_never_crosses(make, error, message, copy):
+    with pytest.raises(error, match=message):
+        to_jax(make(), copy=copy)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.vmap(f)(torch.ones(2, 3)),
+        lambda f: torch.func.grad(f)(torch.ones(3)),
+        lambda f: torch.func.functionalize(f)(torch.ones(3)),
+    ],
+    ids=["vmap", "grad", "functionalize"],
+)
+def test_tensors_inside_of_a_transform(transform):
+    def function(x):
+        to_jax(x)
+        return x.sum()
+
+    with pytest.raises(TypeError, match=r"transform of torch\.func"):
+        transform(function)
+
+
+def test_traced_array():
+    with pytest.raises(TypeError, match=r"outside of jax\.jit.*wrap_torch"):
+        jax.jit(lambda x: to_torch(x))(jnp.ones(3))
+
+
+def test_arrays_that_do_not_cross():
+    with pytest.raises(TypeError, match=r"must be a jax\.Array, got ndarray"):
+        to_torch(np.ones(3))
+    with pytest.raises(TypeError, match="key_data"):
+        to_torch(jax.random.key(0))
+    with pytest.raises(TypeError, match="int4, which torch has not"):
+        to_torch(jnp.zeros(4, jnp.int4))
+    deleted = jnp.ones(3)
+    deleted.delete()
+    with pytest.raises(ValueError, match="deleted"):
+        to_torch(deleted)
+
+
+def test_array_over_several_devices():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    for spec in (jax.P("x"), jax.P()):
+        array = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, spec))
+        with pytest.raises(ValueError, match=r"4 devices.*addressable_shards"):
+            to_torch(array)
+        assert to_torch(array.addressable_shards[3].data).sum() == 8 // (4 if spec else 1)
+
+
+def test_array_of_a_mesh_of_one_device():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    array = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("x")))
+    assert to_torch(array).tolist() == list(range(8))
+
+
+def test_result_of_a_running_computation_is_complete(path):
+    x = jnp.full((400, 400), 1 / 400, jnp.float32)
+    product = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))(x)
+    torch.testing.assert_close(to_torch(product), torch.full((400, 400), 1 / 400), rtol=1e-4, atol=0)
+
+
+def test_writes_are_seen_on_the_other_side(path):
+    # Documented, not recommended: JAX takes its arrays to be immutable.
+    tensor = torch.zeros(16)
+    array = to_jax(tensor)
+    tensor[3] = 7
+    assert np.asarray(array)[3] == 7
+    ours = jnp.zeros(16)
+    to_torch(ours)[5] = 2
+    assert np.asarray(ours)[5] == 2
+
+
+def test_memory_outlives_the_object_it_came_from(path):
+    tensor = torch.arange(1000.0)
+    array = to_jax(tensor)
+    del tensor
+    gc.collect()
+    churn = [torch.full((1000,), -1.0) for _ in range(50)]
+    np.testing.assert_array_equal(np.asarray(array), np.arange(1000.0))
+    view = to_torch(array)[10:20]
+    del array
+    gc.collect()
+    churn += [jnp.full(1000, -1.0) for _ in range(50)]
+    assert view.tolist() == list(range(10, 20))
+
+
+def test_crossing_inside_of_a_trace():
+    tensor = torch.arange(4.0)
+    result = jax.jit(lambda x: x + to_jax(tensor))(jnp.ones(4))
+    assert result.tolist() == [1, 2, 3, 4]
+
+
+def test_10_000_calls_do_not_grow(path):
+    tensor = torch.ones(64)
+    step = jax.jit(lambda x: x + 1)
+
+    def cross(times):
+        for _ in range(times):
+            to_torch(step(to_jax(tensor)))
+
+    cross(500)
+    gc.collect()
+    arrays, watches = len(jax.live_arrays()), len(_lifetimes._watches)
+    resident = resident_bytes()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    cross(2000)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    cross(8000)
+    gc.collect()
+    assert after - before < 50_000
+    assert len(jax.live_arrays()) <= arrays
+    assert len(_lifetimes._watches) <= watches
+    # A leak of one 64-element array a call would be 2.5 MB, of its bookkeeping several times that.
+    assert resident_bytes() - resident < 8e6
+
+
+def test_large_arrays_go_back():
+    resident = None
+    for turn in range(60):
+        tensor = torch.ones(1 << 20)
+        array = to_jax(tensor) + 1
+        assert to_torch(array)[-1] == 2
+        if turn == 10:
+            resident = resident_bytes()
+    # 50 more turns move 400 MB.
+    assert resident_bytes() - resident < 100e6
+
+
+def test_threads():
+    failures = []
+
+    def work(seed):
+        for step in range(200):
+            tensor = torch.full((64,), float(seed * 1000 + step))
+            result = to_torch(to_jax(tensor) * 2)
+            if not torch.equal(result, tensor * 2):
+                failures.append((seed, step))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def in_another_process(queue):
+    tensor = torch.arange(4.0)
+    queue.put((to_torch(to_jax(tensor) + 1)).tolist())
+
+
+def test_spawned_process(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=in_another_process, args=(queue,))
+    process.start()
+    assert queue.get(timeout=120) == [1, 2, 3, 4]
+    process.join(60)
+    assert process.exitcode == 0
+
+
+FORKED = """
+import os, signal, sys, warnings
+import torch
+from blockdiag.interop import to_jax
+
+warnings.simplefilter("ignore")
+to_jax(torch.ones(3))
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+signal.alarm(60)
+try:
+    to_jax(torch.ones(3))
+except RuntimeError as error:
+    os._exit(7 if "spawn" in str(error) else 1)
+os._exit(2)
+"""
+
+
+def test_forked_process_is_refused():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    assert subprocess.run([sys.executable, "-c", FORKED], env=environment, timeout=120).returncode == 7
+
+
+class Device:
+    """What a GPU has passed so far, for the bookkeeping that a CPU never uses."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+
+    def mark(self, at: int):
+        return lambda: self.passed >= at
+
+
+def test_owners_stay_until_the_device_has_passed():
+    limbo, device = _lifetimes.Limbo(), Device()
+    owners = [torch.ones(1) for _ in range(4)]
+    for at, owner in enumerate(owners):
+        limbo.keep("fast" if at % 2 else "slow", owner, (device.mark(0), device.mark(10 * at)))
+    limbo.release()
+    assert len(limbo) == 3
+    device.passed = 10
+    limbo.release()
+    assert len(limbo) == 2
+    device.passed = 30
+    limbo.release()
+    assert len(limbo) == 0
+
+
+def test_release_may_come_back_into_itself():
+    limbo = _lifetimes.Limbo()
+
+    class Owner:
+        def __del__(self):
+            limbo.keep("lane", "left behind", (lambda: False,))
+            limbo.release()
+
+    limbo.keep("lane", Owner(), (lambda: True,))
+    limbo.release()
+    assert len(limbo) == 1
+
+
+def test_end_of_a_storage_is_noticed_after_its_last_view():
+    ended = []
+    tensor = to_torch(jnp.arange(8.0))
+    _lifetimes.watch(tensor.untyped_storage(), ended.append, "storage")
+    view = tensor[2:]
+    detached = view.detach()
+    del tensor, view
+    gc.collect()
+    assert not ended
+    del detached
+    gc.collect()
+    assert ended == ["storage"]
+
+
+def test_release_by_jax_is_noticed():
+    ended = []
+    tensor = torch.arange(16.0)
+    alias = tensor.detach()
+    (array,) = dlpack.share([alias])
+    _lifetimes.watch(alias, ended.append, "alias")
+    del alias
+    gc.collect()
+    assert not ended
+    result = array + 1
+    result.block_until_ready()
+    del array
+    gc.collect()
+    assert ended == ["alias"]
+
+
+def test_little_memory_waits_for_a_fence_in_company(monkeypatch):
+    monkeypatch.setattr(_lifetimes, "limbo", _lifetimes.Limbo())
+    fences = []
+
+    class Fence:
+        def is_ready(self):
+            return len(fences) > 1
+
+    monkeypatch.setattr(_lifetimes, "_start_fence", lambda index: fences.append(index) or Fence())
+    dropped = _lifetimes._dropped[7]
+    for _ in range(_lifetimes.UNFENCED_STORAGES - 1):
+        dropped.append(torch.ones(4).untyped_storage())
+    _lifetimes.settle()
+    assert not fences
+    dropped.append(torch.ones(4).untyped_storage())
+    _lifetimes.settle()
+    assert fences == [7] and not dropped
+    assert len(_lifetimes.limbo) == 1
+    dropped.append(torch.ones(_lifetimes.UNFENCED_BYTES // 4).untyped_storage())
+    _lifetimes.settle()
+    assert fences == [7, 7]
+    assert len(_lifetimes.limbo) == 0
+    dropped.append(torch.ones(1).untyped_storage())
+    dlpack.release_finished()
+    assert fences == [7, 7, 7] and not dropped
+    del _lifetimes._dropped[7]
+
+
+def test_no_gpu_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=r"JAX has no CUDA device.*jax\[cuda13\]"):
+        _lifetimes.cuda_device(0)
