@@ -78,7 +78,7 @@ def test_descriptors_are_made_on_the_host(bind):
 
 
 def test_kernels_are_not_multiplied_by_scalars(monkeypatch):
-    monkeypatch.setattr(torch_launch, "_device_target", lambda device_index: Target(90, 132))
+    monkeypatch.setattr(torch_launch, "device_target", lambda device_index: Target(90, 132))
     monkeypatch.setattr(torch_launch, "_kernels", {})
     kernels = {
         id(torch_launch._loaded_kernel(dataclasses.replace(AddSpec(1000), **changes).plan(Target(90, 132)), 0))
@@ -88,4 +88,4 @@ def test_kernels_are_not_multiplied_by_scalars(monkeypatch):
     on_other_device = torch_launch._loaded_kernel(AddSpec(1000).plan(Target(90, 132)), 1)
     assert id(on_other_device) not in kernels
     assert on_other_device.module is None  # loaded on first use, by each device's own object
-    assert torch_launch._bound_launch.cache_info().maxsize is not None
+    assert torch_launch.bound_launch.cache_info().maxsize is not None

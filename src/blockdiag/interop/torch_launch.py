@@ -5,6 +5,7 @@ This is the mechanism only: it knows nothing of autograd or torch.compile, which
 
 import contextvars
 import copy
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from blockdiag.triton_kernels.plan import (
     Pointer,
     Scalar,
     Target,
-    TensorSpec,
 )
 
 # Plans remembered for repeated calls. Kernels are kept apart from them, by compile key, so calls that differ in sizes
@@ -48,9 +48,9 @@ def launch(spec: KernelSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]
     """
     device = _common_device(spec, tensors)
     if device.index == torch.cuda.current_device():
-        return _bound_launch(spec, device.index)(tensors)
+        return bound_launch(spec, device.index)(tensors)
     with torch.cuda.device(device):
-        return _bound_launch(spec, device.index)(tensors)
+        return bound_launch(spec, device.index)(tensors)
 
 
 def _common_device(spec: KernelSpec, tensors: tuple[torch.Tensor, ...]) -> torch.device:
@@ -75,12 +75,17 @@ def _common_device(spec: KernelSpec, tensors: tuple[torch.Tensor, ...]) -> torch
 
 
 @functools.lru_cache(maxsize=_REMEMBERED_PLANS)
-def _bound_launch(spec: KernelSpec, device_index: int) -> "_BoundLaunch":
-    return _BoundLaunch(spec.plan(_device_target(device_index)), device_index)
+def bound_launch(spec: KernelSpec, device_index: int) -> "_BoundLaunch":
+    """The launch of `spec` on a device, ready to be called with tensors that the caller has checked.
+
+    The device must be the current one when it is called.
+    """
+    return _BoundLaunch(spec.plan(device_target(device_index)), device_index)
 
 
 @functools.cache
-def _device_target(device_index: int) -> Target:
+def device_target(device_index: int) -> Target:
+    """What plans may know of a CUDA device."""
     properties = torch.cuda.get_device_properties(device_index)
     return Target(properties.major * 10 + properties.minor, properties.multi_processor_count)
 
@@ -92,7 +97,7 @@ _kernels_lock = threading.Lock()
 def _loaded_kernel(plan: LaunchPlan, device_index: int) -> Any:
     """Triton's kernel object for the current device: the compiled kernel is shared, its handles belong to one
     device."""
-    target = _device_target(device_index)
+    target = device_target(device_index)
     key = (device_index, *compile_key(plan, target.arch))
     with _kernels_lock:
         if key not in _kernels:
@@ -101,56 +106,115 @@ def _loaded_kernel(plan: LaunchPlan, device_index: int) -> Any:
 
 
 class _BoundLaunch:
-    """A plan bound to a loaded kernel: what is left to do for a call is to allocate outputs and list the arguments."""
+    """A plan bound to a loaded kernel: what is left to do for a call is to allocate outputs and list the arguments.
+
+    Written for little host time: whatever a call does not change is prepared here.
+    """
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
+        self._plan = plan
         self._device = torch.device("cuda", device_index)
         self._num_inputs = len(plan.inputs)
         sources = {output: source for source, output in plan.aliases}
-        self._outputs: list[tuple[int | None, TensorSpec]] = [
-            (sources.get(index), spec) for index, spec in enumerate(plan.outputs)
+        self._outputs = [
+            (sources.get(index), spec.shape, _torch_dtype(spec.dtype)) for index, spec in enumerate(plan.outputs)
         ]
-        self._arguments = [self._bind(argument) for argument in plan.arguments.values()]
+        # Arguments that stay as they are, and where the others come from: (argument, buffer, how to make it).
+        self._template: list[Any] = []
+        self._pointers: list[tuple[int, int]] = []
+        self._descriptors: list[tuple[int, int, type, dict[str, Any]]] = []
+        for index, argument in enumerate(plan.arguments.values()):
+            self._template.append(argument.value if isinstance(argument, Scalar | Constexpr) else None)
+            if isinstance(argument, Pointer):
+                self._pointers.append((index, self._position(argument)))
+            elif isinstance(argument, Descriptor):
+                self._descriptors.append((index, self._position(argument), *_descriptor_fields(argument)))
         kernel = _loaded_kernel(plan, device_index)
         self._run = _with_scratch(kernel, self._device, kernel[plan.grid])
 
     def __call__(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        outputs = tuple(
-            torch.empty(spec.shape, dtype=_torch_dtype(spec.dtype), device=self._device)
-            if source is None
-            else tensors[source]
-            for source, spec in self._outputs
-        )
-        buffers = tensors + outputs
-        self._run(*[argument(buffers) for argument in self._arguments])
+        outputs = self._allocate(tensors)
+        self._run(*self._arguments(tensors + outputs))
         return outputs
 
-    def _bind(self, argument: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-        match argument:
-            case Pointer():
-                position = self._position(argument)
-                return lambda buffers: buffers[position].data_ptr()
-            case Descriptor():
-                return self._bind_descriptor(argument)
-            case Scalar() | Constexpr():
-                value = argument.value
-                return lambda buffers: value
-        raise ValueError(f"{argument!r} is no plan argument")
+    def into(self, tensors: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+        """The same into outputs that the caller has allocated: contiguous, aligned, of the plan's sizes."""
+        self._run(*self._arguments(tensors + outputs))
 
-    def _bind_descriptor(self, descriptor: Descriptor) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-        position = self._position(descriptor)
-        shape, strides, block_shape = map(list, (descriptor.shape, descriptor.strides, descriptor.block_shape))
-        if descriptor.layout is None:
-            from triton.tools.tensor_descriptor import TensorDescriptor
+    def prepared(self, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+        """The bare launch on these tensors and outputs made once, for measuring what a launch costs by itself."""
+        buffers = tensors + self._allocate(tensors)
+        arguments = self._arguments(buffers)
+        # Arguments are mere addresses: the buffers are kept alive here.
+        return lambda: (self._run(*arguments), buffers)[0]
 
-            return lambda buffers: TensorDescriptor(buffers[position], shape, strides, block_shape)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
+    def prepared_jit(self, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+        """The same through Triton's own `kernel[grid](...)`, which looks the compiled kernel up for every call."""
+        buffers = tensors + self._allocate(tensors)
+        arguments = self._arguments(buffers)
+        for index, position in self._pointers:
+            arguments[index] = buffers[position]
+        options = {name: value for name, value in dataclasses.asdict(self._plan.options).items() if value is not None}
+        launch = self._plan.kernel[self._plan.grid]
+        return lambda: launch(*arguments, **options)
 
-        layout = descriptor.layout
-        return lambda buffers: GluonTensorDescriptor(buffers[position], shape, strides, block_shape, layout)
+    def _arguments(self, buffers: tuple[torch.Tensor, ...]) -> list[Any]:
+        if self._descriptors:
+            _make_context_current(self._device.index)
+        arguments = self._template.copy()
+        for index, position in self._pointers:
+            arguments[index] = buffers[position].data_ptr()
+        for index, position, kind, fields in self._descriptors:
+            # Past its constructor, whose checks of sizes and strides would be the same for every call.
+            descriptor = object.__new__(kind)
+            descriptor.__dict__ = {"base": buffers[position], **fields}
+            arguments[index] = descriptor
+        return arguments
+
+    def _allocate(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=self._device) if source is None else tensors[source]
+            for source, shape, dtype in self._outputs
+        )
 
     def _position(self, argument: Pointer | Descriptor) -> int:
         return argument.index if argument.role == "input" else self._num_inputs + argument.index
+
+
+class _Thread(threading.local):
+    """What a thread has: the devices whose CUDA context it was given."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_thread = _Thread()
+
+
+def _make_context_current(device_index: int) -> None:
+    """Gives this thread the device's CUDA context, without which no tensor descriptor can be made.
+
+    A thread gets it with its first call of the CUDA runtime. Autograd's own threads may reach a launch without one:
+    torch's allocator answers from its cache, and Triton looks after the context only when it launches.
+    """
+    if device_index not in _thread.devices:
+        torch.cuda.mem_get_info(device_index)
+        _thread.devices.add(device_index)
+
+
+def _descriptor_fields(descriptor: Descriptor) -> tuple[type, dict[str, Any]]:
+    """The class of a host-made tensor descriptor, and its fields but the tensor, checked by the constructor once."""
+    shape, strides, block_shape = map(list, (descriptor.shape, descriptor.strides, descriptor.block_shape))
+    if descriptor.layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor as Kind
+
+        layout = ()
+    else:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Kind
+
+        layout = (descriptor.layout,)
+    example = Kind(torch.empty(0, dtype=torch.bfloat16), shape, strides, block_shape, *layout)
+    return Kind, {name: value for name, value in vars(example).items() if name != "base"}
 
 
 def _with_scratch(kernel: Any, device: torch.device, run: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,12 @@
+"""blockdiag for PyTorch: registered operators that launch the library's kernels, and modules made of them.
+
+Importing this module imports no JAX; calls on the CPU, and calls that ask for it, do.
+"""
+
+from blockdiag.torch._attention import block_diagonal_attention as block_diagonal_attention
+from blockdiag.torch._attention import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
+from blockdiag.torch._attention import fused_qkv_block_attention as fused_qkv_block_attention
+from blockdiag.torch._rotary import Rotary as Rotary
+from blockdiag.torch._rotary import apply_rotary as apply_rotary
+from blockdiag.torch._rotary import rotary_tables as rotary_tables
+from blockdiag.torch.modules import BlockDiagonalSelfAttention as BlockDiagonalSelfAttention

@@ -1,0 +1,253 @@
+"""Block-diagonal attention for torch: the public functions."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.autograd import forward_ad
+
+from blockdiag import _validate
+from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops registers the operators
+from blockdiag.torch._call import Arguments
+from blockdiag.torch._rotary import Rotary
+
+_NATIVE = ("triton",)
+_sharding.register_where_imported()
+
+
+def block_diagonal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int = 64,
+    sequence_offsets: torch.Tensor | None = None,
+    block_lengths: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+) -> torch.Tensor:
+    """Self-attention in which every token attends within its own fixed-size block of its own sequence.
+
+    The torch twin of `blockdiag.block_diagonal_attention`: the same arguments and meaning, on CUDA the very same Triton
+    kernels, launched on the current stream without JAX. It is a registered operator: autograd, `torch.compile` with
+    full graphs and dynamic shapes, CUDA graphs, autocast, activation checkpointing and DTensors sharded over batch or
+    heads all work. Only query, key and value are kept for the backward pass. Repeatable bit by bit. Second derivatives
+    raise a NotImplementedError.
+
+    Args:
+        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
+            `block_lengths` describe. float16, bfloat16, float32 or float64, on a CPU or a CUDA device. Tensors that are
+            not contiguous (or not aligned to 16 bytes) are copied once.
+        key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
+        block_size: rows of a block, 1..256; with `block_lengths` the most rows of a block.
+        sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked
+            on the CPU; on a GPU that would wait for the device, and they are taken as JAX takes traced ones.
+        block_lengths: int32 [num_blocks], only for packed tensors and instead of `sequence_offsets`.
+        rotary: rotary embedding of query and key (or as it says), fused into both directions.
+        scale: positive factor on the scores; 1 / sqrt(H) when None.
+        is_causal: whether a token attends only to itself and earlier tokens of its block.
+        implementation: None for the native kernels on CUDA and "xla" through JAX elsewhere (and where the kernels do
+            not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference", "xla"
+            or "pallas" for JAX's implementation of that name; a sequence for the first that supports the call.
+        via: "jax" to go through DLPack and JAX on CUDA as well.
+
+    Under autocast, query, key and value are cast to its dtype first.
+
+    Returns:
+        The attention output, contiguous, in the shape and dtype of `query`.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import block_diagonal_attention
+        >>> query, key, value = torch.randn(3, 2, 100, 4, 32)
+        >>> block_diagonal_attention(query, key, value, block_size=32).shape
+        torch.Size([2, 100, 4, 32])
+    """
+    query, key, value = _autocast(query, key, value)
+    options = _options(block_size, scale, is_causal)
+    return _call((query, key, value), 0, sequence_offsets, block_lengths, rotary, options, implementation, via)
+
+
+def block_diagonal_attention_bhsd(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int = 64,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+) -> torch.Tensor:
+    """`block_diagonal_attention` in the layout of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Nothing is copied where the tensors are transposed views of [B, T, N, H], and, if key has as many heads as query,
+    where they are contiguous themselves (each head is then a sequence of its own). Other tensors are copied once.
+
+    Args:
+        query: [B, N, T, H].
+        key, value: [B, K, T, H].
+        block_size, rotary, scale, is_causal, implementation, via: as for `block_diagonal_attention`.
+
+    Returns:
+        [B, N, T, H]: contiguous where the operands are, else a transposed view of a contiguous [B, T, N, H].
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(f"`{name}` must have shape [B, heads, T, H], got {tuple(tensor.shape)}")
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "scale": scale,
+        "is_causal": is_causal,
+        "implementation": implementation,
+        "via": via,
+    }
+    by_token = rotary is not None and (rotary.per_token or rotary.positions is not None)
+    is_folded = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+    if is_folded and query.shape == key.shape == value.shape and not by_token:
+        folded = (tensor.flatten(0, 1).unsqueeze(2) for tensor in (query, key, value))
+        return block_diagonal_attention(*folded, rotary=rotary, **options).view(query.shape)
+    transposed = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return block_diagonal_attention(*transposed, rotary=rotary, **options).transpose(1, 2)
+
+
+def fused_qkv_block_attention(
+    x: torch.Tensor,
+    w_qkv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    query_heads: int,
+    key_heads: int,
+    head_dim: int,
+    block_size: int = 64,
+    sequence_offsets: torch.Tensor | None = None,
+    block_lengths: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+) -> torch.Tensor:
+    """Project tokens to query, key and value by one matrix product, then attend within blocks.
+
+    Equal to `block_diagonal_attention` on the three parts of `x @ w_qkv + bias`. The kernels read the projected buffer
+    where it lies, and write the three gradients side by side into one buffer of its shape, so that nothing is copied
+    between the products and the attention.
+
+    Args:
+        x: [B, T, D], or packed [T, D].
+        w_qkv: [D, (N + 2 K) H] in the dtype of `x`, columns query | key | value, each head by head.
+        bias: [(N + 2 K) H] in the dtype of `x`, or None.
+        query_heads: N, a multiple of `key_heads`.
+        key_heads: K.
+        head_dim: H.
+        block_size, sequence_offsets, block_lengths, rotary, scale, is_causal, implementation, via: as for
+            `block_diagonal_attention`.
+
+    Returns:
+        The attention output [B, T, N, H] or [T, N, H].
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+    """
+    x, w_qkv = _autocast(x, w_qkv)
+    bias = None if bias is None else _autocast(bias)[0]
+    _validate.check_projection(x, w_qkv, bias, query_heads, key_heads, head_dim)
+    buffer = torch.matmul(x, w_qkv) if bias is None else torch.nn.functional.linear(x, w_qkv.t(), bias)
+    buffer = buffer.unflatten(-1, (query_heads + 2 * key_heads, head_dim))
+    options = _options(block_size, scale, is_causal)
+    operands = (buffer, None, None)
+    return _call(operands, key_heads, sequence_offsets, block_lengths, rotary, options, implementation, via)
+
+
+def _options(block_size: int, scale: float | None, is_causal: bool) -> tuple[int, float | None, bool]:
+    """The options as the operators take them: their schema knows no other types."""
+    if torch.compiler.is_compiling():
+        return block_size, scale, is_causal
+    if scale is not None:
+        scale = _validate.check_scale(scale, 1)
+    return _validate.check_block_size(block_size), scale, _validate.check_is_causal(is_causal)
+
+
+def _call(
+    operands: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    key_heads: int,
+    sequence_offsets: torch.Tensor | None,
+    block_lengths: torch.Tensor | None,
+    rotary: Rotary | None,
+    options: tuple[int, float | None, bool],
+    implementation: str | Sequence[str] | None,
+    via: Literal["jax"] | None,
+) -> torch.Tensor:
+    if via not in (None, "jax"):
+        raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
+    if implementation is not None and implementation != "triton" and not torch.compiler.is_compiling():
+        from blockdiag.dispatch import normalise_implementation
+
+        normalise_implementation(implementation)
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
+    is_native = via is None and (not names or names == _NATIVE)
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _refuse_tangents(operands)
+    cos, sin, positions, letters = None, None, None, ""
+    if rotary is not None:
+        if not isinstance(rotary, Rotary):
+            raise ValueError(
+                f"`rotary` must be a blockdiag.torch.Rotary or None, got {type(rotary)}; wrap cos and sin tables"
+            )
+        cos, sin, positions, letters = rotary.cos, rotary.sin, rotary.positions, rotary.letters
+    if type(operands[0]) is not torch.Tensor:
+        tables: Any = (sequence_offsets, block_lengths, cos, sin, positions)
+        sequence_offsets, block_lengths, cos, sin, positions = _sharding.prepare_sharded(operands[0], tables)
+    arguments = Arguments(
+        *operands, sequence_offsets, block_lengths, cos, sin, positions, key_heads, *options, letters, ",".join(names)
+    )
+    if is_native and operands[0].is_cuda and not torch.compiler.is_compiling():
+        from blockdiag.torch import _native
+
+        if _native.is_plain(*arguments[:8]):
+            try:
+                return _native.attend(arguments)
+            except _native.Unsupported:
+                return torch.ops.blockdiag.block_diagonal_forward_through_jax(*arguments)
+    for name, tensor in (("sequence_offsets", sequence_offsets), ("block_lengths", block_lengths)):
+        # The schema would refuse it in words of its own.
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"`{name}` must be a tensor, got {type(tensor)}; convert it with torch.as_tensor")
+    if is_native:
+        return torch.ops.blockdiag.block_diagonal_forward(*arguments)
+    return torch.ops.blockdiag.block_diagonal_forward_through_jax(*arguments)
+
+
+def _refuse_tangents(operands: Sequence[torch.Tensor | None]) -> None:
+    """An operator in Python would drop them without a word, and give a derivative of 0."""
+    for operand in operands:
+        if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
+            raise NotImplementedError(
+                "forward-mode derivatives of block-diagonal attention are not available in torch; use reverse mode, or "
+                'blockdiag.block_diagonal_attention with implementation="reference" in JAX'
+            )
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands in autocast's dtype where it is on; float64 stays what it is, as elsewhere in torch."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors
+    )

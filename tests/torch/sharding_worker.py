@@ -1,0 +1,232 @@
+"""What each of two processes runs for test_sharding: functions of the process's rank, on CPU tensors through gloo."""
+
+import os
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from blockdiag.torch import Rotary, block_diagonal_attention, fused_qkv_block_attention, rotary_tables
+
+BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 4, 40, 8, 4, 16
+
+
+def serve(rank: int, world_size: int, store: str, requests: Connection) -> None:
+    """Answer each name that arrives with None, or with what went wrong in the function of that name."""
+    torch.set_num_threads(1)
+    # gloo would look the host name up, which need not be known; and most of the time here is compilation.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while (request := requests.recv()) is not None:
+        name, arguments = request
+        try:
+            globals()[name](*arguments)
+            requests.send(None)
+        except Exception:
+            requests.send(f"process {rank}: {traceback.format_exc()}")
+    dist.destroy_process_group()
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same in every process."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def operands(key_heads: int = KEY_HEADS, batch: int | None = BATCH) -> list[torch.Tensor]:
+    """Query, key, value and a cotangent of the output; packed ones without a batch."""
+    lead = (TOKENS,) if batch is None else (batch, TOKENS)
+    heads = (HEADS, key_heads, key_heads, HEADS)
+    return [random(*lead, n, HEAD_DIM, seed=seed) for seed, n in enumerate(heads)]
+
+
+def options(kind: str, batch: int = BATCH) -> dict:
+    """Options of a call, as plain tensors."""
+    cos, sin = rotary_tables(TOKENS, HEAD_DIM)
+    if kind == "rotary":
+        return {"rotary": Rotary(cos, sin), "is_causal": True}
+    if kind in ("positions", "shared positions"):
+        shape = (TOKENS,) if kind == "shared positions" else (batch, TOKENS)
+        positions = torch.randint(0, TOKENS, shape, generator=torch.Generator().manual_seed(9), dtype=torch.int32)
+        return {"rotary": Rotary(cos, sin, positions=positions)}
+    if kind == "tables of each row":
+        tables = (torch.rand(batch, TOKENS, HEAD_DIM // 2, generator=torch.Generator().manual_seed(s)) for s in (7, 8))
+        return {"rotary": Rotary(*tables, per_token=True, interleaved=True)}
+    if kind == "offsets":
+        return {"sequence_offsets": torch.tensor([0, 7, 7, 30], dtype=torch.int32), "rotary": Rotary(cos, sin)}
+    if kind == "lengths":
+        return {"block_lengths": torch.tensor([16, 0, 9, 12], dtype=torch.int32)}
+    return {}
+
+
+def whole_results(inputs: list[torch.Tensor], **call: object) -> list[torch.Tensor]:
+    """Output and gradients without any sharding."""
+    *leaves, cotangent = (x.clone() for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+    output = block_diagonal_attention(*leaves, block_size=16, **call)
+    return [output.detach(), *torch.autograd.grad(output, leaves, cotangent)]
+
+
+def check_sharded(kind: str, dims: tuple[int | None, ...], is_packed: bool, key_heads: int, via: str | None) -> None:
+    """Operands sharded over one dimension for each mesh axis: same results, same shards, no communication."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,) if len(dims) == 1 else (1, 2))
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    inputs = operands(key_heads, None if is_packed else BATCH)
+    call = options(kind)
+    expected = whole_results(inputs, **call)
+    *leaves, cotangent = (distribute_tensor(x, mesh, placements) for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+    with CommDebugMode() as communication:
+        output = block_diagonal_attention(*leaves, block_size=16, via=via, **call)
+        gradients = torch.autograd.grad(output, leaves, cotangent)
+    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+    for actual, whole in zip((output, *gradients), expected, strict=True):
+        assert isinstance(actual, DTensor) and list(actual.placements) == placements, actual.placements
+        torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
+
+
+def check_operators_directly() -> None:
+    """torch.ops without the public function, its tables DTensors that say how they are sharded."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    inputs, rotary = operands(), options("positions")["rotary"]
+    expected = whole_results(inputs, rotary=rotary)
+    query, key, value, cotangent = (distribute_tensor(x, mesh, [Shard(0)]) for x in inputs)
+    cos, sin = (distribute_tensor(x, mesh, [Replicate()]) for x in (rotary.cos, rotary.sin))
+    positions = distribute_tensor(rotary.positions, mesh, [Shard(0)])
+    arguments = (query, key, value, None, None, cos, sin, positions, 0, 16, None, False, "qk", "")
+    with CommDebugMode() as communication:
+        output = torch.ops.blockdiag.block_diagonal_forward(*arguments)
+        gradients = torch.ops.blockdiag.block_diagonal_backward(cotangent, *arguments)
+    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+    for actual, whole in zip((output, *gradients), expected, strict=True):
+        assert actual.placements == (Shard(0),)
+        torch.testing.assert_close(actual.full_tensor(), whole, rtol=1e-5, atol=2e-6)
+
+
+def check_uneven_batch() -> None:
+    """Three batch rows on two processes."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    inputs = operands(batch=3)
+    expected = whole_results(inputs, **options("positions", batch=3))
+    *leaves, cotangent = (distribute_tensor(x, mesh, [Shard(0)]) for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+    output = block_diagonal_attention(*leaves, block_size=16, **options("positions", batch=3))
+    for actual, whole in zip((output, *torch.autograd.grad(output, leaves, cotangent)), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
+
+
+def check_sum_of_output(dim: int) -> None:
+    """The cotangent of a sum is replicated: each process cuts its part out of what it has."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    inputs = operands()
+    inputs[3] = torch.ones_like(inputs[3])
+    _, *expected = whole_results(inputs)
+    leaves = [distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_() for x in inputs[:3]]
+    with CommDebugMode() as communication:
+        total = block_diagonal_attention(*leaves, block_size=16).sum()
+        total.backward()
+    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+    for leaf, whole in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad.full_tensor(), whole, rtol=1e-5, atol=2e-6)
+
+
+def check_what_cannot_stay(key_heads: int, query_dim: int, key_dim: int | None) -> None:
+    """Shards that no process could compute with are gathered, and the results are right."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    inputs = operands(key_heads)
+    expected = whole_results(inputs)
+    dims = (query_dim, key_dim, key_dim, query_dim)
+    *leaves, cotangent = (
+        distribute_tensor(x, mesh, [Replicate() if dim is None else Shard(dim)])
+        for x, dim in zip(inputs, dims, strict=True)
+    )
+    leaves = [x.requires_grad_() for x in leaves]
+    with CommDebugMode() as communication:
+        output = block_diagonal_attention(*leaves, block_size=16)
+    assert communication.get_total_counts() > 0
+    for actual, whole in zip((output, *torch.autograd.grad(output, leaves, cotangent)), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
+
+
+def check_fused_projection() -> None:
+    """A batch-sharded x with replicated weights, whose gradients are left as sums over the processes to be made."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    heads = {"query_heads": 4, "key_heads": 2, "head_dim": HEAD_DIM, "block_size": 16}
+    inputs = [random(BATCH, TOKENS, 24, seed=0), random(24, 8 * HEAD_DIM, seed=1) / 5, random(8 * HEAD_DIM, seed=2)]
+    cotangent = random(BATCH, TOKENS, 4, HEAD_DIM, seed=3)
+    whole = [x.clone().requires_grad_() for x in inputs]
+    rotary = Rotary(*rotary_tables(TOKENS, HEAD_DIM))
+    expected = fused_qkv_block_attention(*whole, rotary=rotary, **heads)
+    expected_gradients = torch.autograd.grad(expected, whole, cotangent)
+    placements = (Shard(0), Replicate(), Replicate())
+    parts = [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in zip(inputs, placements, strict=True)]
+    cotangent = distribute_tensor(cotangent, mesh, [Shard(0)])
+    with CommDebugMode() as communication:
+        output = fused_qkv_block_attention(*parts, rotary=rotary, **heads)
+        gradients = torch.autograd.grad(output, parts, cotangent)
+    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+    torch.testing.assert_close(output.full_tensor().detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for actual, right in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), right, rtol=1e-5, atol=1e-4)
+
+
+class Block(torch.nn.Module):
+    """Attention and a residual, as a model has many of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).chunk(3, dim=-2)
+        rotary = Rotary(*rotary_tables(TOKENS, HEAD_DIM))
+        return x + self.out(block_diagonal_attention(*heads, block_size=16, rotary=rotary).flatten(-2))
+
+
+def check_fully_shard() -> None:
+    """FSDP over parameters and batch: gradients of the mean loss equal those of one process on the whole batch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def new_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(Block(2 * HEAD_DIM), Block(2 * HEAD_DIM))
+
+    inputs, target = (random(BATCH, TOKENS, 2 * HEAD_DIM, seed=seed) for seed in (1, 2))
+    whole = new_model()
+    torch.nn.functional.mse_loss(whole(inputs), target).backward()
+    model = new_model()
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    rows = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
+    torch.nn.functional.mse_loss(model(inputs[rows]), target[rows]).backward()
+    for (name, actual), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(actual.grad, DTensor), name
+        torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def check_compiled() -> None:
+    """A compiled function of DTensors: the same results, and nothing communicated."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    inputs = operands()
+    rotary = options("rotary")["rotary"]
+    expected = whole_results(inputs, rotary=rotary)
+    *leaves, cotangent = (distribute_tensor(x, mesh, [Shard(2)]) for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return block_diagonal_attention(query, key, value, block_size=16, rotary=rotary)
+
+    attend(*leaves)
+    with CommDebugMode() as communication:
+        output = attend(*leaves)
+        gradients = torch.autograd.grad(output, leaves, cotangent)
+    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+    for actual, whole in zip((output, *gradients), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)

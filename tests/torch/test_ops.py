@@ -1,0 +1,624 @@
+"""The registered operators on the CPU: values, gradients, and everything torch does with an operator."""
+
+import dataclasses
+import functools
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import blockdiag  # noqa: E402
+from blockdiag.torch import (  # noqa: E402
+    Rotary,
+    block_diagonal_attention,
+    block_diagonal_attention_bhsd,
+    fused_qkv_block_attention,
+    rotary_tables,
+)
+from tests import test_validation  # noqa: E402
+from tests.support import Case, RotaryCase, assert_accurate, exact_attention, largest_error  # noqa: E402
+from tests.torch.torch_support import (  # noqa: E402
+    assert_as_accurate,
+    assert_same_bits,
+    attend,
+    masked_attention,
+    operator_arguments,
+    options_of,
+    packed_operator_arguments,
+    results_of,
+    tensors_of,
+    to_numpy,
+    to_tensor,
+    value_and_gradients,
+)
+
+OPERATORS = torch.ops.blockdiag
+
+CASES = {
+    "batch": Case(lengths=(37, 37)),
+    "causal, grouped, bfloat16": Case(
+        lengths=(37, 37), query_heads=6, key_heads=2, is_causal=True, dtype="bfloat16", head_dim=32
+    ),
+    "float16, scale": Case(lengths=(20,), dtype="float16", scale=0.7),
+    "offsets": Case(lengths=(3, 0, 40), layout="offsets", padding=7, query_heads=4),
+    "lengths": Case(lengths=(16, 9, 0, 12), layout="lengths", padding=5, dtype="bfloat16"),
+    "half-split": Case(lengths=(20, 20), rotary=RotaryCase()),
+    "interleaved, value too": Case(
+        lengths=(20, 20), rotary=RotaryCase(interleaved=True, apply_to=("query", "key", "value"))
+    ),
+    "positions": Case(lengths=(20, 20), query_heads=4, rotary=RotaryCase(tables="explicit")),
+    "per token, offsets": Case(
+        lengths=(3, 0, 29), layout="offsets", padding=5, rotary=RotaryCase(tables="token", dtype="bfloat16")
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_functions():
+    yield
+    torch._dynamo.reset()
+
+
+def test_import_needs_no_jax():
+    code = """
+import sys
+import blockdiag.torch
+assert blockdiag.torch.block_diagonal_attention and blockdiag.torch.rotary_tables(8, 16)
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"jax", "jaxlib", "flax", "triton"}, loaded
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+# Values
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_jax_bitwise(name):
+    case = CASES[name]
+    *operands, cotangent = case.operands()
+    function = case.attend(None)
+    output = function(*operands)
+    gradients = jax.jit(lambda operands, cotangent: jax.vjp(function, *operands)[1](cotangent))(operands, cotangent)
+    assert_same_bits(results_of(case), (output, *gradients))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_accurate(name):
+    case = CASES[name]
+    assert_accurate(case, [to_numpy(x) for x in results_of(case)], case.operands())
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", ("pallas", "xla")])
+def test_implementations(implementation):
+    case = CASES["offsets"]
+    assert_accurate(case, [to_numpy(x) for x in results_of(case, implementation=implementation)], case.operands())
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    case = Case(lengths=(20,), block_size=16, query_heads=2, key_heads=1, rotary=RotaryCase())
+    expected = case.results("triton")
+    assert_same_bits(results_of(case, implementation="triton"), expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lengths=(37, 37)),
+        Case(lengths=(37, 37), dtype="bfloat16", query_heads=4, is_causal=True),
+        Case(lengths=(40, 3), layout="offsets", dtype="float16", scale=0.4),
+    ],
+    ids=["batch", "causal, grouped, bfloat16", "offsets, float16"],
+)
+def test_as_accurate_as_torchs_attention(case):
+    """Errors against torch's own attention in float64 are at most twice those of torch's in the case's dtype."""
+    operands = tensors_of(case)
+    reference = functools.partial(masked_attention, case)
+    exact = value_and_gradients(reference, *(x.double() for x in operands))
+    assert_as_accurate(results_of(case), value_and_gradients(reference, *operands), exact)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("name", ["offsets", "interleaved, value too"])
+def test_double_precision(implementation, name):
+    case = dataclasses.replace(CASES[name], dtype="float64")
+    with jax.enable_x64(True):
+        operands = case.operands()
+    tensors = [to_tensor(x) for x in operands]
+    for actual, exact in zip(
+        value_and_gradients(attend(case, implementation=implementation), *tensors),
+        exact_attention(case, operands),
+        strict=True,
+    ):
+        assert actual.dtype == torch.float64
+        assert largest_error(to_numpy(actual), exact) <= 1e-12
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("name", ["batch", "packed, rotary"])
+def test_gradcheck(implementation, name):
+    case = {
+        "batch": Case(lengths=(3, 3), query_heads=2, key_heads=1, head_dim=8, block_size=2, is_causal=True),
+        "packed, rotary": Case(
+            lengths=(2, 3), layout="offsets", padding=1, head_dim=8, block_size=2, rotary=RotaryCase()
+        ),
+    }[name]
+    inputs = [x.double().requires_grad_() for x in tensors_of(case)[:3]]
+    assert torch.autograd.gradcheck(attend(case, implementation=implementation), inputs)
+
+
+def test_repeated_calls_agree_bitwise():
+    case = CASES["per token, offsets"]
+    assert_same_bits(results_of(case), results_of(case))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poison_stays_in_its_block(poison):
+    case = CASES["offsets"]
+    block = case.blocks[-1]
+    rows = torch.zeros(case.tokens, dtype=torch.bool)
+    rows[block.start : block.start + block.length] = True
+    rows[case.tokens - case.padding :] = True
+    operands = tensors_of(case)
+    clean = value_and_gradients(attend(case), *operands)
+    dirty = value_and_gradients(attend(case), *(x.masked_fill(rows[:, None, None], poison) for x in operands))
+    for before, after in zip(clean, dirty, strict=True):
+        assert_same_bits([after[~rows]], [before[~rows]])
+        assert not after[case.tokens - case.padding :].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 20, 4, 8), (2, 0, 4, 8), (0, 4, 8)])
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_no_tokens_are_legal(shape, implementation):
+    query = torch.zeros(shape, requires_grad=True)
+    output = block_diagonal_attention(query, query, query, implementation=implementation)
+    output.sum().backward()
+    assert output.shape == query.grad.shape == shape
+
+
+# Layouts
+
+
+def test_inputs_that_are_not_contiguous():
+    case = CASES["batch"]
+    query, key, value, cotangent = tensors_of(case)
+    expected = results_of(case)
+    wide = torch.zeros(*query.shape[:-1], 2 * case.head_dim)
+    wide[..., ::2] = query
+    transposed = key.transpose(1, 2).contiguous().transpose(1, 2)
+    packed = torch.stack((value, value), dim=2)[:, :, 1]
+    operands = (wide[..., ::2], transposed, packed, cotangent.transpose(1, 3).contiguous().transpose(1, 3))
+    assert not any(x.is_contiguous() for x in operands)
+    assert_same_bits(value_and_gradients(attend(case), *operands), expected)
+
+
+def test_misaligned_and_expanded_inputs():
+    case = CASES["batch"]
+    query, key, value, cotangent = tensors_of(case)
+    shifted = torch.empty(query.numel() + 1)[1:].view(query.shape).copy_(query)
+    one_head = key[:, :, :1].expand(key.shape)
+    expected = value_and_gradients(attend(case), query, one_head.contiguous(), value, cotangent)
+    assert_same_bits(value_and_gradients(attend(case), shifted, one_head, value, cotangent), expected)
+
+
+def test_expanded_cotangent():
+    case = CASES["offsets"]
+    query, key, value, cotangent = tensors_of(case)
+    expected = value_and_gradients(attend(case), query, key, value, torch.ones_like(cotangent))[1:]
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    attend(case)(*leaves).sum().backward()
+    assert_same_bits([x.grad for x in leaves], expected)
+
+
+@pytest.mark.parametrize("wanted", [w for w in itertools.product([False, True], repeat=3) if any(w)])
+def test_gradients_of_some_operands(wanted):
+    case = CASES["batch"]
+    *operands, cotangent = tensors_of(case)
+    expected = results_of(case)[1:]
+    for operand, is_wanted in zip(operands, wanted, strict=True):
+        operand.requires_grad_(is_wanted)
+    attend(case)(*operands).backward(cotangent)
+    for operand, is_wanted, gradient in zip(operands, wanted, expected, strict=True):
+        if is_wanted:
+            assert_same_bits([operand.grad], [gradient])
+        else:
+            assert operand.grad is None
+
+
+def test_nothing_is_recorded_without_gradients():
+    case = CASES["batch"]
+    query, key, value, _ = tensors_of(case)
+    assert not attend(case)(query, key, value).requires_grad
+    with torch.no_grad():
+        assert not attend(case)(query.requires_grad_(), key, value).requires_grad
+    expected = results_of(case)[:1]
+    with torch.inference_mode():
+        assert_same_bits([attend(case)(*tensors_of(case)[:3])], expected)
+
+
+def test_operands_are_all_that_is_kept_for_the_backward_pass():
+    case = CASES["half-split"]
+    query, key, value, _ = (x.requires_grad_() for x in tensors_of(case))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        rotary = options_of(case)["rotary"]
+        block_diagonal_attention(query, key, value, block_size=16, rotary=rotary)
+    expected = {x.data_ptr() for x in (query, key, value, rotary.cos, rotary.sin)}
+    assert set(kept) == expected
+
+
+@pytest.mark.parametrize("kind", ["views", "contiguous", "grouped, contiguous", "rotary", "positions", "one tensor"])
+def test_bhsd(kind):
+    case = Case(
+        lengths=(37, 37),
+        query_heads=4,
+        key_heads=2 if kind.startswith("grouped") else 4,
+        is_causal=True,
+        rotary={"rotary": RotaryCase(), "positions": RotaryCase(tables="explicit")}.get(kind),
+    )
+    *operands, cotangent = tensors_of(case)
+    if kind == "one tensor":
+        operands = [operands[0]] * 3
+    expected = value_and_gradients(attend(case), *operands, cotangent)
+    swapped = [x.transpose(1, 2) for x in (*operands, cotangent)]
+    if kind != "views":
+        swapped = [x.contiguous() for x in swapped]
+    options = {name: value for name, value in options_of(case).items()}
+    results = value_and_gradients(functools.partial(block_diagonal_attention_bhsd, **options), *swapped)
+    for actual, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(actual.transpose(1, 2), right, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"`key` must have shape \[B, heads, T, H\], got \(37, 4, 16\)"):
+        block_diagonal_attention_bhsd(swapped[0], torch.zeros(37, 4, 16), swapped[2])
+
+
+# The fused projection
+
+HEADS = {"query_heads": 4, "key_heads": 2, "head_dim": 16, "block_size": 16}
+
+
+def projection_operands(*tokens_shape: int) -> list[np.ndarray]:
+    """x, w_qkv, bias and a cotangent of the output."""
+    generator = np.random.default_rng(0)
+    shapes = ((*tokens_shape, 24), (24, 8 * 16), (8 * 16,), (*tokens_shape, 4, 16))
+    return [generator.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", ["batch", "rotary, no bias", "offsets"])
+def test_fused_projection_equals_jax(kind):
+    tokens_shape = (37,) if kind == "offsets" else (2, 37)
+    *inputs, cotangent = projection_operands(*tokens_shape)
+    options, jax_options = {}, {}
+    if kind.startswith("rotary"):
+        inputs.pop()
+        cos, sin = blockdiag.rotary_tables(37, 16)
+        options = {"rotary": Rotary(to_tensor(cos), to_tensor(sin)), "is_causal": True}
+        jax_options = {"rotary": blockdiag.Rotary(cos, sin), "is_causal": True}
+    if kind == "offsets":
+        offsets = np.asarray([0, 9, 9, 30], np.int32)
+        options, jax_options = {"sequence_offsets": to_tensor(offsets)}, {"sequence_offsets": offsets}
+
+    def run(*operands):
+        function = functools.partial(blockdiag.fused_qkv_block_attention, **HEADS, **jax_options)
+        output, pull_back = jax.vjp(function, *operands)
+        return output, *pull_back(jnp.asarray(cotangent))
+
+    expected = jax.jit(run)(*inputs)
+    function = functools.partial(fused_qkv_block_attention, **HEADS, **options)
+    actual = value_and_gradients(function, *map(to_tensor, (*inputs, cotangent)))
+    for one, other in zip(actual, expected, strict=True):
+        scale = float(jnp.abs(other).max())
+        np.testing.assert_allclose(to_numpy(one), np.asarray(other), rtol=1e-5, atol=2e-6 * scale)
+
+
+def test_fused_projection_equals_its_parts():
+    x, w_qkv, bias, cotangent = map(to_tensor, projection_operands(2, 37))
+
+    def separate(x, w_qkv, bias):
+        heads = torch.nn.functional.linear(x, w_qkv.t(), bias).unflatten(-1, (8, 16))
+        return block_diagonal_attention(*heads.split((4, 2, 2), dim=-2), block_size=16)
+
+    fused = functools.partial(fused_qkv_block_attention, **HEADS)
+    for one, other in zip(
+        value_and_gradients(fused, x, w_qkv, bias, cotangent),
+        value_and_gradients(separate, x, w_qkv, bias, cotangent),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+# What torch does with operators
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operators_keep_their_promises(name):
+    """Schema, fake kernel and derivative of the operators, also with symbolic shapes."""
+    case = CASES[name]
+    arguments = operator_arguments(case)
+    cotangent = tensors_of(case)[3]
+    with_gradients = (*(x.clone().requires_grad_() for x in arguments[:3]), *arguments[3:])
+    torch.library.opcheck(OPERATORS.block_diagonal_forward, with_gradients)
+    torch.library.opcheck(OPERATORS.block_diagonal_backward, (cotangent, *arguments))
+
+
+@pytest.mark.parametrize("name", ["positions", "per token, offsets"])
+def test_packed_operators_keep_their_promises(name):
+    case = CASES[name]
+    arguments = packed_operator_arguments(case)
+    torch.library.opcheck(OPERATORS.block_diagonal_forward, (arguments[0].requires_grad_(), *arguments[1:]))
+    arguments[0].requires_grad_(False)
+    torch.library.opcheck(OPERATORS.block_diagonal_packed_backward, (tensors_of(case)[3], *arguments))
+
+
+def test_operators_through_jax_keep_their_promises():
+    case = CASES["half-split"]
+    arguments = operator_arguments(case, implementation="xla")
+    with_gradients = (*(x.clone().requires_grad_() for x in arguments[:3]), *arguments[3:])
+    torch.library.opcheck(OPERATORS.block_diagonal_forward_through_jax, with_gradients)
+    torch.library.opcheck(OPERATORS.block_diagonal_backward_through_jax, (tensors_of(case)[3], *arguments))
+    packed = packed_operator_arguments(case)
+    torch.library.opcheck(OPERATORS.block_diagonal_packed_backward_through_jax, (tensors_of(case)[3], *packed))
+
+
+def test_cuda_graphs_may_hold_only_the_native_operators():
+    for method in ("forward", "backward", "packed_backward"):
+        native, through_jax = (getattr(OPERATORS, f"block_diagonal_{method}{end}") for end in ("", "_through_jax"))
+        assert torch.Tag.cudagraph_unsafe not in native.default.tags
+        assert torch.Tag.cudagraph_unsafe in through_jax.default.tags
+
+
+@pytest.mark.parametrize("name", ["causal, grouped, bfloat16", "offsets", "positions"])
+@pytest.mark.parametrize("via", [None, "jax"])
+def test_compiles_to_one_graph(name, via):
+    case = CASES[name]
+    function = attend(case, via=via)
+    compiled = torch.compile(lambda q, k, v: 2 * function(q, k, v), fullgraph=True, backend="aot_eager")
+    plain = value_and_gradients(lambda q, k, v: 2 * function(q, k, v), *tensors_of(case))
+    assert_same_bits(value_and_gradients(compiled, *tensors_of(case)), plain)
+
+
+def test_rotary_made_in_a_compiled_function():
+    case = CASES["half-split"]
+    cos, sin = rotary_tables(20, case.head_dim)
+
+    def function(query, key, value):
+        rotary = Rotary(cos, sin, interleaved=True, apply_to=("query",))
+        return block_diagonal_attention(query, key, value, block_size=16, rotary=rotary)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    operands = tensors_of(case)
+    assert_same_bits(value_and_gradients(compiled, *operands), value_and_gradients(function, *operands))
+
+
+@pytest.mark.parametrize("layout", ["batch", "offsets"])
+def test_new_lengths_compile_nothing(layout):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(query, key, value, offsets):
+        options = {"sequence_offsets": offsets} if layout == "offsets" else {}
+        return block_diagonal_attention(query, key, value, block_size=16, is_causal=True, **options).sin()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for length in (40, 56, 23):
+        case = Case(lengths=(length,) * 2, layout=layout)
+        operands = tensors_of(case)
+        offsets = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+        actual, expected = (
+            value_and_gradients(functools.partial(one, offsets=offsets), *operands) for one in (compiled, function)
+        )
+        assert_same_bits(actual, expected)
+    assert counter.frame_count == 1
+
+
+def test_fused_projection_and_bhsd_compile():
+    x, w_qkv, bias, cotangent = map(to_tensor, projection_operands(2, 37))
+
+    def function(x, w_qkv, bias):
+        output = fused_qkv_block_attention(x, w_qkv, bias, **HEADS).transpose(1, 2)
+        return block_diagonal_attention_bhsd(output, output, output, block_size=8).transpose(1, 2)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    operands = (x, w_qkv, bias, cotangent)
+    for one, other in zip(
+        value_and_gradients(compiled, *operands), value_and_gradients(function, *operands), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own, when it is imported
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
+def test_inductor():
+    case = CASES["half-split"]
+    function = attend(case)
+
+    def layer(query, key, value):
+        return function(query.sin(), key * 2, value) + query
+
+    compiled = torch.compile(layer, fullgraph=True)
+    operands = tensors_of(case)
+    for one, other in zip(value_and_gradients(compiled, *operands), value_and_gradients(layer, *operands), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_mistakes_in_compiled_functions_are_value_errors():
+    query = torch.zeros(2, 20, 4, 8)
+    compiled = torch.compile(
+        lambda query: block_diagonal_attention(query, query, query, block_size=300), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(ValueError, match=r"`block_size` must be an integer of 1..256"):
+        compiled(query)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_autocast(is_compiled):
+    case = CASES["half-split"]
+    operands = tensors_of(case)
+    function = attend(case)
+
+    def layer(query, key, value):
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(query, key, value)
+
+    if is_compiled:
+        layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    *inputs, cotangent = (x.bfloat16() for x in operands)
+    output, *gradients = value_and_gradients(function, *inputs, cotangent)
+    actual, *actual_gradients = value_and_gradients(layer, *operands[:3], cotangent)
+    assert_same_bits([actual], [output])
+    assert_same_bits(actual_gradients, [x.float() for x in gradients])
+    double = [x.double() for x in inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(case)(*double).dtype == torch.float64
+
+
+def test_autocast_of_the_fused_projection():
+    x, w_qkv, bias, cotangent = map(to_tensor, projection_operands(2, 37))
+    function = functools.partial(fused_qkv_block_attention, **HEADS)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, *gradients = value_and_gradients(function, x, w_qkv, bias, cotangent.bfloat16())
+    assert output.dtype == torch.bfloat16
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_activation_checkpointing(is_compiled):
+    case = CASES["offsets"]
+    function = attend(case)
+
+    def layer(query, key, value):
+        run = lambda *operands: function(*(x.sin() for x in operands))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(run, query, key, value, use_reentrant=False)
+
+    expected = value_and_gradients(lambda *operands: function(*(x.sin() for x in operands)), *tensors_of(case))
+    if is_compiled:
+        layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same_bits(value_and_gradients(layer, *tensors_of(case)), expected)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_second_derivatives_are_refused(is_packed):
+    case = CASES["batch"]
+    query, key, value, _ = tensors_of(case)
+    query.requires_grad_()
+    if is_packed:
+        arguments = packed_operator_arguments(case)
+        query = arguments[0].requires_grad_()
+        output = OPERATORS.block_diagonal_forward(*arguments)
+    else:
+        output = attend(case)(query, key, value)
+    (gradient,) = torch.autograd.grad(output.sin().sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"second derivatives .* not available in torch"):
+        gradient.square().sum().backward()
+
+
+# Bad input
+
+
+def as_torch(value):
+    """An argument of the JAX function as one of the torch function."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return to_tensor(value)
+    if isinstance(value, blockdiag.Rotary):
+        names = ("positions", "per_token", "interleaved", "apply_to")
+        more = {name: as_torch(getattr(value, name)) for name in names}
+        return Rotary(as_torch(value.cos), as_torch(value.sin), **more)
+    return value
+
+
+def message_of(function, arguments) -> str:
+    """What a call raises, dtypes by their plain names."""
+    with pytest.raises(ValueError) as caught:
+        function(**arguments)
+    return re.sub(r"torch\.(?=b?float|int)", "", str(caught.value))
+
+
+# Told in torch's words; see `test_mistakes_only_torch_knows`.
+OTHER_KINDS = {"offsets of a list", "rotary of a tuple", "tables of lists"}
+
+
+@pytest.mark.parametrize("mistake", [name for name in test_validation.MISTAKES if name not in OTHER_KINDS])
+def test_mistakes_are_told_as_in_jax(mistake):
+    arguments, _ = test_validation.MISTAKES[mistake]
+    query, key = test_validation.QUERY, test_validation.KEY
+    arguments = {"query": query, "key": key, "value": key, "block_size": 8} | arguments
+    expected = message_of(blockdiag.block_diagonal_attention, arguments)
+    arguments = {name: as_torch(value) for name, value in arguments.items()}
+    assert message_of(block_diagonal_attention, arguments) == expected
+
+
+@pytest.mark.parametrize("mistake", test_validation.PROJECTION_MISTAKES)
+def test_mistakes_of_projections_are_told_as_in_jax(mistake):
+    arguments, _ = test_validation.PROJECTION_MISTAKES[mistake]
+    zeros = test_validation.zeros
+    arguments = {"x": zeros(20, 16), "w_qkv": zeros(16, 64), **test_validation.PROJECTION} | arguments
+    expected = message_of(blockdiag.fused_qkv_block_attention, arguments)
+    arguments = {name: as_torch(value) for name, value in arguments.items()}
+    assert message_of(fused_qkv_block_attention, arguments) == expected
+
+
+def test_mistakes_only_torch_knows():
+    query = torch.zeros(2, 20, 4, 8)
+    with pytest.raises(ValueError, match=r"`via` must be None or 'jax', got 'xla'"):
+        block_diagonal_attention(query, query, query, via="xla")
+    for array in ([0, 20], np.asarray([0, 20], np.int32)):
+        with pytest.raises(ValueError, match=r"`sequence_offsets` must be a tensor, got <class '(list|numpy)"):
+            block_diagonal_attention(query[0], query[0], query[0], sequence_offsets=array)
+    with pytest.raises(ValueError, match=r"`rotary` must be a blockdiag.torch.Rotary or None, got <class 'tuple'>"):
+        block_diagonal_attention(query, query, query, rotary=rotary_tables(20, 8))
+    for table in ([0.0], None):
+        with pytest.raises(ValueError, match=r"`rotary.sin` must be a tensor, got <class '(list|NoneType)'>"):
+            Rotary(torch.zeros(20, 4), table)
+
+
+# Transforms
+
+
+def test_vmap():
+    case = CASES["half-split"]
+    operands = [torch.stack((x, 2 * x, -x)) for x in tensors_of(case)[:3]]
+    mapped = torch.func.vmap(attend(case))(*operands)
+    for index in range(3):
+        assert_same_bits([mapped[index]], [attend(case)(*(x[index] for x in operands))])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
+def test_forward_mode_is_refused():
+    """torch drops tangents at operators in Python, which would be a derivative of 0."""
+    case = CASES["batch"]
+    operands = tuple(tensors_of(case)[:3])
+    with pytest.raises(NotImplementedError, match=r"forward-mode derivatives .* not available in torch"):
+        torch.func.jvp(attend(case), operands, operands)
+    query, key, value = operands
+    with torch.autograd.forward_ad.dual_level():
+        plain = attend(case)(query, key, value)
+        with pytest.raises(NotImplementedError, match=r"forward-mode derivatives"):
+            attend(case)(query, torch.autograd.forward_ad.make_dual(key, key), value)
+    assert_same_bits([plain], results_of(case)[:1])
+
+
+def test_gradients_of_mapped_calls():
+    case = CASES["batch"]
+    stacked = [torch.stack((x, 2 * x, -x)) for x in tensors_of(case)]
+    mapped = value_and_gradients(torch.func.vmap(attend(case)), *stacked)
+    for index in range(3):
+        expected = value_and_gradients(attend(case), *(x[index] for x in stacked))
+        assert_same_bits([x[index] for x in mapped], expected)
+
+
+def test_functional_gradients_are_refused():
+    """torch cannot derive a rule of `torch.func` from a registered derivative; `torch.autograd` has one."""
+    case = CASES["batch"]
+    query, key, value, _ = tensors_of(case)
+    with pytest.raises(RuntimeError, match=r"setup_context"):
+        torch.func.grad(lambda query: attend(case)(query, key, value).sum())(query)

@@ -1,0 +1,149 @@
+"""DTensors and FSDP on two processes: what lies on a device is computed there, without communication."""
+
+import multiprocessing
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+from tests.torch import sharding_worker  # noqa: E402
+
+BATCH, HEADS = 0, 2
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Runs a function of `sharding_worker` in two processes at once, and raises what one of them raised."""
+    context = multiprocessing.get_context("spawn")
+    store = tmp_path_factory.mktemp("store") / "file"
+    pipes = [context.Pipe() for _ in range(2)]
+    processes = [
+        context.Process(target=sharding_worker.serve, args=(rank, 2, str(store), theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    ours = [own for own, _ in pipes]
+
+    def run(name, *arguments):
+        for pipe in ours:
+            pipe.send((name, arguments))
+        for pipe in ours:
+            assert pipe.poll(120), "a process hangs"
+        problems = [problem for problem in (pipe.recv() for pipe in ours) if problem is not None]
+        assert not problems, "\n".join(problems)
+
+    yield run
+    for pipe in ours:
+        pipe.send(None)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim"),
+    [
+        ("shared positions", BATCH),
+        ("positions", BATCH),
+        ("tables of each row", BATCH),
+        ("rotary", HEADS),
+        ("positions", HEADS),
+        ("rotary", None),
+    ],
+)
+def test_shards_stay_where_they_are(both, kind, dim):
+    both("check_sharded", kind, (dim,), False, 4, None)
+
+
+@pytest.mark.parametrize("kind", ["offsets", "lengths"])
+def test_packed_sequences_sharded_over_heads(both, kind):
+    both("check_sharded", kind, (1,), True, 4, None)
+
+
+def test_path_through_jax(both):
+    both("check_sharded", "rotary", (HEADS,), False, 2, "jax")
+
+
+@pytest.mark.parametrize("dims", [(BATCH, HEADS), (HEADS, HEADS), (BATCH, None)])
+def test_meshes_of_two_axes(both, dims):
+    both("check_sharded", "positions", dims, False, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("dims", "key_heads", "expected"),
+    [
+        ((BATCH, HEADS), 4, ["batch", "heads"]),
+        ((HEADS, HEADS), 8, ["heads", "heads"]),
+        ((HEADS, HEADS), 4, ["heads", "none"]),
+        ((HEADS, BATCH), 3, ["none", "batch"]),
+        ((BATCH, HEADS), None, ["batch", "none"]),
+    ],
+)
+def test_heads_stay_where_key_heads_divide_over_all_axes_together(dims, key_heads, expected):
+    """On a mesh of 2 x 4 devices; no key heads stand for an array that holds query, key and value."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    from blockdiag.torch import _sharding
+
+    mesh = SimpleNamespace(ndim=2, size=(2, 4).__getitem__)
+    shape = (8, 40, 24, 16)
+    query = SimpleNamespace(mesh=mesh, shape=shape, placements=tuple(Shard(dim) for dim in dims))
+    key = SimpleNamespace(mesh=mesh, shape=shape, placements=(Replicate(), Replicate()))
+    assert _sharding._shards([query, key], key_heads) == expected
+    assert _sharding._shards([key, query], key_heads) == expected
+
+
+def test_operators_without_the_public_function(both):
+    both("check_operators_directly")
+
+
+def test_batch_that_does_not_divide(both):
+    both("check_uneven_batch")
+
+
+@pytest.mark.parametrize("dim", [BATCH, HEADS])
+def test_replicated_cotangent(both, dim):
+    both("check_sum_of_output", dim)
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "query_dim", "key_dim"),
+    [(1, HEADS, None), (4, 1, 1), (4, 3, 3), (4, BATCH, HEADS)],
+    ids=["one key head", "tokens", "head dimension", "batch and heads"],
+)
+def test_shards_that_cannot_stay_are_gathered(both, key_heads, query_dim, key_dim):
+    both("check_what_cannot_stay", key_heads, query_dim, key_dim)
+
+
+def test_fused_projection(both):
+    both("check_fused_projection")
+
+
+def test_compiled_functions_of_dtensors(both):
+    both("check_compiled")
+
+
+def test_fully_shard_equals_one_process(both):
+    both("check_fully_shard")
+
+
+def test_strategies_are_registered_without_importing_dtensor_early():
+    code = """
+import sys
+import blockdiag.torch
+assert "torch.distributed.tensor" not in sys.modules
+import torch.distributed.tensor as distributed
+from blockdiag.torch import _sharding
+_sharding.register()
+known = distributed.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+names = [str(operator) for operator in known if str(operator).startswith("blockdiag.")]
+assert len(names) == 6, names
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
