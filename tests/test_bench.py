@@ -23,7 +23,7 @@ from blockdiag.bench.records import (
     recordable_failures,
     write_rows,
 )
-from blockdiag.bench.targets import judge_errors, judge_host, judge_times
+from blockdiag.bench.targets import judge_errors, judge_host, judge_times, judge_torch_host
 from blockdiag.triton_kernels.plan import TensorSpec
 
 WHERE = {
@@ -225,6 +225,21 @@ def test_errors_and_host_times_are_judged_too():
     assert not any(verdict.is_met for verdict in judge_errors([unmeasured]))
     host = [HostRow(op="block_diagonal", pass_name="fwd", implementation="triton", over_trivial_us=6.0, **WHERE)]
     assert [verdict.is_met for verdict in judge_host(host)] == [False]
+
+
+def test_host_times_of_the_torch_operators_are_judged_with_and_without_autograd():
+    pytest.importorskip("torch")
+    times = {("fwd", "operator"): (30.0, 6.0), ("fwd+bwd", "operator"): (320.0, 180.0)}
+    times["fwd+bwd", "one torch operation"] = (160.0, 20.0)
+    rows = [
+        HostRow(op="torch", pass_name=name, implementation=who, median_us=median, over_trivial_us=over, **WHERE)
+        for (name, who), (median, over) in times.items()
+    ]
+    found = {verdict.name: verdict for verdict in judge_torch_host(rows)}
+    assert found["fwd, operator: host time, us"].is_met
+    assert not found["fwd+bwd, operator: host time, us"].is_met
+    assert found["fwd+bwd, operator: host time beyond that of one torch operation, us"].value == 20.0
+    assert not found["compiled, with the operator: host time, us"].is_met
 
 
 def test_plots_are_small_files(tmp_path: Path):

@@ -138,3 +138,26 @@ def judge_host(rows: Sequence[HostRow], implementation: str = OURS) -> list[Verd
         for row in rows
         if row.implementation == implementation
     ]
+
+
+def judge_torch_host(rows: Sequence[HostRow]) -> list[Verdict]:
+    """Host time of the torch operators over their baselines, and of the bridges.
+
+    Autograd's engine hands a backward pass to a thread of its own and waits, whatever is differentiated; what the
+    operator adds to that is judged beside the whole.
+    """
+    from blockdiag.bench.torch_host import AUTOGRAD, LIMITS
+
+    found = {(row.pass_name, row.implementation): row for row in rows}
+
+    def over(key: tuple[str, str]) -> float | None:
+        return found[key].over_trivial_us if key in found else None
+
+    verdicts = [
+        Verdict(f"{pass_name}, {name}: host time, us", over((pass_name, name)), limit)
+        for (pass_name, name), limit in LIMITS.items()
+    ]
+    whole, engine = over(("fwd+bwd", "operator")), found.get(AUTOGRAD)
+    added = None if whole is None or engine is None or engine.median_us is None else whole - engine.median_us
+    name = "fwd+bwd, operator: host time beyond that of one torch operation, us"
+    return [*verdicts, Verdict(name, added, LIMITS["fwd+bwd", "operator"])]

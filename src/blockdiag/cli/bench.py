@@ -32,7 +32,7 @@ from blockdiag.bench.report import (
     timing_table,
     verdict_table,
 )
-from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times
+from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times, judge_torch_host
 
 if TYPE_CHECKING:
     from blockdiag.bench.implementations import Implementation
@@ -45,6 +45,7 @@ class Op(StrEnum):
     """What can be measured."""
 
     BLOCK_DIAGONAL = "block_diagonal"
+    TORCH = "torch"
 
 
 def bench(
@@ -59,7 +60,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     budget_seconds: Annotated[float, typer.Option(min=10.0, help="Time after which no baseline is begun.")] = 270.0,
 ) -> None:
-    """Time block-diagonal attention and its baselines, forward and backward, on one NVIDIA GPU.
+    """Time block-diagonal attention and its baselines, or the host time of the torch operators, on one NVIDIA GPU.
 
     Every timing is gated by a check against float64, interleaved with the others of its case, and shown beside the
     copy bandwidth of the same run. On a machine without a GPU a small check of the XLA path runs instead.
@@ -81,6 +82,9 @@ def bench(
         raise SystemExit("JAX sees a GPU but torch does not; install torch with CUDA: pip install 'torch>=2.11'")
     deadline = time.monotonic() + budget_seconds
     folder = output or DEFAULT_OUTPUT
+    if op is Op.TORCH:
+        _torch_host(console, folder)
+        return
     from blockdiag.bench.measure import Settings, find_implementations
 
     try:
@@ -153,6 +157,18 @@ def _measure(
             console.print(f"  {line}")
     verdicts = [*judge_times(timings), *judge_errors(error_rows), *judge_host(host_rows)]
     console.print(verdict_table(verdicts))
+
+
+def _torch_host(console: Console, folder: Path) -> None:
+    """Host time of the torch operators."""
+    from blockdiag.bench.measure import device_name
+    from blockdiag.bench.torch_host import measure_torch_host
+
+    rows = measure_torch_host(environment(device_name()))
+    merge_rows(folder / "torch_host.csv", HostRow, rows)
+    console.print(host_table(rows))
+    console.print(verdict_table(judge_torch_host(rows)))
+    console.print(f"torch: {folder / 'torch_host.csv'}")
 
 
 def _host(console: Console, folder: Path, where: Environment) -> list[HostRow]:
