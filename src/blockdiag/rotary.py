@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from blockdiag._dtypes import accumulation_dtype
+from blockdiag._rotary import check_rotation, rotary_angles
 from blockdiag._validate import check_apply_to
 
 Operand = Literal["query", "key", "value"]
@@ -77,14 +78,7 @@ def rotary_tables(
     Raises:
         ValueError: an argument is out of range.
     """
-    if max_position < 1:
-        raise ValueError(f"`max_position` must be at least 1, got {max_position}; pass the longest sequence length")
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"`head_dim` must be even and at least 2, got {head_dim}; rotary embedding rotates pairs")
-    if not theta > 0:
-        raise ValueError(f"`theta` must be positive, got {theta}; the usual value is 10000.0")
-    frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
-    angles = np.arange(max_position)[:, None] * frequencies[None, :]
+    angles = rotary_angles(max_position, head_dim, theta)
     return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
 
 
@@ -110,15 +104,7 @@ def apply_rotary(
     Raises:
         ValueError: the shapes do not fit together.
     """
-    half = x.shape[-1] // 2 if x.ndim else 0
-    if x.ndim < 3 or x.shape[-1] % 2:
-        raise ValueError(f"`x` must have shape [*batch, T, heads, H] with H even, got {x.shape}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape not in {(x.shape[-3], half), (*x.shape[:-2], half)}:
-            raise ValueError(
-                f"`{name}` must have shape ({x.shape[-3]}, {half}) or {(*x.shape[:-2], half)} to rotate `x` of shape "
-                f"{x.shape}, got {table.shape}; select the rows of the tokens first"
-            )
+    half = check_rotation(x, cos, sin)
     cos, sin = (jnp.broadcast_to(table[..., None, :], (*x.shape[:-2], 1, half)) for table in (cos, sin))
     return rotate(x, cos, sin, interleaved).astype(x.dtype)
 

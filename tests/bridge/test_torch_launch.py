@@ -42,6 +42,7 @@ class RecordingKernel:
 def bind(monkeypatch):
     kernel = RecordingKernel()
     monkeypatch.setattr(torch_launch, "_loaded_kernel", lambda plan, device_index: kernel)
+    monkeypatch.setattr(torch_launch, "_make_context_current", lambda device_index: None)
 
     def bind_to_cpu(spec):
         bound = torch_launch._BoundLaunch(spec.plan(Target(90, 132)), 0)

@@ -64,8 +64,8 @@ def wrap_torch(fn: Callable[..., Any], *, result: Any = None, device: str | torc
         places = tuple(place for place, chosen in enumerate(is_array) if chosen)
         statics = tuple(None if chosen else leaf for leaf, chosen in zip(leaves, is_array, strict=True))
         types = tuple((x.shape, np.dtype(x.dtype)) for x in operands)
-        # Types are part of the key: 1, 1.0 and True are one key otherwise.
-        key = tuple((type(leaf), leaf) for leaf in statics)
+        # Types and texts are part of the key: 1, 1.0 and True are one key otherwise, and so are 0.0 and -0.0.
+        key = tuple((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else "", leaf) for leaf in statics)
         function, output = build(structure, places, key, types, jax.config.jax_enable_x64)
         return jax.tree_util.tree_unflatten(output, function(*operands))
 
@@ -82,7 +82,7 @@ class _Callback:
         device: torch.device,
         structure: Any,
         places: tuple[int, ...],
-        statics: tuple[tuple[type, Any], ...],
+        statics: tuple[tuple[type, str, Any], ...],
     ) -> None:
         self._fn = fn
         self._result = result
@@ -149,7 +149,7 @@ class _Callback:
         return jax.tree_util.tree_leaves(self._call(tensors))
 
     def _call(self, tensors: list[torch.Tensor]) -> Any:
-        leaves = [value for _, value in self._statics]
+        leaves = [value for *_, value in self._statics]
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = jax.tree_util.tree_unflatten(self._structure, leaves)

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.utils.dlpack import from_dlpack as tensor_from_capsule
 from torch.utils.dlpack import to_dlpack as capsule_of_tensor
 
@@ -176,6 +177,11 @@ def check_tensor(tensor: torch.Tensor) -> None:
         raise ValueError(
             f"`tensor` has dtype {tensor.dtype}, which JAX would narrow; cast it with "
             f"tensor.to(torch.{_NARROWED[tensor.dtype]}), or turn on 64-bit types with jax.enable_x64"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise TypeError(
+            "`tensor` has a tangent, which JAX would not see; take forward-mode derivatives of JAX functions in JAX, "
+            "with jax.jvp"
         )
     if torch._is_functional_tensor(tensor) or not _has_storage(tensor):
         raise TypeError(

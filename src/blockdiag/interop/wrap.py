@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from blockdiag.interop import dlpack
 from blockdiag.interop._torch_callback import wrap_torch
@@ -144,6 +145,9 @@ class _WrappedFunction:
                 signature.append((leaf.shape, leaf.dtype))
             else:
                 signature.append(_static_key(leaf))
+        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+            for operand in operands:
+                _check_operand(operand)
         x64 = jax.config.jax_enable_x64
         key = (structure, tuple(signature), x64, *((name, _static_key(value)) for name, value in statics))
         with self._lock:
@@ -222,6 +226,8 @@ def _arguments(option: str, chosen: Sequence[int | str], fn: Callable[..., Any])
 
 def _static_key(value: Any) -> Any:
     # Equal numbers of different types make different programs, and so do 0.0 and -0.0; NaN equals not even itself.
+    if isinstance(value, tuple):
+        return type(value), tuple(_static_key(each) for each in value)
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
@@ -299,8 +305,12 @@ class _Program:
             call = _Call(self)
             outputs = _WithGradient.apply(call, *operands)
             return jax.tree_util.tree_unflatten(call.trace.structure, outputs)
-        arrays, number = self._forward(*self.arrays(operands))
-        return jax.tree_util.tree_unflatten(self._traces[number.number].structure, dlpack.receive(arrays))
+        # Kept until the outputs are received: from then on the current stream waits for whoever reads them.
+        inputs = self.arrays(operands)
+        arrays, number = self._forward(*inputs)
+        outputs = jax.tree_util.tree_unflatten(self._traces[number.number].structure, dlpack.receive(arrays))
+        del inputs
+        return outputs
 
     def arrays(self, operands: Sequence[Any]) -> list[jax.Array]:
         """The operands as JAX arrays: tensors share memory, or are copied where that is impossible."""

@@ -10,8 +10,8 @@ from blockdiag import _validate
 from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops registers the operators
 from blockdiag.torch._call import Arguments
 from blockdiag.torch._rotary import Rotary
+from blockdiag.triton_kernels.block_diagonal import takes_operands
 
-_NATIVE = ("triton",)
 _sharding.register_where_imported()
 
 
@@ -40,7 +40,7 @@ def block_diagonal_attention(
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
             `block_lengths` describe. float16, bfloat16, float32 or float64, on a CPU or a CUDA device. Tensors that are
-            not contiguous (or not aligned to 16 bytes) are copied once.
+            not contiguous (or not aligned to 16 bytes) are copied, in the forward and again in the backward pass.
         key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
         block_size: rows of a block, 1..256; with `block_lengths` the most rows of a block.
         sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked
@@ -115,7 +115,8 @@ def block_diagonal_attention_bhsd(
     }
     by_token = rotary is not None and (rotary.per_token or rotary.positions is not None)
     is_folded = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
-    if is_folded and query.shape == key.shape == value.shape and not by_token:
+    is_plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in (query, key, value))
+    if is_plain and is_folded and query.shape == key.shape == value.shape and not by_token:
         folded = (tensor.flatten(0, 1).unsqueeze(2) for tensor in (query, key, value))
         return block_diagonal_attention(*folded, rotary=rotary, **options).view(query.shape)
     transposed = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -193,13 +194,18 @@ def _call(
 ) -> torch.Tensor:
     if via not in (None, "jax"):
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
-    if implementation is not None and implementation != "triton" and not torch.compiler.is_compiling():
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
+    if implementation is not None and names != ("triton",) and not torch.compiler.is_compiling():
         from blockdiag.dispatch import normalise_implementation
 
         normalise_implementation(implementation)
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
-    is_native = via is None and (not names or names == _NATIVE)
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    is_native = via is None and (not names or names[0] == "triton")
+    if is_native and operands[0].is_cuda:
+        is_native = takes_operands(str(operands[0].dtype).removeprefix("torch."), operands[0].shape[-1]) is None
+    elif len(names) > 1:
+        is_native = False
+    if forward_ad._current_level >= 0:
         _refuse_tangents(operands)
     cos, sin, positions, letters = None, None, None, ""
     if rotary is not None:
@@ -243,8 +249,11 @@ def _refuse_tangents(operands: Sequence[torch.Tensor | None]) -> None:
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The operands in autocast's dtype where it is on; float64 stays what it is, as elsewhere in torch."""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        found = [type(tensor).__name__ for tensor in tensors]
+        raise ValueError(f"operands must be torch tensors, got {found}; convert them with torch.as_tensor")
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

@@ -80,6 +80,20 @@ def operand_shapes(arguments: Arguments) -> tuple[Any, Any]:
     )
 
 
+def check_devices(arguments: Arguments) -> None:
+    """All tensors must be on one device.
+
+    Raises:
+        ValueError: naming the one that is not.
+    """
+    query = arguments.query
+    for name, tensor in zip(Arguments._fields[1:8], arguments[1:8], strict=True):
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(
+                f"`{name}` must be on the device of `query`, {query.device}, got {tensor.device}; move one of them"
+            )
+
+
 def check_tensors(arguments: Arguments) -> None:
     """Shapes and dtypes of the operands, and that all tensors are on one device.
 
@@ -87,13 +101,16 @@ def check_tensors(arguments: Arguments) -> None:
         ValueError: naming what is wrong and the remedy.
     """
     query, key, value = arguments[:3]
+    if (key is None) != (value is None):
+        raise ValueError("`key` and `value` must both be tensors, or both None where `query` holds all three")
     if key is not None and value is not None:
         _validate.check_operands(query, key, value)
-    for name, tensor in zip(Arguments._fields[1:8], arguments[1:8], strict=True):
-        if tensor is not None and tensor.device != query.device:
-            raise ValueError(
-                f"`{name}` must be on the device of `query`, {query.device}, got {tensor.device}; move one of them"
-            )
+    elif not 0 < 2 * arguments.key_heads < query.shape[-2]:
+        raise ValueError(
+            f"`key_heads` must leave heads to the query, got {arguments.key_heads} of the {query.shape[-2]} heads of a "
+            "packed `query`, which has N + 2 K of them"
+        )
+    check_devices(arguments)
 
 
 def describe(arguments: Arguments) -> BlockDiagonalProblem:

@@ -32,8 +32,9 @@ class _Prepared:
             raise Unsupported(reason)
         self._device = arguments.query.device
         self._target = device_target(self._device.index)
-        self._tile_table = self._bind_tile_table(arguments)
-        self._forward = self._bind("forward")
+        # Nothing is launched for no tokens, and there are no descriptors of empty arrays.
+        self._tile_table = self._bind_tile_table(arguments) if self.problem.tokens else None
+        self._forward: Any = self._bind("forward") if self.problem.tokens else None
         self._backward: list[Any] = []
 
     def _bind(self, kind: Any) -> Any:
@@ -100,7 +101,7 @@ class _Prepared:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where a kernel can read it, row-major and 16-byte aligned; else a copy that it can."""
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and not tensor.is_neg():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -124,7 +125,9 @@ def prepare(arguments: Arguments) -> _Prepared:
     key = arguments.key_of_call()
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _Prepared(arguments)
+        # Kernels are loaded into the context of the device that is current.
+        with torch.cuda.device(arguments.query.device):
+            prepared = _Prepared(arguments)
         _prepared[key] = prepared
         if len(_prepared) > _REMEMBERED_CALLS:
             _prepared.popitem(last=False)
@@ -171,12 +174,14 @@ class NativeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_cotangent: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        """Through the registered operator where a second derivative may follow: that is the one to refuse it."""
+        """Through the registered operator where a second derivative may follow, which that one refuses, and where
+        somebody watches or maps the backward pass alone."""
         tensors: list[torch.Tensor | None] = [None] * 8
-        for index, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+        saved = ctx.saved_tensors
+        for index, tensor in zip(ctx.places, saved, strict=True):
             tensors[index] = tensor
         arguments = Arguments(*tensors, *ctx.options)  # type: ignore[arg-type]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain(output_cotangent, *saved):
             operators = torch.ops.blockdiag
             if arguments.key is None:
                 gradients: Any = (operators.block_diagonal_packed_backward(output_cotangent, *arguments),)
@@ -212,6 +217,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
         all([tensor is None or (type(tensor) in _PLAIN and tensor.is_cuda) for tensor in tensors])
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._is_tracing()
     )
 
 

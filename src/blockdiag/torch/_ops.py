@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from blockdiag.torch._call import Arguments
+from blockdiag.torch._call import Arguments, check_devices
 
 _ARGUMENTS = (
     "Tensor query, Tensor? key, Tensor? value, Tensor? sequence_offsets, Tensor? block_lengths, Tensor? cos, "
@@ -61,11 +61,17 @@ def _jax_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.T
 
 def _fake_forward(*values: Any) -> torch.Tensor:
     arguments = Arguments(*values)
+    # Of several devices the meta device answers: with memory that nobody has written to, if it were allowed to.
+    check_devices(arguments)
     return arguments.query.new_empty(arguments.output_shape())
 
 
 def _fake_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.Tensor, ...]:
-    del output_cotangent
+    check_devices(Arguments(*values))
+    if output_cotangent.device != values[0].device:
+        raise ValueError(
+            f"the cotangent must be on the device of `query`, {values[0].device}, got {output_cotangent.device}"
+        )
     operands = (operand for operand in values[:3] if operand is not None)
     return tuple(operand.new_empty(operand.shape) for operand in operands)
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from blockdiag._rotary import check_rotation, rotary_angles
 from blockdiag._validate import check_apply_to
 
 Operand = Literal["query", "key", "value"]
@@ -74,14 +75,7 @@ def rotary_tables(
     Raises:
         ValueError: an argument is out of range.
     """
-    if max_position < 1:
-        raise ValueError(f"`max_position` must be at least 1, got {max_position}; pass the longest sequence length")
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"`head_dim` must be even and at least 2, got {head_dim}; rotary embedding rotates pairs")
-    if not theta > 0:
-        raise ValueError(f"`theta` must be positive, got {theta}; the usual value is 10000.0")
-    exponents = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = torch.arange(max_position, dtype=torch.float64)[:, None] * float(theta) ** exponents[None, :]
+    angles = torch.from_numpy(rotary_angles(max_position, head_dim, theta))
     return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
 
 
@@ -101,15 +95,7 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inter
     Raises:
         ValueError: the shapes do not fit together.
     """
-    half = x.shape[-1] // 2 if x.ndim else 0
-    if x.ndim < 3 or x.shape[-1] % 2:
-        raise ValueError(f"`x` must have shape [*batch, T, heads, H] with H even, got {tuple(x.shape)}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if tuple(table.shape) not in ((x.shape[-3], half), (*x.shape[:-2], half)):
-            raise ValueError(
-                f"`{name}` must have shape ({x.shape[-3]}, {half}) or {(*x.shape[:-2], half)} to rotate `x` of shape "
-                f"{tuple(x.shape)}, got {tuple(table.shape)}; select the rows of the tokens first"
-            )
+    half = check_rotation(x, cos, sin)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = (table[..., None, :].to(wide) for table in (cos, sin))
     if interleaved:

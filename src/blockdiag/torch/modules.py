@@ -224,6 +224,18 @@ class BlockDiagonalSelfAttention(nn.Module):
             self._make_rotary_tables()
         return self
 
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """As of every module; the rotary tables have their values afterwards, as no checkpoint holds them."""
+        super().to_empty(device=device, recurse=recurse)
+        self._make_rotary_tables()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # With assign=True a module on the meta device gets real parameters in this way, and its tables nothing.
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.rotary_cos is not None and self.rotary_cos.device != self.in_proj_weight.device:
+            self._make_rotary_tables()
+
 
 def _positive(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -60,15 +60,23 @@ _KEY_SHAPED = {"key", "value", "d_key", "d_value"}
 _STATISTICS = ("log_sum", "delta")
 
 
-def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
-    if problem.dtype not in ("bfloat16", "float16", "float32"):
-        return f"the Triton kernels take bfloat16, float16 and float32, got {problem.dtype}; use implementation='xla'"
-    if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256:
+def takes_operands(dtype: str, head_dim: int) -> str | None:
+    """None where there are kernels for operands of a dtype and head dimension; otherwise the reason and the remedy."""
+    if dtype not in ("bfloat16", "float16", "float32"):
+        return f"the Triton kernels take bfloat16, float16 and float32, got {dtype}; use implementation='xla'"
+    if head_dim % 8 or not 8 <= head_dim <= 256:
         return (
-            f"the Triton kernels take head dimensions that are multiples of 8 from 8 to 256, got {problem.head_dim}; "
+            f"the Triton kernels take head dimensions that are multiples of 8 from 8 to 256, got {head_dim}; "
             "pad the heads or use implementation='xla'"
         )
+    return None
+
+
+def supports(problem: BlockDiagonalProblem) -> str | None:
+    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    reason = takes_operands(problem.dtype, problem.head_dim)
+    if reason is not None:
+        return reason
     if not 1 <= problem.block_size <= 256:
         return f"the Triton kernels take blocks of 1 to 256 rows, got {problem.block_size}; use implementation='xla'"
     if problem.rotary is not None and problem.rotary.table_dtype not in ("bfloat16", "float16", "float32"):

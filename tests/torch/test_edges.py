@@ -1,0 +1,166 @@
+"""Calls at the edges of what torch allows: other devices, forward mode, no tokens, modules without memory."""
+
+import contextlib
+
+import jax.numpy as jnp
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from blockdiag.interop import to_jax, wrap_jax, wrap_torch  # noqa: E402
+from blockdiag.torch import (  # noqa: E402
+    BlockDiagonalSelfAttention,
+    _native,
+    block_diagonal_attention,
+    fused_qkv_block_attention,
+)
+from blockdiag.torch._call import Arguments  # noqa: E402
+
+COMPILER_WARNINGS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def operands(*shape):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for _ in range(3)]
+
+
+def test_a_meta_tensor_among_others_is_refused():
+    query, key, value = operands(1, 40, 2, 16)
+    with pytest.raises(ValueError, match="`value` must be on the device of `query`, cpu, got meta"):
+        block_diagonal_attention(query, key, value.to("meta"), block_size=16)
+
+
+def test_meta_tensors_alone_give_meta_tensors():
+    query, key, value = (tensor.to("meta") for tensor in operands(1, 40, 2, 16))
+    assert block_diagonal_attention(query, key, value, block_size=16).shape == query.shape
+
+
+def test_operands_that_are_no_tensors_are_refused():
+    query, key, value = operands(1, 40, 2, 16)
+    with pytest.raises(ValueError, match="operands must be torch tensors"):
+        block_diagonal_attention(query.numpy(), key, value)
+
+
+def test_a_packed_query_without_query_heads_is_refused():
+    packed = torch.randn(40, 4, 16)
+    with pytest.raises(ValueError, match="`key_heads` must leave heads to the query, got 2 of the 4 heads"):
+        torch.ops.blockdiag.block_diagonal_forward(
+            packed, None, None, None, None, None, None, None, 2, 16, None, False, "", ""
+        )
+
+
+@COMPILER_WARNINGS
+def test_forward_mode_is_refused_while_compiling_too():
+    query, key, value = operands(1, 40, 2, 16)
+    function = lambda value: block_diagonal_attention(query, key, value, block_size=16)  # noqa: E731
+    derivative = torch.compile(lambda x: torch.func.jvp(function, (x,), (x,))[1], backend="aot_eager")
+    with pytest.raises(Exception, match="forward-mode derivatives of block-diagonal attention are not available"):
+        derivative(value)
+
+
+def test_tangents_do_not_get_lost_in_jax():
+    wrapped = wrap_jax(lambda x: x * 2)
+    wrapped(torch.ones(3))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        for function in (wrapped, to_jax):
+            with pytest.raises(TypeError, match="has a tangent, which JAX would not see"):
+                function(dual)
+
+
+def test_static_values_are_told_apart_within_tuples():
+    wrapped = wrap_jax(lambda x, options: jnp.full(x.shape, options[0]), static_argnames="options")
+    ones = torch.ones(2, dtype=torch.int32)
+    assert wrapped(ones, (2,)).dtype == torch.int32
+    assert wrapped(ones, (2.0,)).dtype == torch.float32
+    signed = wrap_jax(lambda x, options: x * options[0], static_argnames="options")
+    assert not signed(torch.ones(1), (0.0,)).signbit().item()
+    assert signed(torch.ones(1), (-0.0,)).signbit().item()
+
+
+def test_static_zeros_of_both_signs_are_told_apart_in_torch_functions():
+    wrapped = wrap_torch(lambda x, factor: x * factor)
+    assert not jnp.signbit(wrapped(jnp.ones(1), 0.0)).item()
+    assert jnp.signbit(wrapped(jnp.ones(1), -0.0)).item()
+
+
+def test_rotary_tables_are_there_however_a_module_got_its_parameters():
+    def make(device=None):
+        return BlockDiagonalSelfAttention(32, 2, block_size=16, rotary_max_position=40, device=device)
+
+    x = torch.randn(1, 40, 32)
+    module = make()
+    expected = module(x)
+    assigned = make("meta")
+    assigned.load_state_dict(module.state_dict(), assign=True)
+    assert torch.equal(assigned(x), expected)
+    emptied = make()
+    emptied.rotary_cos.fill_(7)
+    emptied.to_empty(device="cpu").load_state_dict(module.state_dict())
+    assert torch.equal(emptied(x), expected)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What is bound while which device is current, on a machine without a GPU."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(chosen):
+        before, current[0] = current[0], chosen.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(_native, "_prepared", type(_native._prepared)())
+    monkeypatch.setattr(_native, "device_target", lambda index: None)
+    monkeypatch.setattr(_native, "bound_launch", lambda spec, index: seen.append((spec.name, index, current[0])))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return seen
+
+
+class OnDevice:
+    """As much of a CUDA tensor as is looked at before a launch."""
+
+    def __init__(self, *shape, device=1):
+        self.shape, self.ndim, self.dtype = torch.Size(shape), len(shape), torch.bfloat16
+        self.device = torch.device("cuda", device)
+
+    def numel(self):
+        return self.shape.numel()
+
+
+def call_of(*shape, key_heads):
+    query, key = OnDevice(*shape), OnDevice(*shape[:-2], key_heads, shape[-1])
+    return Arguments(query, key, key, None, None, None, None, None, 0, 64, None, False, "", "")
+
+
+def test_kernels_are_bound_while_their_device_is_current(launches):
+    _native.prepare(call_of(2, 128, 4, 64, key_heads=2))
+    assert launches == [("block_diagonal_forward", 1, 1)]
+
+
+def test_nothing_is_bound_for_no_tokens(launches):
+    _native.prepare(call_of(2, 0, 4, 64, key_heads=2))
+    assert launches == []
+
+
+def test_the_fused_projection_checks_its_heads():
+    with pytest.raises(ValueError, match="must be a multiple of the number of key heads"):
+        fused_qkv_block_attention(torch.ones(4, 8), torch.ones(8, 7 * 8), query_heads=3, key_heads=2, head_dim=8)
+
+
+def test_plain_tensors_are_those_that_nobody_watches(monkeypatch):
+    """As on CUDA, but for the device."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x = torch.ones(2)
+    assert _native.is_plain(x, None)
+    assert not _native.is_plain(x, torch.nn.Buffer(x).as_subclass(Watched))
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert not _native.is_plain(x)
+    seen = []
+    torch.func.vmap(lambda row: seen.append(_native.is_plain(row)) or row)(torch.ones(2, 3))
+    assert seen == [False]
+
+
+class Watched(torch.Tensor):
+    """Some subclass."""
