@@ -253,7 +253,8 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = [type(tensor).__name__ for tensor in tensors]
         raise ValueError(f"operands must be torch tensors, got {found}; convert them with torch.as_tensor")
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    # There is no autocast on the meta device, and asking for it is an error.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
