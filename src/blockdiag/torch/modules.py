@@ -17,12 +17,10 @@ class BlockDiagonalSelfAttention(nn.Module):
     Parameters are named and laid out as in `torch.nn.MultiheadAttention`, whose `state_dict` loads directly where all
     heads have their own key and value and H = embed_dim / num_heads:
 
-    | name | shape | |
-    |---|---|---|
-    | `in_proj_weight` | [(N + 2 K) H, embed_dim] | rows query, key, value, each head by head |
-    | `in_proj_bias` | [(N + 2 K) H] | with `bias` |
-    | `out_proj.weight` | [embed_dim, N H] | |
-    | `out_proj.bias` | [embed_dim] | with `bias` |
+    - `in_proj_weight`: [(N + 2 K) H, embed_dim], rows query, key, value, each head by head;
+    - `in_proj_bias`: [(N + 2 K) H], with `bias`;
+    - `out_proj.weight`: [embed_dim, N H];
+    - `out_proj.bias`: [embed_dim], with `bias`.
 
     Rotary tables are buffers that are not saved. They keep the precision of float32 (float64 in a float64 module)
     whatever dtype the module is cast to. A module made on the "meta" device gets them when it is moved to a real one.
