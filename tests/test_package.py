@@ -112,6 +112,9 @@ def test_the_operators_for_torch_need_no_jax():
     run_python("""
 import sys
 import blockdiag.torch
+assert blockdiag.torch.block_diagonal_attention and blockdiag.torch.rotary_tables(8, 16)
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"jax", "jaxlib", "flax", "triton"}, loaded
 import blockdiag.torch._native
 assert "jax" not in sys.modules
 """)

@@ -3,10 +3,7 @@
 import dataclasses
 import functools
 import itertools
-import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +20,6 @@ from blockdiag.torch import (  # noqa: E402
     fused_qkv_block_attention,
     rotary_tables,
 )
-from tests import test_validation  # noqa: E402
 from tests.support import Case, RotaryCase, assert_accurate, exact_attention, largest_error  # noqa: E402
 from tests.torch.torch_support import (  # noqa: E402
     assert_as_accurate,
@@ -65,18 +61,6 @@ CASES = {
 def forget_compiled_functions():
     yield
     torch._dynamo.reset()
-
-
-def test_import_needs_no_jax():
-    code = """
-import sys
-import blockdiag.torch
-assert blockdiag.torch.block_diagonal_attention and blockdiag.torch.rotary_tables(8, 16)
-loaded = {name.partition(".")[0] for name in sys.modules}
-assert not loaded & {"jax", "jaxlib", "flax", "triton"}, loaded
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
 
 
 # Values
@@ -520,65 +504,6 @@ def test_second_derivatives_are_refused(is_packed):
     (gradient,) = torch.autograd.grad(output.sin().sum(), query, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"second derivatives .* not available in torch"):
         gradient.square().sum().backward()
-
-
-# Bad input
-
-
-def as_torch(value):
-    """An argument of the JAX function as one of the torch function."""
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return to_tensor(value)
-    if isinstance(value, blockdiag.Rotary):
-        names = ("positions", "per_token", "interleaved", "apply_to")
-        more = {name: as_torch(getattr(value, name)) for name in names}
-        return Rotary(as_torch(value.cos), as_torch(value.sin), **more)
-    return value
-
-
-def message_of(function, arguments) -> str:
-    """What a call raises, dtypes by their plain names."""
-    with pytest.raises(ValueError) as caught:
-        function(**arguments)
-    return re.sub(r"torch\.(?=b?float|int)", "", str(caught.value))
-
-
-# Told in torch's words; see `test_mistakes_only_torch_knows`.
-OTHER_KINDS = {"offsets of a list", "rotary of a tuple", "tables of lists"}
-
-
-@pytest.mark.parametrize("mistake", [name for name in test_validation.MISTAKES if name not in OTHER_KINDS])
-def test_mistakes_are_told_as_in_jax(mistake):
-    arguments, _ = test_validation.MISTAKES[mistake]
-    query, key = test_validation.QUERY, test_validation.KEY
-    arguments = {"query": query, "key": key, "value": key, "block_size": 8} | arguments
-    expected = message_of(blockdiag.block_diagonal_attention, arguments)
-    arguments = {name: as_torch(value) for name, value in arguments.items()}
-    assert message_of(block_diagonal_attention, arguments) == expected
-
-
-@pytest.mark.parametrize("mistake", test_validation.PROJECTION_MISTAKES)
-def test_mistakes_of_projections_are_told_as_in_jax(mistake):
-    arguments, _ = test_validation.PROJECTION_MISTAKES[mistake]
-    zeros = test_validation.zeros
-    arguments = {"x": zeros(20, 16), "w_qkv": zeros(16, 64), **test_validation.PROJECTION} | arguments
-    expected = message_of(blockdiag.fused_qkv_block_attention, arguments)
-    arguments = {name: as_torch(value) for name, value in arguments.items()}
-    assert message_of(fused_qkv_block_attention, arguments) == expected
-
-
-def test_mistakes_only_torch_knows():
-    query = torch.zeros(2, 20, 4, 8)
-    with pytest.raises(ValueError, match=r"`via` must be None or 'jax', got 'xla'"):
-        block_diagonal_attention(query, query, query, via="xla")
-    for array in ([0, 20], np.asarray([0, 20], np.int32)):
-        with pytest.raises(ValueError, match=r"`sequence_offsets` must be a tensor, got <class '(list|numpy)"):
-            block_diagonal_attention(query[0], query[0], query[0], sequence_offsets=array)
-    with pytest.raises(ValueError, match=r"`rotary` must be a blockdiag.torch.Rotary or None, got <class 'tuple'>"):
-        block_diagonal_attention(query, query, query, rotary=rotary_tables(20, 8))
-    for table in ([0.0], None):
-        with pytest.raises(ValueError, match=r"`rotary.sin` must be a tensor, got <class '(list|NoneType)'>"):
-            Rotary(torch.zeros(20, 4), table)
 
 
 # Transforms

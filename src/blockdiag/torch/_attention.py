@@ -201,10 +201,11 @@ def _call(
         normalise_implementation(implementation)
     # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
     is_native = via is None and (not names or names[0] == "triton")
-    if is_native and operands[0].is_cuda:
+    if not operands[0].is_cuda:
+        is_native = is_native and len(names) < 2
+    elif is_native and torch.compiler.is_compiling():
+        # Eager calls find out when they are prepared; a compiled one must be tagged for CUDA graphs beforehand.
         is_native = takes_operands(str(operands[0].dtype).removeprefix("torch."), operands[0].shape[-1]) is None
-    elif len(names) > 1:
-        is_native = False
     if forward_ad._current_level >= 0:
         _refuse_tangents(operands)
     cos, sin, positions, letters = None, None, None, ""

@@ -1,7 +1,7 @@
 """The tile table of packed sequences in one launch, for callers without XLA to fuse it (see `packing` for the table).
 
-Every program reads all segments and counts, for each of its tiles, the segments that end before it. That is more work
-than a scan and a search, and less than a second launch.
+Every program reads all segments and counts, for each of its tiles, the segments that end before it: more arithmetic
+than a scan and a search, in one launch.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
