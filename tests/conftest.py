@@ -36,3 +36,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
     if needed > 0 and count_gpus() < needed:
         pytest.skip(f"needs {needed} CUDA GPU(s), found {count_gpus()}")
+    if needed > 0:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)  # JAX leaves a thread on the GPU that it used last

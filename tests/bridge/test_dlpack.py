@@ -390,8 +390,9 @@ class Device:
 def test_owners_stay_until_the_device_has_passed():
     limbo, device = _lifetimes.Limbo(), Device()
     owners = [torch.ones(1) for _ in range(4)]
+    freed = []
     for at, owner in enumerate(owners):
-        limbo.keep("fast" if at % 2 else "slow", owner, (device.mark(0), device.mark(10 * at)))
+        limbo.keep("fast" if at % 2 else "slow", owner, device.mark(10 * at), lambda at=at: freed.append(at))
     limbo.release()
     assert len(limbo) == 3
     device.passed = 10
@@ -400,6 +401,7 @@ def test_owners_stay_until_the_device_has_passed():
     device.passed = 30
     limbo.release()
     assert len(limbo) == 0
+    assert freed == [0, 1, 2, 3]
 
 
 def test_release_may_come_back_into_itself():
@@ -407,10 +409,10 @@ def test_release_may_come_back_into_itself():
 
     class Owner:
         def __del__(self):
-            limbo.keep("lane", "left behind", (lambda: False,))
+            limbo.keep("lane", "left behind", lambda: False)
             limbo.release()
 
-    limbo.keep("lane", Owner(), (lambda: True,))
+    limbo.keep("lane", Owner(), lambda: True)
     limbo.release()
     assert len(limbo) == 1
 

@@ -356,6 +356,19 @@ def test_second_device():
     assert back.device == tensor.device and back.tolist() == list(range(1, 9))
 
 
+@pytest.mark.multigpu
+def test_crossings_leave_the_current_device_alone():
+    """JAX leaves a thread on the GPU that it used last; torch's users must not notice."""
+    tensor = torch.arange(8.0, device="cuda:1", requires_grad=True)
+    wrapped = wrap_jax(lambda x: x * x)
+    assert torch.cuda.current_device() == 0
+    wrapped(tensor).sum().backward()
+    assert tensor.grad.tolist() == [2.0 * x for x in range(8)]
+    assert torch.cuda.current_device() == 0
+    to_torch(to_jax(tensor.detach()))
+    assert torch.cuda.current_device() == 0
+
+
 def host_microseconds(call, repeats: int = 2000) -> float:
     """Median host time of a call, with a GPU that keeps up."""
     for _ in range(200):

@@ -45,7 +45,7 @@ pytestmark = [
 ]
 
 OPERATORS = torch.ops.blockdiag
-GPU = "cuda"
+GPU = "cuda:0"
 
 # Cases whose kernels the tests of the JAX function compile as well.
 CASES = {

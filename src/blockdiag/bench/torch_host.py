@@ -153,13 +153,39 @@ def _bridge_calls() -> dict[str, Callable[[], Any]]:
     cotangent = torch.randn(_SHAPE, device="cuda", dtype=torch.bfloat16)
     jitted = jax.jit(lambda x: x + 1)
     array = jax.dlpack.from_dlpack(inputs[0])
+    naive = _naive_function()
     return {
         "the jitted function alone, in JAX": lambda: jitted(array),
         "jax.dlpack and torch.from_dlpack": lambda: torch.from_dlpack(jitted(jax.dlpack.from_dlpack(inputs[0]))),
         "wrap_jax, one input": lambda: one(inputs[0]),
         "wrap_jax, three inputs": lambda: three(*inputs),
+        "jax.dlpack in an autograd.Function, three inputs and gradients": lambda: torch.autograd.grad(
+            naive.apply(*leaves), leaves, cotangent
+        ),
         "wrap_jax, three inputs and gradients": lambda: torch.autograd.grad(three(*leaves), leaves, cotangent),
     }
+
+
+def _naive_function() -> type[torch.autograd.Function]:
+    """x * y + z and its gradients, as one writes it with the public functions of both frameworks."""
+    import jax
+
+    forward_program = jax.jit(lambda x, y, z: x * y + z)
+    backward_program = jax.jit(lambda x, y, cotangent: (cotangent * y, cotangent * x, cotangent))
+    from_torch = jax.dlpack.from_dlpack
+
+    class Naive(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, y)
+            return torch.from_dlpack(forward_program(*(from_torch(each.detach()) for each in (x, y, z))))
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+            gradients = backward_program(*(from_torch(each.detach()) for each in (*ctx.saved_tensors, *cotangents)))
+            return tuple(torch.from_dlpack(each) for each in gradients)
+
+    return Naive
 
 
 _PASSES: dict[str, Callable[[], dict[str, Callable[[], Any]]]] = {

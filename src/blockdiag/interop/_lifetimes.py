@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -35,21 +35,23 @@ UNFENCED_STORAGES = 32
 
 
 class Limbo:
-    """Owners of memory that a device may still be using, each with tests that tell when it no longer does.
+    """Owners of memory that a device may still be using, each with a test that tells when it no longer does.
 
     Owners of one lane pass in the order in which they came, so only the first of each lane is asked.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[Hashable, collections.deque[tuple[object, tuple[Callable[[], bool], ...]]]] = {}
+        self._lanes: dict[Hashable, collections.deque[tuple[object, Callable[[], bool], Callable[[], None]]]] = {}
         self._releasing = threading.Lock()
 
     def __len__(self) -> int:
         return sum(len(lane) for lane in list(self._lanes.values()))
 
-    def keep(self, lane: Hashable, owner: object, passed: tuple[Callable[[], bool], ...]) -> None:
-        """Keeps `owner` until every test in `passed` says yes. Takes no lock: finalizers call this at any time."""
-        self._lanes.setdefault(lane, collections.deque()).append((owner, passed))
+    def keep(
+        self, lane: Hashable, owner: object, passed: Callable[[], bool], after: Callable[[], None] = lambda: None
+    ) -> None:
+        """Keeps `owner` until `passed()`, then calls `after()`. Takes no lock: finalizers call this at any time."""
+        self._lanes.setdefault(lane, collections.deque()).append((owner, passed, after))
 
     def release(self) -> None:
         """Drops the owners that the device has passed."""
@@ -58,8 +60,8 @@ class Limbo:
             return
         try:
             for lane in list(self._lanes.values()):
-                while lane and all(passed() for passed in lane[0][1]):
-                    lane.popleft()
+                while lane and lane[0][1]():
+                    lane.popleft()[2]()
         finally:
             self._releasing.release()
 
@@ -112,10 +114,60 @@ def _returned(array: jax.Array, stream: torch.cuda.Stream) -> None:
         # An event recorded now would become part of the graph and could not be asked.
         _unmarked.append((array, stream))
         return
-    current = torch.cuda.current_stream(stream.device)
+    current = current_stream(stream.device.index)
     streams = [stream] if current == stream else [stream, current]
     lane = (stream.device.index, *(each.cuda_stream for each in streams))
-    limbo.keep(lane, array, tuple(each.record_event().query for each in streams))
+    mark = _Mark(streams)
+    limbo.keep(lane, array, mark.is_passed, mark.free)
+
+
+class _Mark:
+    """A point on some streams of one device. Its events are used again, since making one takes the longest."""
+
+    _free: ClassVar[collections.defaultdict[int, list[torch.cuda.Event]]] = collections.defaultdict(list)
+
+    def __init__(self, streams: list[torch.cuda.Stream]) -> None:
+        self._pool = self._free[streams[0].device.index]
+        self._events = []
+        for stream in streams:
+            try:
+                event = self._pool.pop()
+            except IndexError:  # asking first would race with other threads
+                event = torch.cuda.Event()
+            event.record(stream)
+            self._events.append(event)
+
+    def is_passed(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def free(self) -> None:
+        self._pool.extend(self._events)
+
+
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device_index: int) -> torch.cuda.Stream:
+    """torch's current stream of a device. Asks for its handle only: the object takes longer to make."""
+    handle = torch._C._cuda_getCurrentRawStream(device_index)
+    stream = _streams.get((device_index, handle))
+    if stream is None:
+        stream = _streams[device_index, handle] = torch.cuda.current_stream(device_index)
+    return stream
+
+
+class same_device:
+    """Leaves torch's current device as it was: JAX leaves a thread on the GPU that it used last."""
+
+    __slots__ = ("_device",)
+
+    def __enter__(self) -> None:
+        several = torch.cuda.is_initialized() and torch.cuda.device_count() > 1
+        self._device = torch.cuda.current_device() if several else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
 
 
 def borrow(alias: torch.Tensor, device_index: int) -> None:
@@ -139,7 +191,7 @@ def settle(*, force: bool = False) -> None:
             if storages and (force or _is_much(storages)):
                 # Only what was dropped before the fence starts is behind it.
                 batch = [storages.popleft() for _ in range(len(storages))]
-                limbo.keep(("fence", device_index), batch, (_start_fence(device_index).is_ready,))
+                limbo.keep(("fence", device_index), batch, _start_fence(device_index).is_ready)
         limbo.release()
     finally:
         _settling.release()

@@ -111,8 +111,9 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
         return share([tensor])[0]
     # JAX alone holds this alias, so the end of the alias tells when JAX has let go.
     alias = tensor.detach()
-    array = share([alias])[0]
-    _lifetimes.borrow(alias, alias.device.index)
+    with _lifetimes.same_device():
+        array = share([alias])[0]
+        _lifetimes.borrow(alias, alias.device.index)
     return array
 
 
@@ -139,7 +140,11 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         tensor([0, 1, 2], dtype=torch.int32)
     """
     _check_array(array)
-    return receive([array])[0]
+    with _lifetimes.same_device():
+        tensor = receive([array])[0]
+        if tensor.device.type == "cuda":
+            _lifetimes.settle()
+    return tensor
 
 
 def release_finished() -> None:
@@ -258,12 +263,17 @@ def _check_array(array: jax.Array) -> None:
 # --- The crossing itself. wrap_jax calls these for all operands at once; they check nothing.
 
 
-def share(tensors: Iterable[torch.Tensor]) -> list[jax.Array]:
+def share(tensors: Iterable[torch.Tensor], *, for_one_program: bool = False) -> list[jax.Array]:
     """JAX arrays on the memory of checked tensors that can be shared.
 
     One event orders JAX behind torch's current stream, however many tensors there are. The caller has to keep memory of
     a GPU alive until JAX has read it, or until torch's current stream waits for that: then torch's allocator does not
     give the memory to anyone else before, whichever stream it belongs to.
+
+    Args:
+        tensors: what to share.
+        for_one_program: the arrays go to one program, which takes all of them: then only the first of each device
+            carries that event, since the program waits for all its operands. Each further event costs host time.
     """
     _refuse_fork()
     direct = _direct()
@@ -275,11 +285,17 @@ def share(tensors: Iterable[torch.Tensor]) -> list[jax.Array]:
         if device.type == "cpu":
             arrays.append(import_(tensor, _jax_device(device), None))
             continue
-        if device not in streams:
+        found = streams.get(device)
+        if found is None:
             current = _current_stream(device.index)
-            streams[device] = current, _order_jax_behind(current)
-        current, external = streams[device]
-        tensor.record_stream(current)
+            _lifetimes.settle()
+            external = _order_jax_behind(current)
+            found = streams[device] = current, external
+        elif for_one_program:
+            external = None
+        else:
+            external = found[1]
+        tensor.record_stream(found[0])
         arrays.append(import_(tensor, _jax_device(device), external))
     return arrays
 
@@ -330,15 +346,13 @@ def _jax_device(device: torch.device) -> jax.Device:
 
 
 def _current_stream(device_index: int) -> torch.cuda.Stream:
-    """torch's current stream of a device, after what has passed is released."""
-    stream = torch.cuda.current_stream(device_index)
+    """torch's current stream of a device."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the current CUDA stream is being captured into a graph, and JAX's work would not be part of it; cross "
             "between torch and JAX outside of the capture, or use blockdiag.torch, which launches natively"
         )
-    _lifetimes.settle()
-    return stream
+    return _lifetimes.current_stream(device_index)
 
 
 class _Ordering(threading.local):

@@ -19,6 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag.interop import dlpack
+from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop._torch_callback import wrap_torch
 
 __all__ = ["wrap_jax", "wrap_torch"]
@@ -157,7 +158,8 @@ class _WrappedFunction:
                 program = self._programs[key] = _Program(self._fn, leaves, structure, statics, wanted, x64)
                 if len(self._programs) > self._max_compiled:
                     self._programs.popitem(last=False)
-        return program(operands)
+        with same_device():
+            return program(operands)
 
     def _find(self, key: Any) -> "_Program | None":
         try:
@@ -296,7 +298,9 @@ class _Program:
         self._others = [position for position, x in enumerate(operands) if not isinstance(x, torch.Tensor)]
         self._traces: list[_Trace] = []
         self._backwards: dict[Any, Callable[..., Any]] = {}
-        self._forward = jax.jit(self._forward_with_residuals if self._differentiated else self._forward_only)
+        # All operands are waited for, so that one of them can carry the event that orders all (see dlpack.share).
+        function = self._forward_with_residuals if self._differentiated else self._forward_only
+        self._forward = jax.jit(function, keep_unused=True)
         for operand in operands:
             _check_operand(operand)
 
@@ -315,8 +319,9 @@ class _Program:
     def arrays(self, operands: Sequence[Any]) -> list[jax.Array]:
         """The operands as JAX arrays: tensors share memory, or are copied where that is impossible."""
         if not self._others:
-            return dlpack.share(map(_shareable, operands))
-        shared = iter(dlpack.share(_shareable(x) for x in operands if isinstance(x, torch.Tensor)))
+            return dlpack.share(map(_shareable, operands), for_one_program=True)
+        tensors = (_shareable(x) for x in operands if isinstance(x, torch.Tensor))
+        shared = iter(dlpack.share(tensors, for_one_program=True))
         # A numpy array may change after the call, and the backward program may still need it.
         return [
             next(shared) if isinstance(x, torch.Tensor) else x if isinstance(x, jax.Array) else jnp.array(x, copy=True)
@@ -397,11 +402,12 @@ class _Program:
     def run_backward(
         self,
         trace: _Trace,
-        residuals: list[jax.Array],
+        kept: Sequence[torch.Tensor],
+        residuals_of: Callable[[list[jax.Array]], list[jax.Array]],
         cotangents: Sequence[torch.Tensor | None],
         needed: Sequence[bool],
     ) -> list[torch.Tensor | None]:
-        """The gradient of each operand that is needed, None for the others."""
+        """The gradient of each operand that is needed, None for the others; `residuals_of` takes the kept as arrays."""
         wanted = tuple(position for position in self._differentiated if needed[position])
         given = [x for x, is_floating in zip(cotangents, trace.floating, strict=True) if is_floating]
         missing = tuple(x is None for x in given)
@@ -413,8 +419,10 @@ class _Program:
         backward = self._backwards.get(key)
         if backward is None:
             chosen = tuple(self._differentiated.index(position) for position in wanted)
-            backward = self._backwards[key] = jax.jit(functools.partial(_pull_back, trace, missing, chosen))
-        arrays = dlpack.share(_shareable(x) for x in given if x is not None)
+            pull_back = functools.partial(_pull_back, trace, missing, chosen)
+            backward = self._backwards[key] = jax.jit(pull_back, keep_unused=True)
+        arrays = dlpack.share(map(_shareable, (*kept, *(x for x in given if x is not None))), for_one_program=True)
+        residuals, arrays = residuals_of(arrays[: len(kept)]), arrays[len(kept) :]
         if jax.config.jax_enable_x64 == self._x64:
             results = backward(residuals, arrays)
         else:
@@ -542,8 +550,8 @@ def _backward(
     if ctx.has_saved:
         saved = _carried(kept[-1])
         kept = kept[:-1]
-    if len(saved) != len(trace.residuals):
-        arrays = dlpack.share(map(_shareable, kept))
+
+    def residuals_of(arrays: list[jax.Array]) -> list[jax.Array]:
         split = len(ctx.operands)
         sources: dict[str, Any] = {
             "operands": ctx.others | dict(zip(ctx.operands, arrays[:split], strict=True)),
@@ -551,8 +559,10 @@ def _backward(
             "saved": saved,
             "constants": trace.constants,
         }
-        saved = [sources[source][index] for source, index in trace.residuals]
-    return ctx.program.run_backward(trace, saved, cotangents, ctx.needs_input_grad[1:])
+        return [sources[source][index] for source, index in trace.residuals]
+
+    with same_device():
+        return ctx.program.run_backward(trace, kept, residuals_of, cotangents, ctx.needs_input_grad[1:])
 
 
 def _carrier(saved: list[jax.Array]) -> torch.Tensor:

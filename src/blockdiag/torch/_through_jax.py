@@ -9,6 +9,7 @@ import torch
 
 from blockdiag.block_diagonal import Call, attention_gradients, canonical_tables, differentiable_attention
 from blockdiag.dispatch import normalise_implementation, resolve
+from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop.dlpack import to_jax, to_torch
 from blockdiag.rotary import Rotary
 from blockdiag.torch._call import Arguments, describe
@@ -16,7 +17,7 @@ from blockdiag.torch._call import Arguments, describe
 
 def forward(arguments: Arguments) -> torch.Tensor:
     """Output of the shape that `Arguments.output_shape` says."""
-    with _precision(arguments):
+    with same_device(), _precision(arguments):
         call, arrays = _prepare(arguments)
         output = _forward(call, arrays)
         return to_torch(output).view(arguments.output_shape())
@@ -24,7 +25,7 @@ def forward(arguments: Arguments) -> torch.Tensor:
 
 def backward(arguments: Arguments, output_cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Gradients of query, key and value; of a packed query one."""
-    with _precision(arguments):
+    with same_device(), _precision(arguments):
         call, arrays = _prepare(arguments)
         gradients = _backward(call, arrays, _to_jax(output_cotangent))
         return tuple(to_torch(one) for one in gradients if one is not None)
