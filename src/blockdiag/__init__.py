@@ -10,29 +10,47 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blockdiag.block_diagonal import BLOCK_DIAGONAL_OUTPUT as BLOCK_DIAGONAL_OUTPUT
     from blockdiag.block_diagonal import block_diagonal_attention as block_diagonal_attention
+    from blockdiag.key_convolution import key_convolution as key_convolution
+    from blockdiag.moba import MOBA_OUTPUT as MOBA_OUTPUT
+    from blockdiag.moba import MOBA_ROUTING as MOBA_ROUTING
+    from blockdiag.moba import moba_attention as moba_attention
+    from blockdiag.moba import moba_routing as moba_routing
     from blockdiag.projection import BLOCK_DIAGONAL_QKV as BLOCK_DIAGONAL_QKV
     from blockdiag.projection import fused_qkv_block_attention as fused_qkv_block_attention
     from blockdiag.rotary import Rotary as Rotary
     from blockdiag.rotary import apply_rotary as apply_rotary
     from blockdiag.rotary import rotary_tables as rotary_tables
+    from blockdiag.routing import Routing as Routing
 
 _HOMES = {
     "BLOCK_DIAGONAL_OUTPUT": "blockdiag.block_diagonal",
     "BLOCK_DIAGONAL_QKV": "blockdiag.projection",
+    "MOBA_OUTPUT": "blockdiag.moba",
+    "MOBA_ROUTING": "blockdiag.moba",
     "Rotary": "blockdiag.rotary",
+    "Routing": "blockdiag.routing",
     "apply_rotary": "blockdiag.rotary",
     "block_diagonal_attention": "blockdiag.block_diagonal",
     "fused_qkv_block_attention": "blockdiag.projection",
+    "key_convolution": "blockdiag.key_convolution",
+    "moba_attention": "blockdiag.moba",
+    "moba_routing": "blockdiag.moba",
     "rotary_tables": "blockdiag.rotary",
 }
 
 __all__ = [
     "BLOCK_DIAGONAL_OUTPUT",
     "BLOCK_DIAGONAL_QKV",
+    "MOBA_OUTPUT",
+    "MOBA_ROUTING",
     "Rotary",
+    "Routing",
     "apply_rotary",
     "block_diagonal_attention",
     "fused_qkv_block_attention",
+    "key_convolution",
+    "moba_attention",
+    "moba_routing",
     "rotary_tables",
 ]
 

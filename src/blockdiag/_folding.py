@@ -30,14 +30,14 @@ def fold_mapped_axis(
     """
     query, key, value, tiles, rotary, *cotangents = operands
     query_mapped, key_mapped, value_mapped, tiles_mapped, rotary_mapped, *cotangents_mapped = is_mapped
-    query = _fold(query, axis_size, query_mapped)
-    key = _fold(key, axis_size, key_mapped)
-    value = _fold(value, axis_size, value_mapped)
-    cotangents = [_fold(x, axis_size, mapped) for x, mapped in zip(cotangents, cotangents_mapped, strict=True)]
+    query = fold_rows(query, axis_size, query_mapped)
+    key = fold_rows(key, axis_size, key_mapped)
+    value = fold_rows(value, axis_size, value_mapped)
+    cotangents = [fold_rows(x, axis_size, mapped) for x, mapped in zip(cotangents, cotangents_mapped, strict=True)]
     folded = dataclasses.replace(problem, tokens=axis_size * problem.tokens, num_tiles=axis_size * problem.num_tiles)
     element = jnp.arange(axis_size, dtype=jnp.int32)
     if tiles is not None:
-        tiles = _fold(tiles, axis_size, tiles_mapped)
+        tiles = fold_rows(tiles, axis_size, tiles_mapped)
         tiles = tiles.at[:, 0].add(jnp.repeat(element * problem.tokens, problem.num_tiles))
     if problem.rotary is not None:
         rotary_problem, rotary = _fold_rotary(problem, problem.rotary, element, tiles, rotary, rotary_mapped)
@@ -63,9 +63,9 @@ def _fold_rotary(
     if rotary_problem.positions == "sequence" and not tables_mapped:
         return rotary_problem, rotary
     if positions is not None:
-        positions = _fold(positions, axis_size, bool(is_mapped[2]))
+        positions = fold_rows(positions, axis_size, bool(is_mapped[2]))
     elif rotary_problem.positions == "token":
-        positions = _fold(jnp.arange(problem.tokens, dtype=jnp.int32), axis_size, False)
+        positions = fold_rows(jnp.arange(problem.tokens, dtype=jnp.int32), axis_size, False)
     elif tiles is not None:
         positions = token_positions(tiles, axis_size * problem.tokens, problem.block_size)
     else:
@@ -76,11 +76,11 @@ def _fold_rotary(
         shift = jnp.repeat(element * rows, problem.tokens)
         positions = jnp.clip(positions, 0, rows - 1) + shift
         rows = axis_size * rows
-        cos, sin = _fold(cos, axis_size, is_mapped[0]), _fold(sin, axis_size, is_mapped[1])
+        cos, sin = fold_rows(cos, axis_size, is_mapped[0]), fold_rows(sin, axis_size, is_mapped[1])
     return dataclasses.replace(rotary_problem, table_rows=rows, positions="explicit"), (cos, sin, positions)
 
 
-def _fold(x: Any, axis_size: int, is_mapped: Any) -> Any:
+def fold_rows(x: Any, axis_size: int, is_mapped: Any) -> Any:
     """[axis_size, rows, ...], or [rows, ...] for every element, as [axis_size * rows, ...]; None stays None."""
     if x is None:
         return None

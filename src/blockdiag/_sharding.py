@@ -25,8 +25,10 @@ def explicit_axes(x: jax.Array) -> frozenset[str]:
     )
 
 
-def operand_spec(query: jax.Array, key_heads: int) -> P:
+def operand_spec(query: jax.Array, key_heads: int, name: str = "query") -> P:
     """How `query` [B, T, N, H] or [T, N, H] is sharded, over batch rows and heads only; keys and values follow it.
+
+    `name` is the caller's name of `query`.
 
     Raises:
         ValueError: tokens or elements of heads are sharded, or key heads do not divide among the devices.
@@ -34,7 +36,7 @@ def operand_spec(query: jax.Array, key_heads: int) -> P:
     spec = _full_spec(query)
     if spec[-1] is not None or spec[-3] is not None:
         raise ValueError(
-            f"`query` must be sharded over batch rows and heads only, got {spec} for shape {query.shape}; "
+            f"`{name}` must be sharded over batch rows and heads only, got {spec} for shape {query.shape}; "
             "use jax.sharding.reshard, or call inside jax.shard_map with shards that hold whole sequences"
         )
     names = () if spec[-2] is None else spec[-2] if isinstance(spec[-2], tuple) else (spec[-2],)
@@ -77,10 +79,10 @@ def replicated(x: jax.Array | None) -> P | None:
     return None if x is None else P()
 
 
-def call_on_shards(function: Callable[..., jax.Array], arrays: tuple, specs: tuple, result: P) -> jax.Array:
+def call_on_shards(function: Callable[..., Any], arrays: tuple, specs: tuple, result: Any) -> Any:
     """Call `function` on each device's shards of `arrays`, a pytree with one PartitionSpec in `specs` for each leaf.
 
-    The first array says which mesh; its explicit axes become manual.
+    The first array says which mesh; its explicit axes become manual. `result` holds the specs of what is returned.
     """
     first = arrays[0]
     # The mesh of devices where the array is concrete, otherwise the abstract one of its type.

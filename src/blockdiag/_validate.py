@@ -92,7 +92,7 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 def check_block_size(block_size: Any) -> int:
     """An integer of 1..256."""
-    size = None if isinstance(block_size, bool) or is_traced(block_size) else _as_index(block_size)
+    size = None if isinstance(block_size, bool) or is_traced(block_size) else as_index(block_size)
     if size is None or not 1 <= size <= MAX_BLOCK_SIZE:
         raise ValueError(
             f"`block_size` must be an integer of 1..{MAX_BLOCK_SIZE}, known when tracing, got {block_size!r}; "
@@ -143,35 +143,37 @@ def check_packing(
             f"`{name}` describes one packed token axis, query [T, N, H], got tokens of shape {tuple(tokens_shape)}; "
             "reshape the batch into the token axis, or map over it with jax.vmap"
         )
-    _check_int32(name, array, "1")
     if sequence_offsets is not None:
-        return _check_sequence_offsets(tokens_shape[0], array)
+        return check_sequence_offsets(tokens_shape[0], array)
+    check_int32(name, array, "1")
     return _check_block_lengths(tokens_shape[0], block_size, array)
 
 
-def _check_sequence_offsets(tokens: int, sequence_offsets: Any) -> int | None:
+def check_sequence_offsets(
+    tokens: int, sequence_offsets: Any, name: str = "sequence_offsets", operand: str = "query"
+) -> int | None:
+    """Check offsets into the `tokens` rows of an operand; returns the longest sequence, None where it is not known."""
+    check_int32(name, sequence_offsets, "1")
     if sequence_offsets.shape[0] == 0:
-        raise ValueError(
-            "`sequence_offsets` must have shape [num_sequences + 1], got an empty array; pass [0] for no sequences"
-        )
+        raise ValueError(f"`{name}` must have shape [num_sequences + 1], got an empty array; pass [0] for no sequences")
     offsets = known_values(sequence_offsets)
     if offsets is None:
         return None
     lengths = np.diff(offsets)
     if offsets[0] != 0:
         raise ValueError(
-            f"`sequence_offsets` must start with 0, got {offsets[0]}; "
+            f"`{name}` must start with 0, got {offsets[0]}; "
             "slice the tokens so that the first sequence starts with row 0"
         )
     if (lengths < 0).any():
         first = int(np.argmax(lengths < 0))
         raise ValueError(
-            f"`sequence_offsets` must not decrease, got {offsets[first]} then {offsets[first + 1]} at index "
+            f"`{name}` must not decrease, got {offsets[first]} then {offsets[first + 1]} at index "
             f"{first + 1}; pass the running sum of the sequence lengths"
         )
     if offsets[-1] > tokens:
         raise ValueError(
-            f"`sequence_offsets` must end within the {tokens} tokens of `query`, got {offsets[-1]}; "
+            f"`{name}` must end within the {tokens} tokens of `{operand}`, got {offsets[-1]}; "
             "pad the tokens or drop sequences"
         )
     return int(lengths.max(initial=0))
@@ -226,7 +228,7 @@ def check_rotary(rotary: Any, tokens_shape: Sequence[int], head_dim: int, longes
                 f"{longest_sequence} tokens; make longer tables or pass `positions`"
             )
         return
-    _check_int32("rotary.positions", rotary.positions, "1 or 2")
+    check_int32("rotary.positions", rotary.positions, "1 or 2")
     if tuple(rotary.positions.shape) not in (tuple(tokens_shape), tuple(tokens_shape[-1:])):
         raise ValueError(
             f"`rotary.positions` must have shape {tuple(tokens_shape)}, one for each token, got "
@@ -271,7 +273,8 @@ def _check_tables(rotary: Any, tokens_shape: tuple[int, ...], head_dim: int) -> 
         )
 
 
-def _check_int32(name: str, array: Any, rank: str) -> None:
+def check_int32(name: str, array: Any, rank: str) -> None:
+    """An int32 array of a rank, "1" or "1 or 2"."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or dtype_name(dtype) != "int32":
         raise ValueError(
@@ -281,7 +284,8 @@ def _check_int32(name: str, array: Any, rank: str) -> None:
         raise ValueError(f"`{name}` must have rank {rank}, got shape {tuple(array.shape)}")
 
 
-def _as_index(value: Any) -> int | None:
+def as_index(value: Any) -> int | None:
+    """A Python integer of what counts as one, None for anything else."""
     try:
         return operator.index(value)
     except TypeError:

@@ -1,15 +1,16 @@
 """Which implementation computes a call.
 
-An implementation is a module with four functions: `available()` and `supports(problem)` return None or the reason why
-not, and `forward` and `backward` compute the canonical call. A module may say `TAKES_PACKED`: it takes a packed problem
-as it is (query is then the one array, key and value None, and the gradients likewise); for others it is taken apart.
-Modules are imported when first asked, never before.
+Each operation has its own table of implementations, found by the type of the problem that describes a call. An
+implementation is a module: `available()` and `supports(problem)` return None or the reason why not, and `forward`,
+`backward` and what else the operation is made of compute the canonical call. A module of block-diagonal attention may
+say `TAKES_PACKED`: it takes a packed problem as it is (query is then the one array, key and value None, and the
+gradients likewise); for others it is taken apart. Modules are imported when first asked, never before.
 """
 
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,16 +18,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from blockdiag.key_convolution_problem import KeyConvolutionProblem
+from blockdiag.moba_problem import MoBAProblem
 from blockdiag.problem import BlockDiagonalProblem
+
+type Problem = BlockDiagonalProblem | MoBAProblem | KeyConvolutionProblem
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Something that computes block-diagonal attention.
+    """Something that computes an operation.
 
     Attributes:
         name: what `implementation=` calls it.
-        module: import path of the module with its four functions.
+        module: import path of the module with its functions.
         has_interpreter: whether it runs on a CPU only through an interpreter of its kernels, when asked for by name.
     """
 
@@ -42,7 +47,7 @@ class Implementation:
         """None where this implementation can run in this process at all; otherwise the reason and the remedy."""
         return self.load().available()
 
-    def decline(self, problem: BlockDiagonalProblem) -> str | None:
+    def decline(self, problem: Problem) -> str | None:
         """None where this implementation can compute `problem`; otherwise a sentence with the reason and the remedy."""
         return self.why_unavailable() or self.load().supports(problem)
 
@@ -57,6 +62,31 @@ IMPLEMENTATIONS = {
     )
 }
 
+MOBA_IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("reference", "blockdiag.reference.moba"),
+        Implementation("xla", "blockdiag.xla.moba"),
+        Implementation("triton", "blockdiag.interop.triton_moba", has_interpreter=True),
+    )
+}
+
+KEY_CONVOLUTION_IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("reference", "blockdiag.reference.key_convolution"),
+        Implementation("xla", "blockdiag.xla.key_convolution"),
+        Implementation("triton", "blockdiag.interop.triton_key_convolution", has_interpreter=True),
+    )
+}
+
+# The implementations of each operation, by the type of its problems.
+OPERATIONS: dict[type, dict[str, Implementation]] = {
+    BlockDiagonalProblem: IMPLEMENTATIONS,
+    MoBAProblem: MOBA_IMPLEMENTATIONS,
+    KeyConvolutionProblem: KEY_CONVOLUTION_IMPLEMENTATIONS,
+}
+
 # What `implementation=None` tries on CUDA, first to last, before "xla". Pallas joins where it is measured faster.
 CUDA_DEFAULTS = ("triton",)
 
@@ -69,13 +99,15 @@ class Choice:
     elsewhere: Implementation
 
 
-def capabilities(problem: BlockDiagonalProblem) -> dict[str, str | None]:
+def capabilities(problem: Problem) -> dict[str, str | None]:
     """Every implementation by name: None where it can compute `problem` in this process, otherwise the reason."""
-    return {name: implementation.decline(problem) for name, implementation in IMPLEMENTATIONS.items()}
+    return {name: implementation.decline(problem) for name, implementation in OPERATIONS[type(problem)].items()}
 
 
-def normalise_implementation(implementation: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """The hashable form of an `implementation=` argument.
+def normalise_implementation(
+    implementation: str | Sequence[str] | None, implementations: Mapping[str, Implementation] = IMPLEMENTATIONS
+) -> tuple[str, ...] | None:
+    """The hashable form of an `implementation=` argument, of an operation with the given table of implementations.
 
     Raises:
         ValueError: a name is unknown, or the sequence is empty.
@@ -83,16 +115,16 @@ def normalise_implementation(implementation: str | Sequence[str] | None) -> tupl
     if implementation is None:
         return None
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    unknown = [name for name in names if name not in IMPLEMENTATIONS]
+    unknown = [name for name in names if name not in implementations]
     if unknown or not names:
         raise ValueError(
-            f"`implementation` must be None, one of {list(IMPLEMENTATIONS)} or a sequence of those, "
+            f"`implementation` must be None, one of {list(implementations)} or a sequence of those, "
             f"got {implementation!r}; leave it out to have one chosen by platform"
         )
     return names
 
 
-def resolve(problem: BlockDiagonalProblem, names: tuple[str, ...] | None) -> Choice:
+def resolve(problem: Problem, names: tuple[str, ...] | None) -> Choice:
     """Choose who computes `problem`.
 
     Args:
@@ -102,18 +134,19 @@ def resolve(problem: BlockDiagonalProblem, names: tuple[str, ...] | None) -> Cho
     Raises:
         NotImplementedError: none of `names` can compute `problem`; the message holds every reason.
     """
-    if problem.tokens == 0:
+    implementations = OPERATIONS[type(problem)]
+    if _is_empty(problem):
         # Nothing to compute: no kernel is asked, and the empty result is differentiable in every way.
-        return Choice(IMPLEMENTATIONS["reference"], IMPLEMENTATIONS["reference"])
+        return Choice(implementations["reference"], implementations["reference"])
     if names is None:
-        xla = IMPLEMENTATIONS["xla"]
-        candidates = (IMPLEMENTATIONS[name] for name in CUDA_DEFAULTS)
+        xla = implementations["xla"]
+        candidates = (implementations[name] for name in CUDA_DEFAULTS)
         return Choice(next((candidate for candidate in candidates if candidate.decline(problem) is None), xla), xla)
     reasons = []
     for name in names:
-        reason = IMPLEMENTATIONS[name].decline(problem)
+        reason = implementations[name].decline(problem)
         if reason is None:
-            return Choice(IMPLEMENTATIONS[name], IMPLEMENTATIONS[name])
+            return Choice(implementations[name], implementations[name])
         reasons.append(f"{name!r}: {reason}")
     if len(reasons) == 1:
         raise NotImplementedError(f"implementation={names[0]!r} cannot compute this call: {reasons[0]}")
@@ -124,10 +157,15 @@ def resolve(problem: BlockDiagonalProblem, names: tuple[str, ...] | None) -> Cho
     )
 
 
-def call_implementation(
-    method: str, problem: BlockDiagonalProblem, names: tuple[str, ...] | None, *operands: Any
-) -> Any:
-    """Compute `method` ("forward" or "backward") of the canonical call by whom `resolve` chooses.
+def _is_empty(problem: Problem) -> bool:
+    """Whether a call has no tokens to compute anything from."""
+    if isinstance(problem, MoBAProblem):
+        return problem.query_tokens == 0 or problem.num_blocks == 0
+    return problem.tokens == 0
+
+
+def call_implementation(method: str, problem: Problem, names: tuple[str, ...] | None, *operands: Any) -> Any:
+    """Compute `method`, a function such as "forward", of the canonical call by whom `resolve` chooses.
 
     Only platforms that could differ are traced separately; which one runs is decided when the program is lowered.
     """
@@ -136,7 +174,8 @@ def call_implementation(
     def compute(implementation: Implementation, **options: bool) -> Callable[..., Any]:
         module = implementation.load()
         function = functools.partial(getattr(module, method), **options)
-        if problem.is_packed and not getattr(module, "TAKES_PACKED", False):
+        takes_packed = getattr(module, "TAKES_PACKED", False)
+        if isinstance(problem, BlockDiagonalProblem) and problem.is_packed and not takes_packed:
             return functools.partial(_compute_unpacked, method, function, problem)
         return functools.partial(function, problem)
 

@@ -25,7 +25,7 @@ def tiles_from_offsets(sequence_offsets: Int[Array, " offsets"], tokens: int, bl
         block_size: rows of a full block.
     """
     num_sequences = sequence_offsets.shape[0] - 1
-    offsets = _running_maximum(jnp.clip(sequence_offsets, 0, tokens))
+    offsets = running_maximum(jnp.clip(sequence_offsets, 0, tokens))
     edges = jnp.concatenate([jnp.zeros(1, jnp.int32), offsets, jnp.full(1, tokens, jnp.int32)])
     segment, start, length, position = _cut(edges, count_offset_tiles(tokens, num_sequences, block_size), block_size)
     is_block = (segment >= 1) & (segment <= num_sequences)
@@ -42,9 +42,9 @@ def tiles_from_lengths(block_lengths: Int[Array, " blocks"], tokens: int, block_
         block_size: the most rows of a block.
     """
     num_blocks = block_lengths.shape[0]
-    ends = _running_sum(jnp.clip(block_lengths, 0, tokens))
+    ends = running_sum(jnp.clip(block_lengths, 0, tokens))
     # A sum that overflowed int32 would step back; the running maximum keeps such a table memory safe too.
-    ends = _running_maximum(jnp.clip(ends, 0, tokens))
+    ends = running_maximum(jnp.clip(ends, 0, tokens))
     edges = jnp.concatenate([jnp.zeros(1, jnp.int32), ends, jnp.full(1, tokens, jnp.int32)])
     segment, start, length, position = _cut(edges, count_length_tiles(tokens, num_blocks, block_size), block_size)
     is_block = (segment < num_blocks) & (position == 0)
@@ -77,9 +77,9 @@ def _cut(edges: Array, num_tiles: int, block_size: int) -> tuple[Array, Array, A
     Tiles lie in the order of their rows; unused ones, with start and length 0, come last.
     """
     counts = (edges[1:] - edges[:-1] + (block_size - 1)) // block_size
-    last = _running_sum(counts)
+    last = running_sum(counts)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    segment = _count_not_above(last, tile)
+    segment = count_not_above(last, tile)
     is_used = segment < counts.shape[0]
     segment = jnp.minimum(segment, counts.shape[0] - 1)
     position = jnp.where(is_used, (tile - (last - counts)[segment]) * block_size, 0)
@@ -96,14 +96,14 @@ _MOST_COMPARED_PREFIXES = 2048
 _MOST_COMPARISONS = 1 << 20
 
 
-def _running_sum(x: Array) -> Array:
+def running_sum(x: Array) -> Array:
     """Sums of all prefixes of an int32 array."""
     if x.shape[0] > _MOST_COMPARED_PREFIXES:
         return jnp.cumsum(x, dtype=jnp.int32)
     return jnp.sum(jnp.where(_is_in_prefix(x.shape[0]), x[None, :], 0), axis=1, dtype=jnp.int32)
 
 
-def _running_maximum(x: Array) -> Array:
+def running_maximum(x: Array) -> Array:
     """Maxima of all prefixes of an int32 array without negative elements."""
     if x.shape[0] > _MOST_COMPARED_PREFIXES:
         return jax.lax.cummax(x)
@@ -116,7 +116,7 @@ def _is_in_prefix(size: int) -> Array:
     return index[None, :] <= index[:, None]
 
 
-def _count_not_above(sorted_values: Array, x: Array) -> Array:
+def count_not_above(sorted_values: Array, x: Array) -> Array:
     """For each element of `x`, how many of `sorted_values` are not above it."""
     if sorted_values.shape[0] * x.shape[0] > _MOST_COMPARISONS:
         # Unrolled, because the default search is a while loop.

@@ -1,0 +1,22 @@
+"""The block-major form of a routing: which queries of a head chose each block. Imports neither jax nor torch."""
+
+from typing import Any, NamedTuple
+
+
+class Lists(NamedTuple):
+    """Who chose each block, as lists; arrays of whichever library the call is in.
+
+    A query t of a head n chooses at most P blocks, which fill its slots 0 .. degree - 1 in some order. The pair
+    t * P + p stands for its slot p. Global block ids number the rows of the block table (see `moba_tables`).
+
+    Attributes:
+        offsets, counts: int32 [N, num_blocks]; the list of head n and block b is
+            entries[n, offsets[n, b] : offsets[n, b] + counts[n, b]], with its pairs ascending.
+        entries: int32 [N, query_tokens * P]; entries that no list covers are unspecified.
+        degrees: int32 [N, query_tokens]; how many blocks each query chose.
+    """
+
+    offsets: Any
+    counts: Any
+    entries: Any
+    degrees: Any

@@ -1,0 +1,48 @@
+"""The static description of a call of MoBA, mixture of block attention, shared by every implementation.
+
+Like `problem`, this imports nothing but the standard library.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoBAProblem:
+    """One call over flattened token axes: query [query_tokens, N, H], key and value [key_tokens, K, H].
+
+    Two tables describe sequences and blocks (see `moba_tables`): where each block of keys lies and which queries own
+    it, and for each query the blocks it may choose from and the keys of its own block that it sees.
+
+    Attributes:
+        query_tokens, key_tokens: rows of the flattened axes, every batch row and mapped axis included.
+        query_heads, key_heads, head_dim: N, K and H; N is a multiple of K.
+        dtype: dtype name of query, key, value, output and gradients.
+        block_size: the most keys of a block.
+        num_blocks: rows of the block table.
+        slots: blocks that a query may choose, its own block not counted: `top_k - 1` in causal calls, `top_k` in others
+            and with a given routing, and never more than a sequence can have.
+        is_causal: whether queries have blocks of their own, of which they see the keys up to themselves. Chosen blocks
+            are seen whole in any case.
+        has_key_mask: whether a key mask, bool [key_tokens], takes keys out.
+        scale: factor on the scores, before the softmax.
+        has_padding: whether there may be rows of key and value that lie in no block, as after packed sequences.
+    """
+
+    query_tokens: int
+    key_tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+    num_blocks: int
+    slots: int
+    is_causal: bool
+    has_key_mask: bool
+    scale: float
+    has_padding: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head, G = N // K."""
+        return self.query_heads // self.key_heads

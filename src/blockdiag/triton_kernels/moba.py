@@ -1,0 +1,310 @@
+"""Launch plans of MoBA: kernels, grids and tile configurations of routing, lists, forward and backward."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from blockdiag.moba_problem import MoBAProblem
+from blockdiag.triton_kernels.block_diagonal import LOG2_E, takes_operands
+from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
+from blockdiag.triton_kernels.moba_configs import Config, config_of, hopper_config, key_tiles, span_rows
+from blockdiag.triton_kernels.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Target,
+    TensorSpec,
+)
+
+Kind = Literal[
+    "centroids", "choose", "count", "add_spans", "offsets", "entries", "items", "blocks_forward", "merge_forward",
+    "starts", "blocks_backward", "query_parts", "merge_backward",
+]  # fmt: skip
+
+
+class _Arrays(NamedTuple):
+    """The module that holds a kernel, what it reads, and what it writes, in the order of the launch."""
+
+    module: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+_OPERANDS = ("query", "key", "value")
+_LISTS = ("offsets", "counts", "entries")
+_STARTS = ("score_start", "weight_start")
+_KEY_GRADIENTS = ("d_key", "d_value")
+_KINDS: Mapping[str, _Arrays] = {
+    "centroids": _Arrays("moba_routing", ("key", "mask", "blocks"), ("centroids",)),
+    "choose": _Arrays("moba_routing", ("query", "centroids", "queries"), ("chosen",)),
+    "count": _Arrays("moba_lists", ("chosen",), ("counters", "degrees")),
+    "add_spans": _Arrays("moba_lists", ("counters",), ("before", "counts")),
+    "offsets": _Arrays("moba_lists", ("counts",), ("offsets",)),
+    "entries": _Arrays("moba_lists", ("chosen", "before", "offsets"), ("entries", "cursors")),
+    "items": _Arrays("moba_lists", ("counts",), ("items",)),
+    "blocks_forward": _Arrays("moba_forward", (*_OPERANDS, "mask", "blocks", "items", *_LISTS), ("part", "part_sum")),
+    "merge_forward": _Arrays(
+        "moba_forward", (*_OPERANDS, "mask", "queries", "own", "degrees", "part", "part_sum"), ("output", "log_sum")
+    ),
+    "starts": _Arrays("moba_backward", ("output", "output_cotangent", "log_sum", "log_sum_cotangent"), _STARTS),
+    "blocks_backward": _Arrays(
+        "moba_backward",
+        (*_OPERANDS, "output_cotangent", "mask", "blocks", "queries", "own", *_LISTS, *_STARTS),
+        ("part", *_KEY_GRADIENTS),
+    ),
+    "query_parts": _Arrays(
+        "moba_backward", (*_OPERANDS, "output_cotangent", "mask", "blocks", "items", *_LISTS, *_STARTS), ("part",)
+    ),
+    "merge_backward": _Arrays(
+        "moba_backward",
+        (*_OPERANDS, "output_cotangent", "mask", "queries", "own", "degrees", *_STARTS, "part"),
+        ("d_query",),
+    ),
+}
+
+
+# The same in Gluon, for Hopper.
+_HOPPER_KERNELS: Mapping[str, tuple[str, str]] = {
+    "choose": ("moba_hopper_routing", "moba_hopper_choose"),
+    "blocks_forward": ("moba_hopper_forward", "moba_hopper_forward"),
+    "blocks_backward": ("moba_hopper_backward", "moba_hopper_backward"),
+}
+
+
+def supports(problem: MoBAProblem) -> str | None:
+    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    reason = takes_operands(problem.dtype, problem.head_dim)
+    if reason is not None:
+        return reason
+    rows = problem.query_tokens * max(problem.slots + 1, problem.query_heads)
+    if max(rows, problem.key_tokens) >= 2**31 or problem.query_heads > 65535:
+        return "the call has 2^31 or more rows, or more than 65535 heads; split the batch or the heads"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class MoBALaunch:
+    """One kernel launch of MoBA; a KernelSpec.
+
+    Attributes:
+        problem: the call.
+        kind: which kernel.
+        has_own: whether an array says which queries see their own block; without, all do.
+        is_portable: keep to the kernels that Triton's interpreter runs, whatever the target.
+    """
+
+    problem: MoBAProblem
+    kind: Kind
+    has_own: bool = False
+    is_portable: bool = False
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return f"moba_{self.kind}"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The arrays that the launch reads, in order."""
+        names = tuple(name for name in _KINDS[self.kind].inputs if self._is_present(name))
+        # Gradients of rows that lie in no block are nobody's to write: they are there already, as zeros.
+        return (*names, *_KEY_GRADIENTS) if self._continues_gradients else names
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The arrays that the launch writes, in order."""
+        return tuple(name for name in _KINDS[self.kind].outputs if self._is_present(name))
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch reads."""
+        return tuple(map(self._array_spec, self.input_names))
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch writes."""
+        return tuple(map(self._array_spec, self.output_names))
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch on `target`."""
+        module, name = _KINDS[self.kind].module, self.name
+        hopper = None if self.is_portable else hopper_config(self.problem, self.kind, target.arch)
+        if hopper is not None:
+            module, name = _HOPPER_KERNELS[self.kind]
+        kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.{module}"), name)
+        config = hopper or config_of(self.problem, self.kind, target.arch)
+        known = self._scalars(config) | self._constants(config)
+        arguments: dict[str, Argument] = {}
+        for parameter in kernel.arg_names:
+            if parameter in known:
+                arguments[parameter] = known[parameter]
+                continue
+            name = parameter.removeprefix("p_")
+            if name in self.output_names:
+                arguments[parameter] = Pointer("output", self.output_names.index(name))
+            elif name in self.input_names:
+                arguments[parameter] = Pointer("input", self.input_names.index(name))
+            else:
+                arguments[parameter] = Constexpr(None)
+        return LaunchPlan(
+            name=self.name,
+            kernel=kernel,
+            grid=self._grid(config),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=arguments,
+            options=CompileOptions(num_warps=config.num_warps, num_stages=config.num_stages),
+            aliases=tuple(
+                (index, self.output_names.index(name))
+                for index, name in enumerate(self.input_names)
+                if name in self.output_names
+            ),
+        )
+
+    @property
+    def _continues_gradients(self) -> bool:
+        return self.kind == "blocks_backward" and self.problem.has_padding
+
+    def _is_present(self, name: str) -> bool:
+        match name:
+            case "mask":
+                return self.problem.has_key_mask
+            case "own":
+                return self.has_own and self.problem.is_causal
+            case "offsets" | "counts" | "entries" | "degrees" | "part_sum":
+                return self.problem.slots > 0
+            case "part":
+                slots = self.problem.slots if self.kind.endswith("forward") else self._part_slots
+                return slots > 0 and not (self.kind == "blocks_backward" and self._key_tiles > 1)
+        return True
+
+    @property
+    def _key_tiles(self) -> int:
+        return key_tiles(self.problem)
+
+    @property
+    def _part_slots(self) -> int:
+        """Parts of a query's gradient: its own block's comes from the same kernel where a block is one tile."""
+        is_whole = self._key_tiles == 1 and self.problem.is_causal
+        return self.problem.slots + is_whole
+
+    def _num_items(self, config: Config) -> int:
+        problem = self.problem
+        return problem.num_blocks + problem.query_tokens * problem.slots // config.chunk
+
+    def _array_spec(self, name: str) -> TensorSpec:
+        problem = self.problem
+        tokens, heads, head_dim = problem.query_tokens, problem.query_heads, problem.head_dim
+        spans = -(-tokens // span_rows(tokens))
+        match name:
+            case "query" | "output" | "output_cotangent" | "d_query":
+                return TensorSpec((tokens, heads, head_dim), problem.dtype)
+            case "key" | "value" | "d_key" | "d_value":
+                return TensorSpec((problem.key_tokens, problem.key_heads, head_dim), problem.dtype)
+            case "centroids":
+                parts = 1 if problem.dtype == "float32" else 3
+                return TensorSpec((problem.num_blocks, problem.key_heads, parts, head_dim), problem.dtype)
+            case "mask":
+                return TensorSpec((problem.key_tokens,), "int8")
+            case "own":
+                return TensorSpec((heads, tokens), "int8")
+            case "blocks":
+                return TensorSpec((problem.num_blocks, 4), "int32")
+            case "queries":
+                return TensorSpec((tokens, 4), "int32")
+            case "chosen":
+                return TensorSpec((heads, tokens, problem.slots), "int32")
+            case "counters" | "before" | "cursors":
+                return TensorSpec((heads, spans, problem.num_blocks), "int32")
+            case "counts" | "offsets":
+                return TensorSpec((heads, problem.num_blocks), "int32")
+            case "degrees":
+                return TensorSpec((heads, tokens), "int32")
+            case "entries":
+                return TensorSpec((heads, tokens * problem.slots), "int32")
+            case "items":
+                config = config_of(problem, self.kind, 90)
+                return TensorSpec((heads, self._num_items(config), 2), "int32")
+            case "part":
+                slots = problem.slots if self.kind.endswith("forward") else self._part_slots
+                return TensorSpec((tokens, heads, slots, head_dim), problem.dtype)
+            case "part_sum":
+                return TensorSpec((tokens, heads, problem.slots), "float32")
+            case "log_sum" | "log_sum_cotangent" | "score_start" | "weight_start":
+                return TensorSpec((tokens, heads), "float32")
+        raise KeyError(name)
+
+    def _grid(self, config: Config) -> tuple[int, int, int]:
+        problem = self.problem
+        tokens, heads, blocks = problem.query_tokens, problem.query_heads, problem.num_blocks
+        spans = -(-tokens // span_rows(tokens))
+        query_tiles = max(1, -(-tokens // config.rows))
+        match self.kind:
+            case "centroids":
+                return max(1, blocks), problem.key_heads, 1
+            case "choose" | "merge_forward" | "merge_backward":
+                return query_tiles, heads, 1
+            case "count" | "entries":
+                return max(1, spans), heads, 1
+            case "add_spans":
+                return max(1, -(-blocks // config.blocks)), heads, 1
+            case "offsets" | "items":
+                return heads, 1, 1
+            case "blocks_forward" | "query_parts":
+                return max(1, self._num_items(config)), heads, 1
+            case "starts":
+                return max(1, -(-tokens * heads // config.rows)), 1, 1
+            case "blocks_backward":
+                return max(1, blocks * self._key_tiles), problem.key_heads, 1
+        raise KeyError(self.kind)
+
+    def _scalars(self, config: Config) -> dict[str, Argument]:
+        """Run-time scalars; none is compiled in, so that lengths and scales share a kernel."""
+        problem = self.problem
+        tokens = problem.query_tokens
+        rows = span_rows(tokens)
+        return {
+            "query_tokens": Scalar(tokens, "i32"),
+            "num_blocks": Scalar(problem.num_blocks, "i32"),
+            "num_items": Scalar(self._num_items(config), "i32"),
+            "num_spans": Scalar(-(-tokens // rows), "i32"),
+            "span_rows": Scalar(rows, "i32"),
+            "num_rows": Scalar(tokens * problem.query_heads, "i32"),
+            "scale": Scalar(problem.scale, "fp32"),
+            "scale_log2": Scalar(problem.scale * LOG2_E, "fp32"),
+        }
+
+    def _constants(self, config: Config) -> dict[str, Argument]:
+        problem = self.problem
+        values: dict[str, Any] = {
+            "QUERY_HEADS": problem.query_heads,
+            "KEY_HEADS": problem.key_heads,
+            "HEAD_DIM": problem.head_dim,
+            "COLUMNS": max(16, next_power_of_2(problem.head_dim)),
+            "PARTS": 1 if problem.dtype == "float32" else 3,
+            # What the first part of a float16 leaves is 2^11 times smaller.
+            "PART_SCALE": 2048.0 if problem.dtype == "float16" else 1.0,
+            "SLOTS": problem.slots,
+            # Places for the best blocks so far: one more than the slots, to see what the last one was chosen over.
+            "KEEP": next_power_of_2(problem.slots + 1),
+            "SLOT_COLUMNS": max(2, next_power_of_2(problem.slots)),
+            "PART_SLOTS": self._part_slots,
+            "ROWS": config.rows,
+            "KEYS": config.keys,
+            "KEY_TILES": self._key_tiles,
+            "BLOCKS": config.blocks,
+            "SPANS": 32,
+            "PAIRS": config.pairs,
+            "CHUNK": config.chunk,
+            "CAUSAL": problem.is_causal,
+            "OWN": self.has_own and problem.is_causal,
+            "MASK": problem.has_key_mask,
+            # Full float32 products: tf32 would keep ten bits of mantissa.
+            "PRECISION": "ieee" if problem.dtype == "float32" else "tf32",
+            "LOOP_STAGES": config.loop_stages,
+        }
+        return {name: Constexpr(value) for name, value in values.items()}

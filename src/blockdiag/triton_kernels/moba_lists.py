@@ -1,0 +1,129 @@
+"""From the blocks that each query chose to the queries that chose each block, by counting, in order.
+
+The query axis is cut into spans. Each span counts how often it chose every block; the counts, added up along spans and
+blocks, say where in a block's list the pairs of a span begin; and each span writes its own. Nothing depends on the
+order in which programs run: atomics only ever add integers to counters that one program owns.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def moba_count(p_chosen, p_counters, p_degrees, query_tokens, num_blocks, span_rows,
+               SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """How often the queries of a span chose each block, int32 [head, span, block]; blocks chosen, [head, query]."""
+    span = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    p_counter = p_counters + (head * tl.num_programs(0) + span) * num_blocks
+    o_block = tl.arange(0, BLOCKS)
+    for first in range(0, num_blocks, BLOCKS):
+        tl.store(p_counter + first + o_block, tl.zeros([BLOCKS], tl.int32), mask=first + o_block < num_blocks)
+    tl.debug_barrier()
+    o_slot = tl.arange(0, SLOT_COLUMNS)[None, :]
+    last = tl.minimum((span + 1) * span_rows, query_tokens)
+    for first in range(span * span_rows, last, ROWS):
+        o_row = first + tl.arange(0, ROWS)
+        m_row = o_row < last
+        b_id = tl.load(p_chosen + (head * query_tokens + o_row)[:, None] * SLOTS + o_slot,
+                       mask=m_row[:, None] & (o_slot < SLOTS), other=-1)
+        tl.atomic_add(p_counter + b_id, 1, mask=b_id >= 0, sem="relaxed")
+        tl.store(p_degrees + head * query_tokens + o_row, tl.sum((b_id >= 0).to(tl.int32), 1), mask=m_row)
+
+
+@triton.jit
+def moba_add_spans(p_counters, p_before, p_counts, num_blocks, num_spans,
+                   SPANS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Counts of all earlier spans, int32 [head, span, block], and of all spans, [head, block]."""
+    o_block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    head = tl.program_id(1).to(tl.int64)
+    m_block = o_block < num_blocks
+    b_total = tl.zeros([BLOCKS], tl.int32)
+    for first in range(0, num_spans, SPANS):
+        o_span = first + tl.arange(0, SPANS)
+        o_counter = (head * num_spans + o_span)[:, None] * num_blocks + o_block[None, :]
+        m_counter = (o_span < num_spans)[:, None] & m_block[None, :]
+        b_count = tl.load(p_counters + o_counter, mask=m_counter, other=0)
+        b_until = tl.cumsum(b_count, 0)
+        tl.store(p_before + o_counter, b_total[None, :] + b_until - b_count, mask=m_counter)
+        b_total += tl.sum(b_count, 0)
+    tl.store(p_counts + head * num_blocks + o_block, b_total, mask=m_block)
+
+
+@triton.jit
+def moba_offsets(p_counts, p_offsets, num_blocks, BLOCKS: tl.constexpr):
+    """Where each block's list begins, int32 [head, block]."""
+    head = tl.program_id(0).to(tl.int64)
+    total = 0
+    for first in range(0, num_blocks, BLOCKS):
+        o_block = first + tl.arange(0, BLOCKS)
+        m_block = o_block < num_blocks
+        b_count = tl.load(p_counts + head * num_blocks + o_block, mask=m_block, other=0)
+        b_until = tl.cumsum(b_count, 0)
+        tl.store(p_offsets + head * num_blocks + o_block, total + b_until - b_count, mask=m_block)
+        total += tl.sum(b_count, 0)
+
+
+@triton.jit
+def moba_entries(p_chosen, p_before, p_offsets, p_entries, p_cursors, query_tokens, num_blocks, span_rows,
+                 SLOTS: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr):
+    """The pairs query * SLOTS + slot of each block's list in ascending order, int32 [head, pair].
+
+    `p_cursors`, [head, span, block], is where the span's next pair of each block goes.
+    """
+    span = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    counter = (head * tl.num_programs(0) + span) * num_blocks
+    o_block = tl.arange(0, BLOCKS)
+    for first in range(0, num_blocks, BLOCKS):
+        m_block = first + o_block < num_blocks
+        b_cursor = tl.load(p_before + counter + first + o_block, mask=m_block)
+        b_cursor += tl.load(p_offsets + head * num_blocks + first + o_block, mask=m_block)
+        tl.store(p_cursors + counter + first + o_block, b_cursor, mask=m_block)
+    tl.debug_barrier()
+    num_pairs = query_tokens * SLOTS
+    last = tl.minimum((span + 1) * span_rows, query_tokens) * SLOTS
+    o_pair = tl.arange(0, PAIRS)
+    begin = span * span_rows * SLOTS
+    p_pair = p_chosen + head * num_pairs
+    b_id = tl.load(p_pair + begin + o_pair, mask=begin + o_pair < last, other=-1)
+    for first in range(begin, last, PAIRS):
+        # The same along the other axis, so that each pair meets each.
+        b_other = tl.load(p_pair + first + o_pair[None, :], mask=(first + o_pair < last)[None, :], other=-1)
+        # The next step's, before the stores that would hold them up.
+        b_next = tl.load(p_pair + first + PAIRS + o_pair, mask=first + PAIRS + o_pair < last, other=-1)
+        m_chosen = b_id >= 0
+        b_cursor = tl.load(p_cursors + counter + b_id, mask=m_chosen, other=0)
+        m_same = b_id[:, None] == b_other
+        b_rank = tl.sum((m_same & (o_pair[None, :] < o_pair[:, None])).to(tl.int32), 1)
+        b_count = tl.sum(m_same.to(tl.int32), 1)
+        tl.store(p_entries + head * num_pairs + b_cursor + b_rank, first + o_pair, mask=m_chosen)
+        tl.debug_barrier()
+        tl.store(p_cursors + counter + b_id, b_cursor + b_count, mask=m_chosen & (b_rank == b_count - 1))
+        tl.debug_barrier()
+        b_id = b_next
+
+
+@triton.jit
+def moba_items(p_counts, p_items, num_blocks, num_items, CHUNK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Work items (block, chunk of its list), int32 [head, item, 2], -1 after the last."""
+    head = tl.program_id(0).to(tl.int64)
+    p_item = p_items + head * num_items * 2
+    total = 0
+    for first in range(0, num_blocks, BLOCKS):
+        o_block = first + tl.arange(0, BLOCKS)
+        b_count = tl.load(p_counts + head * num_blocks + o_block, mask=o_block < num_blocks, other=0)
+        b_chunks = (b_count + CHUNK - 1) // CHUNK
+        b_first = total + tl.cumsum(b_chunks, 0) - b_chunks
+        for chunk in range(0, tl.max(b_chunks, 0)):
+            m_chunk = chunk < b_chunks
+            tl.store(p_item + (b_first + chunk) * 2, o_block, mask=m_chunk)
+            tl.store(p_item + (b_first + chunk) * 2 + 1, chunk + o_block * 0, mask=m_chunk)
+        total += tl.sum(b_chunks, 0)
+    for first in range(total, num_items, BLOCKS):
+        o_item = first + tl.arange(0, BLOCKS)
+        tl.store(p_item + o_item * 2, o_item * 0 - 1, mask=o_item < num_items)
+        tl.store(p_item + o_item * 2 + 1, o_item * 0, mask=o_item < num_items)

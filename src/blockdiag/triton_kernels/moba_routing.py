@@ -1,0 +1,116 @@
+"""Routing of MoBA: centroids of key blocks, scores of queries against them, and the best blocks of each query.
+
+Scores are float32 though queries are 16-bit: each centroid is held as three parts in the query's dtype, each the
+rounding of what the ones before leave (24 bits together), and every product of two 16-bit numbers is exact in the
+float32 accumulator. Nothing here depends on a tile size: the order of every sum is fixed.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+import triton
+import triton.language as tl
+
+# Rows of keys that a centroid takes in at a time; it fixes the order of its sum.
+CENTROID_ROWS = 16
+
+
+@triton.jit
+def moba_centroids(key, p_mask, p_blocks, p_centroids,
+                   KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+                   PART_SCALE: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr):
+    """Mean of the keys of one block and head in PARTS parts, [block, head, part, HEAD_DIM].
+
+    A block without keys gets NaN, which no comparison prefers to anything.
+    """
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(p_blocks + block * 4)
+    length = tl.load(p_blocks + block * 4 + 1)
+    o_column = tl.arange(0, COLUMNS)
+    m_column = o_column < HEAD_DIM
+    b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    b_count = tl.zeros([ROWS], tl.float32)
+    for first in range(0, length, ROWS):
+        o_row = first + tl.arange(0, ROWS)
+        m_row = o_row < length
+        if MASK:
+            m_row = m_row & (tl.load(p_mask + start + o_row, mask=m_row, other=0) != 0)
+        p_key = key + (start + o_row).to(tl.int64)[:, None] * (KEY_HEADS * HEAD_DIM) + head * HEAD_DIM
+        b_key = tl.load(p_key + o_column[None, :], mask=m_row[:, None] & m_column[None, :], other=0.0)
+        b_sum += b_key.to(tl.float32)
+        b_count += m_row.to(tl.float32)
+    count = tl.sum(b_count, 0)
+    b_rest = tl.sum(b_sum, 0) / tl.where(count > 0, count, float("nan"))
+    dtype: tl.constexpr = p_centroids.dtype.element_ty
+    p_part = p_centroids + (block * KEY_HEADS + head).to(tl.int64) * (PARTS * HEAD_DIM)
+    for part in tl.static_range(PARTS):
+        b_part = b_rest.to(dtype)
+        tl.store(p_part + part * HEAD_DIM + o_column, b_part, mask=m_column)
+        # Scaled, so that what is left of a float16 does not underflow.
+        b_rest = (b_rest - b_part.to(tl.float32)) * PART_SCALE
+
+
+@triton.jit
+def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
+                QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+                PARTS: tl.constexpr, PART_SCALE: tl.constexpr, SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr,
+                ROWS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr):
+    """The SLOTS best blocks of each query by falling score, int32 [head, query, slot], -1 after the last.
+
+    Blocks are visited from late to early and only a better one takes a place, so of equal ones the later stays.
+    """
+    head = tl.program_id(1)
+    key_head = head // (QUERY_HEADS // KEY_HEADS)
+    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < query_tokens
+    b_first = tl.load(p_queries + o_row * 4, mask=m_row, other=0)
+    b_end = tl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
+    lowest = tl.min(tl.where(b_first < b_end, b_first, 2147483647), 0)
+    highest = tl.max(b_end, 0)
+    o_column = tl.arange(0, COLUMNS)
+    p_query = query + o_row.to(tl.int64)[:, None] * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column[None, :]
+    b_query = tl.load(p_query, mask=m_row[:, None] & (o_column < HEAD_DIM)[None, :], other=0.0)
+
+    # Empty places have ids of their own below zero; columns beyond the slots are never the worst place.
+    o_slot = tl.arange(0, SLOT_COLUMNS)[None, :]
+    b_ids = tl.zeros([ROWS, SLOT_COLUMNS], tl.int32) - 2 - o_slot
+    b_best = tl.where(o_slot < SLOTS, float("-inf"), float("inf")) + tl.zeros([ROWS, SLOT_COLUMNS], tl.float32)
+    b_worst = tl.zeros([ROWS], tl.float32) + float("-inf")
+    for behind in range(highest, lowest, -BLOCKS):
+        o_block = behind - 1 - tl.arange(0, BLOCKS)
+        p_part = p_centroids + (o_block * KEY_HEADS + key_head).to(tl.int64)[None, :] * (PARTS * HEAD_DIM)
+        m_part = (o_block >= lowest)[None, :] & (o_column < HEAD_DIM)[:, None]
+        b_scores = tl.zeros([ROWS, BLOCKS], tl.float32)
+        for part in tl.static_range(PARTS - 1, -1, -1):
+            b_part = tl.load(p_part + part * HEAD_DIM + o_column[:, None], mask=m_part, other=0.0)
+            if part < PARTS - 1 and PART_SCALE != 1.0:
+                b_scores *= 1.0 / PART_SCALE
+            b_scores = tl.dot(b_query, b_part, b_scores, input_precision=PRECISION)
+        m_candidate = (o_block[None, :] >= b_first[:, None]) & (o_block[None, :] < b_end[:, None])
+        # A comparison with itself is false for NaN alone.
+        b_scores = tl.where(m_candidate & (b_scores == b_scores), b_scores, float("-inf"))
+        b_top = tl.max(b_scores, 1)
+        while tl.max((b_top > b_worst).to(tl.int32), 0) > 0:
+            b_id = tl.max(tl.where(b_scores == b_top[:, None], o_block[None, :], -1), 1)
+            b_scores = tl.where(o_block[None, :] == b_id[:, None], float("-inf"), b_scores)
+            m_at_worst = b_best == b_worst[:, None]
+            b_out = tl.min(tl.where(m_at_worst, b_ids, 2147483647), 1)
+            m_replaced = m_at_worst & (b_ids == b_out[:, None]) & (b_top > b_worst)[:, None]
+            b_best = tl.where(m_replaced, b_top[:, None], b_best)
+            b_ids = tl.where(m_replaced, b_id[:, None], b_ids)
+            b_worst = tl.min(b_best, 1)
+            b_top = tl.max(b_scores, 1)
+
+    b_best = tl.where(o_slot < SLOTS, b_best, float("-inf"))
+    b_chosen = tl.zeros([ROWS, SLOT_COLUMNS], tl.int32) - 1
+    for slot in range(SLOTS):
+        b_top = tl.max(b_best, 1)
+        m_top = (b_best == b_top[:, None]) & (b_ids >= 0)
+        b_id = tl.max(tl.where(m_top, b_ids, -1), 1)
+        b_chosen = tl.where(o_slot == slot, b_id[:, None], b_chosen)
+        m_taken = b_ids == b_id[:, None]
+        b_best = tl.where(m_taken, float("-inf"), b_best)
+        b_ids = tl.where(m_taken, -1, b_ids)
+    p_row = p_chosen + (head.to(tl.int64) * query_tokens + o_row)[:, None] * SLOTS
+    tl.store(p_row + o_slot, b_chosen, mask=m_row[:, None] & (o_slot < SLOTS))

@@ -1,0 +1,322 @@
+"""What tests of MoBA's implementations share: random canonical calls, an exact result, and what error is allowed.
+
+Tables, routing, lists and attention are computed here by loops in numpy, independently of the library.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag.moba_lists import Lists
+from blockdiag.moba_problem import MoBAProblem
+from tests.support import compiled_quickly, largest_error
+
+RESULTS = ("output", "log_sum", "query gradient", "key gradient", "value gradient")
+
+MODULES = {
+    "reference": "blockdiag.reference.moba",
+    "xla": "blockdiag.xla.moba",
+    "triton": "blockdiag.interop.triton_moba",
+}
+
+# Those that run on a CPU only through an interpreter of their kernels.
+INTERPRETED = frozenset({"triton"})
+
+
+def load(implementation: str) -> ModuleType:
+    """The module of an implementation, by name."""
+    return importlib.import_module(MODULES[implementation])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoBACase:
+    """One canonical call, by its shapes and options.
+
+    Attributes:
+        lengths: tokens of the sequences.
+        key_lengths: keys of the sequences where they are not as many as queries.
+        padding: rows after the last sequence, of queries and of keys.
+        masked: share of keys that the key mask takes out; None for no mask.
+        edits: how the routing differs from the one that scores give: "none", "random" (any blocks allowed, in any
+            number and order) or "own" (random, and own blocks seen by some queries only).
+        spare_blocks: unused rows of the block table.
+    """
+
+    lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...] | None = None
+    padding: int = 0
+    query_heads: int = 2
+    key_heads: int = 2
+    head_dim: int = 16
+    dtype: str = "float32"
+    block_size: int = 16
+    slots: int = 2
+    is_causal: bool = True
+    masked: float | None = None
+    scale: float | None = None
+    edits: str = "none"
+    spare_blocks: int = 0
+
+    @property
+    def sequences(self) -> list[tuple[int, int, int, int]]:
+        """First query row, queries, first key row and keys of each sequence."""
+        found, query_row, key_row = [], 0, 0
+        for length, key_length in zip(self.lengths, self.key_lengths or self.lengths, strict=True):
+            found.append((query_row, length, key_row, key_length))
+            query_row, key_row = query_row + length, key_row + key_length
+        return found
+
+    @property
+    def problem(self) -> MoBAProblem:
+        key_lengths = self.key_lengths or self.lengths
+        return MoBAProblem(
+            query_tokens=sum(self.lengths) + self.padding,
+            key_tokens=sum(key_lengths) + self.padding,
+            query_heads=self.query_heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            num_blocks=sum(-(-length // self.block_size) for length in key_lengths) + self.spare_blocks,
+            slots=self.slots,
+            is_causal=self.is_causal,
+            has_key_mask=self.masked is not None,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            has_padding=self.padding > 0,
+        )
+
+    @functools.cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tables of blocks and of queries, built one token at a time."""
+        problem = self.problem
+        blocks = np.zeros((problem.num_blocks, 4), np.int32)
+        queries = np.zeros((problem.query_tokens, 4), np.int32)
+        block = 0
+        for query_row, length, key_row, key_length in self.sequences:
+            first_block = block
+            for start in range(0, key_length, self.block_size):
+                blocks[block, :2] = key_row + start, min(self.block_size, key_length - start)
+                block += 1
+            for i in range(length):
+                position = i + key_length - length
+                if not self.is_causal:
+                    queries[query_row + i, :2] = (first_block, block) if key_length else (0, 0)
+                elif position >= 0:
+                    own = first_block + position // self.block_size
+                    queries[query_row + i] = first_block, own, blocks[own, 0], key_row + position + 1
+                    if blocks[own, 3] == 0:
+                        blocks[own, 2] = query_row + i
+                    blocks[own, 3] += 1
+        return blocks, queries
+
+    @functools.cached_property
+    def key_mask(self) -> np.ndarray | None:
+        if self.masked is None:
+            return None
+        mask = np.random.default_rng(7).uniform(size=self.problem.key_tokens) >= self.masked
+        # One block without any key.
+        mask[self.block_size : 2 * self.block_size] = False
+        return mask
+
+    @functools.cached_property
+    def chosen(self) -> np.ndarray:
+        """A routing, int32 [N, query_tokens, slots]: that of the scores, or a random one that no scores would give."""
+        if self.edits == "none":
+            return exact_routing(self, self.operands())[0]
+        generator = np.random.default_rng(11)
+        _, queries = self.tables
+        chosen = np.full((self.query_heads, self.problem.query_tokens, self.slots), -1, np.int32)
+        for n, t in np.ndindex(chosen.shape[:2]):
+            allowed = generator.permutation(np.arange(queries[t, 0], queries[t, 1]))
+            picked = allowed[: generator.integers(0, self.slots + 1)]
+            chosen[n, t, : len(picked)] = picked
+        return chosen
+
+    @functools.cached_property
+    def own(self) -> np.ndarray | None:
+        if self.edits != "own":
+            return None
+        return np.random.default_rng(13).uniform(size=(self.query_heads, self.problem.query_tokens)) < 0.5
+
+    @functools.cached_property
+    def lists(self) -> Lists:
+        """The lists of `chosen`, one pair at a time. What no list covers is nonsense."""
+        problem = self.problem
+        num_pairs = problem.query_tokens * problem.slots
+        offsets, counts = (np.zeros((problem.query_heads, problem.num_blocks), np.int32) for _ in range(2))
+        entries = np.full((problem.query_heads, num_pairs), np.iinfo(np.int32).max, np.int32)
+        for n in range(problem.query_heads):
+            filled, pairs = 0, self.chosen[n].reshape(-1)
+            for block in range(problem.num_blocks):
+                rows = [pair for pair in range(num_pairs) if pairs[pair] == block]
+                offsets[n, block], counts[n, block] = filled, len(rows)
+                entries[n, filled : filled + len(rows)] = rows
+                filled += len(rows)
+        return Lists(offsets, counts, entries, (self.chosen >= 0).sum(axis=-1, dtype=np.int32))
+
+    def is_seen(self) -> np.ndarray:
+        """Which keys each query of each head sees, bool [N, query_tokens, key_tokens]."""
+        problem, (blocks, queries) = self.problem, self.tables
+        seen = np.zeros((problem.query_heads, problem.query_tokens, problem.key_tokens), bool)
+        for n, t in np.ndindex(seen.shape[:2]):
+            for block in self.chosen[n, t]:
+                if block >= 0:
+                    seen[n, t, blocks[block, 0] : blocks[block, 0] + blocks[block, 1]] = True
+            if self.own is None or self.own[n, t]:
+                seen[n, t, queries[t, 2] : queries[t, 3]] = True
+        return seen if self.key_mask is None else seen & self.key_mask
+
+    def operands(self, seed: int = 0) -> tuple[jax.Array, ...]:
+        """Random query, key, value and cotangents of output and log-sum-exp."""
+        generator, problem = np.random.default_rng(seed), self.problem
+        shapes = [
+            (problem.query_tokens, problem.query_heads, problem.head_dim),
+            (problem.key_tokens, problem.key_heads, problem.head_dim),
+            (problem.key_tokens, problem.key_heads, problem.head_dim),
+            (problem.query_tokens, problem.query_heads, problem.head_dim),
+        ]
+        arrays = (generator.normal(size=shape).astype(np.float32) for shape in shapes)
+        log_sum_cotangent = generator.normal(size=shapes[0][:2])
+        wide = "float64" if self.dtype == "float64" else "float32"
+        return *(jnp.asarray(x, self.dtype) for x in arrays), jnp.asarray(log_sum_cotangent.astype(wide))
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What follows query, key and value in a call: key mask, tables, lists and own."""
+        tree = (self.key_mask, *self.tables, self.lists, self.own)
+        return jax.tree.map(jnp.asarray, tree)
+
+    def skip_unless_supported(self, implementation: str) -> None:
+        """Skip the test where an implementation cannot compute this case, with its reason."""
+        module = load(implementation)
+        reason = module.available() or module.supports(self.problem)
+        if reason is not None:
+            pytest.skip(reason)
+
+    def compute(self, implementation: str) -> Callable[..., tuple[jax.Array, ...]]:
+        """A compiled function from operands and arguments to output, log-sum-exp and gradients of the operands."""
+        module, problem, options = load(implementation), self.problem, {"interpret": implementation in INTERPRETED}
+
+        def compute(query, key, value, cotangent, log_sum_cotangent, arguments):
+            output, log_sum = module.forward(problem, query, key, value, *arguments, **options)
+            cotangents = cotangent, log_sum_cotangent
+            gradients = module.backward(problem, query, key, value, *arguments, output, log_sum, *cotangents, **options)
+            return output, log_sum, *gradients
+
+        return compiled_quickly(compute)
+
+    def results(self, implementation: str) -> tuple[jax.Array, ...]:
+        """Output, log-sum-exp and gradients of query, key and value."""
+        return self.compute(implementation)(*self.operands(), self.arguments())
+
+    def route(self, implementation: str, operands: Sequence[jax.Array] | None = None) -> np.ndarray:
+        """The routing that an implementation computes, of this case's operands or others."""
+        query, key, *_ = self.operands() if operands is None else operands
+        key_mask, blocks, queries, *_ = self.arguments()
+        options = {"interpret": implementation in INTERPRETED}
+        route = functools.partial(load(implementation).route, self.problem, **options)
+        return np.asarray(compiled_quickly(route)(query, key, key_mask, blocks, queries))
+
+    def make_lists(self, implementation: str) -> Lists:
+        """The lists of this case's routing that an implementation makes."""
+        options = {"interpret": implementation in INTERPRETED}
+        make = functools.partial(load(implementation).make_lists, self.problem, **options)
+        return jax.tree.map(np.asarray, compiled_quickly(make)(jnp.asarray(self.chosen)))
+
+
+def exact_routing(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The routing, int32 [N, query_tokens, slots], and float64 scores [N, query_tokens, num_blocks], -inf if barred."""
+    query, key = (np.asarray(x).astype(np.float64) for x in operands[:2])
+    problem, (blocks, queries) = case.problem, case.tables
+    chosen = np.full((problem.query_heads, problem.query_tokens, problem.slots), -1, np.int32)
+    scores = np.full((problem.query_heads, problem.query_tokens, problem.num_blocks), -np.inf)
+    for n, t in np.ndindex(chosen.shape[:2]):
+        candidates = []
+        for block in range(queries[t, 0], queries[t, 1]):
+            rows = np.arange(blocks[block, 0], blocks[block, 0] + blocks[block, 1])
+            rows = rows if case.key_mask is None else rows[case.key_mask[rows]]
+            if len(rows):
+                scores[n, t, block] = query[t, n] @ key[rows, n // problem.group_size].mean(axis=0)
+                candidates.append((-scores[n, t, block], -block))
+        best = [-block for _, block in sorted(candidates)[: problem.slots]]
+        chosen[n, t, : len(best)] = best
+    return chosen, scores
+
+
+def exact_moba(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
+    """Output, log-sum-exp and gradients in float64, query by query and head by head."""
+    query, key, value, cotangent, log_sum_cotangent = (np.asarray(x).astype(np.float64) for x in operands)
+    problem, seen = case.problem, case.is_seen()
+    output, query_gradient, key_gradient, value_gradient = (np.zeros_like(x) for x in (query, query, key, value))
+    log_sum = np.full(query.shape[:2], -np.inf)
+    for n, t in np.ndindex(seen.shape[:2]):
+        k, rows = n // problem.group_size, np.flatnonzero(seen[n, t])
+        if not len(rows):
+            continue
+        scores = problem.scale * key[rows, k] @ query[t, n]
+        exponentials = np.exp(scores - scores.max())
+        weights = exponentials / exponentials.sum()
+        log_sum[t, n] = scores.max() + np.log(exponentials.sum())
+        output[t, n] = weights @ value[rows, k]
+        weights_gradient = value[rows, k] @ cotangent[t, n]
+        mean = weights @ weights_gradient - log_sum_cotangent[t, n]
+        scores_gradient = problem.scale * weights * (weights_gradient - mean)
+        query_gradient[t, n] = scores_gradient @ key[rows, k]
+        key_gradient[rows, k] += np.outer(scores_gradient, query[t, n])
+        value_gradient[rows, k] += np.outer(weights, cotangent[t, n])
+    return output, log_sum, query_gradient, key_gradient, value_gradient
+
+
+def naive_moba(case: MoBACase, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The same by dense computations in the case's own dtype: the error that people live with today."""
+    problem, seen = case.problem, case.is_seen()
+    is_blind = ~seen.any(axis=-1)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key, value = (jnp.repeat(x, problem.group_size, axis=1) for x in (key, value))
+        scores = jnp.einsum("inh,jnh->nij", query, key) * jnp.asarray(problem.scale, query.dtype)
+        scores = jnp.where(seen | is_blind[:, :, None], scores, -jnp.inf)
+        output = jnp.einsum("nij,jnh->inh", jax.nn.softmax(scores, axis=-1), value)
+        log_sum = jax.nn.logsumexp(scores, axis=-1).astype(operands[4].dtype)
+        return (
+            jnp.where(is_blind.T[:, :, None], jnp.zeros((), output.dtype), output),
+            jnp.where(is_blind, -jnp.inf, log_sum).T,
+        )
+
+    def compute(query, key, value, cotangent, log_sum_cotangent):
+        results, pull_back = jax.vjp(attend, query, key, value)
+        return *results, *pull_back((cotangent, log_sum_cotangent))
+
+    return compiled_quickly(compute)(*operands)
+
+
+def assert_accurate(case: MoBACase, actual: Sequence[Any], operands: Sequence[jax.Array]) -> None:
+    """Each result may err at most twice as much as the naive computation, plus two units in the last place."""
+    exact = exact_moba(case, operands)
+    problem = case.problem
+    naive = naive_moba(case, operands) if problem.query_tokens and problem.key_tokens else exact
+    wide = jnp.float64 if case.dtype == "float64" else jnp.float32
+    for name, result, true, rough in zip(RESULTS, actual, exact, naive, strict=True):
+        assert result.shape == true.shape, name
+        if name == "log_sum":
+            # Float32 whatever the operands are, so that the naive computation's error is no measure.
+            assert result.dtype == wide
+            blind = true == -np.inf
+            np.testing.assert_array_equal(np.asarray(result) == -np.inf, blind, err_msg=f"blind rows of {case}")
+            result, true = (np.where(blind, 0, x) for x in (result, true))
+            allowed = 64 * float(jnp.finfo(wide).eps) * (1 + np.abs(true).max(initial=0.0))
+        else:
+            assert result.dtype == operands[0].dtype, name
+            unit = float(jnp.finfo(result.dtype).eps) * np.abs(true).max(initial=0.0)
+            # What is exactly 0, such as the query gradient of a row that sees one key, may be a rounding away from it.
+            unit += 16 * float(jnp.finfo(wide).eps)
+            allowed = 2 * largest_error(rough, true) + 2 * unit
+        error = largest_error(result, true)
+        assert error <= allowed, f"{name} of {case} errs by {error}, allowed {allowed}"
