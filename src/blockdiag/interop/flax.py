@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
+from blockdiag import _validate
 from blockdiag.block_diagonal import block_diagonal_attention
-from blockdiag.rotary import Rotary
+from blockdiag.moba import moba_attention
+from blockdiag.rotary import Rotary, apply_rotary
 
 
 def attention_fn(
@@ -104,6 +106,97 @@ def attention_fn(
     return attend
 
 
+def moba_attention_fn(
+    *,
+    block_size: int,
+    top_k: int,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    implementation: str | tuple[str, ...] | None = None,
+) -> Callable[..., Float[Array, "*batch T N H"]]:
+    """MoBA, mixture of block attention, in the form that Flax's attention modules call.
+
+    As `attention_fn`, but each query of each head attends to its own block of keys and to those that suit it best; see
+    `blockdiag.moba_attention`.
+
+    Args:
+        block_size: keys of a block, a multiple of 16 from 16 to 4096.
+        top_k: blocks that a query sees, its own included, 1..64.
+        rotary: rotary embedding of the operands that it names, before blocks are chosen. `input_positions` that a nnx
+            module is called with become its positions.
+        scale: factor on the scores of the softmax; 1 / sqrt(H) when None.
+        is_causal: whether a token attends to itself and earlier tokens only. Where this is False, a nnx module called
+            with `is_causal=True` asks for it.
+        implementation: as for `moba_attention`.
+
+    Returns:
+        The attention function. A mask that depends on keys only, of shape [*batch, 1, 1, S], takes keys out: they are
+        not seen and do not count in choosing blocks; it may be traced. Of other masks a concrete one is accepted that
+        removes nothing (but what `is_causal` removes), and changes nothing. The function raises NotImplementedError,
+        with what to do instead, where it cannot compute what the module asks for: other masks, dropout of attention
+        weights in training, sowing of attention weights, replaced einsums, and, where it is causal, keys of another
+        length than queries (decoding with a cache).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from blockdiag.interop.flax import moba_attention_fn
+        >>> attend = moba_attention_fn(block_size=16, top_k=2)
+        >>> attention = nnx.MultiHeadAttention(
+        ...     num_heads=4, in_features=32, decode=False, attention_fn=attend, rngs=nnx.Rngs(0)
+        ... )
+        >>> attention(jnp.ones((2, 40, 32))).shape
+        (2, 40, 32)
+    """
+    always_causal = is_causal
+
+    # The signature for the reasons that `attention_fn` has.
+    def attend(
+        query: Float[Array, "*batch T N H"],
+        key: Float[Array, "*batch S K H"],
+        value: Float[Array, "*batch S K H"],
+        mask: ArrayLike | None = None,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = True,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        input_positions: ArrayLike | None = None,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Callable[..., Any] | None = None,
+        attn_weights_value_einsum: Callable[..., Any] | None = None,
+    ) -> Float[Array, "*batch T N H"]:
+        del dropout_rng, broadcast_dropout, precision, force_fp32_for_softmax
+        _refuse_what_needs_weights(
+            dropout_rate, deterministic, module, qk_attn_weights_einsum, attn_weights_value_einsum
+        )
+        causal = always_causal or is_causal
+        _check_batch_shape(query, key, value)
+        _check_moba_lengths(query, key, causal, has_rotary=rotary is not None)
+        batch_shape, key_length = query.shape[:-3], key.shape[-3]
+        key_mask = _as_key_mask(mask, query.shape[-3], key_length, batch_shape, is_causal=causal)
+        query, key, value = map(_with_one_batch_axis, _promote(query, key, value, dtype))
+        query, key, value = _rotate(_at_positions(rotary, input_positions, batch_shape), query, key, value)
+        output = moba_attention(
+            query,
+            key,
+            value,
+            block_size=block_size,
+            top_k=top_k,
+            scale=scale,
+            is_causal=causal,
+            key_mask=None if key_mask is None else key_mask.reshape(-1, key_length),
+            implementation=implementation,
+        )
+        return output.reshape(*batch_shape, *output.shape[-3:])
+
+    return attend
+
+
 def _refuse_what_needs_weights(
     dropout_rate: float,
     deterministic: bool,
@@ -129,8 +222,8 @@ def _refuse_what_needs_weights(
         )
 
 
-def _check_self_attention(query: Array, key: Array, value: Array) -> None:
-    """Raises unless the three arrays have one batch shape and one length."""
+def _check_batch_shape(query: Array, key: Array, value: Array) -> None:
+    """Raises unless the three arrays have one batch shape."""
     if min(query.ndim, key.ndim, value.ndim) < 3:
         raise ValueError(
             "`query`, `key` and `value` must have shape [*batch, length, heads, head_dim], "
@@ -141,6 +234,11 @@ def _check_self_attention(query: Array, key: Array, value: Array) -> None:
             "`query`, `key` and `value` must have the same batch axes, "
             f"got {query.shape[:-3]}, {key.shape[:-3]} and {value.shape[:-3]}"
         )
+
+
+def _check_self_attention(query: Array, key: Array, value: Array) -> None:
+    """Raises unless the three arrays have one batch shape and one length."""
+    _check_batch_shape(query, key, value)
     if not query.shape[-3] == key.shape[-3] == value.shape[-3]:
         raise NotImplementedError(
             "block-diagonal attention is self-attention over whole sequences, got lengths "
@@ -184,6 +282,68 @@ def _first_block_cut(allowed: np.ndarray, length: int, block_size: int, is_causa
         if not (block | ~(np.tril(needed) if is_causal else needed)).all():
             return start
     return None
+
+
+def _check_moba_lengths(query: Array, key: Array, is_causal: bool, *, has_rotary: bool) -> None:
+    """Raises where tokens of queries and of keys must be the same and are not."""
+    if query.shape[-3] != key.shape[-3] and (is_causal or has_rotary):
+        raise NotImplementedError(
+            f"`query` and `key` must have one length in causal attention and with a rotary embedding, got "
+            f"{query.shape[-3]} and {key.shape[-3]}; for decoding with a cache (decode=True) use Flax's own "
+            "dot_product_attention, or blockdiag.moba_attention with the keys there are so far"
+        )
+
+
+def _as_key_mask(
+    mask: ArrayLike | None, length: int, key_length: int, batch_shape: tuple[int, ...], *, is_causal: bool
+) -> Array | None:
+    """The keys that `mask`, broadcastable to [*batch, N, T, S], leaves, bool [*batch, S]; None for all of them."""
+    if mask is None:
+        return None
+    shape = np.shape(mask)
+    if len(shape) < 2 or shape[-1] not in (1, key_length) or shape[-2] not in (1, length):
+        raise ValueError(f"`mask` must be broadcastable to [*batch, heads, {length}, {key_length}], got shape {shape}")
+    if shape[-2] == 1 and (len(shape) < 3 or shape[-3] == 1):
+        keys = jnp.asarray(mask).astype(bool).reshape(*shape[:-3], shape[-1])
+        return jnp.broadcast_to(keys, (*batch_shape, key_length))
+    remedy = (
+        "pass mask=None where nothing but moba_attention_fn(is_causal=...) limits what is seen, and a mask of shape "
+        f"[*batch, 1, 1, {key_length}] that says which keys take part"
+    )
+    if isinstance(mask, jax.core.Tracer):
+        raise NotImplementedError(
+            f"`mask` of shape {shape} is traced by a transformation such as jax.jit, so it cannot be known what it "
+            f"removes; {remedy}"
+        )
+    allowed = np.broadcast_to(np.asarray(mask).astype(bool), (*shape[:-2], length, key_length))
+    # A few rows at a time: the whole square of a second mask can be too large to hold.
+    for start in range(0, length, 256):
+        rows = allowed[..., start : start + 256, :]
+        needed = np.tri(rows.shape[-2], key_length, start, dtype=bool) if is_causal else np.True_
+        if not (rows | ~needed).all():
+            raise NotImplementedError(
+                f"`mask` of shape {shape} removes keys for some queries (is_causal={is_causal}); {remedy}, or use "
+                "Flax's own dot_product_attention for this mask"
+            )
+    return None
+
+
+def _rotate(rotary: Rotary | None, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """The operands [B, T, heads, H] with those rotated that `rotary` names."""
+    if rotary is None:
+        return query, key, value
+    tokens_shape = query.shape[:-2]
+    _validate.check_rotary(rotary, tokens_shape, query.shape[-1], tokens_shape[-1])
+    cos, sin = jnp.asarray(rotary.cos), jnp.asarray(rotary.sin)
+    if not rotary.per_token and rotary.positions is None:
+        cos, sin = cos[: tokens_shape[-1]], sin[: tokens_shape[-1]]
+    elif not rotary.per_token:
+        positions = jnp.clip(jnp.asarray(rotary.positions), 0, cos.shape[0] - 1)
+        cos, sin = cos[positions], sin[positions]
+    operands = {"query": query, "key": key, "value": value}
+    for name in rotary.apply_to:
+        operands[name] = apply_rotary(operands[name], cos, sin, interleaved=rotary.interleaved)
+    return operands["query"], operands["key"], operands["value"]
 
 
 def _promote(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:

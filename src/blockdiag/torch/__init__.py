@@ -6,7 +6,12 @@ Importing this module imports no JAX; calls on the CPU, and calls that ask for i
 from blockdiag.torch._attention import block_diagonal_attention as block_diagonal_attention
 from blockdiag.torch._attention import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
 from blockdiag.torch._attention import fused_qkv_block_attention as fused_qkv_block_attention
+from blockdiag.torch._key_convolution import key_convolution as key_convolution
+from blockdiag.torch._moba import moba_attention as moba_attention
+from blockdiag.torch._moba import moba_routing as moba_routing
+from blockdiag.torch._moba_routing import Routing as Routing
 from blockdiag.torch._rotary import Rotary as Rotary
 from blockdiag.torch._rotary import apply_rotary as apply_rotary
 from blockdiag.torch._rotary import rotary_tables as rotary_tables
+from blockdiag.torch.moba_modules import MoBASelfAttention as MoBASelfAttention
 from blockdiag.torch.modules import BlockDiagonalSelfAttention as BlockDiagonalSelfAttention
