@@ -3,12 +3,13 @@
 import argparse
 from pathlib import Path
 
+from blockdiag.bench.moba_plots import draw_moba
 from blockdiag.bench.plots import draw_all
-from blockdiag.bench.records import ErrorRow, Timing, read_rows
+from blockdiag.bench.records import ErrorRow, MoBATiming, Timing, read_rows
 
 
 def main() -> None:
-    """Read block_diagonal.csv and block_diagonal_errors.csv of a folder and write PNG files beside them."""
+    """Read block_diagonal.csv, block_diagonal_errors.csv and moba.csv of a folder and write PNG files beside them."""
     parser = argparse.ArgumentParser(description="Draw figures from the CSV files of `python -m blockdiag bench`.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "results")
     folder = parser.parse_args().folder
@@ -17,6 +18,9 @@ def main() -> None:
         parser.error(f"{timings} does not exist; run `python -m blockdiag bench block_diagonal` first")
     errors = folder / "block_diagonal_errors.csv"
     for path in draw_all(read_rows(timings, Timing), read_rows(errors, ErrorRow) if errors.exists() else [], folder):
+        print(path)
+    moba = folder / "moba.csv"
+    for path in draw_moba(read_rows(moba, MoBATiming), folder) if moba.exists() else []:
         print(path)
 
 

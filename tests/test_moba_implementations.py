@@ -62,6 +62,7 @@ CASES = {
 
 # What the interpreter has time for: every branch of the kernels. Calls without queries or blocks never reach them.
 INTERPRETED_CASES = (
+    "more slots than blocks",
     "grouped heads",
     "own block only",
     "larger blocks",

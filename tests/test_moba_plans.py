@@ -52,8 +52,8 @@ KNOWN_SPILLS = {
 
 def launches(problem):
     routing = (*routing_steps(), *list_steps()) if problem.slots else ()
-    kinds = dict.fromkeys((*routing, *forward_steps(problem), *backward_steps(problem)))
-    return [MoBALaunch(problem, kind) for kind in kinds]
+    steps = dict.fromkeys((*routing, *forward_steps(problem), *backward_steps(problem)))
+    return [MoBALaunch(problem, kind, heads=heads) for kind, heads in steps]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

@@ -1,4 +1,4 @@
-"""`python -m blockdiag`: demo, doctor and bench."""
+"""`python -m blockdiag`: demo, doctor, bench and recall."""
 
 import importlib.util
 import sys

@@ -23,11 +23,14 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_the_commands():
     result = start("--help")
     assert result.returncode == 0
-    for name in ("demo", "doctor", "bench"):
+    for name in ("demo", "doctor", "bench", "recall"):
         assert name in result.stdout
 
 
-@pytest.mark.parametrize(("command", "option"), [("demo", "--steps"), ("doctor", "--json"), ("bench", "--help")])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("demo", "--attention"), ("doctor", "--json"), ("bench", "--smoke"), ("recall", "--trials")],
+)
 def test_each_command_parses_its_own_options(command, option):
     result = start(command, "--help")
     assert result.returncode == 0, result.stderr
@@ -42,7 +45,8 @@ def test_unknown_option_is_an_error():
 
 
 def test_missing_package_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "blockdiag.cli.demo", raising=False)
+    for module in ("demo", "training_report"):
+        monkeypatch.delitem(sys.modules, f"blockdiag.cli.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1

@@ -258,12 +258,13 @@ def test_the_host_never_waits(name, is_given):
     more = {"routing": to_torch_routing(edited_routing(case), GPU)} if is_given else {}
     operands, function = tensors_of(case, GPU), attend(case, GPU, **more)
     expected = value_and_gradients(function, *operands)
-    indices = route(case, GPU)(*operands[:2]).indices
+    choose = route(case, GPU)
+    indices = choose(*operands[:2]).indices
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         results = value_and_gradients(function, *operands)
-        again = route(case, GPU)(*operands[:2]).indices
+        again = choose(*operands[:2]).indices
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert_same_bits([*results, again], [*expected, indices])

@@ -173,6 +173,12 @@ def interleave(
             calibrate(subject, batch_ms)
         except failures as failure:
             subject.failure = reason_of(failure)
+    take_rounds(subjects, rounds=rounds, deadline=deadline, least_rounds=least_rounds)
+
+
+def take_rounds(subjects: Sequence[Subject], *, rounds: int, deadline: float, least_rounds: int) -> None:
+    """The rounds of `interleave`, for subjects that are calibrated."""
+    failures = recordable_failures()
     for index in range(rounds):
         if index >= least_rounds and time.monotonic() > deadline:
             return

@@ -1,7 +1,6 @@
 """What an implementation is to the benchmark, and two generic ways to get its passes: torch autograd and jax.vjp."""
 
 import collections
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 
 from blockdiag.bench.cases import Case, PassName
 from blockdiag.bench.clock import Framework
+from blockdiag.bench.compiled import address_table_bytes, calls_as_text, custom_calls
 from blockdiag.bench.workload import Workload, to_torch
 
 
@@ -132,25 +132,6 @@ def autograd_passes(
     return {"fwd": forward, "bwd": backward, "fwd+bwd": both}
 
 
-def custom_calls(program: str) -> collections.Counter[str]:
-    """How often a compiled JAX program makes custom calls, by target: how many kernels it launches."""
-    return collections.Counter(re.findall(r'custom_call_target="([^"]+)"', program))
-
-
-def _as_text(calls: collections.Counter[str]) -> str:
-    return ", ".join(f"{target} x{count}" for target, count in sorted(calls.items()))
-
-
-def address_table_bytes(program: str) -> int:
-    """Bytes of the tables in which XLA keeps the addresses of custom calls with several results: 8 per result.
-
-    XLA counts them as temporary memory of the program (its buffer assignment shows one for each such call); they are
-    no memory of the op's.
-    """
-    results = re.findall(r"= \(([^()]*(?:\([^()]*\)[^()]*)*)\) custom-call\(", program)
-    return sum(8 * len(re.findall(r"\w+\[[\d,]*\]", shapes)) for shapes in results)
-
-
 # Calls of one chained program. One call of a chain divides the cotangent by about ten, so that 20 stay in range.
 _CHAINED_CALLS = 20
 
@@ -212,7 +193,7 @@ def jit_passes(
             _flat_tensors,
             None if memory is None else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(program_text)),
             "; ".join(
-                part for part in (note, f"custom calls: {_as_text(calls)}" if calls else "no custom call") if part
+                part for part in (note, f"custom calls: {calls_as_text(calls)}" if calls else "no custom call") if part
             ),
         )
 
@@ -222,7 +203,7 @@ def jit_passes(
             found = custom_calls(program.as_text() or "")
             if not calls or found != collections.Counter({name: n * _CHAINED_CALLS for name, n in calls.items()}):
                 raise ChainBroken(
-                    f"{_CHAINED_CALLS} calls in one program make custom calls {_as_text(found) or 'none'}"
+                    f"{_CHAINED_CALLS} calls in one program make custom calls {calls_as_text(found) or 'none'}"
                 )
             note = f"{single.note}; timed as programs of {_CHAINED_CALLS} calls"
             return replace(single, run=lambda: program(*arguments), note=note, calls=_CHAINED_CALLS, chain=None)

@@ -26,7 +26,7 @@ LABELS = {
 }
 
 
-def _figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+def new_figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
     """A figure drawn without any window system, and its axes side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ def draw_case(rows: Sequence[Timing], path: Path) -> None:
     measured = [row for row in rows if row.median_ms is not None]
     if not measured:
         raise ValueError("`rows` hold no measured time; nothing can be drawn")
-    figure, axes = _figure(2, 8.0, 0.9 + 0.28 * len({row.implementation for row in measured}))
+    figure, axes = new_figure(2, 8.0, 0.9 + 0.28 * len({row.implementation for row in measured}))
     order = sorted({row.implementation for row in measured}, key=lambda name: _total(measured, name), reverse=True)
     for axis, pass_name in zip(axes, ("fwd", "bwd"), strict=True):
         found = {row.implementation: row for row in measured if row.pass_name == pass_name}
@@ -100,7 +100,7 @@ def draw_floor(rows: Sequence[Timing], path: Path, implementation: str = "triton
     if not mine:
         raise ValueError(f"`rows` hold no measured time of {implementation!r}; nothing can be drawn")
     cases = list(dict.fromkeys(row.case for row in mine))
-    figure, (axis,) = _figure(1, 6.5, 0.9 + 0.42 * len(cases))
+    figure, (axis,) = new_figure(1, 6.5, 0.9 + 0.42 * len(cases))
     for shift, pass_name, colour in ((0.2, "fwd", _OURS), (-0.2, "bwd", _JAX)):
         found = {row.case: row.ratio_to_floor for row in mine if row.pass_name == pass_name}
         heights = [index + shift for index, case in enumerate(reversed(cases)) if case in found]
@@ -127,7 +127,7 @@ def draw_errors(rows: Sequence[ErrorRow], path: Path) -> None:
     if not measured:
         raise ValueError("`rows` hold no measured error; nothing can be drawn")
     cases = list(dict.fromkeys(row.case for row in measured))[:4]
-    figure, axes = _figure(len(cases), 2.6 * len(cases) + 1.0, 2.8)
+    figure, axes = new_figure(len(cases), 2.6 * len(cases) + 1.0, 2.8)
     palette = (_OURS, _TORCH, _JAX, _FLOOR, "#009E73", "#CC79A7")
     names = list(dict.fromkeys(row.implementation for row in measured))
     for axis, case in zip(axes, cases, strict=True):

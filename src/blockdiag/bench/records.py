@@ -111,12 +111,60 @@ class HostRow:
     note: str = ""
 
 
-type Row = Timing | ErrorRow | HostRow
+@dataclass(frozen=True, kw_only=True)
+class MoBATiming:
+    """One row of MoBA's CSV: one pass of one implementation on one workload.
+
+    Attributes:
+        pass_name: "routing" (mean keys, scores, choice, lists), "fwd" (routing included), "bwd" or "fwd+bwd".
+        tokens, batch: tokens of a sequence, and sequences.
+        useful_tflop, useful_gb: arithmetic and bytes that the pass cannot do without; see `moba_cases`.
+        floor_ms: the longer of both at the rates that this run measured, `matmul_tflops` and `copy_gb_per_s`.
+        extra_bytes: device memory beyond inputs and outputs; `peak_bytes` with them.
+        relative_error: relative L2 norm of output and gradients (the largest of what the pass returns) against float32
+            attention under the same routing, over few tokens.
+    """
+
+    op: str
+    pass_name: str
+    case: str
+    implementation: str
+    tokens: int
+    batch: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    block_size: int
+    top_k: int
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    useful_tflop: float | None = None
+    useful_gb: float | None = None
+    floor_ms: float | None = None
+    ratio_to_floor: float | None = None
+    extra_bytes: int | None = None
+    peak_bytes: int | None = None
+    relative_error: float | None = None
+    copy_gb_per_s: float | None = None
+    matmul_tflops: float | None = None
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+    note: str = ""
+
+
+type Row = Timing | ErrorRow | HostRow | MoBATiming
 
 _KEYS: dict[type, tuple[str, ...]] = {
     Timing: ("op", "pass_name", "case", "implementation", "device"),
     ErrorRow: ("op", "case", "implementation", "tensor", "device"),
     HostRow: ("op", "pass_name", "implementation", "device"),
+    MoBATiming: ("op", "pass_name", "case", "implementation", "device"),
 }
 
 

@@ -37,6 +37,12 @@ def _bench(context: typer.Context) -> None:
     _run("blockdiag.cli.bench", "bench", context)
 
 
+@app.command("recall", **_PASS_THROUGH)
+def _recall(context: typer.Context) -> None:
+    """Hide needles in real text and see whether MoBA's routing finds their blocks."""
+    _run("blockdiag.cli.recall", "recall", context)
+
+
 def _run(module_name: str, function_name: str, context: typer.Context) -> None:
     """Runs a command's function with the arguments that are left, in a Typer application of its own."""
     try:

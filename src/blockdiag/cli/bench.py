@@ -33,6 +33,7 @@ from blockdiag.bench.report import (
     verdict_table,
 )
 from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times, judge_torch_host
+from blockdiag.cli.bench_moba import CASE_NAMES, draw_moba_figures, measure_moba, smoke_moba
 
 if TYPE_CHECKING:
     from blockdiag.bench.implementations import Implementation
@@ -45,6 +46,7 @@ class Op(StrEnum):
     """What can be measured."""
 
     BLOCK_DIAGONAL = "block_diagonal"
+    MOBA = "moba"
     TORCH = "torch"
 
 
@@ -53,17 +55,21 @@ def bench(
     output: Annotated[
         Path | None, typer.Option(help=f"Folder of the CSV files and plots; {DEFAULT_OUTPUT} unless given.")
     ] = None,
-    cases: Annotated[str | None, typer.Option(help=f"Comma-separated, of: {', '.join(CASES)}.")] = None,
+    cases: Annotated[
+        str | None, typer.Option(help=f"Comma-separated, of: {', '.join(CASES)}; for moba of: {CASE_NAMES}.")
+    ] = None,
     baselines: Annotated[str | None, typer.Option(help="Comma-separated names of baselines, or none.")] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw figures from the CSV files.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per implementation and pass.")] = 25,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     budget_seconds: Annotated[float, typer.Option(min=10.0, help="Time after which no baseline is begun.")] = 270.0,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Only the small check on the CPU.")] = False,
 ) -> None:
-    """Time block-diagonal attention and its baselines, or the host time of the torch operators, on one NVIDIA GPU.
+    """Time block-diagonal attention or MoBA and their baselines, or the torch operators on the host, on one NVIDIA GPU.
 
     Every timing is gated by a check against float64, interleaved with the others of its case, and shown beside the
-    copy bandwidth of the same run. On a machine without a GPU a small check of the XLA path runs instead.
+    copy bandwidth of the same run. On a machine without a GPU, or with --smoke, a small check of the XLA path runs
+    instead.
     """
     # This process shares its GPU between JAX and torch, so JAX must not take most of its memory up front. The setting
     # is read when JAX starts its backend, which nothing has done yet.
@@ -71,8 +77,9 @@ def bench(
     console = make_console()
     import jax
 
-    if jax.default_backend() != "gpu":
-        _smoke(console, output)
+    if smoke or jax.default_backend() != "gpu":
+        with jax.default_device(jax.devices("cpu")[0]):
+            (smoke_moba if op is Op.MOBA else _smoke)(console, output)
         return
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("bench compares with PyTorch, which is not installed; try: pip install 'blockdiag[torch]'")
@@ -84,6 +91,11 @@ def bench(
     folder = output or DEFAULT_OUTPUT
     if op is Op.TORCH:
         _torch_host(console, folder)
+        return
+    if op is Op.MOBA:
+        measure_moba(console, folder, cases=cases, baselines=baselines, rounds=rounds, seed=seed, deadline=deadline)
+        if plot:
+            draw_moba_figures(console, folder)
         return
     from blockdiag.bench.measure import Settings, find_implementations
 
@@ -104,7 +116,7 @@ def _smoke(console: Console, output: Path | None) -> None:
     from blockdiag.bench.smoke import run_smoke
 
     console.print(
-        "JAX sees no GPU here. This is a smoke run on the CPU: XLA against a reference einsum at a tiny size. "
+        "This is a smoke run on the CPU: XLA against a reference einsum at a tiny size. "
         "Its times say nothing about a GPU; run the same command on a machine with an NVIDIA GPU for those."
     )
     rows = run_smoke(environment("cpu"))

@@ -2,19 +2,19 @@
 
 import dataclasses
 import enum
-import math
+import functools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import typer
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from blockdiag.cli import language_model
-from blockdiag.cli.language_model import AttentionFunction, Settings, Training
+from blockdiag.cli.demo_moba import run_moba_demo
+from blockdiag.cli.language_model import AttentionFunction, LanguageModel, Settings, Training
+from blockdiag.cli.training_report import save_plot, train_with_progress
 
 OURS = "block_diagonal_attention"
 BASELINE = "jax.nn.dot_product_attention"
@@ -29,6 +29,13 @@ class DeviceKind(enum.StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     GPU = "gpu"
+
+
+class AttentionKind(enum.StrEnum):
+    """What the model attends with."""
+
+    BLOCK_DIAGONAL = "block_diagonal"
+    MOBA = "moba"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +69,9 @@ class Check:
 
 
 def demo(
+    attention: Annotated[
+        AttentionKind, typer.Option(help="Attention of the model, compared with one that JAX has.")
+    ] = AttentionKind.BLOCK_DIAGONAL,
     steps: Annotated[
         int | None, typer.Option(min=2, help="Training steps of each model.", show_default="120, GPU: 300")
     ] = None,
@@ -78,9 +88,18 @@ def demo(
 
     Both start from the same weights and see the same batches of English text, so their losses must agree to rounding;
     the command fails if they do not. It prints both losses and the throughput, and saves a plot.
+
+    With --attention moba the model attends by MoBA, with a convolution of its keys, and is compared with the same model
+    under dense causal attention: equal parameters, steps and batches. Their losses differ, as one of them sees a part
+    of the keys only. It also prints how the trained layers route, and fails if MoBA with all blocks is not dense.
     """
     console = Console()
     chosen = _device(device)
+    if attention is AttentionKind.MOBA:
+        names = tuple(implementation) if implementation else None
+        if not run_moba_demo(console, chosen, steps=steps, output=output, implementation=names):
+            raise typer.Exit(code=1)
+        return
     settings = CPU_SETTINGS if chosen.platform == "cpu" else GPU_SETTINGS
     if steps is not None:
         settings = dataclasses.replace(settings, steps=steps)
@@ -126,23 +145,8 @@ def _device(kind: DeviceKind) -> jax.Device:
 
 def _train_all(console: Console, settings: Settings, attentions: dict[str, AttentionFunction]) -> dict[str, Training]:
     """Trains one model per attention function, under a progress bar for each."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
-    trainings = {}
-    with Progress(*columns, console=console) as progress:
-        for name, attention in attentions.items():
-            task = progress.add_task(name, total=settings.steps, loss=math.nan)
-
-            def advance(loss: float, task=task) -> None:
-                progress.update(task, advance=1, loss=loss)
-
-            trainings[name] = language_model.train(settings, attention, on_step=advance)
-    return trainings
+    make = {name: functools.partial(LanguageModel, settings, attention) for name, attention in attentions.items()}
+    return train_with_progress(console, settings, make)
 
 
 def compare(
@@ -173,23 +177,3 @@ def _results_table(trainings: dict[str, Training]) -> Table:
             f"{training.tokens_per_second:,.0f}",
         )
     return table
-
-
-def save_plot(trainings: dict[str, Training], path: Path) -> None:
-    """Draws the training losses of all models over their steps."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    # The first curve is wide and the second one dashed, because curves that agree lie on each other.
-    styles: tuple[dict[str, Any], ...] = (
-        {"linewidth": 4, "color": "#9ecae1"},
-        {"linewidth": 1.2, "color": "#08306b", "linestyle": "--"},
-    )
-    for (name, training), style in zip(trainings.items(), styles, strict=True):
-        bits = [loss / math.log(2.0) for loss in training.losses]
-        axes.plot(range(1, len(bits) + 1), bits, label=f"{name}, {training.tokens_per_second:,.0f} tokens/s", **style)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("training loss [bits per byte]")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

@@ -210,7 +210,7 @@ class Training:
         tokens_per_second: from the median time of a step, without the first one, which compiles.
     """
 
-    model: LanguageModel
+    model: Any
     losses: list[float]
     held_out_loss: float
     tokens_per_second: float
@@ -233,8 +233,12 @@ def train(
         attention_function: what the attention layers call.
         on_step: called with the loss after every step.
     """
+    return train_model(LanguageModel(settings, attention_function), settings, on_step=on_step)
+
+
+def train_model(model: Any, settings: Settings, *, on_step: Callable[[float], None] = lambda loss: None) -> Training:
+    """Trains any model of bytes [B, T] to logits [B, T, 256], in place; otherwise as `train`."""
     training_text, held_out_text = split_text(english_text())
-    model = LanguageModel(settings, attention_function)
     optimizer = nnx.Optimizer(model, _optimizer(settings), wrt=nnx.Param)
     losses, times = [], []
     for batch in batches(training_text, settings, count=settings.steps, seed=settings.seed):
@@ -270,7 +274,12 @@ def evaluate(model: LanguageModel, text: Int[np.ndarray, " bytes"], settings: Se
 
 def with_attention(model: LanguageModel, settings: Settings, attention_function: AttentionFunction) -> LanguageModel:
     """A model with the weights of `model` that computes its attention with another function."""
+    return with_weights(model, functools.partial(LanguageModel, settings, attention_function))
+
+
+def with_weights(model: Any, make_model: Callable[[], Any]) -> Any:
+    """What `make_model` makes, with the weights of `model`."""
     weights = nnx.state(model)
-    other = nnx.eval_shape(functools.partial(LanguageModel, settings, attention_function))
+    other = nnx.eval_shape(make_model)
     nnx.update(other, weights)
     return other

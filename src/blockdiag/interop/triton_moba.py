@@ -8,8 +8,8 @@ from jax import Array
 from blockdiag.interop import jax_call
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
-from blockdiag.triton_kernels.moba import Kind, MoBALaunch, supports
-from blockdiag.triton_kernels.moba_steps import backward_steps, forward_steps, list_steps, routing_steps
+from blockdiag.triton_kernels.moba import MoBALaunch, supports
+from blockdiag.triton_kernels.moba_steps import Step, backward_steps, forward_steps, list_steps, routing_steps
 
 __all__ = ["available", "backward", "forward", "make_lists", "route", "supports"]
 
@@ -98,11 +98,11 @@ def _optional(key_mask: Array | None, own: Array | None) -> dict[str, Array]:
     return {name: array.astype(jnp.int8) for name, array in given.items() if array is not None}
 
 
-def _run(steps: tuple[Kind, ...], problem: MoBAProblem, arrays: dict[str, Any], interpret: bool) -> dict[str, Array]:
+def _run(steps: tuple[Step, ...], problem: MoBAProblem, arrays: dict[str, Any], interpret: bool) -> dict[str, Array]:
     """All arrays after the launches, each of which reads some by name and adds those that it writes."""
     arrays = dict(arrays)
-    for kind in steps:
-        spec = MoBALaunch(problem, kind, has_own="own" in arrays, is_portable=interpret)
+    for kind, heads in steps:
+        spec = MoBALaunch(problem, kind, has_own="own" in arrays, heads=heads, is_portable=interpret)
         results = jax_call.launch(spec, *(arrays[name] for name in spec.input_names), interpret=interpret)
         arrays |= dict(zip(spec.output_names, results, strict=True))
     return arrays

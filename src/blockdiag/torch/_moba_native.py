@@ -181,13 +181,13 @@ def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int
     Scratch memory goes back to torch's allocator, which gives it only to later work of the same stream, as soon as the
     last launch that reads it is under way.
     """
-    kinds = {
+    steps = {
         "route": routing_steps,
         "list": list_steps,
         "forward": lambda: forward_steps(problem),
         "backward": lambda: backward_steps(problem),
     }[name]()
-    specs = [MoBALaunch(problem, kind, has_own=has_own) for kind in kinds]
+    specs = [MoBALaunch(problem, kind, has_own=has_own, heads=heads) for kind, heads in steps]
     result: list[_Launch] = []
     written: set[str] = set()
     for index, spec in enumerate(specs):

@@ -242,7 +242,7 @@ def indices_of_choice(problem: MoBAProblem, chosen: torch.Tensor, queries: torch
         has_own = (queries[:, 3] > queries[:, 2])[:, None, None]
         own = torch.where(has_own, queries[:, 1, None, None] - first, -1)
         indices = torch.cat((own.expand(-1, problem.query_heads, 1), indices), dim=-1)
-    return torch.nn.functional.pad(indices, (0, top_k - indices.shape[-1]), value=-1)
+    return torch.nn.functional.pad(indices, (0, top_k - indices.shape[-1]), value=-1).contiguous()
 
 
 def _is_repeated(indices: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,8 @@ class MoBALaunch:
         problem: the call.
         kind: which kernel.
         has_own: whether an array says which queries see their own block; without, all do.
+        heads: first key head and number of key heads of the launch, with their query heads; None for all. Attention is
+            computed for some of the heads at a time, so that parts of results take up less memory.
         is_portable: keep to the kernels that Triton's interpreter runs, whatever the target.
     """
 
@@ -101,6 +103,7 @@ class MoBALaunch:
     kind: Kind
     has_own: bool = False
     is_portable: bool = False
+    heads: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -111,8 +114,7 @@ class MoBALaunch:
     def input_names(self) -> tuple[str, ...]:
         """The arrays that the launch reads, in order."""
         names = tuple(name for name in _KINDS[self.kind].inputs if self._is_present(name))
-        # Gradients of rows that lie in no block are nobody's to write: they are there already, as zeros.
-        return (*names, *_KEY_GRADIENTS) if self._continues_gradients else names
+        return (*names, *self._continued)
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -166,8 +168,35 @@ class MoBALaunch:
         )
 
     @property
-    def _continues_gradients(self) -> bool:
-        return self.kind == "blocks_backward" and self.problem.has_padding
+    def _continued(self) -> tuple[str, ...]:
+        """Arrays that the launch reads only because others have written to them: what it does not write stays as it
+        is. Launches for later heads so wait for all that concerns the earlier ones, whose parts may go then."""
+        is_later = self._first_head > 0
+        match self.kind:
+            case "blocks_forward" if is_later:
+                return ("output",)
+            case "merge_forward" if is_later:
+                return "output", "log_sum"
+            case "blocks_backward":
+                # Gradients of rows that lie in no block are nobody's to write: they are there already, as zeros.
+                gradients = _KEY_GRADIENTS if is_later or self.problem.has_padding else ()
+                return (*gradients, "d_query") if is_later else gradients
+            case "merge_backward" if is_later:
+                return ("d_query",)
+        return ()
+
+    @property
+    def _key_heads(self) -> int:
+        return self.problem.key_heads if self.heads is None else self.heads[1]
+
+    @property
+    def _query_heads(self) -> int:
+        return self._key_heads * self.problem.group_size
+
+    @property
+    def _first_head(self) -> int:
+        """First query head."""
+        return 0 if self.heads is None else self.heads[0] * self.problem.group_size
 
     def _is_present(self, name: str) -> bool:
         match name:
@@ -231,9 +260,9 @@ class MoBALaunch:
                 return TensorSpec((heads, self._num_items(config), 2), "int32")
             case "part":
                 slots = problem.slots if self.kind.endswith("forward") else self._part_slots
-                return TensorSpec((tokens, heads, slots, head_dim), problem.dtype)
+                return TensorSpec((tokens, self._query_heads, slots, head_dim), problem.dtype)
             case "part_sum":
-                return TensorSpec((tokens, heads, problem.slots), "float32")
+                return TensorSpec((tokens, self._query_heads, problem.slots), "float32")
             case "log_sum" | "log_sum_cotangent" | "score_start" | "weight_start":
                 return TensorSpec((tokens, heads), "float32")
         raise KeyError(name)
@@ -246,8 +275,10 @@ class MoBALaunch:
         match self.kind:
             case "centroids":
                 return max(1, blocks), problem.key_heads, 1
-            case "choose" | "merge_forward" | "merge_backward":
+            case "choose":
                 return query_tiles, heads, 1
+            case "merge_forward" | "merge_backward":
+                return query_tiles, self._query_heads, 1
             case "count" | "entries":
                 return max(1, spans), heads, 1
             case "add_spans":
@@ -255,11 +286,11 @@ class MoBALaunch:
             case "offsets" | "items":
                 return heads, 1, 1
             case "blocks_forward" | "query_parts":
-                return max(1, self._num_items(config)), heads, 1
+                return max(1, self._num_items(config)), self._query_heads, 1
             case "starts":
                 return max(1, -(-tokens * heads // config.rows)), 1, 1
             case "blocks_backward":
-                return max(1, blocks * self._key_tiles), problem.key_heads, 1
+                return max(1, blocks * self._key_tiles), self._key_heads, 1
         raise KeyError(self.kind)
 
     def _scalars(self, config: Config) -> dict[str, Argument]:
@@ -273,6 +304,7 @@ class MoBALaunch:
             "num_items": Scalar(self._num_items(config), "i32"),
             "num_spans": Scalar(-(-tokens // rows), "i32"),
             "span_rows": Scalar(rows, "i32"),
+            "first_head": Scalar(self._first_head, "i32"),
             "num_rows": Scalar(tokens * problem.query_heads, "i32"),
             "scale": Scalar(problem.scale, "fp32"),
             "scale_log2": Scalar(problem.scale * LOG2_E, "fp32"),
@@ -293,6 +325,7 @@ class MoBALaunch:
             "KEEP": next_power_of_2(problem.slots + 1),
             "SLOT_COLUMNS": max(2, next_power_of_2(problem.slots)),
             "PART_SLOTS": self._part_slots,
+            "PART_HEADS": self._query_heads,
             "ROWS": config.rows,
             "KEYS": config.keys,
             "KEY_TILES": self._key_tiles,

@@ -65,10 +65,11 @@ def list_tile(p_list, p_queries, p_own, at, listed, own_first, own_rows, own_til
 @triton.jit
 def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, p_queries, p_own, p_offsets, p_counts,
                          p_entries, p_score_start, p_weight_start, p_part, d_key, d_value,
-                         query_tokens, num_blocks, scale, scale_log2,
+                         query_tokens, num_blocks, first_head, scale, scale_log2,
                          QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                         COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr, ROWS: tl.constexpr,
-                         KEYS: tl.constexpr, KEY_TILES: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
+                         COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr,
+                         PART_HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEY_TILES: tl.constexpr,
+                         CAUSAL: tl.constexpr, OWN: tl.constexpr,
                          MASK: tl.constexpr, PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
     """Gradients of one tile of a block's keys and values; where the block is one tile also the parts of its queries.
 
@@ -76,7 +77,8 @@ def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
     """
     tile = tl.program_id(0)
     block = tile // KEY_TILES
-    key_head = tl.program_id(1)
+    GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
+    key_head = first_head // GROUP + tl.program_id(1)
     start = tl.load(p_blocks + block * 4)
     end = start + tl.load(p_blocks + block * 4 + 1)
     start += tile % KEY_TILES * KEYS
@@ -85,7 +87,6 @@ def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
     own_first = tl.load(p_blocks + block * 4 + 2)
     own_rows = tl.load(p_blocks + block * 4 + 3) if CAUSAL else 0
     own_tiles = tl.cdiv(own_rows, ROWS)
-    GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
     b_key, b_value, b_bias = load_keys(key, value, p_mask, start, end, key_head, KEY_HEADS, HEAD_DIM, COLUMNS, KEYS,
                                        MASK)
     o_key = start + tl.arange(0, KEYS)
@@ -119,7 +120,7 @@ def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
             b_d_key = tl.dot(b_d_scores, b_query, b_d_key, input_precision=PRECISION)
             if KEY_TILES == 1:
                 b_part = tl.dot(tl.trans(b_d_scores), b_key, input_precision=PRECISION) * scale
-                o_part = o_head * PART_SLOTS + b_slot
+                o_part = (b_row.to(tl.int64) * PART_HEADS + head - first_head) * PART_SLOTS + b_slot
                 tl.store(p_part + o_part[:, None] * HEAD_DIM + o_column[None, :], b_part.to(p_part.dtype.element_ty),
                          mask=m_row[:, None] & (o_column < HEAD_DIM)[None, :])
     if MASK:
@@ -156,12 +157,13 @@ def load_gradient_rows(query, output_cotangent, p_score_start, p_weight_start, b
 
 @triton.jit
 def moba_query_parts(query, key, value, output_cotangent, p_mask, p_blocks, p_items, p_offsets, p_counts, p_entries,
-                     p_score_start, p_weight_start, p_part, query_tokens, num_blocks, num_items, scale, scale_log2,
-                     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-                     SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-                     CHUNK: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr):
+                     p_score_start, p_weight_start, p_part, query_tokens, num_blocks, num_items,
+                     first_head, scale, scale_log2, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+                     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+                     SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr, PART_HEADS: tl.constexpr, ROWS: tl.constexpr,
+                     KEYS: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr):
     """Parts of the queries' gradients for blocks of several tiles; one program is one chunk of one block's list."""
-    head = tl.program_id(1)
+    head = first_head + tl.program_id(1)
     p_item = p_items + (head.to(tl.int64) * num_items + tl.program_id(0)) * 2
     block = tl.load(p_item)
     if block < 0:
@@ -188,7 +190,7 @@ def moba_query_parts(query, key, value, output_cotangent, p_mask, p_blocks, p_it
                                                COLUMNS, KEYS, MASK)
             b_d_query = query_step(b_query, b_cotangent, b_score_start, b_weight_start, b_key, b_value, b_bias,
                                    m_entry[:, None], b_d_query, scale_log2, PRECISION)
-        o_part = (b_row.to(tl.int64) * QUERY_HEADS + head) * PART_SLOTS + b_pair % SLOTS
+        o_part = (b_row.to(tl.int64) * PART_HEADS + tl.program_id(1)) * PART_SLOTS + b_pair % SLOTS
         tl.store(p_part + o_part[:, None] * HEAD_DIM + o_column[None, :],
                  (b_d_query * scale).to(p_part.dtype.element_ty),
                  mask=m_entry[:, None] & (o_column < HEAD_DIM)[None, :])
@@ -196,18 +198,20 @@ def moba_query_parts(query, key, value, output_cotangent, p_mask, p_blocks, p_it
 
 @triton.jit
 def moba_merge_backward(query, key, value, output_cotangent, p_mask, p_queries, p_own, p_degrees,
-                        p_score_start, p_weight_start, p_part, d_query, query_tokens, scale, scale_log2,
+                        p_score_start, p_weight_start, p_part, d_query, query_tokens, first_head, scale, scale_log2,
                         QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                        COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr, ROWS: tl.constexpr,
-                        KEYS: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr, MASK: tl.constexpr,
+                        COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr,
+                        PART_HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+                        OWN: tl.constexpr, MASK: tl.constexpr,
                         PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
     """Gradient of queries [query, head, HEAD_DIM]: the sum of their parts, and of their own block's part where that is
     not among them (PART_SLOTS == SLOTS)."""
-    head = tl.program_id(1)
+    head = first_head + tl.program_id(1)
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < query_tokens
     b_d_query = tl.zeros([ROWS, COLUMNS], tl.float32)
     o_head = o_row.to(tl.int64) * QUERY_HEADS + head
+    o_part = (o_row.to(tl.int64) * PART_HEADS + tl.program_id(1)) * PART_SLOTS
     o_column = tl.arange(0, COLUMNS)[None, :]
     if CAUSAL:
         b_first = tl.load(p_queries + o_row * 4 + 2, mask=m_row, other=0)
@@ -217,7 +221,7 @@ def moba_merge_backward(query, key, value, output_cotangent, p_mask, p_queries, 
             b_end = tl.where(b_own != 0, b_end, b_first)
         if PART_SLOTS > SLOTS:
             m_part = m_row & (b_first < b_end)
-            b_part = tl.load(p_part + (o_head * PART_SLOTS + SLOTS)[:, None] * HEAD_DIM + o_column,
+            b_part = tl.load(p_part + (o_part + SLOTS)[:, None] * HEAD_DIM + o_column,
                              mask=m_part[:, None] & (o_column < HEAD_DIM), other=0.0)
             b_d_query += b_part.to(tl.float32)
         else:
@@ -244,7 +248,7 @@ def moba_merge_backward(query, key, value, output_cotangent, p_mask, p_queries, 
         b_degree = tl.load(p_degrees + head.to(tl.int64) * query_tokens + o_row, mask=m_row, other=0)
         for slot in tl.range(0, tl.max(b_degree, 0), num_stages=LOOP_STAGES):
             m_part = slot < b_degree
-            b_part = tl.load(p_part + (o_head * PART_SLOTS + slot)[:, None] * HEAD_DIM + o_column,
+            b_part = tl.load(p_part + (o_part + slot)[:, None] * HEAD_DIM + o_column,
                              mask=m_part[:, None] & (o_column < HEAD_DIM), other=0.0)
             b_d_query += b_part.to(tl.float32)
     tl.store(d_query + o_head[:, None] * HEAD_DIM + o_column, b_d_query.to(d_query.dtype.element_ty),

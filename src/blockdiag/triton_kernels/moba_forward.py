@@ -51,13 +51,14 @@ def softmax_step(b_scores, b_value, b_max, b_sum, b_output, PRECISION: tl.conste
 
 @triton.jit
 def moba_blocks_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets, p_counts, p_entries,
-                        p_part, p_part_sum, query_tokens, num_blocks, num_items, scale_log2,
+                        p_part, p_part_sum, query_tokens, num_blocks, num_items, first_head, scale_log2,
                         QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                        COLUMNS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-                        KEY_TILES: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+                        COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PART_HEADS: tl.constexpr, ROWS: tl.constexpr,
+                        KEYS: tl.constexpr, KEY_TILES: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr,
+                        PRECISION: tl.constexpr,
                         LOOP_STAGES: tl.constexpr):
-    """One program is one chunk of one block's list; parts are [query, head, slot, HEAD_DIM]."""
-    head = tl.program_id(1)
+    """One program is one chunk of one block's list; parts are [query, head, slot, HEAD_DIM] for some of the heads."""
+    head = first_head + tl.program_id(1)
     p_item = p_items + (head.to(tl.int64) * num_items + tl.program_id(0)) * 2
     block = tl.load(p_item)
     if block < 0:
@@ -96,7 +97,7 @@ def moba_blocks_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
                 b_max, b_sum, b_output = softmax_step(b_scores, b_value, b_max, b_sum, b_output, PRECISION)
         m_seen = b_sum > 0
         b_norm = tl.where(m_seen, 1.0 / b_sum, 0.0)
-        o_part = (b_token * QUERY_HEADS + head).to(tl.int64) * SLOTS + b_pair % SLOTS
+        o_part = (b_token.to(tl.int64) * PART_HEADS + tl.program_id(1)) * SLOTS + b_pair % SLOTS
         tl.store(p_part_sum + o_part, tl.where(m_seen, b_max + tl.log2(b_sum), float("-inf")), mask=m_entry)
         o_column = tl.arange(0, COLUMNS)
         tl.store(p_part + o_part[:, None] * HEAD_DIM + o_column[None, :],
@@ -106,13 +107,14 @@ def moba_blocks_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
 
 @triton.jit
 def moba_merge_forward(query, key, value, p_mask, p_queries, p_own, p_degrees, p_part, p_part_sum, output, p_log_sum,
-                       query_tokens, scale_log2,
+                       query_tokens, first_head, scale_log2,
                        QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                       COLUMNS: tl.constexpr, SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+                       COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PART_HEADS: tl.constexpr,
+                       SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
                        KEYS: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr, MASK: tl.constexpr,
                        PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
     """Output [query, head, HEAD_DIM] and natural log-sum-exp [query, head]."""
-    head = tl.program_id(1)
+    head = first_head + tl.program_id(1)
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < query_tokens
     b_max = tl.zeros([ROWS], tl.float32) + float("-inf")
@@ -146,9 +148,10 @@ def moba_merge_forward(query, key, value, p_mask, p_queries, p_own, p_degrees, p
     o_head = o_row.to(tl.int64) * QUERY_HEADS + head
     if SLOTS > 0:
         b_degree = tl.load(p_degrees + head.to(tl.int64) * query_tokens + o_row, mask=m_row, other=0)
+        o_part = (o_row.to(tl.int64) * PART_HEADS + tl.program_id(1)) * SLOTS
         o_slot = tl.arange(0, SLOT_COLUMNS)[None, :]
         m_slot = o_slot < b_degree[:, None]
-        b_part_sum = tl.load(p_part_sum + o_head[:, None] * SLOTS + o_slot, mask=m_slot, other=float("-inf"))
+        b_part_sum = tl.load(p_part_sum + o_part[:, None] + o_slot, mask=m_slot, other=float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_part_sum, 1))
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_scale = tl.exp2(b_max - b_base)
@@ -157,8 +160,8 @@ def moba_merge_forward(query, key, value, p_mask, p_queries, p_own, p_degrees, p
         o_column = tl.arange(0, COLUMNS)[None, :]
         for slot in tl.range(0, tl.max(b_degree, 0), num_stages=LOOP_STAGES):
             m_part = slot < b_degree
-            b_weight = tl.exp2(tl.load(p_part_sum + o_head * SLOTS + slot, mask=m_part, other=float("-inf")) - b_base)
-            b_part = tl.load(p_part + (o_head * SLOTS + slot)[:, None] * HEAD_DIM + o_column,
+            b_weight = tl.exp2(tl.load(p_part_sum + o_part + slot, mask=m_part, other=float("-inf")) - b_base)
+            b_part = tl.load(p_part + (o_part + slot)[:, None] * HEAD_DIM + o_column,
                              mask=m_part[:, None] & (o_column < HEAD_DIM), other=0.0)
             b_output += b_weight[:, None] * b_part.to(tl.float32)
         b_max = b_new_max

@@ -98,13 +98,13 @@ def gather_rows(q_tile, do_tile, codes, query, output_cotangent, head, QUERY_HEA
 
 
 @gluon.jit
-def scatter_rows(dq_tile, codes, p_part, head, QUERY_HEADS: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr):
+def scatter_rows(dq_tile, codes, p_part, part_head, PART_HEADS: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr):
     """Queries' gradients from shared memory to where each belongs."""
     HEAD_DIM: gl.constexpr = dq_tile.shape[1]
     b_code = gl.expand_dims(codes.load(gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-    # Row r and slot s of a head lie at (r * QUERY_HEADS + head) * (SLOTS + 1) + s.
-    o_part = (b_code // (SLOTS + 1) * (QUERY_HEADS - 1) + head).to(gl.int64) * (SLOTS + 1) + b_code
+    # Row r and slot s of a head lie at (r * PART_HEADS + part_head) * (SLOTS + 1) + s.
+    o_part = (b_code // (SLOTS + 1) * (PART_HEADS - 1) + part_head).to(gl.int64) * (SLOTS + 1) + b_code
     gl.store(p_part + o_part * HEAD_DIM + o_column, dq_tile.load(LINES), mask=(b_code >= 0) & (o_column >= 0))
 
 
@@ -112,7 +112,7 @@ def scatter_rows(dq_tile, codes, p_part, head, QUERY_HEADS: gl.constexpr, SLOTS:
 def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, codes, full, empty, part_full, part_empty, query,
           output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries, block, key_head,
           own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS: gl.constexpr, GROUP: gl.constexpr,
-          SLOTS: gl.constexpr):
+          SLOTS: gl.constexpr, PART_HEADS: gl.constexpr):
     """Fills the ring, one tile more than there are for each head, and empties the parts two tiles later."""
     ROWS: gl.constexpr = q_smem.shape[1]
     HEAD_DIM: gl.constexpr = q_smem.shape[2]
@@ -153,8 +153,8 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, codes, full, empty, part_f
                 mbarrier.wait(part_full.index(0), emptied % 2)
                 for part in gl.static_range(PARTS):
                     scatter_rows(dq_smem.slice(part * PART, PART),
-                                 codes.index((at - 2) % CODES).slice(part * PART, PART), p_part, head, QUERY_HEADS,
-                                 SLOTS, LINES)
+                                 codes.index((at - 2) % CODES).slice(part * PART, PART), p_part,
+                                 gl.program_id(1) * GROUP + i, PART_HEADS, SLOTS, LINES)
                 gl.thread_barrier()
                 mbarrier.arrive(part_empty.index(0), count=1)
                 emptied += 1
@@ -253,13 +253,14 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
 @gluon.jit
 def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, p_queries, p_own, p_offsets, p_counts,
                          p_entries, p_score_start, p_weight_start, p_part, d_key, d_value,
-                         query_tokens, num_blocks, scale, scale_log2,
+                         query_tokens, num_blocks, first_head, scale, scale_log2,
                          QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                         SLOTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, OWN: gl.constexpr,
-                         MASK: gl.constexpr):
+                         SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+                         OWN: gl.constexpr, MASK: gl.constexpr):
     """One program is one block and key head."""
     block = gl.program_id(0)
-    key_head = gl.program_id(1)
+    GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
+    key_head = first_head // GROUP + gl.program_id(1)
     start = gl.load(p_blocks + block * 4)
     length = gl.load(p_blocks + block * 4 + 1)
     if length <= 0:
@@ -268,7 +269,6 @@ def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
     own_rows = gl.load(p_blocks + block * 4 + 3)
     # Of the block's keys, those that its first own query sees.
     own_limit = gl.load(p_queries + own_first * 4 + 3, mask=own_rows > 0, other=0) - start
-    GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
     dtype: gl.constexpr = query.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -299,7 +299,7 @@ def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
                        own_first, own_rows, own_limit, num_blocks, query_tokens, scale, scale_log2, GROUP, OWN, MASK)),
             (carry, (q_smem, do_smem, ss_smem, ws_smem, dq_smem, codes, full, empty, part_full, part_empty, query,
                      output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries, block,
-                     key_head, own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS, GROUP, SLOTS)),
+                     key_head, own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS, GROUP, SLOTS, PART_HEADS)),
         ],
         [CARRY_WARPS],
         [CARRY_REGISTERS],

@@ -43,12 +43,12 @@ def gather_queries(q_smem, pairs, query, head, QUERY_HEADS: gl.constexpr, HEAD_D
 
 @gluon.jit
 def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets, p_counts, p_entries,
-                        p_part, p_part_sum, query_tokens, num_blocks, num_items, scale_log2,
+                        p_part, p_part_sum, query_tokens, num_blocks, num_items, first_head, scale_log2,
                         QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                        SLOTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr,
-                        MASK: gl.constexpr):
-    """One program is one chunk of one block's list; parts are [query, head, slot, HEAD_DIM]."""
-    head = gl.program_id(1)
+                        SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+                        CHUNK: gl.constexpr, MASK: gl.constexpr):
+    """One program is one chunk of one block's list; parts are [query, head, slot, HEAD_DIM] for some of the heads."""
+    head = first_head + gl.program_id(1)
     p_item = p_items + (head.to(gl.int64) * num_items + gl.program_id(0)) * 2
     block = gl.load(p_item)
     if block < 0:
@@ -111,14 +111,14 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
         m_seen = b_sum > 0
         b_norm = gl.convert_layout(gl.where(m_seen, 1.0 / b_sum, 0.0), gl.SliceLayout(1, R))
         b_here = pairs.index(at % CODES).load(gl.SliceLayout(1, S))
-        o_part = (b_here // SLOTS * (QUERY_HEADS - 1) + head).to(gl.int64) * SLOTS + b_here
+        o_part = (b_here // SLOTS * (PART_HEADS - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
         gl.store(p_part_sum + o_part, gl.where(m_seen, b_max + gl.log2(b_sum), float("-inf")), mask=b_here >= 0)
         pairs.index((at + 3) % CODES).store(b_pair)
         b_scores, b_output = warpgroup_mma_wait(0, deps=[b_next, b_output])
         gl.thread_barrier()
         b_part = gl.convert_layout((b_output * gl.expand_dims(b_norm, 1)).to(dtype), LINES)
         b_here = gl.expand_dims(pairs.index(at % CODES).load(gl.SliceLayout(1, LINES)), 1)
-        o_part = (b_here // SLOTS * (QUERY_HEADS - 1) + head).to(gl.int64) * SLOTS + b_here
+        o_part = (b_here // SLOTS * (PART_HEADS - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
         o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
         gl.store(p_part + o_part * HEAD_DIM + o_column, b_part, mask=(b_here >= 0) & (o_column >= 0))
     async_copy.wait_group(0)

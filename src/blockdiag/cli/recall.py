@@ -1,0 +1,105 @@
+"""`python -m blockdiag recall`: needles in real text, and whether MoBA's routing finds the blocks that hold them."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from blockdiag.cli import recall_experiment
+from blockdiag.cli.recall_experiment import Recall, RecallSettings, by_keys
+
+SETTINGS = RecallSettings()
+
+
+def recall(
+    trials: Annotated[int, typer.Option(min=2, help="Contexts that accuracy is measured on.")] = SETTINGS.trials,
+    context: Annotated[int, typer.Option(min=32, help="Tokens of a context.")] = SETTINGS.context,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each kind of keys.")] = SETTINGS.steps,
+    seed: Annotated[int, typer.Option(help="Seed of needles, vectors and training.")] = SETTINGS.seed,
+    output: Annotated[Path, typer.Option(help="Where the plot is saved.")] = Path("blockdiag-recall.png"),
+) -> None:
+    """Hide needles in real text, and see whether MoBA's routing finds the blocks that hold them.
+
+    The blocks get smaller and more at a constant number of attended tokens. Keys are random vectors of words, for which
+    a formula says how well routing must do; and learned embeddings of bytes, without and with a key convolution. What
+    is measured is the routing alone: whether the block of the needle is among those that the query chooses.
+    """
+    console = Console()
+    settings = dataclasses.replace(SETTINGS, trials=trials, context=context, steps=steps, seed=seed)
+    largest = max(settings.block_sizes)
+    if context < 2 * largest:
+        raise typer.BadParameter(f"a context must have at least two blocks of {largest}", param_hint="--context")
+    console.print(
+        f"Routing on {jax.devices()[0].device_kind}: {settings.trials} contexts of {settings.context} tokens of "
+        f"English, keys of {settings.head_dim} numbers, {settings.attended_tokens} attended tokens.",
+        highlight=False,
+    )
+    rows = recall_experiment.run_recall(settings, say=lambda line: console.print(line, highlight=False))
+    console.print(recall_table(rows))
+    save_recall_plot(rows, output)
+    largest_error = max(row.error for row in rows)
+    console.print(
+        "SNR: the score of the needle's block less that of another one, mean over standard deviation. Predicted for "
+        "words: sqrt(H / 2B); for bytes: the same from the products of single tokens. Both take the tokens of a block "
+        "to be independent and all needles to be equally clear, which a text's are not.\n"
+        f"Found: the share of needles whose block is chosen, with a standard error of at most {largest_error:.3f}. "
+        f"Both are drawn in {output}.",
+        highlight=False,
+    )
+
+
+def recall_table(rows: Sequence[Recall]) -> Table:
+    """A line per kind of keys and block size."""
+    table = Table(title="Is the needle's block chosen?", title_justify="left")
+    table.add_column("keys", no_wrap=True)
+    for heading in ("block", "top_k", "SNR", "predicted", "found", "predicted", "chance"):
+        table.add_column(heading, justify="right")
+    for kind, found in by_keys(rows).items():
+        for index, row in enumerate(found):
+            table.add_row(
+                kind if index == 0 else "",
+                str(row.block_size),
+                str(row.top_k),
+                f"{row.snr:.2f}",
+                f"{row.predicted_snr:.2f}",
+                f"{row.accuracy:.3f}",
+                f"{row.predicted_accuracy:.3f}",
+                f"{row.chance:.3f}",
+                end_section=index == len(found) - 1,
+            )
+    return table
+
+
+def save_recall_plot(rows: Sequence[Recall], path: Path) -> None:
+    """Ratios and accuracies by block size: measured with markers, predicted dashed."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    ratios, accuracies = figure.subplots(1, 2)
+    colours = ("#D55E00", "#999999", "#56B4E9", "#0072B2", "#009E73", "#CC79A7")
+    for (kind, found), colour in zip(by_keys(rows).items(), colours, strict=False):
+        sizes = [row.block_size for row in found]
+        measured: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "label": kind}
+        predicted: dict[str, Any] = {"color": colour, "linestyle": "--", "linewidth": 1}
+        ratios.plot(sizes, [row.snr for row in found], **measured)
+        ratios.plot(sizes, [row.predicted_snr for row in found], **predicted)
+        accuracies.errorbar(sizes, [row.accuracy for row in found], yerr=[row.error for row in found], **measured)
+        accuracies.plot(sizes, [row.predicted_accuracy for row in found], **predicted)
+    first = next(iter(by_keys(rows).values()))
+    sizes = [row.block_size for row in first]
+    accuracies.plot(sizes, [row.chance for row in first], color="black", linestyle=":", linewidth=1, label="chance")
+    for axes, title in ((ratios, "signal-to-noise ratio of block scores"), (accuracies, "needle's block is chosen")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xlabel("keys of a block, at constant attended tokens")
+        axes.set_title(title + " (dashed: predicted)", fontsize=9, loc="left")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    ratios.set_yscale("log")
+    accuracies.legend(fontsize=7, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
