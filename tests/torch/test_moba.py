@@ -12,8 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from blockdiag import moba_tables  # noqa: E402
+from blockdiag.moba_problem import MoBAProblem  # noqa: E402
 from blockdiag.torch import Routing, _moba_tables, moba_attention, moba_routing  # noqa: E402
 from blockdiag.torch._moba_call import describe_lists  # noqa: E402
+from blockdiag.triton_kernels.moba import MoBALaunch  # noqa: E402
+from blockdiag.triton_kernels.moba_steps import forward_steps  # noqa: E402
 from tests.moba_cases import MoBACase, assert_accurate, dense_results, dense_routing  # noqa: E402
 from tests.torch.moba_torch_support import (  # noqa: E402
     CASES,
@@ -563,3 +566,27 @@ def test_lists_of_another_call_are_refused():
     arguments = attention_arguments(CASES["batch"])
     with pytest.raises(ValueError, match=r"`queries` must be torch.int32 of shape \(122, 4\), got .*moba_lists"):
         OPERATORS.moba_forward(*arguments[:5], arguments[5][:-1], *arguments[6:])
+
+
+def test_parts_of_some_heads_go_before_those_of_the_next():
+    from blockdiag.torch import _moba_native
+
+    problem = MoBAProblem(
+        query_tokens=256,
+        key_tokens=256,
+        query_heads=4,
+        key_heads=4,
+        head_dim=64,
+        dtype="bfloat16",
+        block_size=16,
+        num_blocks=16,
+        slots=7,
+        is_causal=True,
+        has_key_mask=False,
+        scale=1.0,
+    )
+    specs = [MoBALaunch(problem, kind, heads=heads) for kind, heads in forward_steps(problem)]
+    assert [spec.kind for spec in specs] == ["items", *["blocks_forward", "merge_forward"] * 2]
+    needed = [_moba_native._needed(specs[index + 1 :], {"output", "log_sum"}) for index in range(len(specs))]
+    assert ["part" in names for names in needed] == [False, True, False, True, False]
+    assert ["output" in names for names in needed] == [False, False, True, True, True]

@@ -174,6 +174,16 @@ type _Launch = tuple[
 ]
 
 
+def _needed(later: Sequence[MoBALaunch], results: set[str]) -> set[str]:
+    """Arrays that later launches read as they are now, not only after one of them has written another of that name."""
+    needed: set[str] = set()
+    replaced: set[str] = set()
+    for spec in later:
+        needed.update(set(spec.input_names) - replaced)
+        replaced.update(spec.output_names)
+    return needed | (results - replaced)
+
+
 @functools.lru_cache(maxsize=_REMEMBERED_PASSES)
 def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int) -> tuple[_Launch, ...]:
     """The launches of a pass: each with the arrays that it reads, those that it writes, and those that go after it.
@@ -192,8 +202,7 @@ def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int
     written: set[str] = set()
     for index, spec in enumerate(specs):
         written.update(spec.output_names)
-        needed = set(_RESULTS[name]).union(*(later.input_names for later in specs[index + 1 :]))
-        unneeded = tuple(sorted(written - needed))
+        unneeded = tuple(sorted(written - _needed(specs[index + 1 :], set(_RESULTS[name]))))
         written.difference_update(unneeded)
         result.append((bound_launch(spec, device_index), spec.input_names, spec.output_names, unneeded))
     return tuple(result)
