@@ -240,7 +240,8 @@ def test_kernels_are_found_by_tracing_and_shared_by_lengths():
     assert any("forward" in name for name in names) and any("backward" in name for name in names)
     different, reasons = different_kernels([*first, *second], Target(90, 132))
     assert reasons == []
-    assert len(first) <= len(different) < len(first) + len(second)
+    # Launches for some heads and for others share a kernel too.
+    assert len(names) <= len(different) < len(first) + len(second)
 
 
 def test_a_kernel_that_cannot_be_planned_is_a_line():
