@@ -90,9 +90,9 @@ class Routing:
                 is a sequence.
 
         Returns:
-            offsets, counts: int32 [num_sequences, N, num_blocks]. FlashMoBA takes the offsets as int64.
-            rows: int32 [B * T * N * k]. The list of a sequence, head and block is rows[offset : offset + count]: rows
-                of queries within their sequence, ascending. The rest is -1.
+            Offsets and counts, int32 [num_sequences, N, num_blocks] (FlashMoBA takes the offsets as int64), and rows,
+            int32 [B * T * N * k]. The list of a sequence, head and block is rows[offset : offset + count]: rows of
+            queries within their sequence, ascending. The rest is -1.
 
         Raises:
             ValueError: `sequence_offsets` is wrong, or the lists are too long for int32 offsets.
