@@ -15,10 +15,10 @@ from blockdiag.torch._moba import moba_attention
 from blockdiag.torch._moba_routing import Routing
 from blockdiag.torch._moba_tables import clip_offsets, rows_to_sequences
 from blockdiag.torch._rotary import Rotary, apply_rotary, rotary_tables
-from blockdiag.torch.modules import _positive
+from blockdiag.torch._self_attention import SelfAttention, positive
 
 
-class MoBASelfAttention(nn.Module):
+class MoBASelfAttention(SelfAttention):
     """Multi-head self-attention to the blocks that suit each query best: projection, MoBA, output projection.
 
     The keys may go through a learned convolution over a few tokens first, and queries and keys through a rotary
@@ -64,7 +64,6 @@ class MoBASelfAttention(nn.Module):
         torch.Size([2, 100, 64])
     """
 
-    in_proj_bias: nn.Parameter | None
     key_convolution_weight: nn.Parameter | None
 
     def __init__(
@@ -88,47 +87,32 @@ class MoBASelfAttention(nn.Module):
         implementation: str | Sequence[str] | None = None,
         via: Literal["jax"] | None = None,
     ) -> None:
-        super().__init__()
-        self.embed_dim = _positive("embed_dim", embed_dim)
-        self.num_heads = _positive("num_heads", num_heads)
-        self.num_key_heads = num_heads if num_key_heads is None else _positive("num_key_heads", num_key_heads)
-        if num_heads % self.num_key_heads:
-            raise ValueError(
-                f"`num_heads` must be a multiple of `num_key_heads`, got {num_heads} and {num_key_heads}; query head n "
-                "attends to key head n // (num_heads // num_key_heads)"
-            )
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"`embed_dim` must be a multiple of `num_heads` where `head_dim` is None, got {embed_dim} and "
-                f"{num_heads}; pass `head_dim`"
-            )
-        self.head_dim = embed_dim // num_heads if head_dim is None else _positive("head_dim", head_dim)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_key_heads=num_key_heads,
+            head_dim=head_dim,
+            is_causal=is_causal,
+            bias=bias,
+            scale=scale,
+            device=device,
+            dtype=dtype,
+            implementation=implementation,
+            via=via,
+        )
         self.block_size = check_moba_block_size(block_size)
         self.top_k = check_top_k(top_k)
-        self.is_causal = _validate.check_is_causal(is_causal)
-        self.scale = None if scale is None else _validate.check_scale(scale, self.head_dim)
-        if via not in (None, "jax"):
-            raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
-        self.implementation = implementation
-        self.via: Literal["jax"] | None = via
-        if key_convolution_size is not None and _positive("key_convolution_size", key_convolution_size) > MAX_SIZE:
+        if key_convolution_size is not None and positive("key_convolution_size", key_convolution_size) > MAX_SIZE:
             raise ValueError(
                 f"`key_convolution_size` must be None or an integer of 1..{MAX_SIZE}, got "
                 f"{key_convolution_size}; 3 and 5 are usual"
             )
         self.key_convolution_size = key_convolution_size
-
-        rows = (self.num_heads + 2 * self.num_key_heads) * self.head_dim
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **options))
-        _validate.check_dtype("dtype", self.in_proj_weight.dtype)
-        self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(rows, **options)) if bias else None)
         weight = None
         if key_convolution_size is not None:
             shape = (key_convolution_size, self.num_key_heads, self.head_dim)
-            weight = nn.Parameter(torch.empty(shape, **options))
+            weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.register_parameter("key_convolution_weight", weight)
-        self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, **options)
         self.rotary: _RotaryTables | None = None
         if rotary_max_position is not None:
             self.rotary = _RotaryTables(
@@ -139,11 +123,9 @@ class MoBASelfAttention(nn.Module):
     def reset_parameters(self) -> None:
         """New initial values: those of the projections distributed as in `torch.nn.MultiheadAttention`, and a
         convolution that is 0, so that keys begin as they are."""
-        nn.init.xavier_uniform_(self.in_proj_weight)
-        self.out_proj.reset_parameters()
-        for parameter in (self.in_proj_bias, self.out_proj.bias, self.key_convolution_weight):
-            if parameter is not None:
-                nn.init.zeros_(parameter)
+        super().reset_parameters()
+        if self.key_convolution_weight is not None:
+            nn.init.zeros_(self.key_convolution_weight)
 
     def forward(
         self,
@@ -172,16 +154,7 @@ class MoBASelfAttention(nn.Module):
             ValueError: an argument is wrong; the message names it, its value and the remedy.
             NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         """
-        if x.ndim not in (2, 3) or x.shape[-1] != self.embed_dim:
-            raise ValueError(
-                f"`x` must have shape [B, T, {self.embed_dim}] or [T, {self.embed_dim}], got {tuple(x.shape)}; "
-                "reshape more batch axes into one"
-            )
-        if self.rotary is None and positions is not None:
-            raise ValueError(
-                f"`positions` of shape {tuple(positions.shape)} say where rotary embedding is, but there is none; "
-                "make the module with `rotary_max_position`"
-            )
+        self._check_input(x, positions, has_rotary=self.rotary is not None)
         who: dict[str, Any] = {"implementation": self.implementation, "via": self.via}
         query, key, value = self._project(x)
         if self.key_convolution_weight is not None:
@@ -205,14 +178,8 @@ class MoBASelfAttention(nn.Module):
         return self.out_proj(attended.flatten(-2))
 
     def extra_repr(self) -> str:
-        names = ["embed_dim", "num_heads", "num_key_heads", "head_dim", "block_size", "top_k", "is_causal"]
-        names += [
-            name
-            for name in ("key_convolution_size", "scale", "implementation", "via")
-            if getattr(self, name) is not None
-        ]
-        options = [f"{name}={getattr(self, name)!r}" for name in names]
-        return ", ".join([*options, f"bias={self.in_proj_bias is not None}"])
+        always = ("block_size", "top_k", "is_causal")
+        return self._describe(always, ("key_convolution_size", "scale", "implementation", "via"))
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Query, key and value, [B, T, heads, H] or [T, heads, H]."""
@@ -245,7 +212,7 @@ class _RotaryTables(nn.Module):
 
     def __init__(self, max_position: int, head_dim: int, theta: float, interleaved: bool, like: torch.Tensor) -> None:
         super().__init__()
-        self.max_position = _positive("rotary_max_position", max_position)
+        self.max_position = positive("rotary_max_position", max_position)
         if not theta > 0:
             raise ValueError(f"`rotary_theta` must be positive, got {theta}; the usual value is 10000.0")
         self.head_dim, self.theta, self.interleaved = head_dim, theta, interleaved

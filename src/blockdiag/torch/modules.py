@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import torch
-from torch import nn
 
 from blockdiag import _validate
 from blockdiag.torch._attention import fused_qkv_block_attention
 from blockdiag.torch._rotary import Operand, Rotary, rotary_tables
+from blockdiag.torch._self_attention import SelfAttention, positive
 
 
-class BlockDiagonalSelfAttention(nn.Module):
+class BlockDiagonalSelfAttention(SelfAttention):
     """Multi-head self-attention within blocks: projection, optional rotary embedding, attention, output projection.
 
     Parameters are named and laid out as in `torch.nn.MultiheadAttention`, whose `state_dict` loads directly where all
@@ -52,7 +52,6 @@ class BlockDiagonalSelfAttention(nn.Module):
         torch.Size([2, 100, 64])
     """
 
-    in_proj_bias: nn.Parameter | None
     rotary_cos: torch.Tensor | None
     rotary_sin: torch.Tensor | None
 
@@ -76,30 +75,22 @@ class BlockDiagonalSelfAttention(nn.Module):
         implementation: str | Sequence[str] | None = None,
         via: Literal["jax"] | None = None,
     ) -> None:
-        super().__init__()
-        self.embed_dim = _positive("embed_dim", embed_dim)
-        self.num_heads = _positive("num_heads", num_heads)
-        self.num_key_heads = num_heads if num_key_heads is None else _positive("num_key_heads", num_key_heads)
-        if num_heads % self.num_key_heads:
-            raise ValueError(
-                f"`num_heads` must be a multiple of `num_key_heads`, got {num_heads} and {num_key_heads}; query head n "
-                "attends to key head n // (num_heads // num_key_heads)"
-            )
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"`embed_dim` must be a multiple of `num_heads` where `head_dim` is None, got {embed_dim} and "
-                f"{num_heads}; pass `head_dim`"
-            )
-        self.head_dim = embed_dim // num_heads if head_dim is None else _positive("head_dim", head_dim)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_key_heads=num_key_heads,
+            head_dim=head_dim,
+            is_causal=is_causal,
+            bias=bias,
+            scale=scale,
+            device=device,
+            dtype=dtype,
+            implementation=implementation,
+            via=via,
+        )
         self.block_size = _validate.check_block_size(block_size)
-        self.is_causal = _validate.check_is_causal(is_causal)
-        self.scale = None if scale is None else _validate.check_scale(scale, self.head_dim)
-        if via not in (None, "jax"):
-            raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
-        self.implementation = implementation
-        self.via: Literal["jax"] | None = via
         self.rotary_max_position = (
-            None if rotary_max_position is None else _positive("rotary_max_position", rotary_max_position)
+            None if rotary_max_position is None else positive("rotary_max_position", rotary_max_position)
         )
         if not rotary_theta > 0:
             raise ValueError(f"`rotary_theta` must be positive, got {rotary_theta}; the usual value is 10000.0")
@@ -107,25 +98,13 @@ class BlockDiagonalSelfAttention(nn.Module):
         self.rotary_interleaved = rotary_interleaved
         self.rotary_apply_to: Sequence[Operand] = rotary_apply_to
         _validate.check_apply_to(rotary_apply_to)
-
-        rows = (self.num_heads + 2 * self.num_key_heads) * self.head_dim
-        self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, device=device, dtype=dtype))
-        _validate.check_dtype("dtype", self.in_proj_weight.dtype)
-        self.register_parameter(
-            "in_proj_bias", nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        )
-        self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.register_buffer("rotary_cos", None, persistent=False)
         self.register_buffer("rotary_sin", None, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """New initial values, distributed as those of `torch.nn.MultiheadAttention`; rotary tables are made anew."""
-        nn.init.xavier_uniform_(self.in_proj_weight)
-        self.out_proj.reset_parameters()
-        for bias in (self.in_proj_bias, self.out_proj.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        super().reset_parameters()
         self._make_rotary_tables()
 
     def forward(
@@ -152,11 +131,7 @@ class BlockDiagonalSelfAttention(nn.Module):
             ValueError: an argument is wrong; the message names it, its value and the remedy.
             NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         """
-        if x.ndim not in (2, 3) or x.shape[-1] != self.embed_dim:
-            raise ValueError(
-                f"`x` must have shape [B, T, {self.embed_dim}] or [T, {self.embed_dim}], got {tuple(x.shape)}; "
-                "reshape more batch axes into one"
-            )
+        self._check_input(x, positions, has_rotary=self.rotary_cos is not None)
         attended = fused_qkv_block_attention(
             x,
             self.in_proj_weight.t(),
@@ -176,20 +151,13 @@ class BlockDiagonalSelfAttention(nn.Module):
         return self.out_proj(attended.flatten(-2))
 
     def extra_repr(self) -> str:
-        names = ["embed_dim", "num_heads", "num_key_heads", "head_dim", "block_size", "is_causal"]
-        if self.rotary_max_position is not None:
-            names += ["rotary_max_position", "rotary_theta", "rotary_interleaved", "rotary_apply_to"]
-        names += [name for name in ("scale", "implementation", "via") if getattr(self, name) is not None]
-        options = [f"{name}={getattr(self, name)!r}" for name in names]
-        return ", ".join([*options, f"bias={self.in_proj_bias is not None}"])
+        rotary = ("rotary_max_position", "rotary_theta", "rotary_interleaved", "rotary_apply_to")
+        has_rotary = self.rotary_max_position is not None
+        always = ("block_size", "is_causal", *(rotary if has_rotary else ()))
+        return self._describe(always, ("scale", "implementation", "via"))
 
     def _rotary(self, positions: torch.Tensor | None) -> Rotary | None:
         if self.rotary_cos is None or self.rotary_sin is None:
-            if positions is not None:
-                raise ValueError(
-                    f"`positions` of shape {tuple(positions.shape)} say where rotary embedding is, but there is none; "
-                    "make the module with `rotary_max_position`"
-                )
             return None
         return Rotary(
             self.rotary_cos,
@@ -233,9 +201,3 @@ class BlockDiagonalSelfAttention(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         if self.rotary_cos is not None and self.rotary_cos.device != self.in_proj_weight.device:
             self._make_rotary_tables()
-
-
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{name}` must be a positive integer, got {value!r}; pass a whole number of at least 1")
-    return value
