@@ -87,6 +87,13 @@ OPERATIONS: dict[type, dict[str, Implementation]] = {
     KeyConvolutionProblem: KEY_CONVOLUTION_IMPLEMENTATIONS,
 }
 
+# The public function of each operation, by the type of its problems.
+OPERATION_NAMES: dict[type, str] = {
+    BlockDiagonalProblem: "block_diagonal_attention",
+    MoBAProblem: "moba_attention",
+    KeyConvolutionProblem: "key_convolution",
+}
+
 # What `implementation=None` tries on CUDA, first to last, before "xla". Pallas joins where it is measured faster.
 CUDA_DEFAULTS = ("triton",)
 

@@ -1,5 +1,6 @@
 """`python -m blockdiag doctor`."""
 
+import importlib
 import importlib.util
 import io
 import json
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import blockdiag
 from blockdiag.cli import app as command_line
 from blockdiag.cli import doctor
 
@@ -31,11 +33,29 @@ def test_versions_and_devices(report):
     assert report["devices"][0]["platform"] in ("cpu", "gpu")
 
 
-def test_every_implementation_is_listed(report):
-    names = {entry["implementation"] for entry in report["implementations"]}
-    assert names == {"reference", "xla", "triton", "pallas"}
+def test_every_implementation_of_every_op_is_listed(report):
+    names: dict[str, set[str]] = {}
+    for entry in report["implementations"]:
+        names.setdefault(entry["op"], set()).add(entry["implementation"])
+    assert names == {
+        "block_diagonal_attention": {"reference", "xla", "triton", "pallas"},
+        "moba_attention": {"reference", "xla", "triton"},
+        "key_convolution": {"reference", "xla", "triton"},
+    }
     always = [entry for entry in report["implementations"] if entry["implementation"] in ("reference", "xla")]
-    assert always and all(entry["reason"] is None for entry in always)
+    assert len(always) == 6 and all(entry["reason"] is None for entry in always)
+
+
+def test_ops_are_public_functions(report):
+    assert {entry["op"] for entry in report["implementations"]} <= set(blockdiag.__all__)
+
+
+def test_each_implementation_of_an_op_gives_its_own_reason(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("blockdiag.interop.triton_moba"), "available", lambda: "no MoBA here")
+    found = {(entry.op, entry.implementation): entry.reason for entry in doctor._implementations(has_gpu=False)}
+    assert found["moba_attention", "triton"] == "no MoBA here"
+    assert found["block_diagonal_attention", "triton"] != "no MoBA here"
+    assert found["moba_attention", "xla"] is None
 
 
 def test_reason_is_shown(monkeypatch):
@@ -49,7 +69,8 @@ def test_reason_is_shown(monkeypatch):
 def test_tables(report):
     result = run_doctor()
     assert result.exit_code == 0
-    assert "block_diagonal_attention" in result.output
+    for op in ("block_diagonal_attention", "moba_attention", "key_convolution"):
+        assert op in result.output
     assert report["packages"]["jaxlib"] in result.output
 
 

@@ -126,12 +126,13 @@ def _implementations(*, has_gpu: bool) -> list[ImplementationReport]:
     """Asks every implementation of every op."""
     return [
         ImplementationReport(
-            op="block_diagonal_attention",
+            op=dispatch.OPERATION_NAMES[operation],
             implementation=name,
             reason=implementation.why_unavailable(),
             runs_on=_where_it_runs(implementation, has_gpu),
         )
-        for name, implementation in dispatch.IMPLEMENTATIONS.items()
+        for operation, implementations in dispatch.OPERATIONS.items()
+        for name, implementation in implementations.items()
     ]
 
 
