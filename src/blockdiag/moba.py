@@ -98,8 +98,11 @@ def moba_attention(
     attention. Without `is_causal` there is no own block, and the best `top_k` blocks of the whole sequence are seen.
 
     Query head n attends to key head n // (N // K) but chooses its blocks by itself. Mean keys and their products are
-    float32 and do not depend on how the work is cut; so are scores, softmax and sums (float64 for float64 arrays). The
-    output and each gradient are rounded once. NaN and infinity stay within their sequence. There is no dropout.
+    float32, and so are scores, softmax and sums (float64 for float64 arrays). Each implementation adds in a fixed order
+    and so repeats itself bit by bit; but matrix units round in ways of their own, by GPU and shape of tile, so that of
+    blocks whose products with a query differ by rounding alone another kernel may choose another one (see
+    docs/moba.md, Numerics). The output and each gradient are rounded once. NaN and infinity stay within their sequence.
+    There is no dropout.
 
     Gradients hold the routing constant, as everywhere with MoBA. Works under `jax.jit`, `jax.grad` (any number of
     times), `jax.vmap` with any axes, `jax.checkpoint` (see `MOBA_OUTPUT`), `jax.shard_map` and `jax.export`.
