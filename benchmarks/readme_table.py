@@ -1,21 +1,21 @@
-"""Writes the README's table of speed-ups from the benchmark's CSV file.
+"""Writes the figures that README.md and docs/moba.md give, from the benchmark's CSV files.
 
-python benchmarks/readme_table.py            # rewrites the section of README.md between its two markers
-python benchmarks/readme_table.py --check    # fails if the section is not what the CSV file says
+python benchmarks/readme_table.py            # rewrites the sections of these pages between their markers
+python benchmarks/readme_table.py --check    # fails if a section is not what the CSV files say
 """
 
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from blockdiag.bench.records import Timing, read_rows
+from blockdiag.bench.records import MoBATiming, Timing, read_rows
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results" / "block_diagonal.csv"
-START, END = "<!-- figures:start -->", "<!-- figures:end -->"
+RESULTS = ROOT / "benchmarks" / "results"
 
 OURS = "triton"
 # The same compiled kernels, launched from torch.
@@ -73,7 +73,7 @@ def _origin(row: Timing) -> str:
         "medians, the implementations of a case interleaved in one process, by "
         "`python -m blockdiag bench block_diagonal`; [all figures](benchmarks/results/block_diagonal.csv)."
     )
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return _filled(text)
 
 
 def _spread(times: Times, cases: Iterable[str]) -> str:
@@ -90,7 +90,7 @@ def _spread(times: Times, cases: Iterable[str]) -> str:
             " The same compiled kernels, launched from torch and timed by CUDA events (within "
             f"{_largest_spread(natives):.1%}): {ratios}."
         )
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return _filled(text)
 
 
 def _largest_spread(rows: Iterable[Timing]) -> float:
@@ -115,25 +115,170 @@ def _both_passes(times: Times, case: str, name: str) -> float | None:
     return None if row is None else row.median_ms
 
 
-def with_section(readme: str, text: str) -> str:
-    """`readme` with `text` between its markers."""
-    if readme.count(START) != 1 or readme.count(END) != 1 or readme.index(END) < readme.index(START):
-        raise ValueError(f"the README must hold {START} and then {END} once each; put them back")
-    before, rest = readme.split(START)
-    return f"{before}{START}\n{text}\n{END}{rest.split(END)[1]}"
+# MoBA: all lengths have the shape of the first case, two sequences but for the longest.
+MOBA_CASES = ("n8k", "n16k", "n32k", "n64k", "n128k")
+MOBA_README_CASE = "n64k"
+MOBA_LONGEST_CASE = "n512k_b1"
+MOBA_PASSES = ("routing", "fwd", "bwd", "fwd+bwd")
+FLASH_MOBA = "flashmoba-measured"
+DENSE = "torch-cudnn"
+
+type MoBATimes = Mapping[tuple[str, str, str], MoBATiming]
+
+
+def moba_section(rows: Iterable[MoBATiming]) -> str:
+    """The text between the markers of docs/moba.md: time by length, and what it is compared with."""
+    times = _moba_times(rows)
+    cases = [case for case in MOBA_CASES if all((case, name, OURS) in times for name in MOBA_PASSES)]
+    if not cases:
+        raise ValueError(f"the results hold no case with all times of {OURS!r}; run python -m blockdiag bench moba")
+    first = times[cases[0], "fwd", OURS]
+    origin = (
+        f"Causal attention, bfloat16, {_shape(first)}; medians in ms of `benchmarks/results/moba.csv`, forward with "
+        f"routing. {first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, {first.date}; "
+        "FlashMoBA as recorded on an H200:"
+    )
+    lines = [
+        _filled(origin),
+        "",
+        "| tokens | routing | forward | backward | both | floor of both | FlashMoBA | extra memory, forward |",
+        "|---" * 8 + "|",
+    ]
+    for case in cases:
+        found = [times[case, name, OURS] for name in MOBA_PASSES]
+        flash = times.get((case, "fwd+bwd", FLASH_MOBA))
+        cells = [f"{found[0].tokens:,}"]
+        cells += [f"{row.median_ms:.2f}" for row in found]
+        cells.append("-" if found[-1].floor_ms is None else f"{found[-1].floor_ms:.2f}")
+        cells.append("-" if flash is None else f"{flash.median_ms:.1f}")
+        cells.append("-" if found[1].extra_bytes is None else f"{found[1].extra_bytes / 2**30:.2f} GiB")
+        lines.append("| " + " | ".join(cells) + " |")
+    remarks = " ".join(remark for remark in (_longest(times), _over_dense(times, cases)) if remark)
+    return "\n".join([*lines, "", _filled(remarks)] if remarks else lines)
+
+
+def moba_sentence(rows: Iterable[MoBATiming]) -> str:
+    """The text between the second markers of the README."""
+    times = _moba_times(rows)
+    ours = times.get((MOBA_README_CASE, "fwd+bwd", OURS))
+    flash = times.get((MOBA_README_CASE, "fwd+bwd", FLASH_MOBA))
+    if ours is None or flash is None:
+        raise ValueError(
+            f"the results hold no time of {OURS!r} or {FLASH_MOBA!r} for {MOBA_README_CASE!r}; run python -m blockdiag "
+            "bench moba"
+        )
+    return _filled(
+        f"On an {ours.device} it takes {ours.median_ms:.1f} ms forward and backward for {_shape(ours, tokens=True)}, "
+        f"where FlashMoBA was measured at {flash.median_ms:.1f} ms; [docs/moba.md](docs/moba.md) has the other lengths."
+    )
+
+
+def _moba_times(rows: Iterable[MoBATiming]) -> MoBATimes:
+    return {(row.case, row.pass_name, row.implementation): row for row in rows if row.median_ms is not None}
+
+
+def _shape(row: MoBATiming, *, tokens: bool = False) -> str:
+    heads = f"{row.query_heads} heads of {row.head_dim}"
+    if row.key_heads != row.query_heads:
+        heads += f", {row.key_heads} key heads"
+    length = f" of {row.tokens:,} tokens" if tokens else ""
+    return f"{row.batch} sequences{length}, {heads}, blocks of {row.block_size} and `top_k={row.top_k}`"
+
+
+def _longest(times: MoBATimes) -> str | None:
+    """What one very long sequence takes, and how much of it is routing."""
+    both, routing = (times.get((MOBA_LONGEST_CASE, name, OURS)) for name in ("fwd+bwd", "routing"))
+    if both is None or routing is None:
+        return None
+    return (
+        f"{both.tokens:,} tokens of one sequence take {both.median_ms:.0f} ms, {routing.median_ms:.0f} of them for "
+        "routing, whose work grows with the square of the length."
+    )
+
+
+def _over_dense(times: MoBATimes, cases: Iterable[str]) -> str | None:
+    """How many times as long dense attention takes, where it was measured: it may stand with another case."""
+    ratios = []
+    for case in cases:
+        ours = times[case, "fwd+bwd", OURS]
+        dense = _dense_time(ours, times)
+        if dense is not None:
+            ratios.append(f"{dense / ours.median_ms:.1f} times at {ours.tokens:,} tokens")
+    if not ratios:
+        return None
+    return f"Dense attention by cuDNN takes longer, forward and backward together: {', '.join(ratios)}."
+
+
+def _dense_time(ours: MoBATiming, times: MoBATimes) -> float | None:
+    """Milliseconds of dense attention over the same arrays, forward and backward; None where it was not measured."""
+    names = ("tokens", "batch", "query_heads", "key_heads", "head_dim", "device")
+    # Rows of the same case come last, and so before others.
+    found = {
+        row.pass_name: row.median_ms
+        for row in sorted(times.values(), key=lambda row: row.case == ours.case)
+        if row.implementation == DENSE and all(getattr(row, name) == getattr(ours, name) for name in names)
+    }
+    if "fwd+bwd" in found:
+        return found["fwd+bwd"]
+    return found["fwd"] + found["bwd"] if {"fwd", "bwd"} <= found.keys() else None
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page that is generated.
+
+    Attributes:
+        page: the file that holds it, between `<!-- name:start -->` and `<!-- name:end -->`.
+        results: the CSV file with rows of type `kind`.
+        write: makes the text of the rows.
+    """
+
+    page: Path
+    name: str
+    results: Path
+    kind: type
+    write: Callable[[Sequence[Any]], str]
+
+
+SECTIONS = (
+    Section(ROOT / "README.md", "figures", RESULTS / "block_diagonal.csv", Timing, section),
+    Section(ROOT / "README.md", "moba", RESULTS / "moba.csv", MoBATiming, moba_sentence),
+    Section(ROOT / "docs" / "moba.md", "moba", RESULTS / "moba.csv", MoBATiming, moba_section),
+)
+
+
+def with_section(page: str, name: str, text: str) -> str:
+    """`page` with `text` between the markers of section `name`."""
+    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    if page.count(start) != 1 or page.count(end) != 1 or page.index(end) < page.index(start):
+        raise ValueError(f"the page must hold {start} and then {end} once each; put them back")
+    before, rest = page.split(start)
+    return f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}"
+
+
+def generate() -> dict[Path, str]:
+    """Every page with its sections as the results have them."""
+    pages: dict[Path, str] = {}
+    for one in SECTIONS:
+        page = pages.get(one.page) or one.page.read_text(encoding="utf-8")
+        pages[one.page] = with_section(page, one.name, one.write(read_rows(one.results, one.kind)))
+    return pages
 
 
 def main(arguments: list[str]) -> None:
-    """Rewrites or checks the README."""
-    parser = argparse.ArgumentParser(description="Write the README's table of speed-ups from the benchmark's CSV file.")
-    parser.add_argument("--check", action="store_true", help="fail if the README is not up to date; write nothing")
+    """Rewrites or checks the pages."""
+    parser = argparse.ArgumentParser(description="Write the figures of the documentation from the CSV files.")
+    parser.add_argument("--check", action="store_true", help="fail if a page is not up to date; write nothing")
     options = parser.parse_args(arguments)
-    readme = README.read_text(encoding="utf-8")
-    wanted = with_section(readme, section(read_rows(RESULTS, Timing)))
-    if not options.check:
-        README.write_text(wanted, encoding="utf-8")
-    elif wanted != readme:
-        sys.exit("README.md is not what the results say; run python benchmarks/readme_table.py")
+    for path, wanted in generate().items():
+        if not options.check:
+            path.write_text(wanted, encoding="utf-8")
+        elif wanted != path.read_text(encoding="utf-8"):
+            sys.exit(f"{path.name} is not what the results say; run python benchmarks/readme_table.py")
 
 
 if __name__ == "__main__":
