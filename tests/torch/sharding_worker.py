@@ -1,5 +1,6 @@
 """What each of two processes runs for test_sharding: functions of the process's rank, on CPU tensors through gloo."""
 
+import importlib
 import os
 import traceback
 from multiprocessing.connection import Connection
@@ -16,7 +17,7 @@ BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 4, 40, 8, 4, 16
 
 
 def serve(rank: int, world_size: int, store: str, requests: Connection) -> None:
-    """Answer each name that arrives with None, or with what went wrong in the function of that name."""
+    """Answer each `module.function` of this package that arrives with None, or with what went wrong in it."""
     torch.set_num_threads(1)
     # gloo would look the host name up, which need not be known; and most of the time here is compilation.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -25,7 +26,8 @@ def serve(rank: int, world_size: int, store: str, requests: Connection) -> None:
     while (request := requests.recv()) is not None:
         name, arguments = request
         try:
-            globals()[name](*arguments)
+            module, function = name.split(".")
+            getattr(importlib.import_module(f"{__package__}.{module}"), function)(*arguments)
             requests.send(None)
         except Exception:
             requests.send(f"process {rank}: {traceback.format_exc()}")

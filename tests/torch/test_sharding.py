@@ -18,7 +18,7 @@ BATCH, HEADS = 0, 2
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Runs a function of `sharding_worker` in two processes at once, and raises what one of them raised."""
+    """Runs a function of a module beside this one in two processes at once, and raises what one of them raised."""
     context = multiprocessing.get_context("spawn")
     store = tmp_path_factory.mktemp("store") / "file"
     pipes = [context.Pipe() for _ in range(2)]
@@ -30,9 +30,9 @@ def both(tmp_path_factory):
         process.start()
     ours = [own for own, _ in pipes]
 
-    def run(name, *arguments):
+    def run(name, *arguments, module="sharding_worker"):
         for pipe in ours:
-            pipe.send((name, arguments))
+            pipe.send((f"{module}.{name}", arguments))
         for pipe in ours:
             assert pipe.poll(120), "a process hangs"
         problems = [problem for problem in (pipe.recv() for pipe in ours) if problem is not None]
@@ -78,25 +78,25 @@ def test_meshes_of_two_axes(both, dims):
 @pytest.mark.parametrize(
     ("dims", "key_heads", "expected"),
     [
-        ((BATCH, HEADS), 4, ["batch", "heads"]),
-        ((HEADS, HEADS), 8, ["heads", "heads"]),
-        ((HEADS, HEADS), 4, ["heads", "none"]),
-        ((HEADS, BATCH), 3, ["none", "batch"]),
-        ((BATCH, HEADS), None, ["batch", "none"]),
+        ((BATCH, HEADS), 4, ("batch", "heads")),
+        ((HEADS, HEADS), 8, ("heads", "heads")),
+        ((HEADS, HEADS), 4, ("heads", "none")),
+        ((HEADS, BATCH), 3, ("none", "batch")),
+        ((BATCH, HEADS), None, ("batch", "none")),
     ],
 )
 def test_heads_stay_where_key_heads_divide_over_all_axes_together(dims, key_heads, expected):
     """On a mesh of 2 x 4 devices; no key heads stand for an array that holds query, key and value."""
     from torch.distributed.tensor import Replicate, Shard
 
-    from blockdiag.torch import _sharding
+    from blockdiag.torch._sharding_strategies import Holder, find_shards
 
     mesh = SimpleNamespace(ndim=2, size=(2, 4).__getitem__)
-    shape = (8, 40, 24, 16)
-    query = SimpleNamespace(mesh=mesh, shape=shape, placements=tuple(Shard(dim) for dim in dims))
-    key = SimpleNamespace(mesh=mesh, shape=shape, placements=(Replicate(), Replicate()))
-    assert _sharding._shards([query, key], key_heads) == expected
-    assert _sharding._shards([key, query], key_heads) == expected
+    query = SimpleNamespace(mesh=mesh, placements=tuple(Shard(dim) for dim in dims))
+    key = SimpleNamespace(mesh=mesh, placements=(Replicate(), Replicate()))
+    holders = [Holder(one, BATCH, HEADS) for one in (query, key)]
+    assert find_shards(holders, key_heads) == expected
+    assert find_shards(holders[::-1], key_heads) == expected
 
 
 def test_operators_without_the_public_function(both):
@@ -143,7 +143,73 @@ from blockdiag.torch import _sharding
 _sharding.register()
 known = distributed.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 names = [str(operator) for operator in known if str(operator).startswith("blockdiag.")]
-assert len(names) == 6, names
+assert len(names) == 18, names
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def both_moba(both):
+    """The same processes with the functions about MoBA and key convolution."""
+    return lambda name, *arguments: both(name, *arguments, module="moba_sharding_worker")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "is_packed"),
+    [
+        ("plain", (BATCH,), False),
+        ("plain", (HEADS,), False),
+        ("plain", (BATCH, HEADS), False),
+        ("mask and routing", (BATCH,), False),
+        ("mask and routing", (HEADS,), False),
+        ("offsets", (1,), True),
+    ],
+)
+def test_moba_shards_stay_where_they_are(both_moba, kind, dims, is_packed):
+    both_moba("check_sharded", kind, dims, is_packed)
+
+
+@pytest.mark.parametrize("dim", [BATCH, HEADS])
+def test_moba_routing_of_shards(both_moba, dim):
+    both_moba("check_routing", dim)
+
+
+def test_moba_with_a_batch_that_does_not_divide(both_moba):
+    both_moba("check_uneven_batch")
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "dims", "cotangent_dim"),
+    [
+        (2, (None, None, BATCH), None),
+        (2, (BATCH, None, HEADS), HEADS),
+        (2, (1, 1, 1), 1),
+        (1, (HEADS, None, None), HEADS),
+        (2, (None, None, HEADS), None),
+    ],
+    ids=["values by batch", "each in its own way", "tokens", "one key head", "values by heads"],
+)
+def test_moba_of_operands_that_lie_elsewhere(both_moba, key_heads, dims, cotangent_dim):
+    both_moba("check_mixed", key_heads, dims, cotangent_dim)
+
+
+def test_moba_compiled_for_dtensors(both_moba):
+    both_moba("check_compiled")
+
+
+def test_operators_of_moba_without_the_public_functions(both_moba):
+    both_moba("check_operators_directly")
+
+
+@pytest.mark.parametrize(
+    ("dims", "is_packed", "rows"),
+    [((BATCH,), False, 4), ((HEADS,), False, 4), ((BATCH, HEADS), False, 4), ((BATCH,), False, 3), ((1,), True, 0)],
+    ids=["batch", "heads", "batch and heads", "uneven batch", "packed"],
+)
+def test_key_convolution_of_shards(both_moba, dims, is_packed, rows):
+    both_moba("check_key_convolution", dims, is_packed, rows)
+
+
+def test_fully_shard_of_a_moba_module(both_moba):
+    both_moba("check_fully_shard")

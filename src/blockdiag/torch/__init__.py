@@ -3,6 +3,7 @@
 Importing this module imports no JAX; calls on the CPU, and calls that ask for it, do.
 """
 
+from blockdiag.torch import _sharding
 from blockdiag.torch._attention import block_diagonal_attention as block_diagonal_attention
 from blockdiag.torch._attention import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
 from blockdiag.torch._attention import fused_qkv_block_attention as fused_qkv_block_attention
@@ -15,3 +16,5 @@ from blockdiag.torch._rotary import apply_rotary as apply_rotary
 from blockdiag.torch._rotary import rotary_tables as rotary_tables
 from blockdiag.torch.moba_modules import MoBASelfAttention as MoBASelfAttention
 from blockdiag.torch.modules import BlockDiagonalSelfAttention as BlockDiagonalSelfAttention
+
+_sharding.register_where_imported()

@@ -12,8 +12,6 @@ from blockdiag.torch._call import Arguments
 from blockdiag.torch._rotary import Rotary
 from blockdiag.triton_kernels.block_diagonal import takes_operands
 
-_sharding.register_where_imported()
-
 
 def block_diagonal_attention(
     query: torch.Tensor,

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
-from blockdiag.torch import _ops  # noqa: F401 - it defines the library that this one adds to
+from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
 from blockdiag.triton_kernels.key_convolution import takes_key
 
 
@@ -30,8 +30,9 @@ def key_convolution(
 
     The torch twin of `blockdiag.key_convolution`: the same arguments and meaning, on CUDA the very same Triton kernels,
     launched on the current stream without JAX. It is a registered operator: autograd, `torch.compile` with full graphs
-    and dynamic shapes, CUDA graphs, autocast and activation checkpointing work. Only key and weights are kept for the
-    backward pass. Repeatable bit by bit. Second derivatives raise a NotImplementedError.
+    and dynamic shapes, CUDA graphs, autocast, activation checkpointing and DTensors sharded over batch or heads work.
+    Only key and weights are kept for the backward pass. Repeatable bit by bit. Second derivatives raise a
+    NotImplementedError.
 
     Args:
         key: [B, T, K, H], B sequences of T tokens; or packed [T, K, H], one sequence or what `sequence_offsets`
@@ -81,6 +82,9 @@ def key_convolution(
             normalise_implementation(implementation, KEY_CONVOLUTION_IMPLEMENTATIONS)
     if forward_ad._current_level >= 0:
         _refuse_tangents(key, weights)
+    if type(key) is not torch.Tensor:
+        (sequence_offsets,) = _sharding.prepare_sharded(key, (sequence_offsets,))
+        arguments = arguments._replace(sequence_offsets=sequence_offsets)
     # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
     is_native = via is None and (not names or names[0] == "triton")
     if key.is_cuda:

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag._describe_moba import count_sequence_blocks
-from blockdiag.torch import _moba_ops  # noqa: F401 - it registers the operators
+from blockdiag.torch import _moba_ops, _sharding  # noqa: F401 - _moba_ops registers the operators
 from blockdiag.torch._moba_call import ListArguments, describe_lists
 from blockdiag.torch._moba_routing import Routing
 from blockdiag.triton_kernels.block_diagonal import takes_operands
@@ -74,9 +74,10 @@ def moba_attention(
 
     The torch twin of `blockdiag.moba_attention`: the same arguments and meaning, on CUDA the very same Triton kernels,
     launched on the current stream without JAX and without ever waiting for the device. It is made of registered
-    operators: autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast and activation
-    checkpointing work. Gradients hold the routing constant. Kept for the backward pass are the arguments, the output,
-    its log-sum-exp, and the routing as lists. Repeatable bit by bit. Second derivatives raise a NotImplementedError.
+    operators: autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast, activation
+    checkpointing and DTensors sharded over batch or heads work. Gradients hold the routing constant. Kept for the
+    backward pass are the arguments, the output, its log-sum-exp, and the routing as lists. Repeatable bit by bit.
+    Second derivatives raise a NotImplementedError.
 
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets`
@@ -138,11 +139,12 @@ def moba_attention(
         block_size, top_k, is_causal, names,
     )  # fmt: skip
     arguments, scale = _checked(arguments, value, scale)
+    arguments = _prepare_sharded(arguments)
     operators = torch.ops.blockdiag
     *lists, own = (operators.moba_lists if is_native else operators.moba_lists_through_jax)(*arguments)
     has_own = is_causal and routing is not None
     output, log_sum = (operators.moba_forward if is_native else operators.moba_forward_through_jax)(
-        query, key, value, key_mask, *lists, own if has_own else None, arguments.block_size, scale,
+        query, key, value, arguments.key_mask, *lists, own if has_own else None, arguments.block_size, scale,
         arguments.is_causal, sequence_offsets is not None, names,
     )  # fmt: skip
     return (output, log_sum) if return_residual else output
@@ -192,6 +194,7 @@ def moba_routing(
         block_size, top_k, is_causal, names,
     )  # fmt: skip
     arguments, _ = _checked(arguments)
+    arguments = _prepare_sharded(arguments)
     operator = torch.ops.blockdiag.moba_routing if is_native else torch.ops.blockdiag.moba_routing_through_jax
     indices = operator(*arguments[:5], *arguments[8:])
     return Routing(indices, arguments.block_size, count_sequence_blocks(key.shape[-3], arguments.block_size))
@@ -214,6 +217,15 @@ def _checked(
         block_size=problem.block_size, top_k=int(arguments.top_k), is_causal=problem.is_causal
     )
     return arguments, problem.scale
+
+
+def _prepare_sharded(arguments: ListArguments) -> ListArguments:
+    """The same; for DTensors with everything else in DTensors as well."""
+    if type(arguments.query) is torch.Tensor:
+        return arguments
+    names = ListArguments._fields[2:6]
+    tables = _sharding.prepare_sharded(arguments.query, arguments[2:6])
+    return arguments._replace(**dict(zip(names, tables, strict=True)))
 
 
 def _who_computes(
