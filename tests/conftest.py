@@ -11,6 +11,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # For shard_map without several GPUs.
 jax.config.update("jax_num_cpu_devices", 4)
+# Most of the suite's time on a CPU is compilation, of programs that run once on a few tokens.
+if jax.config.jax_platforms == "cpu":
+    jax.config.update("jax_disable_most_optimizations", True)
 
 hypothesis.settings.register_profile(
     "blockdiag",

@@ -1,7 +1,7 @@
 """What tests of the public functions of MoBA share: cases, and a dense computation to compare with.
 
 Both are independent of the library: which keys a query sees is found by loops in numpy, and attention is a dense
-softmax with that mask, which JAX differentiates.
+softmax with that mask and its gradients, in numpy too, where a new shape needs no compilation.
 """
 
 import dataclasses
@@ -169,33 +169,33 @@ def dense_mask(case: MoBACase, routing: np.ndarray) -> np.ndarray:
     return result
 
 
-def dense_attention(case: MoBACase, is_seen: np.ndarray, query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-    """Softmax attention to the keys seen, in float64 where that is enabled; output and log-sum-exp."""
-    wide = jnp.zeros((), float).dtype
-    query, key, value = (x.astype(wide) for x in (query, key, value))
-    group_size = case.query_heads // case.key_heads
-    key, value = (jnp.repeat(x, group_size, axis=-2) for x in (key, value))
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    scores = jnp.einsum("...inh,...jnh->...inj", query, key, precision="highest") * scale
-    scores = jnp.where(is_seen, scores, -jnp.inf)
-    sees = jnp.asarray(is_seen.any(axis=-1))
-    # Queries that see nothing get something harmless to differentiate.
-    scores = jnp.where(sees[..., None], scores, 0)
-    log_sum = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.exp(scores - log_sum[..., None])
-    output = jnp.einsum("...inj,...jnh->...inh", weights, value, precision="highest")
-    return jnp.where(sees[..., None], output, 0), jnp.where(sees, log_sum, -jnp.inf)
-
-
 def dense_results(case: MoBACase, routing: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
-    """What `MoBACase.results` should be, with the routing that the definition says or a given one."""
-    operands = case.operands()
-    if routing is None:
-        routing = dense_routing(case, *operands[:2])
-    attend = functools.partial(dense_attention, case, dense_mask(case, routing))
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in operands]
-        return tuple(np.asarray(x) for x in value_and_gradients(attend, *wide))
+    """What `MoBACase.results` should be, in float64, with the routing that the definition says or a given one."""
+    query, key, value, cotangent, log_sum_cotangent = (np.asarray(x).astype(np.float64) for x in case.operands())
+    seen = dense_mask(case, dense_routing(case, query, key) if routing is None else routing)
+    group_size = case.query_heads // case.key_heads
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    keys, values = (np.repeat(x, group_size, axis=-2) for x in (key, value))
+
+    def sum_over_group(gradient: np.ndarray) -> np.ndarray:
+        return gradient.reshape(*key.shape[:-1], group_size, key.shape[-1]).sum(axis=-2)
+
+    scores = np.where(seen, scale * np.einsum("...inh,...jnh->...inj", query, keys), -np.inf)
+    sees = seen.any(axis=-1)
+    largest = np.where(sees, scores.max(axis=-1, initial=-np.inf), 0)
+    exponentials = np.exp(scores - largest[..., None])
+    total = np.where(sees, exponentials.sum(axis=-1), 1)
+    weights = exponentials / total[..., None]
+    weights_gradient = np.einsum("...inh,...jnh->...inj", cotangent, values)
+    mean = (weights * weights_gradient).sum(axis=-1) - log_sum_cotangent
+    scores_gradient = scale * weights * (weights_gradient - mean[..., None])
+    return (
+        np.einsum("...inj,...jnh->...inh", weights, values),
+        np.where(sees, largest + np.log(total), -np.inf),
+        np.einsum("...inj,...jnh->...inh", scores_gradient, keys),
+        sum_over_group(np.einsum("...inj,...inh->...jnh", scores_gradient, query)),
+        sum_over_group(np.einsum("...inj,...inh->...jnh", weights, cotangent)),
+    )
 
 
 def assert_accurate(case: MoBACase, actual: tuple[jax.Array, ...], expected: tuple[np.ndarray, ...]) -> None:

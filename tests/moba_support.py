@@ -202,15 +202,7 @@ class MoBACase:
 
     def compute(self, implementation: str) -> Callable[..., tuple[jax.Array, ...]]:
         """A compiled function from operands and arguments to output, log-sum-exp and gradients of the operands."""
-        module, problem, options = load(implementation), self.problem, {"interpret": implementation in INTERPRETED}
-
-        def compute(query, key, value, cotangent, log_sum_cotangent, arguments):
-            output, log_sum = module.forward(problem, query, key, value, *arguments, **options)
-            cotangents = cotangent, log_sum_cotangent
-            gradients = module.backward(problem, query, key, value, *arguments, output, log_sum, *cotangents, **options)
-            return output, log_sum, *gradients
-
-        return compiled_quickly(compute)
+        return _compiled_call(self.problem, implementation, implementation in INTERPRETED)
 
     def results(self, implementation: str) -> tuple[jax.Array, ...]:
         """Output, log-sum-exp and gradients of query, key and value."""
@@ -220,15 +212,35 @@ class MoBACase:
         """The routing that an implementation computes, of this case's operands or others."""
         query, key, *_ = self.operands() if operands is None else operands
         key_mask, blocks, queries, *_ = self.arguments()
-        options = {"interpret": implementation in INTERPRETED}
-        route = functools.partial(load(implementation).route, self.problem, **options)
-        return np.asarray(compiled_quickly(route)(query, key, key_mask, blocks, queries))
+        route = _compiled_routing(self.problem, implementation, implementation in INTERPRETED)
+        return np.asarray(route(query, key, key_mask, blocks, queries))
 
     def make_lists(self, implementation: str) -> Lists:
         """The lists of this case's routing that an implementation makes."""
         options = {"interpret": implementation in INTERPRETED}
         make = functools.partial(load(implementation).make_lists, self.problem, **options)
         return jax.tree.map(np.asarray, compiled_quickly(make)(jnp.asarray(self.chosen)))
+
+
+# Compiled once for all cases, tests and values of one problem: tables and routings are arguments.
+
+
+@functools.cache
+def _compiled_call(problem: MoBAProblem, implementation: str, interpret: bool) -> Callable[..., tuple[jax.Array, ...]]:
+    module = load(implementation)
+
+    def compute(query, key, value, cotangent, log_sum_cotangent, arguments):
+        output, log_sum = module.forward(problem, query, key, value, *arguments, interpret=interpret)
+        results = output, log_sum, cotangent, log_sum_cotangent
+        gradients = module.backward(problem, query, key, value, *arguments, *results, interpret=interpret)
+        return output, log_sum, *gradients
+
+    return compiled_quickly(compute)
+
+
+@functools.cache
+def _compiled_routing(problem: MoBAProblem, implementation: str, interpret: bool) -> Callable[..., jax.Array]:
+    return compiled_quickly(functools.partial(load(implementation).route, problem, interpret=interpret))
 
 
 def exact_routing(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -276,25 +288,29 @@ def exact_moba(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, ...
 
 def naive_moba(case: MoBACase, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The same by dense computations in the case's own dtype: the error that people live with today."""
-    problem, seen = case.problem, case.is_seen()
-    is_blind = ~seen.any(axis=-1)
+    return _compiled_naive_moba(case.problem)(case.is_seen(), *operands)
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+
+@functools.cache
+def _compiled_naive_moba(problem: MoBAProblem) -> Callable[..., tuple[jax.Array, ...]]:
+    def attend(is_seen: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        is_blind = ~is_seen.any(axis=-1)
         key, value = (jnp.repeat(x, problem.group_size, axis=1) for x in (key, value))
         scores = jnp.einsum("inh,jnh->nij", query, key) * jnp.asarray(problem.scale, query.dtype)
-        scores = jnp.where(seen | is_blind[:, :, None], scores, -jnp.inf)
+        scores = jnp.where(is_seen | is_blind[:, :, None], scores, -jnp.inf)
         output = jnp.einsum("nij,jnh->inh", jax.nn.softmax(scores, axis=-1), value)
-        log_sum = jax.nn.logsumexp(scores, axis=-1).astype(operands[4].dtype)
+        log_sum = jax.nn.logsumexp(scores, axis=-1)
         return (
             jnp.where(is_blind.T[:, :, None], jnp.zeros((), output.dtype), output),
             jnp.where(is_blind, -jnp.inf, log_sum).T,
         )
 
-    def compute(query, key, value, cotangent, log_sum_cotangent):
-        results, pull_back = jax.vjp(attend, query, key, value)
-        return *results, *pull_back((cotangent, log_sum_cotangent))
+    def compute(is_seen, query, key, value, cotangent, log_sum_cotangent):
+        (output, log_sum), pull_back = jax.vjp(functools.partial(attend, is_seen), query, key, value)
+        gradients = pull_back((cotangent, log_sum_cotangent.astype(log_sum.dtype)))
+        return output, log_sum, *gradients
 
-    return compiled_quickly(compute)(*operands)
+    return compiled_quickly(compute)
 
 
 def assert_accurate(case: MoBACase, actual: Sequence[Any], operands: Sequence[jax.Array]) -> None:

@@ -1,5 +1,8 @@
 """The routing of MoBA in torch as a value: the same conversions as in JAX."""
 
+import functools
+
+import jax
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,19 +19,22 @@ def test_conversions_are_those_of_jax(name):
     ours = to_torch_routing(routing)
     offsets = case.packing.get("sequence_offsets")
     tensor_offsets = None if offsets is None else to_tensor(offsets)
-    pattern = routing.to_pattern()
+    # One program of each conversion: one by one, JAX's operations take a second to compile for each case.
+    pattern = jax.jit(blockdiag.Routing.to_pattern)(routing)
     assert_same_bits([ours.to_pattern()], [pattern])
-    lists = routing.to_block_lists(offsets)
+    lists = jax.jit(blockdiag.Routing.to_block_lists)(routing, offsets)
     actual = ours.to_block_lists(tensor_offsets)
     assert_same_bits(actual, lists)
 
     top_k = max(int(pattern.sum(axis=-1).max()), 1)
     back = Routing.from_pattern(ours.to_pattern(), block_size=16, top_k=top_k)
-    assert_same_bits([back.indices], [blockdiag.Routing.from_pattern(pattern, block_size=16, top_k=top_k).indices])
+    convert = functools.partial(blockdiag.Routing.from_pattern, block_size=16, top_k=top_k)
+    assert_same_bits([back.indices], [jax.jit(convert)(pattern).indices])
     assert (back.block_size, back.num_blocks) == (16, routing.num_blocks)
     options = dict(num_queries=routing.indices.shape[-3], block_size=16, top_k=top_k)
     back = Routing.from_block_lists(*(x.long() for x in actual), **options, sequence_offsets=tensor_offsets)
-    expected = blockdiag.Routing.from_block_lists(*lists, **options, sequence_offsets=offsets)
+    convert = functools.partial(blockdiag.Routing.from_block_lists, **options)
+    expected = jax.jit(convert)(*lists, sequence_offsets=offsets)
     assert_same_bits([back.indices], [expected.indices])
     assert (back.block_size, back.num_blocks) == (16, routing.num_blocks)
 
