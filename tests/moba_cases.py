@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockdiag import moba_attention, moba_routing
+from blockdiag import Routing, moba_attention, moba_routing
 from tests.support import compiled_quickly
 
 
@@ -94,11 +94,9 @@ class MoBACase:
             **self.packing,
         )
 
-    def results(self, implementation: str | None, **more: Any) -> tuple[jax.Array, ...]:
+    def results(self, implementation: str | None, routing: Routing | None = None) -> tuple[jax.Array, ...]:
         """Output, log-sum-exp, and gradients of query, key and value."""
-        return compiled_quickly(functools.partial(value_and_gradients, self.attend(implementation, **more)))(
-            *self.operands()
-        )
+        return compiled_call(self, implementation)(routing, *self.operands())
 
     def sequences(self) -> list[tuple[tuple[int, ...], slice, tuple[int, ...], slice]]:
         """Of each sequence the batch index and rows of its queries, and those of its keys."""
@@ -109,6 +107,17 @@ class MoBACase:
             result.append(((), slice(query_start, query_start + tq), (), slice(key_start, key_start + tk)))
             query_start, key_start = query_start + tq, key_start + tk
         return result
+
+
+@functools.cache
+def compiled_call(case: MoBACase, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+    """From a routing or None and operands to results; compiled once for all routings, operands and tests."""
+
+    def compute(routing: Routing | None, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        more = {} if routing is None else {"routing": routing}
+        return value_and_gradients(case.attend(implementation, **more), *operands)
+
+    return compiled_quickly(compute)
 
 
 def value_and_gradients(function: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -27,37 +27,53 @@ def gradients(function, query, key, value):
     return value_and_gradients(function, query, key, value, *cotangents)
 
 
+# Unmapped calls of one function are compiled once for every way to map it.
+compiled_once = functools.cache(compiled_quickly)
+
+
 def assert_maps(function, in_axes, *arrays):
     """`jax.vmap` of a function is a loop over its elements."""
-    one = compiled_quickly(function)
-    expected = loop(one, in_axes, *arrays)
+    expected = loop(compiled_once(function), in_axes, *arrays)
     assert_close(compiled_quickly(jax.vmap(function, in_axes))(*arrays), expected, 1e-4)
 
 
 # --- vmap ---------------------------------------------------------------------------------------------------------
+
+batched_gradients = functools.partial(gradients, attend_with_residual)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 0, 2), (0, None, None), (None, 0, None), (None, None, 1)])
 def test_vmap_of_batched_operands(in_axes):
     shapes = ((2, 37, 4, 8), (2, 40, 2, 8), (2, 40, 2, 8))
     arrays = random_arrays(*(s if a is None else (*s[:a], 3, *s[a:]) for s, a in zip(shapes, in_axes, strict=True)))
-    assert_maps(functools.partial(gradients, attend_with_residual), in_axes, *arrays)
+    assert_maps(batched_gradients, in_axes, *arrays)
 
 
-@pytest.mark.parametrize("mapped", ["offsets", "mask", "both", "neither"])
-@pytest.mark.parametrize("is_causal", [False, True])
+@functools.cache
+def packed_gradients(is_causal):
+    def function(query, key, value, offsets, mask):
+        call = functools.partial(attend_with_residual, sequence_offsets=offsets, key_mask=mask, is_causal=is_causal)
+        return gradients(call, query, key, value)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("mapped", "is_causal"),
+    [("offsets", True), ("mask", True), ("both", True), ("neither", True), ("both", False), ("neither", False)],
+)
 def test_vmap_of_packed_operands_and_tables(mapped, is_causal):
     query, key, value = random_arrays((3, 50, 4, 8), (3, 50, 2, 8), (3, 50, 2, 8))
     masks = jnp.asarray(np.random.default_rng(1).uniform(size=(3, 50)) < 0.7)
     offsets_axis, mask_axis = 0 if mapped in ("offsets", "both") else None, 0 if mapped in ("mask", "both") else None
 
-    def function(query, key, value, offsets, mask):
-        call = functools.partial(attend_with_residual, sequence_offsets=offsets, key_mask=mask, is_causal=is_causal)
-        return gradients(call, query, key, value)
-
     in_axes = (0, 0, 0, offsets_axis, mask_axis)
     offsets, mask = (x if axis == 0 else x[0] for x, axis in ((OFFSETS, offsets_axis), (masks, mask_axis)))
-    assert_maps(function, in_axes, query, key, value, offsets, mask)
+    assert_maps(packed_gradients(is_causal), in_axes, query, key, value, offsets, mask)
+
+
+def gradients_with_a_routing(query, key, value, indices):
+    return gradients(functools.partial(attend_with_residual, routing=Routing(indices, 16, 4)), query, key, value)
 
 
 @pytest.mark.parametrize("routing_axis", [0, None])
@@ -65,11 +81,8 @@ def test_vmap_of_a_given_routing(routing_axis):
     query, key, value = random_arrays((3, 50, 4, 8), (3, 50, 2, 8), (3, 50, 2, 8))
     indices = jnp.asarray(np.random.default_rng(1).integers(-1, 4, (3, 50, 4, 2)), jnp.int32)
 
-    def function(query, key, value, indices):
-        return gradients(functools.partial(attend_with_residual, routing=Routing(indices, 16, 4)), query, key, value)
-
     indices = indices if routing_axis == 0 else indices[0]
-    assert_maps(function, (0, 0, 0, routing_axis), query, key, value, indices)
+    assert_maps(gradients_with_a_routing, (0, 0, 0, routing_axis), query, key, value, indices)
 
 
 def test_nested_vmap():
@@ -331,13 +344,11 @@ def test_shard_map_of_heads_with_a_routing():
     assert_close(compiled_quickly(sharded)(query, key, value), compiled_quickly(function)(query, key, value))
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "y"), P("x", None, "y"), P()])
-def test_explicit_shardings(spec, implementation):
-    """Each device computes its batch rows and heads; results are sharded as the operands are."""
-    query, key, value = random_arrays((4, 36, 4, 8), (4, 36, 2, 8), (4, 36, 2, 8))
-    mask = jnp.asarray(np.random.default_rng(1).uniform(size=(4, 36)) < 0.7)
+@functools.cache
+def masked_results(implementation):
+    """From operands and mask to gradients, the output with the routing given, and its indices; compiled."""
 
+    @compiled_quickly
     def function(query, key, value, mask):
         options = dict(key_mask=mask, implementation=implementation)
         routing = moba_routing(query, key, block_size=16, top_k=2, **options)
@@ -345,10 +356,26 @@ def test_explicit_shardings(spec, implementation):
         given = functools.partial(attend, routing=routing, **options)
         return gradients(call, query, key, value), given(query, key, value), routing.indices
 
-    expected = compiled_quickly(function)(query, key, value, mask)
+    return function
+
+
+@pytest.mark.parametrize(
+    ("spec", "implementation"),
+    [
+        *((spec, None) for spec in (P("x"), P(None, None, "y"), P("x", None, "y"), P())),
+        (P("x", None, "y"), "reference"),
+        (P(), "reference"),
+    ],
+)
+def test_explicit_shardings(spec, implementation):
+    """Each device computes its batch rows and heads; results are sharded as the operands are."""
+    query, key, value = random_arrays((4, 36, 4, 8), (4, 36, 2, 8), (4, 36, 2, 8))
+    mask = jnp.asarray(np.random.default_rng(1).uniform(size=(4, 36)) < 0.7)
+    function = masked_results(implementation)
+    expected = function(query, key, value, mask)
     with jax.set_mesh(explicit_mesh()):
         operands = [jax.device_put(x, spec) for x in (query, key, value)]
-        actual = compiled_quickly(function)(*operands, mask)
+        actual = function(*operands, mask)
     (output, log_sum, *operand_gradients), given, indices = actual
     for a, operand in zip((output, given, indices, *operand_gradients), (operands[0],) * 3 + (*operands,), strict=True):
         assert jax.typeof(a).sharding.spec == jax.typeof(operand).sharding.spec
