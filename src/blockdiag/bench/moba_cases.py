@@ -128,6 +128,7 @@ MOBA_CASES: Mapping[str, MoBACase] = {
     for case in (
         *(MoBACase(name=f"n{count}k", tokens=count * 1024) for count in (64, 8, 32, 128, 16)),
         MoBACase(name="n512k_b1", tokens=512 * 1024, batch=1),
+        MoBACase(name="n1024k_b1", tokens=1024 * 1024, batch=1),
         *_variants(16 * 1024),
         *_variants(64 * 1024),
     )

@@ -41,10 +41,10 @@ _KEY_GRADIENTS = ("d_key", "d_value")
 _KINDS: Mapping[str, _Arrays] = {
     "centroids": _Arrays("moba_routing", ("key", "mask", "blocks"), ("centroids",)),
     "choose": _Arrays("moba_routing", ("query", "centroids", "queries"), ("chosen",)),
-    "count": _Arrays("moba_lists", ("chosen",), ("counters", "degrees")),
+    "count": _Arrays("moba_lists", ("chosen",), ("counters", "ranks")),
     "add_spans": _Arrays("moba_lists", ("counters",), ("before", "counts")),
     "offsets": _Arrays("moba_lists", ("counts",), ("offsets",)),
-    "entries": _Arrays("moba_lists", ("chosen", "before", "offsets"), ("entries", "cursors")),
+    "entries": _Arrays("moba_lists", ("chosen", "ranks", "before", "offsets"), ("entries", "degrees")),
     "items": _Arrays("moba_lists", ("counts",), ("items",)),
     "blocks_forward": _Arrays("moba_forward", (*_OPERANDS, "mask", "blocks", "items", *_LISTS), ("part", "part_sum")),
     "merge_forward": _Arrays(
@@ -159,7 +159,9 @@ class MoBALaunch:
             inputs=self.inputs,
             outputs=self.outputs,
             arguments=arguments,
-            options=CompileOptions(num_warps=config.num_warps, num_stages=config.num_stages),
+            options=CompileOptions(
+                num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
+            ),
             aliases=tuple(
                 (index, self.output_names.index(name))
                 for index, name in enumerate(self.input_names)
@@ -247,13 +249,13 @@ class MoBALaunch:
                 return TensorSpec((tokens, 4), "int32")
             case "chosen":
                 return TensorSpec((heads, tokens, problem.slots), "int32")
-            case "counters" | "before" | "cursors":
+            case "counters" | "before":
                 return TensorSpec((heads, spans, problem.num_blocks), "int32")
             case "counts" | "offsets":
                 return TensorSpec((heads, problem.num_blocks), "int32")
             case "degrees":
                 return TensorSpec((heads, tokens), "int32")
-            case "entries":
+            case "entries" | "ranks":
                 return TensorSpec((heads, tokens * problem.slots), "int32")
             case "items":
                 config = config_of(problem, self.kind, 90)
@@ -275,11 +277,11 @@ class MoBALaunch:
         match self.kind:
             case "centroids":
                 return max(1, blocks), problem.key_heads, 1
-            case "choose":
+            case "choose" | "entries":
                 return query_tiles, heads, 1
             case "merge_forward" | "merge_backward":
                 return query_tiles, self._query_heads, 1
-            case "count" | "entries":
+            case "count":
                 return max(1, spans), heads, 1
             case "add_spans":
                 return max(1, -(-blocks // config.blocks)), heads, 1
@@ -332,6 +334,8 @@ class MoBALaunch:
             "BLOCKS": config.blocks,
             "SPANS": 32,
             "PAIRS": config.pairs,
+            # One instruction finds what a warp has in common; the interpreter has no such thing.
+            "MATCH": not self.is_portable,
             "CHUNK": config.chunk,
             "CAUSAL": problem.is_causal,
             "OWN": self.has_own and problem.is_causal,

@@ -22,6 +22,7 @@ class Config:
         pairs: pairs that a step of list making compares with each other.
         chunk: entries of a block's list that one program takes.
         loop_stages: stages of the main loop's software pipeline.
+        max_registers: of a thread, so that more programs fit on a multiprocessor; None leaves it to the compiler.
     """
 
     rows: int = 64
@@ -32,6 +33,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     loop_stages: int = 2
+    max_registers: int | None = None
 
 
 def span_rows(query_tokens: int) -> int:
@@ -69,9 +71,9 @@ def config_of(problem: MoBAProblem, kind: str, arch: int) -> Config:
                 rows=64 if is_large else 128, blocks=32 if is_wide else 64, num_warps=8 if is_large else few_warps
             )
         case "count":
-            return Config(rows=64, blocks=1024)
+            return Config(blocks=512, pairs=32, num_warps=1)
         case "entries":
-            return Config(blocks=512, pairs=64, num_warps=1)
+            return Config(rows=max(16, 1024 // next_power_of_2(max(2, problem.slots))))
         case "offsets" | "items":
             return Config(blocks=1024)
         case "add_spans":
@@ -101,16 +103,17 @@ def config_of(problem: MoBAProblem, kind: str, arch: int) -> Config:
 def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
     """The configuration of the kernel written for Hopper, or None where the plain one serves.
 
-    At 2 x 65,536 tokens, 16 heads of 128, blocks of 128 and top_k 8 on an H200, against the plain kernels: choose
-    1.9 ms against 2.9, forward of the blocks 3.0 against 3.5, their backward 6.4 against 11.9.
+    What they gain over the plain kernels is recorded in benchmarks/results/runs/2026-11-22-moba-kernels.csv.
     """
     if arch != 90 or problem.dtype not in ("bfloat16", "float16") or problem.head_dim not in (64, 128):
         return None
     keys = key_rows(problem)
     is_whole = keys in (64, 128) and key_tiles(problem) == 1
     match kind:
-        case "choose" if problem.dtype == "bfloat16" and 1 <= problem.slots <= 7:
-            return Config(rows=64, blocks=64, num_warps=4)
+        case "choose" if problem.dtype == "bfloat16" and 1 <= problem.slots <= 15:
+            # Three programs to a multiprocessor, or four: none of them overlaps products with its own sorting.
+            few = 168 if problem.head_dim == 128 else 128
+            return Config(rows=64, blocks=64, num_warps=4, max_registers=few if problem.slots <= 7 else None)
         case "blocks_forward" if is_whole:
             return Config(rows=64, keys=keys, num_warps=4)
         case "blocks_backward" if is_whole and keys == 128 and problem.is_causal and problem.slots > 0:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 STAGES = gl.constexpr(3)
-CODES = gl.constexpr(4)
+PLACES = gl.constexpr(4)
 CARRY_WARPS = gl.constexpr(4)
 # What is left for the warps that compute is just enough to have their products under way side by side.
 CARRY_REGISTERS = gl.constexpr(40)
@@ -60,19 +60,25 @@ def store_key_tile(target, b_tile, p_mask, start, length, head, HEADS: gl.conste
 
 
 @gluon.jit
-def row_codes(p_list, at, listed, own_first, own_rows, own_tiles, SLOTS: gl.constexpr, ROWS: gl.constexpr,
-              LAYOUT: gl.constexpr):
-    """Row * (SLOTS + 1) + slot of a tile's queries, -1 where there is none: own ones first, in the last slot."""
+def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_head, QUERY_HEADS: gl.constexpr,
+                SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where a tile's queries lie, row * QUERY_HEADS + head, -1 where there is none, and where their parts do, likewise
+    counted in vectors. Own queries come first; their parts have the last slot."""
     o_row = gl.arange(0, ROWS, LAYOUT)
     if at < own_tiles:
         o_own = at * ROWS + o_row
-        b_code = gl.where(o_own < own_rows, (own_first + o_own) * (SLOTS + 1) + SLOTS, -1)
+        m_row = o_own < own_rows
+        b_row = own_first + o_own
+        b_slot = gl.full([ROWS], SLOTS, gl.int32, LAYOUT)
     else:
         o_list = (at - own_tiles) * ROWS + o_row
-        m_list = o_list < listed
-        b_pair = gl.load(p_list + o_list, mask=m_list, other=0)
-        b_code = gl.where(m_list, b_pair + b_pair // SLOTS, -1)
-    return b_code
+        m_row = o_list < listed
+        b_pair = gl.load(p_list + o_list, mask=m_row, other=0)
+        b_row = b_pair // SLOTS
+        b_slot = b_pair - b_row * SLOTS
+    # As many vectors as fit into memory can be counted in 32 bits.
+    b_part = (b_row * PART_HEADS + part_head) * (SLOTS + 1) + b_slot
+    return gl.where(m_row, b_row * QUERY_HEADS + head, -1), b_part
 
 
 @gluon.jit
@@ -84,32 +90,30 @@ def list_of(p_offsets, p_counts, p_entries, head, block, num_blocks, query_token
 
 
 @gluon.jit
-def gather_rows(q_tile, do_tile, codes, query, output_cotangent, head, QUERY_HEADS: gl.constexpr, SLOTS: gl.constexpr,
-                LINES: gl.constexpr):
+def gather_rows(q_tile, do_tile, places, query, output_cotangent, LINES: gl.constexpr):
     """Start copying queries and cotangents into shared memory; zeros for absent ones."""
     HEAD_DIM: gl.constexpr = q_tile.shape[1]
-    b_code = gl.expand_dims(codes.load(gl.SliceLayout(1, LINES)), 1)
+    b_place = gl.expand_dims(places.load(gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-    b_row = gl.maximum(b_code, 0) // (SLOTS + 1)
-    o_block = b_row.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
-    m_block = (b_code >= 0) & (o_column >= 0)
+    o_block = b_place.to(gl.int64) * HEAD_DIM + o_column
+    m_block = (b_place >= 0) & (o_column >= 0)
     async_copy.async_copy_global_to_shared(q_tile, query + o_block, mask=m_block)
     async_copy.async_copy_global_to_shared(do_tile, output_cotangent + o_block, mask=m_block)
 
 
 @gluon.jit
-def scatter_rows(dq_tile, codes, p_part, part_head, PART_HEADS: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr):
+def scatter_rows(dq_tile, places, parts, p_part, LINES: gl.constexpr):
     """Queries' gradients from shared memory to where each belongs."""
     HEAD_DIM: gl.constexpr = dq_tile.shape[1]
-    b_code = gl.expand_dims(codes.load(gl.SliceLayout(1, LINES)), 1)
+    b_place = gl.expand_dims(places.load(gl.SliceLayout(1, LINES)), 1)
+    b_part = gl.expand_dims(parts.load(gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
-    # Row r and slot s of a head lie at (r * PART_HEADS + part_head) * (SLOTS + 1) + s.
-    o_part = (b_code // (SLOTS + 1) * (PART_HEADS - 1) + part_head).to(gl.int64) * (SLOTS + 1) + b_code
-    gl.store(p_part + o_part * HEAD_DIM + o_column, dq_tile.load(LINES), mask=(b_code >= 0) & (o_column >= 0))
+    gl.store(p_part + b_part.to(gl.int64) * HEAD_DIM + o_column, dq_tile.load(LINES),
+             mask=(b_place >= 0) & (o_column >= 0))
 
 
 @gluon.jit
-def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, codes, full, empty, part_full, part_empty, query,
+def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty, part_full, part_empty, query,
           output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries, block, key_head,
           own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS: gl.constexpr, GROUP: gl.constexpr,
           SLOTS: gl.constexpr, PART_HEADS: gl.constexpr):
@@ -129,23 +133,26 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, codes, full, empty, part_f
         head = key_head * GROUP + i
         p_list, listed = list_of(p_offsets, p_counts, p_entries, head, block, num_blocks, query_tokens, SLOTS)
         tiles = own_tiles + (listed + ROWS - 1) // ROWS
-        b_code = row_codes(p_list, 0, listed, own_first, own_rows, own_tiles, SLOTS, ROWS, ONE)
+        part_head = gl.program_id(1) * GROUP + i
+        b_place, b_part = tile_places(p_list, 0, listed, own_first, own_rows, own_tiles, head, part_head, QUERY_HEADS,
+                                      SLOTS, PART_HEADS, ROWS, ONE)
         for at in range(tiles + 2):
-            codes.index(at % CODES).store(b_code)
+            places.index(at % PLACES).store(b_place)
+            parts.index(at % PLACES).store(b_part)
             gl.thread_barrier()
             if at <= tiles:
                 stage = filled % STAGES
-                o_head = gl.maximum(b_code, 0) // (SLOTS + 1) * QUERY_HEADS + head
                 mbarrier.wait(empty.index(stage), filled // STAGES % 2 ^ 1)
-                async_copy.async_copy_global_to_shared(ss_smem.index(stage), p_score_start + o_head, mask=b_code >= 0)
-                async_copy.async_copy_global_to_shared(ws_smem.index(stage), p_weight_start + o_head, mask=b_code >= 0)
+                async_copy.async_copy_global_to_shared(ss_smem.index(stage), p_score_start + b_place, mask=b_place >= 0)
+                async_copy.async_copy_global_to_shared(ws_smem.index(stage), p_weight_start + b_place,
+                                                       mask=b_place >= 0)
                 # The next tile's, long before they are needed.
-                b_code = row_codes(p_list, at + 1, listed, own_first, own_rows, own_tiles, SLOTS, ROWS, ONE)
+                b_place, b_part = tile_places(p_list, at + 1, listed, own_first, own_rows, own_tiles, head, part_head,
+                                              QUERY_HEADS, SLOTS, PART_HEADS, ROWS, ONE)
                 for part in gl.static_range(PARTS):
                     gather_rows(q_smem.index(stage).slice(part * PART, PART),
                                 do_smem.index(stage).slice(part * PART, PART),
-                                codes.index(at % CODES).slice(part * PART, PART), query, output_cotangent, head,
-                                QUERY_HEADS, SLOTS, LINES)
+                                places.index(at % PLACES).slice(part * PART, PART), query, output_cotangent, LINES)
                 # The copies announce themselves when they are done; nobody here waits for them.
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                 filled += 1
@@ -153,8 +160,8 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, codes, full, empty, part_f
                 mbarrier.wait(part_full.index(0), emptied % 2)
                 for part in gl.static_range(PARTS):
                     scatter_rows(dq_smem.slice(part * PART, PART),
-                                 codes.index((at - 2) % CODES).slice(part * PART, PART), p_part,
-                                 gl.program_id(1) * GROUP + i, PART_HEADS, SLOTS, LINES)
+                                 places.index((at - 2) % PLACES).slice(part * PART, PART),
+                                 parts.index((at - 2) % PLACES).slice(part * PART, PART), p_part, LINES)
                 gl.thread_barrier()
                 mbarrier.arrive(part_empty.index(0), count=1)
                 emptied += 1
@@ -281,7 +288,8 @@ def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
     dq_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
     ss_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     ws_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
-    codes = gl.allocate_shared_memory(gl.int32, [CODES, ROWS], PLAIN)
+    places = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], PLAIN)
+    parts = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], PLAIN)
     full = make_barriers(STAGES, 32 * CARRY_WARPS)
     empty = make_barriers(STAGES, 1)
     part_full = make_barriers(1, 1)
@@ -297,9 +305,10 @@ def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
             (compute, (k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem, full, empty, part_full,
                        part_empty, p_mask, p_own, p_counts, block, key_head, start, length,
                        own_first, own_rows, own_limit, num_blocks, query_tokens, scale, scale_log2, GROUP, OWN, MASK)),
-            (carry, (q_smem, do_smem, ss_smem, ws_smem, dq_smem, codes, full, empty, part_full, part_empty, query,
-                     output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries, block,
-                     key_head, own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS, GROUP, SLOTS, PART_HEADS)),
+            (carry, (q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty, part_full, part_empty,
+                     query, output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries,
+                     block, key_head, own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS, GROUP, SLOTS,
+                     PART_HEADS)),
         ],
         [CARRY_WARPS],
         [CARRY_REGISTERS],

@@ -1,8 +1,8 @@
 """From the blocks that each query chose to the queries that chose each block, by counting, in order.
 
-The query axis is cut into spans. Each span counts how often it chose every block; the counts, added up along spans and
-blocks, say where in a block's list the pairs of a span begin; and each span writes its own. Nothing depends on the
-order in which programs run: atomics only ever add integers to counters that one program owns.
+The query axis is cut into spans. Each span counts how often it chose every block, and so numbers the pairs of each; the
+counts, added up along spans and blocks, say where in a block's list the pairs of a span begin. No atomics are needed,
+and nothing depends on the order in which programs run.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -13,9 +13,21 @@ import triton.language as tl
 
 
 @triton.jit
-def moba_count(p_chosen, p_counters, p_degrees, query_tokens, num_blocks, span_rows,
-               SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """How often the queries of a span chose each block, int32 [head, span, block]; blocks chosen, [head, query]."""
+def match_pairs(b_id, o_pair):
+    """How many of the pairs before each one chose the same block, and how many of all; of 32 pairs in one warp."""
+    b_same = tl.inline_asm_elementwise("match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", [b_id], dtype=tl.uint32,
+                                       is_pure=False, pack=1)
+    b_before = b_same & ((1 << o_pair.to(tl.uint32)) - 1)
+    b_rank = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [b_before], dtype=tl.int32, is_pure=True, pack=1)
+    b_count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [b_same], dtype=tl.int32, is_pure=True, pack=1)
+    return b_rank, b_count
+
+
+@triton.jit
+def moba_count(p_chosen, p_counters, p_ranks, query_tokens, num_blocks, span_rows,
+               SLOTS: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr, MATCH: tl.constexpr):
+    """How often the queries of a span chose each block, int32 [head, span, block], and how many of the span's pairs
+    before each one chose the same, [head, pair]. One program goes through the pairs of its span in order."""
     span = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     p_counter = p_counters + (head * tl.num_programs(0) + span) * num_blocks
@@ -23,15 +35,30 @@ def moba_count(p_chosen, p_counters, p_degrees, query_tokens, num_blocks, span_r
     for first in range(0, num_blocks, BLOCKS):
         tl.store(p_counter + first + o_block, tl.zeros([BLOCKS], tl.int32), mask=first + o_block < num_blocks)
     tl.debug_barrier()
-    o_slot = tl.arange(0, SLOT_COLUMNS)[None, :]
-    last = tl.minimum((span + 1) * span_rows, query_tokens)
-    for first in range(span * span_rows, last, ROWS):
-        o_row = first + tl.arange(0, ROWS)
-        m_row = o_row < last
-        b_id = tl.load(p_chosen + (head * query_tokens + o_row)[:, None] * SLOTS + o_slot,
-                       mask=m_row[:, None] & (o_slot < SLOTS), other=-1)
-        tl.atomic_add(p_counter + b_id, 1, mask=b_id >= 0, sem="relaxed")
-        tl.store(p_degrees + head * query_tokens + o_row, tl.sum((b_id >= 0).to(tl.int32), 1), mask=m_row)
+    num_pairs = query_tokens * SLOTS
+    begin = span * span_rows * SLOTS
+    last = tl.minimum((span + 1) * span_rows, query_tokens) * SLOTS
+    o_pair = tl.arange(0, PAIRS)
+    p_pair = p_chosen + head * num_pairs
+    b_id = tl.load(p_pair + begin + o_pair, mask=begin + o_pair < last, other=-1)
+    for first in range(begin, last, PAIRS):
+        # The next step's, before the stores that would hold them up.
+        b_next = tl.load(p_pair + first + PAIRS + o_pair, mask=first + PAIRS + o_pair < last, other=-1)
+        m_chosen = b_id >= 0
+        b_counter = tl.load(p_counter + b_id, mask=m_chosen, other=0)
+        if MATCH:
+            b_rank, b_count = match_pairs(b_id, o_pair)
+        else:
+            # The same along the other axis, so that each pair meets each.
+            b_other = tl.load(p_pair + first + o_pair[None, :], mask=(first + o_pair < last)[None, :], other=-1)
+            m_same = b_id[:, None] == b_other
+            b_rank = tl.sum((m_same & (o_pair[None, :] < o_pair[:, None])).to(tl.int32), 1)
+            b_count = tl.sum(m_same.to(tl.int32), 1)
+        tl.store(p_ranks + head * num_pairs + first + o_pair, b_counter + b_rank, mask=m_chosen)
+        tl.debug_barrier()
+        tl.store(p_counter + b_id, b_counter + b_count, mask=m_chosen & (b_rank == b_count - 1))
+        tl.debug_barrier()
+        b_id = b_next
 
 
 @triton.jit
@@ -68,43 +95,24 @@ def moba_offsets(p_counts, p_offsets, num_blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def moba_entries(p_chosen, p_before, p_offsets, p_entries, p_cursors, query_tokens, num_blocks, span_rows,
-                 SLOTS: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr):
-    """The pairs query * SLOTS + slot of each block's list in ascending order, int32 [head, pair].
-
-    `p_cursors`, [head, span, block], is where the span's next pair of each block goes.
-    """
-    span = tl.program_id(0)
+def moba_entries(p_chosen, p_ranks, p_before, p_offsets, p_entries, p_degrees, query_tokens, num_blocks, span_rows,
+                 num_spans, SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """The pairs query * SLOTS + slot of each block's list in ascending order, int32 [head, pair]; blocks chosen by
+    each query, [head, query]."""
     head = tl.program_id(1).to(tl.int64)
-    counter = (head * tl.num_programs(0) + span) * num_blocks
-    o_block = tl.arange(0, BLOCKS)
-    for first in range(0, num_blocks, BLOCKS):
-        m_block = first + o_block < num_blocks
-        b_cursor = tl.load(p_before + counter + first + o_block, mask=m_block)
-        b_cursor += tl.load(p_offsets + head * num_blocks + first + o_block, mask=m_block)
-        tl.store(p_cursors + counter + first + o_block, b_cursor, mask=m_block)
-    tl.debug_barrier()
-    num_pairs = query_tokens * SLOTS
-    last = tl.minimum((span + 1) * span_rows, query_tokens) * SLOTS
-    o_pair = tl.arange(0, PAIRS)
-    begin = span * span_rows * SLOTS
-    p_pair = p_chosen + head * num_pairs
-    b_id = tl.load(p_pair + begin + o_pair, mask=begin + o_pair < last, other=-1)
-    for first in range(begin, last, PAIRS):
-        # The same along the other axis, so that each pair meets each.
-        b_other = tl.load(p_pair + first + o_pair[None, :], mask=(first + o_pair < last)[None, :], other=-1)
-        # The next step's, before the stores that would hold them up.
-        b_next = tl.load(p_pair + first + PAIRS + o_pair, mask=first + PAIRS + o_pair < last, other=-1)
-        m_chosen = b_id >= 0
-        b_cursor = tl.load(p_cursors + counter + b_id, mask=m_chosen, other=0)
-        m_same = b_id[:, None] == b_other
-        b_rank = tl.sum((m_same & (o_pair[None, :] < o_pair[:, None])).to(tl.int32), 1)
-        b_count = tl.sum(m_same.to(tl.int32), 1)
-        tl.store(p_entries + head * num_pairs + b_cursor + b_rank, first + o_pair, mask=m_chosen)
-        tl.debug_barrier()
-        tl.store(p_cursors + counter + b_id, b_cursor + b_count, mask=m_chosen & (b_rank == b_count - 1))
-        tl.debug_barrier()
-        b_id = b_next
+    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < query_tokens
+    o_slot = tl.arange(0, SLOT_COLUMNS)[None, :]
+    o_pair = o_row[:, None] * SLOTS + o_slot
+    p_pair = head * query_tokens * SLOTS + o_pair
+    b_id = tl.load(p_chosen + p_pair, mask=m_row[:, None] & (o_slot < SLOTS), other=-1)
+    m_chosen = b_id >= 0
+    o_span = (head * num_spans + o_row // span_rows) * num_blocks
+    b_place = tl.load(p_ranks + p_pair, mask=m_chosen, other=0)
+    b_place += tl.load(p_before + o_span[:, None] + b_id, mask=m_chosen, other=0)
+    b_place += tl.load(p_offsets + head * num_blocks + b_id, mask=m_chosen, other=0)
+    tl.store(p_entries + head * query_tokens * SLOTS + b_place, o_pair, mask=m_chosen)
+    tl.store(p_degrees + head * query_tokens + o_row, tl.sum(m_chosen.to(tl.int32), 1), mask=m_row)
 
 
 @triton.jit

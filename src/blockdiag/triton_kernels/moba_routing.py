@@ -2,7 +2,7 @@
 
 Scores are float32 though queries are 16-bit: each centroid is held as three parts in the query's dtype, each the
 rounding of what the ones before leave (24 bits together), and every product of two 16-bit numbers is exact in the
-float32 accumulator. Nothing here depends on a tile size: the order of every sum is fixed.
+float32 accumulator. The order of every sum is fixed; only how tensor cores round within one product of tiles is theirs.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
