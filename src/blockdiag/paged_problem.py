@@ -1,0 +1,77 @@
+"""The static description of a call of paged attention, shared by every implementation.
+
+Like `problem`, this imports nothing but the standard library.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# How a cache's scale is given: not at all, [batch, K], or beside every token as pages, [P, page_size, K].
+type CacheScale = Literal["none", "head", "token"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedProblem:
+    """One call: query [batch, query_tokens, N, H] against pages of keys [P, page_size, K, H] and values
+    [P, page_size, K, V], found through a page table int32 [batch, max_pages].
+
+    Sequence b has `kv_lengths[b]` keys, and the last of them belongs to its last query: query i of `query_lengths[b]`
+    sees keys up to `kv_lengths[b] - query_lengths[b] + i`.
+
+    Attributes:
+        batch, query_tokens: sequences, and queries of each at most.
+        query_heads, key_heads: N and K; N is a multiple of K.
+        head_dim, value_dim: H and V.
+        query_dtype, key_dtype, value_dtype, output_dtype: dtype names. The output's is the query's, or bfloat16 where
+            that has eight bits.
+        num_pages, page_size, max_pages: pages of the pool, tokens of a page, pages of a sequence at most.
+        has_page_table: whether there is a table; without one, sequence b is page b.
+        has_query_lengths: whether sequences have fewer than `query_tokens` queries, int32 [batch]; rows beyond give 0.
+        is_causal: whether queries see no later keys.
+        window: keys before and after a query's own position that it sees, itself not counted; None for no bound.
+        soft_cap: scores s become `soft_cap * tanh(s / soft_cap)`, before masking; None for none.
+        has_sinks: whether each query head has a logit, float32 [N], that takes part in the softmax without a value.
+        has_score_scale: whether scores have a factor besides `scale`, float32 [batch, K].
+        key_scale, value_scale: how the caches' scales are given. One factor for all keys of a head is part of
+            `has_score_scale`, so `key_scale` is "none" or "token".
+        scale: factor on the scores, before the soft cap.
+        num_splits: parts that the keys of a sequence are divided into, computed side by side and merged.
+        split_size: keys of a part where that is fixed, so that results do not depend on what else is in the batch; None
+            divides evenly.
+    """
+
+    batch: int
+    query_tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    query_dtype: str
+    key_dtype: str
+    value_dtype: str
+    output_dtype: str
+    num_pages: int
+    page_size: int
+    max_pages: int
+    scale: float
+    has_page_table: bool = True
+    has_query_lengths: bool = False
+    is_causal: bool = True
+    window: tuple[int | None, int | None] = (None, None)
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    has_score_scale: bool = False
+    key_scale: CacheScale = "none"
+    value_scale: CacheScale = "none"
+    num_splits: int = 1
+    split_size: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head, G = N // K."""
+        return self.query_heads // self.key_heads
+
+    @property
+    def max_keys(self) -> int:
+        """Keys that a sequence can have."""
+        return self.max_pages * self.page_size
