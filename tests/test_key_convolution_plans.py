@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 from blockdiag.key_convolution_problem import KeyConvolutionProblem, count_tiles
 from blockdiag.triton_kernels.compile import compile_key
 from blockdiag.triton_kernels.key_convolution import KeyConvolutionLaunch, supports
-from blockdiag.triton_kernels.offline import inspect_plan
 from blockdiag.triton_kernels.plan import Target
+from tests.plans_support import report_of
 
 KINDS = ("forward", "backward", "weights_gradient")
 
@@ -49,7 +49,7 @@ def test_plan_fits_its_architecture(name, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None
     for kind in KINDS:
-        report = inspect_plan(KeyConvolutionLaunch(problem, kind).plan(Target.for_arch(arch)), arch)
+        report = report_of(KeyConvolutionLaunch(problem, kind).plan(Target.for_arch(arch)), arch)
         assert report.shared_bytes <= report.shared_limit
         assert report.local_accesses == {} and report.spill_bytes == 0, str(report)
         assert report.ptx["f64"] == 0 and report.ptx["atom"] == 0 and report.ptx["trap"] == 0
@@ -59,7 +59,7 @@ def test_plan_fits_its_architecture(name, arch):
 def test_keys_are_loaded_and_stored_in_vectors(kind):
     """Each thread moves at least 4 bytes at a time, 8 in the forward: no instruction for each 16-bit element."""
     plan = KeyConvolutionLaunch(PROBLEMS["size 3"], kind).plan(Target.for_arch(90))
-    ptx = inspect_plan(plan, 90).kernel.asm["ptx"]
+    ptx = report_of(plan, 90).kernel.asm["ptx"]
     accesses = re.findall(r"\b(?:ld|st)\.global\S*", ptx)
     assert accesses and not [access for access in accesses if access.endswith(("b16", "b8", "u16"))]
     if kind == "forward":

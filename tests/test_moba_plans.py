@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 
 from blockdiag.moba_problem import MoBAProblem
-from blockdiag.triton_kernels.compile import check_plan
 from blockdiag.triton_kernels.moba import MoBALaunch, supports
 from blockdiag.triton_kernels.moba_steps import backward_steps, forward_steps, list_steps, routing_steps
-from blockdiag.triton_kernels.offline import inspect_plan
 from blockdiag.triton_kernels.plan import Target
+from tests.plans_support import report_of
 
 BASE = MoBAProblem(
     query_tokens=131072,
@@ -63,8 +62,7 @@ def test_plan_fits_its_architecture(name, arch):
     assert supports(problem) is None
     for launch in launches(problem):
         plan = launch.plan(Target.for_arch(arch))
-        check_plan(plan)
-        report = inspect_plan(plan, arch)
+        report = report_of(plan, arch)
         assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
         assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
         # Integers, each on counters that one program owns.

@@ -13,8 +13,8 @@ from blockdiag.interop.interpreter import interpret_plan, numpy_dtype
 from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
 from blockdiag.triton_kernels.block_diagonal import BlockDiagonalLaunch, backward_kinds, supports
 from blockdiag.triton_kernels.compile import check_plan, compile_key
-from blockdiag.triton_kernels.offline import inspect_plan
 from blockdiag.triton_kernels.plan import Scalar, Target
+from tests.plans_support import report_of
 
 HALF_SPLIT = RotaryProblem(
     interleaved=False, query=True, key=True, value=False, table_rows=4096, table_dtype="float32", positions="sequence"
@@ -72,7 +72,7 @@ def test_plan_fits_its_architecture(name, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None
     for launch in launches(problem, arch):
-        report = inspect_plan(launch.plan(Target.for_arch(arch)), arch)
+        report = report_of(launch.plan(Target.for_arch(arch)), arch)
         assert report.shared_bytes <= report.shared_limit
         assert report.tensor_memory_columns <= 512
         assert report.ptx["f64"] == 0 and report.ptx["atom"] == 0 and report.ptx["trap"] == 0
@@ -86,7 +86,7 @@ def test_plan_fits_its_architecture(name, arch):
 @pytest.mark.parametrize(("arch", "instruction"), [(90, "wgmma"), (100, "tcgen05.mma")])
 def test_large_tiles_use_the_matrix_unit_of_their_architecture(name, arch, instruction):
     for launch in launches(PROBLEMS[name], arch):
-        report = inspect_plan(launch.plan(Target.for_arch(arch)), arch)
+        report = report_of(launch.plan(Target.for_arch(arch)), arch)
         assert report.ptx[instruction] > 0 and report.ptx["mma.sync"] == 0, str(report)
 
 
@@ -110,7 +110,7 @@ def test_blackwell_plans_are_persistent_and_warp_specialised(name, kind):
     target = Target.for_arch(100)
     plan = BlockDiagonalLaunch(PROBLEMS[name], kind).plan(target)
     assert plan.grid == (target.num_sms, 1, 1)
-    report = inspect_plan(plan, target)
+    report = report_of(plan, 100)
     assert len(report.partitions) == 1 and len(report.partitions[0]) >= 2, str(report)
     assert report.num_warps > plan.options.num_warps
     assert report.ptx["tcgen05.mma"] > 0 and report.ptx["wgmma"] == 0
