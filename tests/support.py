@@ -145,9 +145,13 @@ class Case:
 
     def results(self, implementation: str | None, seed: int = 0) -> tuple[jax.Array, ...]:
         """Output and gradients of query, key and value."""
-        return compiled_quickly(functools.partial(value_and_gradients, self.attend(implementation)))(
-            *self.operands(seed)
-        )
+        return compiled_call(self, implementation)(*self.operands(seed))
+
+
+@functools.cache
+def compiled_call(case: Case, implementation: str | None) -> Callable[..., tuple[jax.Array, ...]]:
+    """From operands to output and gradients; compiled once for all operands and tests."""
+    return compiled_quickly(functools.partial(value_and_gradients, case.attend(implementation)))
 
 
 def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,6 +232,11 @@ def _turn(x: np.ndarray, matrices: np.ndarray | None, back: bool = False) -> np.
 
 def naive_attention(case: Case, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Output and gradients of a dense computation in the case's own dtype: the error that people live with today."""
+    return _compiled_naive_attention(case)(*operands)
+
+
+@functools.cache
+def _compiled_naive_attention(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
     matrices = _exact_rotations(case)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -244,9 +253,9 @@ def naive_attention(case: Case, operands: Sequence[jax.Array]) -> tuple[jax.Arra
         weights = jax.nn.softmax(scores, axis=-1)
         output = jnp.einsum("nij,jnh->inh", weights, value)
         output = jnp.where(_dense_mask(case).any(axis=1)[:, None, None], output, jnp.zeros((), output.dtype))
-        return output.reshape(operands[0].shape)
+        return output.reshape(*case.tokens_shape, *output.shape[1:])
 
-    return compiled_quickly(functools.partial(value_and_gradients, attend))(*operands)
+    return compiled_quickly(functools.partial(value_and_gradients, attend))
 
 
 def _dense_mask(case: Case) -> np.ndarray:
