@@ -42,7 +42,7 @@ WITH_PRODUCTS = {"choose", "blocks_forward", "blocks_backward", "query_parts"}
 # spill less. On sm_80 it is the smallest of the tiles tried.
 KNOWN_SPILLS = {
     ("h128", "blocks_backward", 90): 24,
-    ("grouped, fp16, masked, padded", "blocks_backward", 90): 64,
+    ("grouped, fp16, masked, padded", "blocks_backward", 90): 67,
     ("h128", "blocks_backward", 80): 8,
     ("grouped, fp16, masked, padded", "blocks_backward", 80): 64,
     ("own block only", "blocks_backward", 80): 16,
@@ -65,8 +65,7 @@ def test_plan_fits_its_architecture(name, arch):
         report = report_of(plan, arch)
         assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
         assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0
-        # Integers, each on counters that one program owns.
-        assert report.ptx["atom"] == 0 or launch.kind == "count"
+        assert report.ptx["atom"] == 0
         in_loops = sum(count for depth, count in report.local_accesses.items() if depth > 0)
         assert in_loops <= KNOWN_SPILLS.get((name, launch.kind, arch), 0), str(report)
         if launch.kind in WITH_PRODUCTS and problem.dtype != "float32":

@@ -155,7 +155,7 @@ def describe_attention(arguments: AttentionArguments) -> MoBAProblem:
         is_causal=arguments.is_causal,
         has_key_mask=arguments.key_mask is not None,
         has_padding=arguments.has_padding,
-        scale=query.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale,
+        scale=1.0 / math.sqrt(query.shape[-1]) if arguments.scale is None else arguments.scale,
     )
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "key_mask": (tuple(key.shape[:-2]), torch.bool),
