@@ -42,9 +42,9 @@ _KINDS: Mapping[str, _Arrays] = {
     "centroids": _Arrays("moba_routing", ("key", "mask", "blocks"), ("centroids",)),
     "choose": _Arrays("moba_routing", ("query", "centroids", "queries"), ("chosen",)),
     "count": _Arrays("moba_lists", ("chosen",), ("counters", "ranks")),
-    "add_spans": _Arrays("moba_lists", ("counters",), ("before", "counts")),
-    "offsets": _Arrays("moba_lists", ("counts",), ("offsets",)),
-    "entries": _Arrays("moba_lists", ("chosen", "ranks", "before", "offsets"), ("entries", "degrees")),
+    "add_spans": _Arrays("moba_lists", ("counters",), ("counts",)),
+    "offsets": _Arrays("moba_lists", ("counters", "counts"), ("offsets", "before")),
+    "entries": _Arrays("moba_lists", ("chosen", "ranks", "before"), ("entries", "degrees")),
     "items": _Arrays("moba_lists", ("counts",), ("items",)),
     "blocks_forward": _Arrays("moba_forward", (*_OPERANDS, "mask", "blocks", "items", *_LISTS), ("part", "part_sum")),
     "merge_forward": _Arrays(
@@ -283,9 +283,9 @@ class MoBALaunch:
                 return query_tiles, self._query_heads, 1
             case "count":
                 return max(1, spans), heads, 1
-            case "add_spans":
+            case "add_spans" | "offsets":
                 return max(1, -(-blocks // config.blocks)), heads, 1
-            case "offsets" | "items":
+            case "items":
                 return heads, 1, 1
             case "blocks_forward" | "query_parts":
                 return max(1, self._num_items(config)), self._query_heads, 1

@@ -74,9 +74,9 @@ def config_of(problem: MoBAProblem, kind: str, arch: int) -> Config:
             return Config(blocks=512, pairs=32, num_warps=1)
         case "entries":
             return Config(rows=max(16, 1024 // next_power_of_2(max(2, problem.slots))))
-        case "offsets" | "items":
+        case "items":
             return Config(blocks=1024)
-        case "add_spans":
+        case "add_spans" | "offsets":
             return Config(blocks=64)
         case "blocks_forward":
             if key_tiles(problem) > 1:
@@ -112,7 +112,7 @@ def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
     match kind:
         case "choose" if problem.dtype == "bfloat16" and 1 <= problem.slots <= 15:
             # Three programs to a multiprocessor, or four: none of them overlaps products with its own sorting.
-            few = 168 if problem.head_dim == 128 else 128
+            few = 160 if problem.head_dim == 128 else 128
             return Config(rows=64, blocks=64, num_warps=4, max_registers=few if problem.slots <= 7 else None)
         case "blocks_forward" if is_whole:
             return Config(rows=64, keys=keys, num_warps=4)

@@ -62,9 +62,8 @@ def moba_count(p_chosen, p_counters, p_ranks, query_tokens, num_blocks, span_row
 
 
 @triton.jit
-def moba_add_spans(p_counters, p_before, p_counts, num_blocks, num_spans,
-                   SPANS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Counts of all earlier spans, int32 [head, span, block], and of all spans, [head, block]."""
+def moba_add_spans(p_counters, p_counts, num_blocks, num_spans, SPANS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Counts of all spans, int32 [head, block]."""
     o_block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     head = tl.program_id(1).to(tl.int64)
     m_block = o_block < num_blocks
@@ -73,30 +72,39 @@ def moba_add_spans(p_counters, p_before, p_counts, num_blocks, num_spans,
         o_span = first + tl.arange(0, SPANS)
         o_counter = (head * num_spans + o_span)[:, None] * num_blocks + o_block[None, :]
         m_counter = (o_span < num_spans)[:, None] & m_block[None, :]
-        b_count = tl.load(p_counters + o_counter, mask=m_counter, other=0)
-        b_until = tl.cumsum(b_count, 0)
-        tl.store(p_before + o_counter, b_total[None, :] + b_until - b_count, mask=m_counter)
-        b_total += tl.sum(b_count, 0)
+        b_total += tl.sum(tl.load(p_counters + o_counter, mask=m_counter, other=0), 0)
     tl.store(p_counts + head * num_blocks + o_block, b_total, mask=m_block)
 
 
 @triton.jit
-def moba_offsets(p_counts, p_offsets, num_blocks, BLOCKS: tl.constexpr):
-    """Where each block's list begins, int32 [head, block]."""
-    head = tl.program_id(0).to(tl.int64)
-    total = 0
-    for first in range(0, num_blocks, BLOCKS):
-        o_block = first + tl.arange(0, BLOCKS)
-        m_block = o_block < num_blocks
-        b_count = tl.load(p_counts + head * num_blocks + o_block, mask=m_block, other=0)
-        b_until = tl.cumsum(b_count, 0)
-        tl.store(p_offsets + head * num_blocks + o_block, total + b_until - b_count, mask=m_block)
-        total += tl.sum(b_count, 0)
+def moba_offsets(p_counters, p_counts, p_offsets, p_before, num_blocks, num_spans,
+                 SPANS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where each block's list begins, int32 [head, block], and where each span's part of it does, [head, span, block].
+    """
+    first_block = tl.program_id(0) * BLOCKS
+    o_block = first_block + tl.arange(0, BLOCKS)
+    head = tl.program_id(1).to(tl.int64)
+    m_block = o_block < num_blocks
+    p_head = p_counts + head * num_blocks
+    b_earlier = tl.zeros([BLOCKS], tl.int32)
+    for first in range(0, first_block, BLOCKS):
+        b_earlier += tl.load(p_head + first + tl.arange(0, BLOCKS))
+    b_count = tl.load(p_head + o_block, mask=m_block, other=0)
+    b_place = tl.sum(b_earlier, 0) + tl.cumsum(b_count, 0) - b_count
+    tl.store(p_offsets + head * num_blocks + o_block, b_place, mask=m_block)
+    for first in range(0, num_spans, SPANS):
+        o_span = first + tl.arange(0, SPANS)
+        o_counter = (head * num_spans + o_span)[:, None] * num_blocks + o_block[None, :]
+        m_counter = (o_span < num_spans)[:, None] & m_block[None, :]
+        b_span_count = tl.load(p_counters + o_counter, mask=m_counter, other=0)
+        b_until = b_place[None, :] + tl.cumsum(b_span_count, 0)
+        tl.store(p_before + o_counter, b_until - b_span_count, mask=m_counter)
+        b_place += tl.sum(b_span_count, 0)
 
 
 @triton.jit
-def moba_entries(p_chosen, p_ranks, p_before, p_offsets, p_entries, p_degrees, query_tokens, num_blocks, span_rows,
-                 num_spans, SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def moba_entries(p_chosen, p_ranks, p_before, p_entries, p_degrees, query_tokens, num_blocks, span_rows, num_spans,
+                 SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """The pairs query * SLOTS + slot of each block's list in ascending order, int32 [head, pair]; blocks chosen by
     each query, [head, query]."""
     head = tl.program_id(1).to(tl.int64)
@@ -110,7 +118,6 @@ def moba_entries(p_chosen, p_ranks, p_before, p_offsets, p_entries, p_degrees, q
     o_span = (head * num_spans + o_row // span_rows) * num_blocks
     b_place = tl.load(p_ranks + p_pair, mask=m_chosen, other=0)
     b_place += tl.load(p_before + o_span[:, None] + b_id, mask=m_chosen, other=0)
-    b_place += tl.load(p_offsets + head * num_blocks + b_id, mask=m_chosen, other=0)
     tl.store(p_entries + head * query_tokens * SLOTS + b_place, o_pair, mask=m_chosen)
     tl.store(p_degrees + head * query_tokens + o_row, tl.sum(m_chosen.to(tl.int32), 1), mask=m_row)
 

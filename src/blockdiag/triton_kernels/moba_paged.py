@@ -1,0 +1,219 @@
+"""Launch plans of MoBA over a paged cache: scores of blocks, choice, attention to tiles of blocks, and their merge."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from blockdiag.moba_paged_problem import MoBAPagedProblem
+from blockdiag.triton_kernels import paged
+from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
+from blockdiag.triton_kernels.paged import PagedLaunch
+from blockdiag.triton_kernels.paged_configs import EIGHT_BITS
+from blockdiag.triton_kernels.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    KernelSpec,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Target,
+    TensorSpec,
+)
+
+Kind = Literal["scores", "choose", "blocks"]
+
+# Mean keys of a tile, and queries that are multiplied with it at once: 32 KiB of float32 products of 128 columns.
+SCORED_BLOCKS, SCORED_ROWS = 16, 4
+# Scores of a query that are held at once.
+CHOICE_BLOCKS = 4096
+# Bytes of a tile of keys, and of one of values, and the most keys of one.
+TILE_BYTES, TILE_KEYS = 32768, 128
+
+
+def supports(problem: MoBAPagedProblem) -> str | None:
+    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    if problem.paged.max_keys + problem.block_size >= 2**31:
+        return "the call has more keys than the kernels can count; give `page_table` as many columns as sequences need"
+    return paged.supports(problem.paged)
+
+
+def tile_keys(problem: MoBAPagedProblem) -> int:
+    """Keys of a tile of a block, a power of two from 16: no more than a block needs, and than registers hold."""
+    call = problem.paged
+    by_bytes = [
+        TILE_BYTES // (next_power_of_2(size) * _bytes_of(dtype))
+        for size, dtype in ((call.head_dim, call.key_dtype), (call.value_dim, call.value_dtype))
+    ]
+    return max(16, min(TILE_KEYS, next_power_of_2(problem.block_size), *by_bytes))
+
+
+def with_parts(problem: MoBAPagedProblem) -> MoBAPagedProblem:
+    """The same call, with as many splits as there are parts of a query: tiles of its own block and of chosen ones."""
+    tiles = -(-problem.block_size // tile_keys(problem))
+    call = dataclasses.replace(problem.paged, num_splits=(1 + problem.slots) * tiles, split_size=None)
+    return dataclasses.replace(problem, paged=call)
+
+
+def steps(problem: MoBAPagedProblem, *, is_portable: bool = False) -> tuple[KernelSpec, ...]:
+    """The launches of a call, each of which reads arrays by name and adds those that it writes."""
+    problem = with_parts(problem)
+    kinds: tuple[Kind, ...] = ("scores", "choose", "blocks") if problem.slots else ("blocks",)
+    launches = (MoBAPagedLaunch(problem, kind) for kind in kinds)
+    return (*launches, PagedLaunch(problem.paged, "merge", is_portable=is_portable))
+
+
+def _bytes_of(dtype: str) -> int:
+    return 1 if dtype in EIGHT_BITS else 4 if dtype == "float32" else 2
+
+
+@dataclass(frozen=True, slots=True)
+class MoBAPagedLaunch:
+    """One kernel launch of MoBA over a paged cache; a KernelSpec.
+
+    Attributes:
+        problem: the call, from `with_parts`.
+        kind: scores of the mean keys, the choice of each query, or attention to tiles of blocks, which leaves parts.
+    """
+
+    problem: MoBAPagedProblem
+    kind: Kind
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return f"moba_paged_{self.kind}"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The arrays that the launch reads, in order."""
+        call = self.problem.paged
+        lengths = ("kv_lengths", "query_lengths")
+        match self.kind:
+            case "scores":
+                names = ("query", "centroids", *lengths)
+            case "choose":
+                names = ("scores", *lengths)
+            case "blocks":
+                names = ("query", "key", "value", "page_table", *lengths)
+                names = (*names, "score_scale", "key_scale", "value_scale", "chosen")
+        is_there = {
+            "page_table": call.has_page_table,
+            "query_lengths": call.has_query_lengths,
+            "score_scale": call.has_score_scale,
+            "key_scale": call.key_scale != "none",
+            "value_scale": call.value_scale != "none",
+            "chosen": self.problem.slots > 0,
+        }
+        return tuple(name for name in names if is_there.get(name, True))
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The arrays that the launch writes, in order."""
+        return {"scores": ("scores",), "choose": ("chosen",), "blocks": ("part", "part_sum")}[self.kind]
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch reads."""
+        return tuple(map(self._array_spec, self.input_names))
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch writes."""
+        return tuple(map(self._array_spec, self.output_names))
+
+    def _array_spec(self, name: str) -> TensorSpec:
+        problem, call = self.problem, self.problem.paged
+        rows = (call.batch, call.query_tokens, call.query_heads)
+        match name:
+            case "centroids":
+                return TensorSpec((call.batch, problem.max_blocks, call.key_heads, call.head_dim), "float32")
+            case "scores":
+                return TensorSpec((*rows, problem.num_candidates), "float32")
+            case "chosen":
+                return TensorSpec((*rows, problem.slots), "int32")
+        others = (PagedLaunch(call, "splits"), PagedLaunch(call, "merge"))
+        return {name: spec for x in others for name, spec in zip(x.input_names, x.inputs, strict=True)}[name]
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch on `target`."""
+        from blockdiag.triton_kernels import moba_paged_kernels as kernels
+
+        problem, call = self.problem, self.problem.paged
+        rows = max(1, call.batch * call.query_tokens * call.query_heads)
+        scored_rows = min(SCORED_ROWS, next_power_of_2(call.query_tokens * call.group_size))
+        columns, value_columns = next_power_of_2(call.head_dim), next_power_of_2(call.value_dim)
+        scored_blocks = min(SCORED_BLOCKS, next_power_of_2(max(1, problem.num_candidates)))
+        choice_blocks = min(CHOICE_BLOCKS, max(32, next_power_of_2(problem.num_candidates)))
+        keys = tile_keys(problem)
+        match self.kind:
+            case "scores":
+                kernel, blocks = kernels.moba_paged_scores, scored_blocks
+                grid = (max(1, -(-problem.num_candidates // blocks)), call.key_heads, max(1, call.batch))
+                num_warps = _warps(blocks * scored_rows * columns)
+            case "choose":
+                kernel, blocks, grid = kernels.moba_paged_choose, choice_blocks, (rows, 1, 1)
+                num_warps = _warps(choice_blocks, 256)
+            case "blocks":
+                kernel, blocks, grid = kernels.moba_paged_blocks, 0, (rows, call.num_splits, 1)
+                num_warps = _warps(keys * max(columns, value_columns))
+        known: dict[str, Argument] = {
+            "rows": Scalar(rows, "i32"),
+            "max_pages": Scalar(call.max_pages, "i32"),
+            "num_pages": Scalar(call.num_pages, "i32"),
+            "max_keys": Scalar(call.max_keys, "i32"),
+            "max_blocks": Scalar(problem.max_blocks, "i32"),
+            "num_candidates": Scalar(problem.num_candidates, "i32"),
+            "scale": Scalar(call.scale, "fp32"),
+        }
+        constants = {
+            "QUERY_TOKENS": call.query_tokens,
+            "QUERY_HEADS": call.query_heads,
+            "KEY_HEADS": call.key_heads,
+            "HEAD_DIM": call.head_dim,
+            "COLUMNS": columns,
+            "VALUE_DIM": call.value_dim,
+            "VALUE_COLUMNS": value_columns,
+            "PAGE_SIZE": call.page_size,
+            "BLOCK_SIZE": problem.block_size,
+            "ROWS": scored_rows,
+            "BLOCKS": blocks,
+            "SLOTS": problem.slots,
+            "SLOT_COLUMNS": next_power_of_2(max(1, problem.slots)),
+            "KEYS": keys,
+            "TABLE": call.has_page_table,
+            "QUERY_LENGTHS": call.has_query_lengths,
+            "SCORE_SCALE": call.has_score_scale,
+            "KEY_SCALE": call.key_scale != "none",
+            "VALUE_SCALE": call.value_scale,
+        }
+        known |= {name: Constexpr(value) for name, value in constants.items()}
+        return LaunchPlan(
+            name=self.name,
+            kernel=kernel,
+            grid=grid,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=self._arguments(kernel, known),
+            options=CompileOptions(num_warps=num_warps, num_stages=1),
+        )
+
+    def _arguments(self, kernel: Any, known: dict[str, Argument]) -> dict[str, Argument]:
+        """Of every parameter of the kernel; absent arrays are None."""
+        result: dict[str, Argument] = {}
+        for parameter in kernel.arg_names:
+            name = parameter.removeprefix("p_")
+            if parameter in known:
+                result[parameter] = known[parameter]
+            elif name in self.output_names:
+                result[parameter] = Pointer("output", self.output_names.index(name))
+            elif name in self.input_names:
+                result[parameter] = Pointer("input", self.input_names.index(name))
+            else:
+                result[parameter] = Constexpr(None)
+        return result
+
+
+def _warps(elements: int, of_a_warp: int = 2048) -> int:
+    """Warps of a tile of so many elements, a power of two."""
+    return min(8, max(1, elements // of_a_warp))
