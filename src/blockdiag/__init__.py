@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from blockdiag.moba import MOBA_ROUTING as MOBA_ROUTING
     from blockdiag.moba import moba_attention as moba_attention
     from blockdiag.moba import moba_routing as moba_routing
+    from blockdiag.paged import merge_attention_states as merge_attention_states
+    from blockdiag.paged import paged_attention as paged_attention
     from blockdiag.projection import BLOCK_DIAGONAL_QKV as BLOCK_DIAGONAL_QKV
     from blockdiag.projection import fused_qkv_block_attention as fused_qkv_block_attention
     from blockdiag.rotary import Rotary as Rotary
@@ -33,8 +35,10 @@ _HOMES = {
     "block_diagonal_attention": "blockdiag.block_diagonal",
     "fused_qkv_block_attention": "blockdiag.projection",
     "key_convolution": "blockdiag.key_convolution",
+    "merge_attention_states": "blockdiag.paged",
     "moba_attention": "blockdiag.moba",
     "moba_routing": "blockdiag.moba",
+    "paged_attention": "blockdiag.paged",
     "rotary_tables": "blockdiag.rotary",
 }
 
@@ -49,8 +53,10 @@ __all__ = [
     "block_diagonal_attention",
     "fused_qkv_block_attention",
     "key_convolution",
+    "merge_attention_states",
     "moba_attention",
     "moba_routing",
+    "paged_attention",
     "rotary_tables",
 ]
 

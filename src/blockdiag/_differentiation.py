@@ -1,4 +1,4 @@
-"""Small pieces that differentiation needs: a clear error in forward mode, and one set of varying axes for operands."""
+"""Small pieces that differentiation needs: clear errors where there is none, one set of varying axes for operands."""
 
 from typing import Any
 
@@ -53,6 +53,36 @@ _tangent.def_abstract_eval(lambda tangent: tangent)
 ad.deflinear2(_tangent, lambda cotangent, tangent: [cotangent])
 batching.primitive_batchers[_tangent] = _refuse_forward_mode
 mlir.register_lowering(_tangent, _refuse_forward_mode)
+
+
+def not_differentiable(x: jax.Array, name: str) -> jax.Array:
+    """The identity, for an operand of the public function `name`, which has no derivative.
+
+    Differentiation with respect to the operand, in either mode, raises a TypeError as soon as it is traced.
+    """
+    return _not_differentiable.bind(x, name=name)
+
+
+def _refuse_differentiation(primals: tuple[Any], tangents: tuple[Any], *, name: str) -> tuple[Any, Any]:
+    (x,), (tangent,) = primals, tangents
+    if isinstance(tangent, ad.Zero):
+        return not_differentiable(x, name), tangent
+    raise TypeError(
+        f"{name} is for inference and cannot be differentiated; give it jax.lax.stop_gradient of its operands, or "
+        "train with another attention function, such as moba_attention or jax.nn.dot_product_attention"
+    )
+
+
+def _map_not_differentiable(arrays: tuple[Any], axes: tuple[int], *, name: str) -> tuple[Any, int]:
+    return not_differentiable(*arrays, name), *axes
+
+
+_not_differentiable = Primitive("blockdiag_not_differentiable")
+_not_differentiable.def_impl(lambda x, name: x)
+_not_differentiable.def_abstract_eval(lambda x, name: x)
+ad.primitive_jvps[_not_differentiable] = _refuse_differentiation
+batching.primitive_batchers[_not_differentiable] = _map_not_differentiable
+mlir.register_lowering(_not_differentiable, lambda context, x, name: [x])
 
 
 def on_common_axes(*operands: Any) -> Any:

@@ -105,7 +105,7 @@ def check_scale(scale: Any, head_dim: int) -> float:
     """A positive finite number; 1 / sqrt(H) for None."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    number = _as_number(scale)
+    number = as_number(scale)
     if number is None or not 0 < number < math.inf:
         raise ValueError(
             f"`scale` must be a positive number, known when tracing, got {scale!r}; "
@@ -292,7 +292,7 @@ def as_index(value: Any) -> int | None:
         return None
 
 
-def _as_number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """A Python float of a number, or of an array of rank 0 whose value is known; None for anything else."""
     if isinstance(value, bool) or is_traced(value):
         return None

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 
 from blockdiag.key_convolution_problem import KeyConvolutionProblem
 from blockdiag.moba_problem import MoBAProblem
+from blockdiag.paged_problem import PagedProblem
 from blockdiag.problem import BlockDiagonalProblem
 
-type Problem = BlockDiagonalProblem | MoBAProblem | KeyConvolutionProblem
+type Problem = BlockDiagonalProblem | MoBAProblem | KeyConvolutionProblem | PagedProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,21 @@ KEY_CONVOLUTION_IMPLEMENTATIONS = {
     )
 }
 
+PAGED_IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("reference", "blockdiag.reference.paged"),
+        Implementation("xla", "blockdiag.xla.paged"),
+        Implementation("triton", "blockdiag.interop.triton_paged", has_interpreter=True),
+    )
+}
+
 # The implementations of each operation, by the type of its problems.
 OPERATIONS: dict[type, dict[str, Implementation]] = {
     BlockDiagonalProblem: IMPLEMENTATIONS,
     MoBAProblem: MOBA_IMPLEMENTATIONS,
     KeyConvolutionProblem: KEY_CONVOLUTION_IMPLEMENTATIONS,
+    PagedProblem: PAGED_IMPLEMENTATIONS,
 }
 
 # The public function of each operation, by the type of its problems.
@@ -92,6 +103,7 @@ OPERATION_NAMES: dict[type, str] = {
     BlockDiagonalProblem: "block_diagonal_attention",
     MoBAProblem: "moba_attention",
     KeyConvolutionProblem: "key_convolution",
+    PagedProblem: "paged_attention",
 }
 
 # What `implementation=None` tries on CUDA, first to last, before "xla". Pallas joins where it is measured faster.
@@ -168,6 +180,8 @@ def _is_empty(problem: Problem) -> bool:
     """Whether a call has no tokens to compute anything from."""
     if isinstance(problem, MoBAProblem):
         return problem.query_tokens == 0 or problem.num_blocks == 0
+    if isinstance(problem, PagedProblem):
+        return 0 in (problem.batch, problem.query_tokens, problem.num_pages, problem.max_keys)
     return problem.tokens == 0
 
 

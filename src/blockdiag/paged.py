@@ -1,0 +1,445 @@
+"""Paged attention: few queries against a long cache of keys and values; the public functions and the batching rule."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from blockdiag._describe_paged import describe_paged_call, with_chosen_splits
+from blockdiag._differentiation import not_differentiable, on_common_axes
+from blockdiag._dtypes import accumulation_dtype
+from blockdiag._paged_folding import fold_paged
+from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated
+from blockdiag.dispatch import PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.paged_problem import PagedProblem
+
+type Window = int | tuple[int | None, int | None]
+
+
+@overload
+def paged_attention(
+    query: Float[Array, "*tokens N H"],
+    key_pages: Float[Array, "P page_size K H"],
+    value_pages: Float[Array, "P page_size K V"],
+    page_table: Int[Array, "B max_pages"] | None,
+    kv_lengths: Int[Array, " B"],
+    *,
+    query_lengths: Int[Array, " B"] | None = None,
+    query_offsets: Int[Array, " offsets"] | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, "..."] | float | None = None,
+    value_scale: Float[Array, "..."] | float | None = None,
+    query_scale: Float[Array, "..."] | float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: Literal[False] = False,
+) -> Float[Array, "*tokens N V"]: ...
+
+
+@overload
+def paged_attention(
+    query: Float[Array, "*tokens N H"],
+    key_pages: Float[Array, "P page_size K H"],
+    value_pages: Float[Array, "P page_size K V"],
+    page_table: Int[Array, "B max_pages"] | None,
+    kv_lengths: Int[Array, " B"],
+    *,
+    query_lengths: Int[Array, " B"] | None = None,
+    query_offsets: Int[Array, " offsets"] | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, "..."] | float | None = None,
+    value_scale: Float[Array, "..."] | float | None = None,
+    query_scale: Float[Array, "..."] | float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: Literal[True],
+) -> tuple[Float[Array, "*tokens N V"], Float[Array, "*tokens N"]]: ...
+
+
+def paged_attention(
+    query: Float[Array, "*tokens N H"],
+    key_pages: Float[Array, "P page_size K H"],
+    value_pages: Float[Array, "P page_size K V"],
+    page_table: Int[Array, "B max_pages"] | None,
+    kv_lengths: Int[Array, " B"],
+    *,
+    query_lengths: Int[Array, " B"] | None = None,
+    query_offsets: Int[Array, " offsets"] | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, "..."] | float | None = None,
+    value_scale: Float[Array, "..."] | float | None = None,
+    query_scale: Float[Array, "..."] | float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Attention of the last few queries of each sequence to its keys and values, which lie in pages of a pool.
+
+    Key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``, for j below
+    ``kv_lengths[b]``, which counts the new tokens too: the last query has the position of the last key. Query head n
+    attends to key head n // (N // K). Softmax and sums are float32 (float64 for float64 queries); the output is rounded
+    once. Bitwise repeatable.
+
+    What lies beyond the lengths, in pages that no sequence uses and in unused entries of the table may be anything, NaN
+    too, and never reaches a result. A sequence without keys gives 0 and the log-sum-exp -inf.
+
+    The keys of each sequence are divided into splits, which are computed side by side and merged; the result depends on
+    how only by rounding. Everything that decides how a call is computed follows from shapes and options, nothing from
+    lengths, so that calls live under `jax.jit` and in CUDA graphs.
+
+    For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes, `jax.shard_map`
+    and `jax.export`. On a mesh with explicit axes, `query` may be sharded over batch rows and heads, the pages over
+    heads (a contiguous cache over both); each device computes its own.
+
+    Args:
+        query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,
+            bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
+        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], N a multiple of K; pages of any
+            size, V any. Of the dtype of `query`, or of eight bits, float8_e4m3fn or float8_e5m2, each by itself; beside
+            a query of eight bits both have eight.
+        page_table: int32 [B, max_pages], numbers of pages. Known ones are checked where keys use them, which outside
+            `jax.jit` waits until they are computed; traced ones are clipped to [0, P). None for a contiguous cache: the
+            pages are then [B, S, K, H], one for each sequence.
+        kv_lengths: int32 [B], keys of each sequence, those of the new tokens included, 0 to max_pages * page_size.
+            Known ones are checked; traced ones are clipped.
+        query_lengths: int32 [B], how many of the T queries each sequence has, the first ones; all when None. Rows
+            beyond give 0 and -inf. Known ones are checked; traced ones are clipped to [0, T].
+        query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Starts with
+            0 and does not decrease. Rows beyond the last offset give 0 and -inf.
+        max_query_length: queries that the longest packed sequence may have, known when tracing; the number of rows, at
+            most 64, when None. Work grows with it. Longer sequences are a ValueError where offsets are known; a traced
+            one gives NaN.
+        scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
+        is_causal: whether a query sees no keys after its own position.
+        local_window_size: how many keys before and after its own position a query sees at most, as in
+            `jax.nn.dot_product_attention`: one integer, or (left, right), None for no bound.
+        logits_soft_cap: scores s become ``cap * tanh(s / cap)``; positive.
+        sinks: [N], a logit of each query head that takes part in the softmax without a value; it is computed in float32
+            and counted in the log-sum-exp. A query that sees no key has its sink's logit there.
+        key_scale, value_scale: what keys and values are to be multiplied by: a number, or float32 of shape [], [B, K],
+            or [P, page_size, K], one factor for each token and head in pages like those of the cache. They cost a
+            multiplication of scores, weights or outputs; keys and values are never written.
+        query_scale: the same for queries: a number, or float32 of shape [] or [B, K], by key head.
+        num_splits: parts that the keys of each sequence are divided into, evenly, 1..256; chosen from the shapes when
+            None.
+        split_size: keys of a part, a multiple of 64, instead of `num_splits`: then every bit of a sequence's result is
+            independent of the other sequences, and of how many there are ("xla" and "triton"; "reference" does not
+            split).
+        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
+            it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on a
+            CPU runs in a slow interpreter. A sequence means the first that supports the call.
+        return_residual: whether to return the log-sum-exp too, with which `merge_attention_states` merges results.
+
+    Returns:
+        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, bfloat16 for queries of eight bits; with
+        `return_residual` also the natural logarithm of the sum of the exponentials of the scores seen, scale, soft cap
+        and sink included, float32 [B, T, N] or [rows, N] (float64 for float64 queries).
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        TypeError: the call is differentiated.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import paged_attention
+        >>> query = jax.random.normal(jax.random.key(0), (2, 1, 8, 64))
+        >>> key_pages, value_pages = jax.random.normal(jax.random.key(1), (2, 10, 16, 2, 64))
+        >>> page_table = jnp.asarray([[7, 1, 4], [0, 9, 9]], jnp.int32)
+        >>> paged_attention(query, key_pages, value_pages, page_table, jnp.asarray([40, 3], jnp.int32)).shape
+        (2, 1, 8, 64)
+    """
+    query, key_pages, value_pages = jnp.asarray(query), jnp.asarray(key_pages), jnp.asarray(value_pages)
+    options = dict(
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        max_query_length=max_query_length,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
+    arrays = dict(
+        query=query,
+        key_pages=key_pages,
+        value_pages=value_pages,
+        page_table=page_table,
+        kv_lengths=kv_lengths,
+        query_lengths=query_lengths,
+        query_offsets=query_offsets,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        query_scale=query_scale,
+    )
+    problem = describe_paged_call(**arrays, **options)
+    names = normalise_implementation(implementation, PAGED_IMPLEMENTATIONS)
+    resolve(problem, names)
+    call = Call(problem, names, chooses_splits=num_splits is None and split_size is None)
+    arrays = {name: None if x is None else jnp.asarray(x, _dtype(name, x)) for name, x in arrays.items()}
+    if explicit_axes(query):
+        output, log_sum = _attention_on_shards(call, arrays, options)
+    else:
+        output, log_sum = _attention(call, arrays)
+    return (output, log_sum) if return_residual else output
+
+
+def merge_attention_states(
+    outputs: Float[Array, "parts *rows V"] | Sequence[Float[Array, "*rows V"]],
+    lses: Float[Array, "parts ..."] | Sequence[Float[Array, "*rows"]],
+) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
+    """Attention to several sets of keys, as attention to all of them: outputs weighted by their log-sum-exps.
+
+    With `paged_attention` it joins, say, a prefix that sequences share with what each has of its own; or what several
+    devices computed of one long cache. Each set has its keys counted once, and sinks belong into one of the calls only.
+
+    Computed in float32 (float64 for float64 outputs), and plain `jax.numpy`: every transformation applies.
+
+    Args:
+        outputs: normalised outputs of each part, a sequence of arrays [..., V] of one shape, or those stacked along a
+            leading axis.
+        lses: their natural log-sum-exps [...], likewise. Where one is -inf the part saw nothing, and its output, NaN
+            too, plays no part.
+
+    Returns:
+        The merged output [..., V] in the dtype of `outputs`, and its log-sum-exp [...] in float32 (float64). Where no
+        part saw anything they are 0 and -inf.
+
+    Raises:
+        ValueError: there are no parts, or their shapes or dtypes do not match.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from blockdiag import merge_attention_states
+        >>> outputs, lses = jnp.asarray([[1.0], [4.0]]), jnp.log(jnp.asarray([2.0, 1.0]))
+        >>> output, lse = merge_attention_states(outputs, lses)
+        >>> print(round(float(output[0]), 4), round(float(jnp.exp(lse)), 4))
+        2.0 3.0
+    """
+    output, log_sum = _stacked("outputs", outputs), _stacked("lses", lses)
+    if log_sum.shape != output.shape[:-1] or output.ndim < 2 or output.shape[0] == 0:
+        raise ValueError(
+            f"`lses` must have the shape of `outputs` without its last axis, of at least one part, got "
+            f"{log_sum.shape} and {output.shape}, parts first; [parts, B, T, N] belongs to [parts, B, T, N, V]"
+        )
+    for name, array in (("outputs", output), ("lses", log_sum)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"`{name}` must have a floating dtype, got {array.dtype}; convert it")
+    wide = accumulation_dtype(output.dtype)
+    log_sum = log_sum.astype(wide)
+    is_empty = log_sum == -jnp.inf
+    is_all_empty = jnp.all(is_empty, axis=0)
+    largest = jnp.where(is_all_empty, 0, jax.lax.stop_gradient(jnp.max(log_sum, axis=0)))
+    weights = jnp.where(is_empty, 0, jnp.exp(jnp.where(is_empty, 0, log_sum - largest[None])))
+    total = jnp.where(is_all_empty, 1, jnp.sum(weights, axis=0))
+    parts = jnp.where(is_empty[..., None], 0, output.astype(wide))
+    merged = jnp.sum(parts * (weights / total[None])[..., None], axis=0)
+    return merged.astype(output.dtype), jnp.where(is_all_empty, -jnp.inf, jnp.log(total) + largest)
+
+
+def _stacked(name: str, parts: Any) -> Array:
+    if hasattr(parts, "ndim"):
+        return jnp.asarray(parts)
+    arrays = [jnp.asarray(part) for part in parts]
+    if len({(array.shape, array.dtype) for array in arrays}) != 1:
+        raise ValueError(
+            f"`{name}` must be one or more arrays of one shape and dtype, got "
+            f"{[f'{array.dtype}{list(array.shape)}' for array in arrays]}; broadcast or cast them first"
+        )
+    return jnp.stack(arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`).
+
+    Attributes:
+        problem: the canonical call.
+        implementations: names to try, or None.
+        chooses_splits: whether the number of splits was chosen from the shapes, so that it follows them when they
+            change.
+    """
+
+    problem: PagedProblem
+    implementations: tuple[str, ...] | None
+    chooses_splits: bool
+
+
+def _dtype(name: str, x: Any) -> Any:
+    """What an argument is converted to: its own dtype, or float32."""
+    is_number = isinstance(x, (int, float))
+    return jnp.float32 if is_number or name == "sinks" else None
+
+
+def _attention_on_shards(call: Call, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Array, Array]:
+    """The public function on each device's batch rows and heads, for arrays on a mesh with explicit axes.
+
+    Raises:
+        ValueError: the query, or the pages, are sharded over what devices cannot have of their own.
+    """
+    query, key_pages = arrays["query"], arrays["key_pages"]
+    spec = operand_spec(query, key_pages.shape[2])
+    is_packed = query.ndim == 3
+    rows, heads = None if is_packed else spec[0], spec[-2]
+    pool_rows = rows if arrays["page_table"] is None else None
+    pages = P(pool_rows, None, heads, None)
+    for name in ("key_pages", "value_pages"):
+        _check_pages_spec(name, arrays[name], pages)
+    by_rank = {0: P(), 2: P(rows, heads), 3: P(pool_rows, None, heads)}
+    known = dict(
+        query=spec,
+        key_pages=pages,
+        value_pages=pages,
+        page_table=P(rows, None),
+        kv_lengths=P(rows),
+        query_lengths=P(rows),
+        query_offsets=replicated(arrays["query_offsets"]),
+        sinks=P(heads),
+    )
+    names = tuple(arrays)
+    specs = tuple(
+        None if arrays[name] is None else known[name] if name in known else by_rank[arrays[name].ndim] for name in names
+    )
+
+    def attend(*operands: Any) -> tuple[Array, Array]:
+        more = options | {"implementation": call.implementations, "return_residual": True}
+        return paged_attention(**dict(zip(names, operands, strict=True)), **more)
+
+    return call_on_shards(attend, tuple(arrays.values()), specs, (spec, P(*spec[:-1])))
+
+
+def _check_pages_spec(name: str, pages: Array, wanted: P) -> None:
+    """Pages may be sharded as `wanted`, or not at all: anything else would copy a pool between devices."""
+    spec = tuple(jax.typeof(pages).sharding.spec)
+    spec = (*spec, *[None] * (4 - len(spec)))
+    if any(axis is not None and axis != allowed for axis, allowed in zip(spec, wanted, strict=True)):
+        raise ValueError(
+            f"`{name}` must be sharded as `query` is, {wanted}, got {P(*spec)} for shape {pages.shape}; use "
+            "jax.sharding.reshard, or call inside jax.shard_map where each device has a pool of its own"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
+    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    arrays = jax.tree.map(lambda x: not_differentiable(x, "paged_attention"), arrays)
+    problem, offsets = call.problem, arrays["query_offsets"]
+    query, query_lengths = arrays["query"], arrays["query_lengths"]
+    if problem.batch == 0 or problem.query_tokens == 0:
+        rows, wide = query.shape[:-1], accumulation_dtype(query.dtype)
+        return jnp.zeros((*rows, problem.value_dim), problem.output_dtype), jnp.full(rows, -jnp.inf, wide)
+    if offsets is not None:
+        query, query_lengths = _unpack(problem, query, offsets)
+    by_head = (problem.batch, problem.key_heads)
+    score_scale = None
+    if problem.has_score_scale:
+        key_scale = arrays["key_scale"] if problem.key_scale == "none" else None
+        score_scale = _by_head(key_scale, by_head) * _by_head(arrays["query_scale"], by_head)
+    value_scale = arrays["value_scale"]
+    operands = (
+        query,
+        arrays["key_pages"],
+        arrays["value_pages"],
+        arrays["page_table"],
+        arrays["kv_lengths"],
+        query_lengths,
+        arrays["sinks"],
+        score_scale,
+        arrays["key_scale"] if problem.key_scale == "token" else None,
+        _by_head(value_scale, by_head) if problem.value_scale == "head" else value_scale,
+    )
+    output, log_sum = _mappable(call)(*on_common_axes(*operands))
+    return (output, log_sum) if offsets is None else _pack(problem, output, log_sum, arrays["query"].shape[0], offsets)
+
+
+def _by_head(scale: Array | None, shape: tuple[int, int]) -> Array:
+    """A scale [] or [B, K] as [B, K]; 1 for none."""
+    scale = jnp.ones((), jnp.float32) if scale is None else scale
+    return jnp.broadcast_to(scale if scale.ndim else scale[None, None], shape)
+
+
+def _clipped(offsets: Array, rows: int) -> Array:
+    """Offsets within the rows, each at least its predecessor."""
+    return jax.lax.cummax(jnp.clip(offsets, 0, rows))
+
+
+def _unpack(problem: PagedProblem, packed: Array, offsets: Array) -> tuple[Array, Array]:
+    """Packed queries [rows, N, H] as [B, T, N, H], and how many each sequence has."""
+    offsets = _clipped(offsets, packed.shape[0])
+    row = offsets[:-1, None] + jnp.arange(problem.query_tokens, dtype=jnp.int32)[None, :]
+    return packed.at[row].get(mode="clip"), jnp.diff(offsets)
+
+
+def _pack(problem: PagedProblem, output: Array, log_sum: Array, rows: int, offsets: Array) -> tuple[Array, Array]:
+    """Results [B, T, ...] as [rows, ...]; NaN for sequences too long to be computed."""
+    offsets = _clipped(offsets, rows)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    sequence = jnp.searchsorted(offsets, row, side="right").astype(jnp.int32) - 1
+    is_outside = (sequence < 0) | (sequence >= problem.batch)
+    sequence = jnp.clip(sequence, 0, max(problem.batch - 1, 0))
+    is_too_long = jnp.diff(offsets)[sequence] > problem.query_tokens
+    place = jnp.minimum(row - offsets[sequence], problem.query_tokens - 1)
+
+    def packed(x: Array, outside: float) -> Array:
+        is_bad, is_beyond = (mask.reshape(-1, *[1] * (x.ndim - 2)) for mask in (is_too_long, is_outside))
+        values = jnp.where(is_bad, jnp.nan, x[sequence, place])
+        return jnp.where(is_beyond, outside, values).astype(x.dtype)
+
+    return packed(output, 0.0), packed(log_sum, -jnp.inf)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mappable(call: Call) -> Any:
+    """The canonical call with its batching rule; one function object for each call."""
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        return call_implementation("forward", call.problem, call.implementations, *operands)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        sinks = 6
+        if is_mapped[sinks]:
+            # Sequences of a batch share the sinks, so that elements take turns.
+            return _loop(compute, is_mapped, operands), (True, True)
+        problem, folded = fold_paged(call.problem, axis_size, is_mapped, operands)
+        problem = with_chosen_splits(problem) if call.chooses_splits else problem
+        results = _mappable(Call(problem, call.implementations, call.chooses_splits))(*folded)
+        results = jax.tree.map(lambda x: x.reshape(axis_size, call.problem.batch, *x.shape[1:]), results)
+        return results, (True, True)
+
+    return compute
+
+
+def _loop(function: Any, is_mapped: Sequence[Any], operands: tuple) -> Any:
+    """A function of operands, some of which have a mapped axis in front, one element after the other."""
+    mapped = [x for x, has_axis in zip(operands, is_mapped, strict=True) if has_axis]
+
+    def compute(elements: list[Array]) -> Any:
+        remaining = iter(elements)
+        return function(*(next(remaining) if has_axis else x for x, has_axis in zip(operands, is_mapped, strict=True)))
+
+    return jax.lax.map(compute, mapped)

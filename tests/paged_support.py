@@ -1,0 +1,297 @@
+"""What tests of paged attention share: random caches full of poison, an exact result, and what error is allowed.
+
+Caches, masks and attention are computed here by loops in numpy, independently of the library.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag.paged_problem import PagedProblem
+from tests.support import compiled_quickly, largest_error
+
+MODULES = {
+    "reference": "blockdiag.reference.paged",
+    "xla": "blockdiag.xla.paged",
+    "triton": "blockdiag.interop.triton_paged",
+}
+
+# Those that run on a CPU only through an interpreter of their kernels.
+INTERPRETED = frozenset({"triton"})
+
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+
+# What unused entries of a page table hold.
+GARBAGE = (2**31 - 1, -(2**31), -1, 10**6, 0)
+
+
+def load(implementation: str) -> ModuleType:
+    """The module of an implementation, by name."""
+    return importlib.import_module(MODULES[implementation])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedCase:
+    """One canonical call, by its shapes and options.
+
+    Attributes:
+        kv_lengths: keys of the sequences.
+        query_lengths: queries of the sequences where they have fewer than `query_tokens`.
+        cache_dtype: of keys, and of values unless `value_dtype` says otherwise; None for the query's.
+        page_size: None for a contiguous cache.
+        spare_pages: columns of the page table beyond what the longest sequence needs.
+        score_scale: whether there is a factor for each sequence and key head.
+    """
+
+    kv_lengths: tuple[int, ...]
+    query_lengths: tuple[int, ...] | None = None
+    query_tokens: int = 1
+    query_heads: int = 2
+    key_heads: int = 1
+    head_dim: int = 16
+    value_dim: int | None = None
+    dtype: str = "float32"
+    cache_dtype: str | None = None
+    value_dtype: str | None = None
+    page_size: int | None = 16
+    spare_pages: int = 1
+    scale: float | None = None
+    is_causal: bool = True
+    window: tuple[int | None, int | None] = (None, None)
+    soft_cap: float | None = None
+    sinks: bool = False
+    score_scale: bool = False
+    key_scale: str = "none"
+    value_scale: str = "none"
+    num_splits: int = 1
+    split_size: int | None = None
+
+    @property
+    def problem(self) -> PagedProblem:
+        batch, longest = len(self.kv_lengths), max(self.kv_lengths)
+        page_size = self.page_size or longest + self.spare_pages
+        max_pages = -(-longest // page_size) + self.spare_pages if self.page_size else 1
+        cache_dtype = self.cache_dtype or self.dtype
+        return PagedProblem(
+            batch=batch,
+            query_tokens=self.query_tokens,
+            query_heads=self.query_heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim or self.head_dim,
+            query_dtype=self.dtype,
+            key_dtype=cache_dtype,
+            value_dtype=self.value_dtype or cache_dtype,
+            output_dtype="bfloat16" if self.dtype in EIGHT_BITS else self.dtype,
+            num_pages=3 * batch * max_pages if self.page_size else batch,
+            page_size=page_size,
+            max_pages=max_pages,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            has_page_table=self.page_size is not None,
+            has_query_lengths=self.query_lengths is not None,
+            is_causal=self.is_causal,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            has_sinks=self.sinks,
+            has_score_scale=self.score_scale,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
+            num_splits=self.num_splits,
+            split_size=self.split_size,
+        )
+
+    @functools.cached_property
+    def dense(self) -> dict[str, np.ndarray]:
+        """What the call is about, without pages: each sequence's keys, values and scales [B, longest, K, ...]."""
+        problem, generator, longest = self.problem, np.random.default_rng(0), max(self.kv_lengths)
+        tokens = (problem.batch, longest, problem.key_heads)
+        rows = (problem.batch, problem.query_tokens, problem.query_heads)
+
+        def normal(shape: Sequence[int], dtype: str) -> np.ndarray:
+            return generator.normal(size=shape).astype(np.float32).astype(jnp.dtype(dtype))
+
+        def scales(shape: Sequence[int]) -> np.ndarray:
+            return generator.uniform(0.5, 2, size=shape).astype(np.float32)
+
+        return {
+            "query": normal((*rows, problem.head_dim), problem.query_dtype),
+            "key": normal((*tokens, problem.head_dim), problem.key_dtype),
+            "value": normal((*tokens, problem.value_dim), problem.value_dtype),
+            "sinks": generator.normal(size=problem.query_heads).astype(np.float32),
+            "score_scale": scales(tokens[::2]),
+            "key_scale": scales(tokens),
+            "value_scale": scales(tokens if self.value_scale == "token" else tokens[::2]),
+        }
+
+    @functools.cached_property
+    def table(self) -> np.ndarray:
+        """The page table: pages of a random permutation of the pool, and garbage behind those that are used."""
+        problem = self.problem
+        if not problem.has_page_table:
+            return np.arange(problem.batch, dtype=np.int32)[:, None]
+        free = iter(np.random.default_rng(1).permutation(problem.num_pages))
+        table = np.empty((problem.batch, problem.max_pages), np.int32)
+        for b, length in enumerate(self.kv_lengths):
+            for i in range(problem.max_pages):
+                table[b, i] = next(free) if i * problem.page_size < length else GARBAGE[(b + i) % len(GARBAGE)]
+        return table
+
+    def paged(self, rows: np.ndarray) -> np.ndarray:
+        """Rows [B, longest, ...] of the sequences in the pages of a pool that holds NaN everywhere else."""
+        problem = self.problem
+        pool = np.full((problem.num_pages, problem.page_size, *rows.shape[2:]), np.nan, rows.dtype)
+        for b, length in enumerate(self.kv_lengths):
+            for j in range(length):
+                pool[self.table[b, j // problem.page_size], j % problem.page_size] = rows[b, j]
+        return pool
+
+    @functools.cached_property
+    def _operands(self) -> tuple[np.ndarray | None, ...]:
+        problem, dense = self.problem, self.dense
+        value_scale = {"none": None, "head": dense["value_scale"], "token": None}[self.value_scale]
+        return (
+            dense["query"],
+            self.paged(dense["key"]),
+            self.paged(dense["value"]),
+            self.table if problem.has_page_table else None,
+            np.asarray(self.kv_lengths, np.int32),
+            None if self.query_lengths is None else np.asarray(self.query_lengths, np.int32),
+            dense["sinks"] if self.sinks else None,
+            dense["score_scale"] if self.score_scale else None,
+            self.paged(dense["key_scale"]) if self.key_scale == "token" else None,
+            self.paged(dense["value_scale"]) if self.value_scale == "token" else value_scale,
+        )
+
+    def operands(self) -> tuple[jax.Array | None, ...]:
+        """What an implementation takes after the problem."""
+        return jax.tree.map(jnp.asarray, self._operands)
+
+    def arguments(self) -> dict[str, Any]:
+        """The same as arguments of the public function."""
+        names = ("query", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "sinks")
+        problem, operands = self.problem, self.operands()
+        *_, score_scale, key_scales, value_scales = operands
+        return dict(zip(names, operands, strict=False)) | dict(
+            query_scale=score_scale,
+            key_scale=key_scales,
+            value_scale=value_scales,
+            scale=self.scale,
+            is_causal=self.is_causal,
+            local_window_size=None if problem.window == (None, None) else problem.window,
+            logits_soft_cap=self.soft_cap,
+        )
+
+    def compute(self, implementation: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """The compiled function of an implementation."""
+        return compiled_call(self.problem, implementation)
+
+    def results(self, implementation: str) -> tuple[jax.Array, jax.Array]:
+        """Output and log-sum-exp."""
+        return self.compute(implementation)(*self.operands())
+
+
+# Compiled once for all cases, tests and values of one problem.
+@functools.cache
+def compiled_call(problem: PagedProblem, implementation: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The function of an implementation that computes `problem`."""
+    options = {"interpret": implementation in INTERPRETED}
+    return compiled_quickly(functools.partial(load(implementation).forward, problem, **options))
+
+
+def exact_paged(case: PagedCase) -> tuple[np.ndarray, np.ndarray]:
+    """Output [B, T, N, V] and log-sum-exp [B, T, N] in float64, query by query and head by head."""
+    return _by_loops(case, np.float64, lambda x: x)
+
+
+def naive_output(case: PagedCase) -> np.ndarray:
+    """The output by dense computations in the output's own dtype: the error that people live with today.
+
+    Queries, keys and values with their scales, scores and softmax are each rounded to it; sums are float32.
+    """
+    if case.dtype == "float64":
+        return exact_paged(case)[0]
+    dtype = jnp.dtype(case.problem.output_dtype)
+    return _by_loops(case, np.float32, lambda x: x.astype(dtype).astype(np.float32))[0]
+
+
+def _by_loops(case: PagedCase, wide: Any, rounded: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    problem = case.problem
+    dense = {name: x.astype(wide) for name, x in case.dense.items()}
+    output = np.zeros((problem.batch, problem.query_tokens, problem.query_heads, problem.value_dim), wide)
+    log_sum = np.full(output.shape[:-1], -np.inf, wide)
+    for b, n in np.ndindex(problem.batch, problem.query_heads):
+        k, length = n // problem.group_size, case.kv_lengths[b]
+        num_queries = case.query_lengths[b] if case.query_lengths else problem.query_tokens
+        key, value = dense["key"][b, :length, k], dense["value"][b, :length, k]
+        if case.score_scale:
+            key = key * dense["score_scale"][b, k]
+        if case.key_scale == "token":
+            key = key * dense["key_scale"][b, :length, k, None]
+        if case.value_scale != "none":
+            scale = dense["value_scale"][b, k] if case.value_scale == "head" else dense["value_scale"][b, :length, k]
+            value = value * scale.reshape(-1, 1)
+        key, value = rounded(key), rounded(value)
+        for i in range(num_queries):
+            keys = [j for j in range(length) if _is_seen(case, length - num_queries + i, j)]
+            scores = rounded(wide(problem.scale) * (key[keys] @ rounded(dense["query"][b, i, n])))
+            if case.soft_cap is not None:
+                scores = rounded(case.soft_cap * np.tanh(scores / wide(case.soft_cap)))
+            sink = dense["sinks"][n] if case.sinks else -np.inf
+            largest = max(scores.max(initial=-np.inf), sink)
+            if largest == -np.inf:
+                continue
+            exponentials = np.exp(scores - largest)
+            total = exponentials.sum() + np.exp(sink - largest)
+            log_sum[b, i, n] = largest + np.log(total)
+            output[b, i, n] = rounded(rounded(exponentials / total) @ value[keys])
+    return output, log_sum
+
+
+def _is_seen(case: PagedCase, position: int, key: int) -> bool:
+    left, right = (math.inf if size is None else size for size in case.window)
+    return (key <= position or not case.is_causal) and position - left <= key <= position + right
+
+
+def assert_accurate(case: PagedCase, actual: Sequence[Any]) -> None:
+    """The output may err at most twice as much as the naive computation, plus two units in the last place."""
+    output, log_sum = actual
+    assert_output_accurate(case, output)
+    wide = jnp.float64 if case.dtype == "float64" else jnp.float32
+    true = exact_paged(case)[1]
+    assert log_sum.dtype == wide and log_sum.shape == true.shape
+    # Float32 whatever the operands are, so that the naive computation's error is no measure.
+    np.testing.assert_array_equal(np.asarray(log_sum) == -np.inf, true == -np.inf, err_msg=f"blind rows of {case}")
+    log_sum, true = (np.where(true == -np.inf, 0, x) for x in (log_sum, true))
+    error, allowed = largest_error(log_sum, true), 64 * float(jnp.finfo(wide).eps) * (1 + np.abs(true).max())
+    assert error <= allowed, f"log-sum-exp of {case} errs by {error}, allowed {allowed}"
+
+
+def assert_output_accurate(case: PagedCase, output: Any) -> None:
+    """The same of an output alone."""
+    true, rough = exact_paged(case)[0], naive_output(case)
+    assert output.dtype == case.problem.output_dtype and output.shape == true.shape
+    unit = float(jnp.finfo(output.dtype).eps) * np.abs(true).max(initial=0.0)
+    unit += 16 * float(jnp.finfo(jnp.float64 if case.dtype == "float64" else jnp.float32).eps)
+    error, allowed = largest_error(output, true), 2 * largest_error(rough, true) + 2 * unit
+    assert error <= allowed, f"output of {case} errs by {error}, allowed {allowed}"
+
+
+def simple_arguments(
+    batch: int = 2, tokens: int = 1, *, seed: int = 0, pages: int = 7, dtype=jnp.float32
+) -> dict[str, jax.Array]:
+    """A call of up to 12 keys in pages of 4, two key heads."""
+    generator = np.random.default_rng(seed)
+    shapes = dict(query=(batch, tokens, 4, 8), key_pages=(pages, 4, 2, 8), value_pages=(pages, 4, 2, 8))
+    return dict(
+        **{name: jnp.asarray(generator.normal(size=shape).astype(np.float32), dtype) for name, shape in shapes.items()},
+        page_table=jnp.asarray(generator.integers(0, pages, (batch, 3)), jnp.int32),
+        kv_lengths=jnp.asarray(generator.integers(1, 13, batch), jnp.int32),
+    )
