@@ -1,0 +1,304 @@
+"""Paged attention: few queries against the keys of a part of a sequence, and the merge of the parts.
+
+The queries of all heads that share a key head are rows of one tile, so that a cache is read once. What a split finds is
+normalised, float32, with its log-sum-exp in units of log 2; the second kernel merges the splits in a fixed order.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+import triton
+import triton.language as tl
+
+LOG_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Splits begin at multiples of it.
+GRAIN = tl.constexpr(64)
+
+
+@triton.jit
+def sequence_lengths(p_kv_lengths, p_query_lengths, batch, max_keys, QUERY_TOKENS: tl.constexpr,
+                     QUERY_LENGTHS: tl.constexpr):
+    """Keys and queries of a sequence, whatever the arrays hold."""
+    keys = tl.minimum(tl.maximum(tl.load(p_kv_lengths + batch), 0), max_keys)
+    queries = QUERY_TOKENS
+    if QUERY_LENGTHS:
+        queries = tl.minimum(tl.maximum(tl.load(p_query_lengths + batch), 0), QUERY_TOKENS)
+    return keys, queries
+
+
+@triton.jit
+def split_bounds(split, num_splits, split_size, keys, start):
+    """Keys [first, end) of a split of the keys [start, keys)."""
+    if split_size == 0:
+        grains = tl.cdiv(tl.maximum(keys - start, 0), GRAIN)
+        split_size = tl.cdiv(grains, num_splits) * GRAIN
+        first = start + split * split_size
+    else:
+        first = split * split_size
+    return tl.maximum(first, start), tl.minimum(first + split_size, keys)
+
+
+@triton.jit
+def cache_rows(p_page_table, o_key, m_key, batch, max_pages, num_pages, PAGE_SIZE: tl.constexpr, TABLE: tl.constexpr,
+               KEYS: tl.constexpr):
+    """Rows of the pools where keys lie, int64. Pages that do not exist become some that do."""
+    if TABLE:
+        if PAGE_SIZE % KEYS == 0:
+            # All of the tile lies in one page.
+            b_slot = tl.min(o_key, 0) // PAGE_SIZE
+            b_page = tl.load(p_page_table + batch.to(tl.int64) * max_pages + tl.minimum(b_slot, max_pages - 1))
+        else:
+            b_page = tl.load(p_page_table + batch.to(tl.int64) * max_pages + o_key // PAGE_SIZE, mask=m_key, other=0)
+        b_page = tl.minimum(tl.maximum(b_page, 0), num_pages - 1)
+        return b_page.to(tl.int64) * PAGE_SIZE + o_key % PAGE_SIZE
+    return batch.to(tl.int64) * PAGE_SIZE + o_key
+
+
+@triton.jit
+def rows_of_heads(o_row, batch, key_head, QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, GROUP: tl.constexpr):
+    """Rows of [batch, QUERY_TOKENS, QUERY_HEADS] of a tile's rows: query by query, the heads of one key head."""
+    b_token = o_row // GROUP
+    b_head = key_head * GROUP + o_row % GROUP
+    return (batch.to(tl.int64) * QUERY_TOKENS + b_token) * QUERY_HEADS + b_head
+
+
+@triton.jit
+def widen_byte(b_byte, KIND: tl.constexpr):
+    """Eight-bit floats, as bytes of unsigned 16-bit integers, in float16."""
+    return b_byte.to(tl.uint8).to(KIND, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def widen_pairs(b_pair, KIND: tl.constexpr, MACHINE: tl.constexpr):
+    """Pairs of eight-bit floats, as unsigned 16-bit integers, in float16: the first of each, and the second.
+
+    Tiles of pairs take the way of 16-bit values from shared memory to the tensor cores; single bytes would be moved one
+    by one. Two pairs share a register, whose bytes are then sorted by one instruction.
+    """
+    if MACHINE and KIND.is_fp8e5():
+        # The upper half of a float16.
+        return tl.inline_asm_elementwise(
+            """
+            prmt.b32 $0, $2, 0, 0x2404;
+            prmt.b32 $1, $2, 0, 0x3414;
+            """, "=r,=r,r", [b_pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    elif MACHINE:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 sorted;
+            .reg .b16 first, second;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {first, second}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+            }
+            """, "=r,=r,r", [b_pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        return widen_byte(b_pair & 255, KIND), widen_byte(b_pair >> 8, KIND)
+
+
+@triton.jit
+def load_query(query, b_place, o_column, m_row, HEAD_DIM: tl.constexpr):
+    """Some columns of a tile of queries, zero where there is nothing."""
+    return tl.load(query + b_place[:, None] * HEAD_DIM + o_column[None, :],
+                   mask=m_row[:, None] & (o_column < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_output(target, b_place, o_column, b_output, m_row, VALUE_DIM: tl.constexpr):
+    """Some columns of a tile of results."""
+    tl.store(target + b_place[:, None] * VALUE_DIM + o_column[None, :], b_output.to(target.dtype.element_ty),
+             mask=m_row[:, None] & (o_column < VALUE_DIM)[None, :])
+
+
+@triton.jit
+def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths, p_sinks, p_score_scale, p_key_scale,
+                 p_value_scale, output, p_log_sum, p_part, p_part_sum,
+                 max_pages, num_pages, max_keys, num_splits, split_size, scale, soft_cap,
+                 QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+                 PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_TILES: tl.constexpr,
+                 TABLE: tl.constexpr, QUERY_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
+                 RIGHT: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SCORE_SCALE: tl.constexpr,
+                 KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, WHOLE: tl.constexpr, KEY_KIND: tl.constexpr,
+                 VALUE_KIND: tl.constexpr, MACHINE: tl.constexpr, PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
+    """Attention of a tile of rows to the keys of one split.
+
+    With one split (WHOLE) the results themselves, else parts [split, batch, QUERY_TOKENS, QUERY_HEADS, VALUE_DIM].
+    """
+    GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
+    split = tl.program_id(0) // ROW_TILES
+    key_head = tl.program_id(1)
+    batch = tl.program_id(2)
+    keys, queries = sequence_lengths(p_kv_lengths, p_query_lengths, batch, max_keys, QUERY_TOKENS, QUERY_LENGTHS)
+    first_row = tl.program_id(0) % ROW_TILES * ROWS
+    o_row = first_row + tl.arange(0, ROWS)
+    m_row = o_row < queries * GROUP
+    b_position = keys - queries + o_row // GROUP
+    # What the sequence's first query sees begins here, so that splits share what can be seen.
+    start = 0
+    if LEFT is not None:
+        start = tl.maximum(keys - queries - LEFT, 0) // GRAIN * GRAIN
+    first, end = split_bounds(split, num_splits, split_size, keys, start)
+    first_position = keys - queries + first_row // GROUP
+    last_position = keys - queries + tl.minimum((first_row + ROWS - 1) // GROUP, queries - 1)
+    if LEFT is not None:
+        first = tl.maximum(first, tl.maximum(first_position - LEFT, 0) // GRAIN * GRAIN)
+    if CAUSAL:
+        end = tl.minimum(end, last_position + 1)
+    elif RIGHT is not None:
+        end = tl.minimum(end, last_position + RIGHT + 1)
+
+    b_place = rows_of_heads(o_row, batch, key_head, QUERY_TOKENS, QUERY_HEADS, GROUP)
+    # Of eight-bit keys and values, even and odd columns are multiplied apart.
+    KEY_STEP: tl.constexpr = 1 if KEY_KIND is None else 2
+    VALUE_STEP: tl.constexpr = 1 if VALUE_KIND is None else 2
+    o_column = tl.arange(0, COLUMNS // KEY_STEP)
+    m_column = o_column < HEAD_DIM // KEY_STEP
+    o_value = tl.arange(0, VALUE_COLUMNS // VALUE_STEP)
+    m_value = o_value < VALUE_DIM // VALUE_STEP
+    b_query = load_query(query, b_place, o_column * KEY_STEP, m_row, HEAD_DIM)
+    b_factor = tl.zeros([ROWS], tl.float32) + scale
+    if SCORE_SCALE:
+        b_factor *= tl.load(p_score_scale + batch * KEY_HEADS + key_head)
+    if KEY_KIND is not None:
+        # float16 holds all that eight bits do, and queries multiplied by a power of two that brings their largest
+        # below 2.
+        b_wide = b_query.to(tl.float32)
+        b_wide_odd = load_query(query, b_place, o_column * 2 + 1, m_row, HEAD_DIM).to(tl.float32)
+        b_largest = tl.maximum(tl.max(tl.abs(b_wide), 1), tl.max(tl.abs(b_wide_odd), 1))
+        b_power = tl.exp2(tl.floor(tl.log2(tl.where((b_largest > 0) & (b_largest < float("inf")), b_largest, 1.0))))
+        b_query = (b_wide / b_power[:, None]).to(tl.float16)
+        b_query_odd = (b_wide_odd / b_power[:, None]).to(tl.float16)
+        b_factor *= b_power
+        p_key_pairs = key.to(tl.pointer_type(tl.uint16))
+    if VALUE_KIND is not None:
+        p_value_pairs = value.to(tl.pointer_type(tl.uint16))
+        b_output_odd = tl.zeros([ROWS, VALUE_COLUMNS // 2], tl.float32)
+    if not SOFT_CAP:
+        b_factor *= LOG2_E
+    b_output = tl.zeros([ROWS, VALUE_COLUMNS // VALUE_STEP], tl.float32)
+    b_max = tl.zeros([ROWS], tl.float32) + float("-inf")
+    b_sum = tl.zeros([ROWS], tl.float32)
+    for at in tl.range(first, end, KEYS, num_stages=LOOP_STAGES):
+        o_key = at + tl.arange(0, KEYS)
+        m_key = o_key < end
+        b_cache = cache_rows(p_page_table, o_key, m_key, batch, max_pages, num_pages, PAGE_SIZE, TABLE,
+                             KEYS) * KEY_HEADS + key_head
+        m_key_tile = m_key[None, :] & m_column[:, None]
+        m_value_tile = m_key[:, None] & m_value[None, :]
+        o_key_tile = b_cache[None, :] * (HEAD_DIM // KEY_STEP) + o_column[:, None]
+        o_value_tile = b_cache[:, None] * (VALUE_DIM // VALUE_STEP) + o_value[None, :]
+        if KEY_KIND is None:
+            b_key = tl.load(key + o_key_tile, mask=m_key_tile, other=0.0)
+            b_scores = tl.dot(b_query, b_key, input_precision=PRECISION)
+        else:
+            b_even, b_odd = widen_pairs(tl.load(p_key_pairs + o_key_tile, mask=m_key_tile, other=0), KEY_KIND, MACHINE)
+            b_scores = tl.dot(b_query_odd, b_odd, tl.dot(b_query, b_even))
+        b_scores *= b_factor[:, None]
+        if KEY_SCALE:
+            b_scores *= tl.load(p_key_scale + b_cache, mask=m_key, other=0.0)[None, :]
+        if SOFT_CAP:
+            # tanh by way of exp, which is exact enough at both ends: 1 - 2 / (1 + e^2x).
+            b_exp = tl.exp2(b_scores * (2.0 * LOG2_E / soft_cap))
+            b_scores = (1.0 - 2.0 / (1.0 + b_exp)) * (soft_cap * LOG2_E)
+        m_seen = m_key[None, :] & m_row[:, None]
+        if CAUSAL:
+            m_seen = m_seen & (o_key[None, :] <= b_position[:, None])
+        elif RIGHT is not None:
+            m_seen = m_seen & (o_key[None, :] <= b_position[:, None] + RIGHT)
+        if LEFT is not None:
+            m_seen = m_seen & (o_key[None, :] >= b_position[:, None] - LEFT)
+        b_scores = tl.where(m_seen, b_scores, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
+        # Where nothing has been seen yet, -inf - -inf would be NaN.
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_shrink = tl.exp2(b_max - b_base)
+        b_weights = tl.exp2(b_scores - b_base[:, None])
+        b_sum = b_sum * b_shrink + tl.sum(b_weights, 1)
+        if VALUE_SCALE == "token":
+            b_weights *= tl.load(p_value_scale + b_cache, mask=m_key, other=0.0)[None, :]
+        if VALUE_KIND is None:
+            b_value = tl.load(value + o_value_tile, mask=m_value_tile, other=0.0)
+            b_output = tl.dot(b_weights.to(b_value.dtype), b_value, b_output * b_shrink[:, None],
+                              input_precision=PRECISION)
+        else:
+            b_even, b_odd = widen_pairs(tl.load(p_value_pairs + o_value_tile, mask=m_value_tile, other=0), VALUE_KIND,
+                                        MACHINE)
+            b_weights = b_weights.to(tl.float16)
+            b_output = tl.dot(b_weights, b_even, b_output * b_shrink[:, None])
+            b_output_odd = tl.dot(b_weights, b_odd, b_output_odd * b_shrink[:, None])
+        b_max = b_new_max
+
+    if WHOLE and SINKS:
+        # The sink takes part in the softmax, without a value.
+        b_sink = tl.load(p_sinks + key_head * GROUP + o_row % GROUP) * LOG2_E
+        b_new_max = tl.maximum(b_max, b_sink)
+        b_shrink = tl.exp2(b_max - b_new_max)
+        b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_new_max)
+        b_output *= b_shrink[:, None]
+        if VALUE_KIND is not None:
+            b_output_odd *= b_shrink[:, None]
+        b_max = b_new_max
+    b_norm = tl.where(b_sum == 0, 0.0, 1.0 / b_sum)
+    if VALUE_SCALE == "head":
+        b_norm *= tl.load(p_value_scale + batch * KEY_HEADS + key_head)
+    b_log_sum = tl.where(b_sum == 0, float("-inf"), b_max + tl.log2(b_sum))
+    m_there = o_row < QUERY_TOKENS * GROUP
+    if WHOLE:
+        target = output
+        b_norm = tl.where(m_row, b_norm, 0.0)
+        m_store = m_there
+        tl.store(p_log_sum + b_place, tl.where(m_row, b_log_sum * LOG_2, float("-inf")), mask=m_there)
+    else:
+        target = p_part
+        # Parts of rows that saw nothing are not read.
+        m_store = m_row & (b_sum != 0)
+        b_place += split.to(tl.int64) * tl.num_programs(2) * (QUERY_TOKENS * QUERY_HEADS)
+        tl.store(p_part_sum + b_place, tl.where(m_row, b_log_sum, float("-inf")), mask=m_there)
+    store_output(target, b_place, o_value * VALUE_STEP, b_output * b_norm[:, None], m_store, VALUE_DIM)
+    if VALUE_KIND is not None:
+        store_output(target, b_place, o_value * 2 + 1, b_output_odd * b_norm[:, None], m_store, VALUE_DIM)
+
+
+@triton.jit
+def paged_merge(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, rows, num_splits,
+                QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+                VALUE_COLUMNS: tl.constexpr, SPLITS: tl.constexpr, QUERY_LENGTHS: tl.constexpr, SINKS: tl.constexpr):
+    """One program merges the splits of one row of [batch, QUERY_TOKENS, QUERY_HEADS]."""
+    row = tl.program_id(0).to(tl.int64)
+    o_value = tl.arange(0, VALUE_COLUMNS)
+    m_value = o_value < VALUE_DIM
+    largest = float("-inf")
+    if SINKS:
+        largest = tl.load(p_sinks + row % QUERY_HEADS) * LOG2_E
+        if QUERY_LENGTHS:
+            # Rows without a query have no sink either.
+            token = row // QUERY_HEADS % QUERY_TOKENS
+            queries = tl.load(p_query_lengths + row // (QUERY_HEADS * QUERY_TOKENS))
+            largest = tl.where(token < queries, largest, float("-inf"))
+    total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    b_output = tl.zeros([VALUE_COLUMNS], tl.float32)
+    for first in range(0, num_splits, SPLITS):
+        o_split = first + tl.arange(0, SPLITS)
+        o_part = o_split.to(tl.int64) * rows + row
+        m_split = o_split < num_splits
+        b_log = tl.load(p_part_sum + o_part, mask=m_split, other=float("-inf"))
+        # Read whether they are there or not, so that nothing waits for the sums.
+        b_part = tl.load(p_part + o_part[:, None] * VALUE_DIM + o_value[None, :],
+                         mask=m_split[:, None] & m_value[None, :], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(b_log, 0))
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        shrink = tl.exp2(largest - base)
+        b_weight = tl.exp2(b_log - base)
+        # Of rows that saw nothing there is no part. A NaN goes on.
+        b_part = tl.where((b_log == float("-inf"))[:, None], 0.0, b_part)
+        b_output = b_output * shrink + tl.sum(b_part * b_weight[:, None], 0)
+        total = total * shrink + tl.sum(b_weight, 0)
+        largest = new_largest
+    norm = tl.where(total == 0, 0.0, 1.0 / total)
+    tl.store(output + row * VALUE_DIM + o_value, (b_output * norm).to(output.dtype.element_ty), mask=m_value)
+    log_sum = tl.where(largest == float("-inf"), float("-inf"), (largest + tl.log2(total)) * LOG_2)
+    tl.store(p_log_sum + row, log_sum)
