@@ -31,6 +31,7 @@ NARROW = dataclasses.replace(BASE, key_dtype="float8_e4m3fn", value_dtype="float
 PROBLEMS = {
     "one query": BASE,
     "pages of one token": dataclasses.replace(BASE, page_size=1, num_pages=2**18, max_pages=2**17),
+    "short splits": dataclasses.replace(BASE, num_pages=128, max_pages=128),
     "e4m3": NARROW,
     "e4m3, eight queries, scales by token": dataclasses.replace(
         NARROW, query_tokens=8, key_scale="token", value_scale="token", has_query_lengths=True

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from blockdiag.paged_problem import PagedProblem
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2, uses_mma_sync
 
+# Keys of a split that count as few.
+_SHORT_SPLIT = 512
+
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -38,6 +41,9 @@ def split_config(problem: PagedProblem, arch: int) -> SplitConfig:
     widest = max(problem.head_dim, problem.value_dim)
     is_narrow = problem.key_dtype in EIGHT_BITS and problem.value_dtype in EIGHT_BITS
     keys = (128 if is_narrow else 64) // (1 if widest <= 128 else 2)
+    if rows == 16 and problem.max_keys <= _SHORT_SPLIT * problem.num_splits:
+        # So few keys that a deep pipeline would not fill: more programs fit side by side.
+        return SplitConfig(rows=rows, keys=128 if widest <= 128 else 64, num_warps=4, loop_stages=3)
     num_warps = 4 if is_narrow or rows > 16 else 2
     if rows > 32 and uses_mma_sync(arch):
         # All of a tile's results are in registers there.
