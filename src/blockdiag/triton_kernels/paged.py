@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from blockdiag.paged_problem import PagedProblem
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
-from blockdiag.triton_kernels.paged_configs import EIGHT_BITS, split_config
+from blockdiag.triton_kernels.paged_configs import EIGHT_BITS, SPLIT_GRAIN, split_config
 from blockdiag.triton_kernels.plan import (
     Argument,
     CompileOptions,
@@ -184,6 +184,7 @@ class PagedLaunch:
             "PAGE_SIZE": problem.page_size,
             "ROWS": config.rows,
             "KEYS": config.keys,
+            "ALIGNED": SPLIT_GRAIN % config.keys == 0 and (problem.split_size or 0) % config.keys == 0,
             "ROW_TILES": row_tiles,
             "TABLE": problem.has_page_table,
             "QUERY_LENGTHS": problem.has_query_lengths,

@@ -10,10 +10,11 @@ normalised, float32, with its log-sum-exp in units of log 2; the second kernel m
 import triton
 import triton.language as tl
 
+from blockdiag.triton_kernels.paged_configs import SPLIT_GRAIN
+
 LOG_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Splits begin at multiples of it.
-GRAIN = tl.constexpr(64)
+GRAIN = tl.constexpr(SPLIT_GRAIN)
 
 
 @triton.jit
@@ -41,10 +42,13 @@ def split_bounds(split, num_splits, split_size, keys, start):
 
 @triton.jit
 def cache_rows(p_page_table, o_key, m_key, batch, max_pages, num_pages, PAGE_SIZE: tl.constexpr, TABLE: tl.constexpr,
-               KEYS: tl.constexpr):
-    """Rows of the pools where keys lie, int64. Pages that do not exist become some that do."""
+               SPAN: tl.constexpr):
+    """Rows of the pools where keys lie, int64. Pages that do not exist become some that do.
+
+    SPAN is the size of a tile that begins at a multiple of it.
+    """
     if TABLE:
-        if PAGE_SIZE % KEYS == 0:
+        if PAGE_SIZE % SPAN == 0:
             # All of the tile lies in one page.
             b_slot = tl.min(o_key, 0) // PAGE_SIZE
             b_page = tl.load(p_page_table + batch.to(tl.int64) * max_pages + tl.minimum(b_slot, max_pages - 1))
@@ -119,9 +123,9 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
                  max_pages, num_pages, max_keys, num_splits, split_size, scale, soft_cap,
                  QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-                 PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_TILES: tl.constexpr,
-                 TABLE: tl.constexpr, QUERY_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
-                 RIGHT: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SCORE_SCALE: tl.constexpr,
+                 PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr,
+                 ROW_TILES: tl.constexpr, TABLE: tl.constexpr, QUERY_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr,
+                 LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SCORE_SCALE: tl.constexpr,
                  KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, WHOLE: tl.constexpr, KEY_KIND: tl.constexpr,
                  VALUE_KIND: tl.constexpr, MACHINE: tl.constexpr, PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
     """Attention of a tile of rows to the keys of one split.
@@ -129,6 +133,8 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
     With one split (WHOLE) the results themselves, else parts [split, batch, QUERY_TOKENS, QUERY_HEADS, VALUE_DIM].
     """
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
+    # A tile that does not begin at a multiple of its size may lie in two pages of any size.
+    SPAN: tl.constexpr = KEYS if ALIGNED else PAGE_SIZE + 1
     split = tl.program_id(0) // ROW_TILES
     key_head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -186,7 +192,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         o_key = at + tl.arange(0, KEYS)
         m_key = o_key < end
         b_cache = cache_rows(p_page_table, o_key, m_key, batch, max_pages, num_pages, PAGE_SIZE, TABLE,
-                             KEYS) * KEY_HEADS + key_head
+                             SPAN) * KEY_HEADS + key_head
         m_key_tile = m_key[None, :] & m_column[:, None]
         m_value_tile = m_key[:, None] & m_value[None, :]
         o_key_tile = b_cache[None, :] * (HEAD_DIM // KEY_STEP) + o_column[:, None]

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from blockdiag.paged_problem import PagedProblem
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2, uses_mma_sync
 
+# Splits begin at multiples of it, unless their size is given.
+SPLIT_GRAIN = 64
+
 # Keys of a split that count as few.
 _SHORT_SPLIT = 512
 
