@@ -127,7 +127,8 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
                  ROW_TILES: tl.constexpr, TABLE: tl.constexpr, QUERY_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr,
                  LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
                  SCORE_SCALE: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-                 KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, MACHINE: tl.constexpr, PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
+                 KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, MACHINE: tl.constexpr, PRECISION: tl.constexpr,
+                 LOOP_STAGES: tl.constexpr):
     """Attention of a tile of rows to the keys of one split.
 
     With one split (WHOLE) the results themselves, else parts [split, batch, QUERY_TOKENS, QUERY_HEADS, VALUE_DIM].
