@@ -24,7 +24,20 @@ _WIDE = ("bfloat16", "float16", "float32")
 
 def supports(problem: PagedProblem) -> str | None:
     """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
-    given = {"query": problem.query_dtype, "key_pages": problem.key_dtype, "value_pages": problem.value_dtype}
+    reason = takes_cache(
+        problem.query_dtype, problem.key_dtype, problem.value_dtype, problem.head_dim, problem.value_dim
+    )
+    if reason is not None:
+        return reason
+    rows = problem.batch * problem.query_tokens * problem.query_heads
+    if rows >= 2**31 or problem.max_keys >= 2**31 or max(problem.batch, problem.key_heads) > 65535:
+        return "the call has more rows, keys, sequences or heads than the kernels can count; split the batch"
+    return None
+
+
+def takes_cache(query_dtype: str, key_dtype: str, value_dtype: str, head_dim: int, value_dim: int) -> str | None:
+    """None where the kernels take queries and caches of these dtypes and head sizes; otherwise why not."""
+    given = {"query": query_dtype, "key_pages": key_dtype, "value_pages": value_dtype}
     for name, dtype in given.items():
         if dtype not in (*_WIDE, *EIGHT_BITS):
             return (
@@ -37,12 +50,9 @@ def supports(problem: PagedProblem) -> str | None:
             f"the Triton kernels take queries and caches of one dtype, or eight-bit caches beside 16-bit queries; got "
             f"{given}; use implementation='xla'"
         )
-    for name, size in {"H": problem.head_dim, "the value's head size": problem.value_dim}.items():
+    for name, size in {"H": head_dim, "the value's head size": value_dim}.items():
         if size % 8 or not 8 <= size <= 256:
             return f"the Triton kernels take multiples of 8 up to 256 for {name}, got {size}; use implementation='xla'"
-    rows = problem.batch * problem.query_tokens * problem.query_heads
-    if rows >= 2**31 or problem.max_keys >= 2**31 or max(problem.batch, problem.key_heads) > 65535:
-        return "the call has more rows, keys, sequences or heads than the kernels can count; split the batch"
     return None
 
 
