@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from blockdiag.moba import MOBA_ROUTING as MOBA_ROUTING
     from blockdiag.moba import moba_attention as moba_attention
     from blockdiag.moba import moba_routing as moba_routing
+    from blockdiag.moba_paged import moba_paged_attention as moba_paged_attention
     from blockdiag.paged import merge_attention_states as merge_attention_states
     from blockdiag.paged import paged_attention as paged_attention
     from blockdiag.projection import BLOCK_DIAGONAL_QKV as BLOCK_DIAGONAL_QKV
@@ -37,6 +38,7 @@ _HOMES = {
     "key_convolution": "blockdiag.key_convolution",
     "merge_attention_states": "blockdiag.paged",
     "moba_attention": "blockdiag.moba",
+    "moba_paged_attention": "blockdiag.moba_paged",
     "moba_routing": "blockdiag.moba",
     "paged_attention": "blockdiag.paged",
     "rotary_tables": "blockdiag.rotary",
@@ -55,6 +57,7 @@ __all__ = [
     "key_convolution",
     "merge_attention_states",
     "moba_attention",
+    "moba_paged_attention",
     "moba_routing",
     "paged_attention",
     "rotary_tables",

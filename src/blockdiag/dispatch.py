@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from blockdiag.key_convolution_problem import KeyConvolutionProblem
+from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.paged_problem import PagedProblem
 from blockdiag.problem import BlockDiagonalProblem
 
-type Problem = BlockDiagonalProblem | MoBAProblem | KeyConvolutionProblem | PagedProblem
+type Problem = BlockDiagonalProblem | MoBAProblem | KeyConvolutionProblem | PagedProblem | MoBAPagedProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,22 @@ PAGED_IMPLEMENTATIONS = {
     )
 }
 
+MOBA_PAGED_IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("reference", "blockdiag.reference.moba_paged"),
+        Implementation("xla", "blockdiag.xla.moba_paged"),
+        Implementation("triton", "blockdiag.interop.triton_moba_paged", has_interpreter=True),
+    )
+}
+
 # The implementations of each operation, by the type of its problems.
 OPERATIONS: dict[type, dict[str, Implementation]] = {
     BlockDiagonalProblem: IMPLEMENTATIONS,
     MoBAProblem: MOBA_IMPLEMENTATIONS,
     KeyConvolutionProblem: KEY_CONVOLUTION_IMPLEMENTATIONS,
     PagedProblem: PAGED_IMPLEMENTATIONS,
+    MoBAPagedProblem: MOBA_PAGED_IMPLEMENTATIONS,
 }
 
 # The public function of each operation, by the type of its problems.
@@ -104,6 +115,7 @@ OPERATION_NAMES: dict[type, str] = {
     MoBAProblem: "moba_attention",
     KeyConvolutionProblem: "key_convolution",
     PagedProblem: "paged_attention",
+    MoBAPagedProblem: "moba_paged_attention",
 }
 
 # What `implementation=None` tries on CUDA, first to last, before "xla". Pallas joins where it is measured faster.
@@ -182,6 +194,8 @@ def _is_empty(problem: Problem) -> bool:
         return problem.query_tokens == 0 or problem.num_blocks == 0
     if isinstance(problem, PagedProblem):
         return 0 in (problem.batch, problem.query_tokens, problem.num_pages, problem.max_keys)
+    if isinstance(problem, MoBAPagedProblem):
+        return _is_empty(problem.paged)
     return problem.tokens == 0
 
 

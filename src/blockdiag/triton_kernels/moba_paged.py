@@ -8,12 +8,10 @@ from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.triton_kernels import paged
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 from blockdiag.triton_kernels.paged import PagedLaunch
-from blockdiag.triton_kernels.paged_configs import EIGHT_BITS
 from blockdiag.triton_kernels.plan import (
     Argument,
     CompileOptions,
     Constexpr,
-    KernelSpec,
     LaunchPlan,
     Pointer,
     Scalar,
@@ -23,12 +21,15 @@ from blockdiag.triton_kernels.plan import (
 
 Kind = Literal["scores", "choose", "blocks"]
 
-# Mean keys of a tile, and queries that are multiplied with it at once: 32 KiB of float32 products of 128 columns.
-SCORED_BLOCKS, SCORED_ROWS = 16, 4
+# Mean keys of a tile, and queries whose loads are on their way together.
+SCORED_BLOCKS, SCORED_ROWS = 8, 4
 # Scores of a query that are held at once.
 CHOICE_BLOCKS = 4096
-# Bytes of a tile of keys, and of one of values, and the most keys of one.
-TILE_BYTES, TILE_KEYS = 32768, 128
+# Keys of a tile: one warp holds 32 of 128 elements, and needs no barriers. Larger blocks have larger tiles, which leave
+# fewer parts to merge.
+TILE_KEYS, MAX_TILE_KEYS, TILES_OF_A_BLOCK = 32, 256, 8
+# Bytes of keys that a warp holds, where elements of one byte count as two: they are computed with in registers.
+WARP_BYTES, MAX_WARPS = 8192, 8
 
 
 def supports(problem: MoBAPagedProblem) -> str | None:
@@ -40,12 +41,9 @@ def supports(problem: MoBAPagedProblem) -> str | None:
 
 def tile_keys(problem: MoBAPagedProblem) -> int:
     """Keys of a tile of a block, a power of two from 16: no more than a block needs, and than registers hold."""
-    call = problem.paged
-    by_bytes = [
-        TILE_BYTES // (next_power_of_2(size) * _bytes_of(dtype))
-        for size, dtype in ((call.head_dim, call.key_dtype), (call.value_dim, call.value_dtype))
-    ]
-    return max(16, min(TILE_KEYS, next_power_of_2(problem.block_size), *by_bytes))
+    block = next_power_of_2(problem.block_size)
+    wanted = min(max(TILE_KEYS, block // TILES_OF_A_BLOCK), MAX_TILE_KEYS)
+    return max(16, min(wanted, block, WARP_BYTES * MAX_WARPS // _bytes_of_a_key(problem)))
 
 
 def with_parts(problem: MoBAPagedProblem) -> MoBAPagedProblem:
@@ -55,7 +53,7 @@ def with_parts(problem: MoBAPagedProblem) -> MoBAPagedProblem:
     return dataclasses.replace(problem, paged=call)
 
 
-def steps(problem: MoBAPagedProblem, *, is_portable: bool = False) -> tuple[KernelSpec, ...]:
+def steps(problem: MoBAPagedProblem, *, is_portable: bool = False) -> "tuple[MoBAPagedLaunch | PagedLaunch, ...]":
     """The launches of a call, each of which reads arrays by name and adds those that it writes."""
     problem = with_parts(problem)
     kinds: tuple[Kind, ...] = ("scores", "choose", "blocks") if problem.slots else ("blocks",)
@@ -63,8 +61,11 @@ def steps(problem: MoBAPagedProblem, *, is_portable: bool = False) -> tuple[Kern
     return (*launches, PagedLaunch(problem.paged, "merge", is_portable=is_portable))
 
 
-def _bytes_of(dtype: str) -> int:
-    return 1 if dtype in EIGHT_BITS else 4 if dtype == "float32" else 2
+def _bytes_of_a_key(problem: MoBAPagedProblem) -> int:
+    """Of a key or of a value, whichever is larger."""
+    call = problem.paged
+    sizes = ((call.head_dim, call.key_dtype), (call.value_dim, call.value_dtype))
+    return max(next_power_of_2(size) * (4 if dtype == "float32" else 2) for size, dtype in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +151,14 @@ class MoBAPagedLaunch:
             case "scores":
                 kernel, blocks = kernels.moba_paged_scores, scored_blocks
                 grid = (max(1, -(-problem.num_candidates // blocks)), call.key_heads, max(1, call.batch))
-                num_warps = _warps(blocks * scored_rows * columns)
+                # Sums over columns stay within a warp.
+                num_warps = 1
             case "choose":
                 kernel, blocks, grid = kernels.moba_paged_choose, choice_blocks, (rows, 1, 1)
-                num_warps = _warps(choice_blocks, 256)
+                num_warps = min(MAX_WARPS, max(1, choice_blocks // 256))
             case "blocks":
                 kernel, blocks, grid = kernels.moba_paged_blocks, 0, (rows, call.num_splits, 1)
-                num_warps = _warps(keys * max(columns, value_columns))
+                num_warps = min(MAX_WARPS, max(1, keys * _bytes_of_a_key(problem) // WARP_BYTES))
         known: dict[str, Argument] = {
             "rows": Scalar(rows, "i32"),
             "max_pages": Scalar(call.max_pages, "i32"),
@@ -212,8 +214,3 @@ class MoBAPagedLaunch:
             else:
                 result[parameter] = Constexpr(None)
         return result
-
-
-def _warps(elements: int, of_a_warp: int = 2048) -> int:
-    """Warps of a tile of so many elements, a power of two."""
-    return min(8, max(1, elements // of_a_warp))

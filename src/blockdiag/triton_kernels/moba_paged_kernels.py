@@ -13,7 +13,6 @@ import triton.language as tl
 from blockdiag.triton_kernels.paged_attention import (
     LOG2_E,
     cache_rows,
-    load_query,
     rows_of_heads,
     sequence_lengths,
 )
@@ -56,12 +55,17 @@ def moba_paged_scores(query, p_centroids, p_kv_lengths, p_query_lengths, p_score
                              mask=m_block[:, None] & (o_column < HEAD_DIM)[None, :], other=0.0)
         for first_row in range(0, queries * GROUP, ROWS):
             o_row = first_row + tl.arange(0, ROWS)
-            m_row = o_row < queries * GROUP
+            b_scores = tl.zeros([BLOCKS, ROWS], tl.float32)
+            for i in tl.static_range(ROWS):
+                # One row at a time, so that sums over columns stay within a warp.
+                b_place = rows_of_heads(first_row + i, batch, key_head, QUERY_TOKENS, QUERY_HEADS, GROUP)
+                b_query = tl.load(query + b_place * HEAD_DIM + o_column,
+                                  mask=(o_column < HEAD_DIM) & (first_row + i < queries * GROUP), other=0.0)
+                b_products = tl.sum(b_centroid * b_query.to(tl.float32)[None, :], 1)
+                b_scores = tl.where((o_row == first_row + i)[None, :], b_products[:, None], b_scores)
             b_place = rows_of_heads(o_row, batch, key_head, QUERY_TOKENS, QUERY_HEADS, GROUP)
-            b_query = load_query(query, b_place, o_column, m_row, HEAD_DIM).to(tl.float32)
-            b_scores = tl.sum(b_centroid[:, None, :] * b_query[None, :, :], 2)
             tl.store(p_scores + b_place[None, :] * num_candidates + o_block[:, None], b_scores,
-                     mask=m_row[None, :] & m_block[:, None])
+                     mask=(o_row < queries * GROUP)[None, :] & m_block[:, None])
 
 
 @triton.jit
@@ -71,7 +75,7 @@ def moba_paged_choose(p_scores, p_kv_lengths, p_query_lengths, p_chosen, max_key
                       QUERY_LENGTHS: tl.constexpr):
     """The SLOTS best blocks before a query's own one by falling score, int32 [row, slot], -1 after the last.
 
-    Scores and numbers of blocks are joined to keys, integers of 64 bits without equals, of which the largest come first.
+    Scores and numbers of blocks make keys, integers of 64 bits without equals, of which the largest come first.
     """
     row = tl.program_id(0).to(tl.int64)
     _, position = query_position(row, p_kv_lengths, p_query_lengths, max_keys, QUERY_TOKENS, QUERY_HEADS, QUERY_LENGTHS)
@@ -105,7 +109,7 @@ def moba_paged_blocks(query, key, value, p_page_table, p_kv_lengths, p_query_len
                       VALUE_COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       SLOTS: tl.constexpr, KEYS: tl.constexpr, TABLE: tl.constexpr, QUERY_LENGTHS: tl.constexpr,
                       SCORE_SCALE: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr):
-    """Attention of one row to a tile of its own block (slot 0) or of one that it chose: a part, and its log2-sum-exp."""
+    """Attention of one row to a tile of its own block (slot 0) or of one that it chose: a part, and log2 of its sum."""
     TILES: tl.constexpr = (BLOCK_SIZE + KEYS - 1) // KEYS
     # A tile that does not begin at a multiple of its size may lie in two pages of any size.
     SPAN: tl.constexpr = KEYS if BLOCK_SIZE % KEYS == 0 else PAGE_SIZE + 1
@@ -131,7 +135,6 @@ def moba_paged_blocks(query, key, value, p_page_table, p_kv_lengths, p_query_len
     b_query = tl.load(query + row * HEAD_DIM + o_column, mask=m_column, other=0.0).to(tl.float32)
     b_cache = cache_rows(p_page_table, tl.maximum(o_key, 0), m_key, batch, max_pages, num_pages, PAGE_SIZE, TABLE,
                          SPAN) * KEY_HEADS + key_head
-    # Both are on their way before either is used.
     b_key = tl.load(key + b_cache[:, None] * HEAD_DIM + o_column[None, :], mask=m_key[:, None] & m_column[None, :],
                     other=0.0)
     b_value = tl.load(value + b_cache[:, None] * VALUE_DIM + o_value[None, :], mask=m_key[:, None] & m_value[None, :],
