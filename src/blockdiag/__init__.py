@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from blockdiag.append import append_to_pages as append_to_pages
     from blockdiag.block_diagonal import BLOCK_DIAGONAL_OUTPUT as BLOCK_DIAGONAL_OUTPUT
     from blockdiag.block_diagonal import block_diagonal_attention as block_diagonal_attention
     from blockdiag.key_convolution import key_convolution as key_convolution
@@ -32,6 +33,7 @@ _HOMES = {
     "MOBA_ROUTING": "blockdiag.moba",
     "Rotary": "blockdiag.rotary",
     "Routing": "blockdiag.routing",
+    "append_to_pages": "blockdiag.append",
     "apply_rotary": "blockdiag.rotary",
     "block_diagonal_attention": "blockdiag.block_diagonal",
     "fused_qkv_block_attention": "blockdiag.projection",
@@ -51,6 +53,7 @@ __all__ = [
     "MOBA_ROUTING",
     "Rotary",
     "Routing",
+    "append_to_pages",
     "apply_rotary",
     "block_diagonal_attention",
     "fused_qkv_block_attention",

@@ -18,13 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from blockdiag.append_problem import AppendProblem
 from blockdiag.key_convolution_problem import KeyConvolutionProblem
 from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.paged_problem import PagedProblem
 from blockdiag.problem import BlockDiagonalProblem
 
-type Problem = BlockDiagonalProblem | MoBAProblem | KeyConvolutionProblem | PagedProblem | MoBAPagedProblem
+type Problem = (
+    BlockDiagonalProblem | MoBAProblem | KeyConvolutionProblem | PagedProblem | AppendProblem | MoBAPagedProblem
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,15 @@ PAGED_IMPLEMENTATIONS = {
     )
 }
 
+APPEND_IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("reference", "blockdiag.reference.append"),
+        Implementation("xla", "blockdiag.xla.append"),
+        Implementation("triton", "blockdiag.interop.triton_append", has_interpreter=True),
+    )
+}
+
 MOBA_PAGED_IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
@@ -106,6 +118,7 @@ OPERATIONS: dict[type, dict[str, Implementation]] = {
     MoBAProblem: MOBA_IMPLEMENTATIONS,
     KeyConvolutionProblem: KEY_CONVOLUTION_IMPLEMENTATIONS,
     PagedProblem: PAGED_IMPLEMENTATIONS,
+    AppendProblem: APPEND_IMPLEMENTATIONS,
     MoBAPagedProblem: MOBA_PAGED_IMPLEMENTATIONS,
 }
 
@@ -115,6 +128,7 @@ OPERATION_NAMES: dict[type, str] = {
     MoBAProblem: "moba_attention",
     KeyConvolutionProblem: "key_convolution",
     PagedProblem: "paged_attention",
+    AppendProblem: "append_to_pages",
     MoBAPagedProblem: "moba_paged_attention",
 }
 
@@ -196,6 +210,8 @@ def _is_empty(problem: Problem) -> bool:
         return 0 in (problem.batch, problem.query_tokens, problem.num_pages, problem.max_keys)
     if isinstance(problem, MoBAPagedProblem):
         return _is_empty(problem.paged)
+    if isinstance(problem, AppendProblem):
+        return 0 in (problem.batch, problem.tokens, problem.num_pages, problem.max_keys)
     return problem.tokens == 0
 
 

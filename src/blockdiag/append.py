@@ -1,0 +1,272 @@
+"""Appending to a paged cache of keys and values: the public function and its batching rule."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from blockdiag._append_folding import fold_append
+from blockdiag._describe_append import describe_append_call
+from blockdiag._differentiation import not_differentiable, on_common_axes
+from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated, rotary_specs
+from blockdiag.append_problem import AppendArrays, AppendProblem
+from blockdiag.dispatch import APPEND_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.rotary import Rotary
+
+
+def append_to_pages(
+    key: Float[Array, "*tokens K H"],
+    value: Float[Array, "*tokens K V"],
+    key_pages: Float[Array, "P page_size K H"],
+    value_pages: Float[Array, "P page_size K V"],
+    page_table: Int[Array, "B max_pages"] | None,
+    kv_lengths: Int[Array, " B"],
+    *,
+    query_lengths: Int[Array, " B"] | None = None,
+    query_offsets: Int[Array, " offsets"] | None = None,
+    rotary: Rotary | None = None,
+    key_scale: Float[Array, "..."] | float | None = None,
+    value_scale: Float[Array, "..."] | float | None = None,
+    key_centroids: Float[Array, "B max_blocks K H"] | None = None,
+    block_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Array, ...]:
+    """Write the keys and values of new tokens into the pages that `paged_attention` reads.
+
+    Takes the arrays that `paged_attention` takes, with their meaning: `kv_lengths` counts the new tokens too, and token
+    t of the q new ones of sequence b goes to position ``kv_lengths[b] - q + t``, which is row ``position % page_size``
+    of page ``page_table[b, position // page_size]``. Nothing else of the pages changes, and pages may hold anything.
+
+    Under `jax.jit` with `donate_argnums` for the arrays that are returned, they are changed in place; otherwise JAX
+    copies them first. (Of pages of eight bits, XLA on a CPU passes over the whole pool even so.) Two tokens must not
+    have one place: sequences may share pages that nothing is written to.
+
+    A cache of eight bits holds numbers divided by a scale, rounded to nearest even; what would be too large becomes the
+    largest finite number. NaN stays NaN. Which scale, `key_scale` and `value_scale` say as they do in
+    `paged_attention`: one that is given, or one that is computed for each token and head.
+
+    For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes (each element
+    then has pages of its own), `jax.shard_map` and `jax.export`. On a mesh with explicit axes, `key` may be sharded
+    over heads as the pages are, and over batch rows where the cache is contiguous; each device writes its own.
+
+    Args:
+        key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and
+            [rows, K, V] with `query_offsets`. Of one dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
+            float8_e5m2.
+        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], each of the dtype of `key`, or
+            of eight bits, float8_e4m3fn or float8_e5m2.
+        page_table: int32 [B, max_pages], numbers of pages. Known ones are checked, which outside `jax.jit` waits until
+            they are computed; where traced ones lie outside [0, P), nothing is written. None for a contiguous cache:
+            the pages are then [B, S, K, H], one for each sequence.
+        kv_lengths: int32 [B], keys of each sequence once the new ones are there. Known ones are checked; with traced
+            ones, tokens before position 0 or after the last page are not written.
+        query_lengths: int32 [B], how many of the T tokens each sequence has, the first ones; all when None. Known ones
+            are checked; traced ones are clipped to [0, T].
+        query_offsets: int32 [B + 1], for packed tokens: sequence b has rows [offsets[b], offsets[b + 1]). Starts with 0
+            and does not decrease. Rows beyond the last offset are not written.
+        rotary: rotary embedding of the key; its `positions` are those of the tokens in their sequences unless given.
+            Computed in float32 (float64) and rounded once, to the dtype of the pages. `apply_to` may say that keys are
+            not rotated; values never are.
+        key_scale, value_scale: a number, or float32 of shape [] or [B, K]: what each key or value is divided by. Or
+            pages of scales, float32 [P, page_size, K], beside pages of eight bits: then the scale of each new token and
+            head is computed, the largest magnitude over the largest finite number, and written to its place. Either way
+            the same array, after the append, is what `paged_attention` takes.
+        key_centroids: float32 [B, max_blocks, K, H], the mean key of each block of a sequence, which
+            `moba_paged_attention` chooses blocks by: those of blocks whose last key is new are written, the mean in
+            float32 of what the cache then holds, scale included. Earlier keys of such a block are read from the pages.
+            A block that lies partly outside of the pages is left out.
+        block_size: keys of a block, known when tracing; with `key_centroids`.
+        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
+            it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on a
+            CPU runs in a slow interpreter. A sequence means the first that supports the call.
+
+    Returns:
+        Every array that is written, in the order of the arguments: key_pages, value_pages, then key_scale and
+        value_scale where they are pages, then key_centroids where they were given.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        TypeError: the call is differentiated.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import append_to_pages
+        >>> key_pages, value_pages = jnp.zeros((10, 16, 2, 64)), jnp.zeros((10, 16, 2, 64))
+        >>> page_table = jnp.asarray([[7, 1, 4], [0, 9, 9]], jnp.int32)
+        >>> key = value = jnp.ones((2, 1, 2, 64))
+        >>> append = jax.jit(append_to_pages, donate_argnums=(2, 3))
+        >>> lengths = jnp.asarray([17, 1], jnp.int32)
+        >>> key_pages, value_pages = append(key, value, key_pages, value_pages, page_table, lengths)
+        >>> [tuple(map(int, place)) for place in jnp.argwhere(key_pages[:, :, 0, 0] == 1)]
+        [(0, 0), (1, 0)]
+    """
+    key, value = jnp.asarray(key), jnp.asarray(value)
+    arrays: dict[str, Any] = dict(
+        key=key,
+        value=value,
+        key_pages=jnp.asarray(key_pages),
+        value_pages=jnp.asarray(value_pages),
+        page_table=page_table,
+        kv_lengths=kv_lengths,
+        query_lengths=query_lengths,
+        query_offsets=query_offsets,
+        rotary=rotary,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        key_centroids=key_centroids,
+    )
+    problem = describe_append_call(**arrays, block_size=block_size)
+    names = normalise_implementation(implementation, APPEND_IMPLEMENTATIONS)
+    resolve(problem, names)
+    call = Call(problem, names)
+    arrays = {name: x if x is None or name == "rotary" else _as_array(x) for name, x in arrays.items()}
+    if explicit_axes(key):
+        return _append_on_shards(call, arrays, block_size)
+    return _append(call, arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`)."""
+
+    problem: AppendProblem
+    implementations: tuple[str, ...] | None
+
+
+def _as_array(x: Any) -> Array:
+    return jnp.asarray(x, jnp.float32 if isinstance(x, (int, float)) else None)
+
+
+def _append_on_shards(call: Call, arrays: dict[str, Any], block_size: int | None) -> tuple[Array, ...]:
+    """The public function on each device's batch rows and heads, for arrays on a mesh with explicit axes.
+
+    Raises:
+        ValueError: key or pages are sharded over what devices cannot have of their own.
+    """
+    key = arrays["key"]
+    spec = operand_spec(key, key.shape[-2], "key")
+    rows, heads = None if key.ndim == 3 else spec[0], spec[-2]
+    if rows is not None and arrays["page_table"] is not None:
+        raise ValueError(
+            f"`key` must not be sharded over batch rows, {spec}, where sequences share the pages of a table: devices "
+            "would write different tokens into copies of one pool; call inside jax.shard_map where each has its own"
+        )
+    pages = P(rows, None, heads, None)
+    for name in ("key_pages", "value_pages"):
+        _check_pages_spec(name, arrays[name], pages)
+    by_rank = {0: P(), 2: P(rows, heads), 3: P(rows, None, heads)}
+    specs = dict(
+        key=spec,
+        value=spec,
+        key_pages=pages,
+        value_pages=pages,
+        page_table=P(rows, None),
+        kv_lengths=P(rows),
+        query_lengths=P(rows),
+        query_offsets=replicated(arrays["query_offsets"]),
+        rotary=rotary_specs(arrays["rotary"], P(rows)),
+        key_centroids=P(rows, None, heads, None),
+    )
+    for name in ("key_scale", "value_scale"):
+        specs[name] = None if arrays[name] is None else by_rank[arrays[name].ndim]
+    names = tuple(arrays)
+    given = tuple(None if arrays[name] is None else specs[name] for name in names)
+
+    def append(*operands: Any) -> tuple[Array, ...]:
+        named = dict(zip(names, operands, strict=True))
+        return append_to_pages(**named, block_size=block_size, implementation=call.implementations)
+
+    results = tuple(specs[name] for name in call.problem.written)
+    return call_on_shards(append, tuple(arrays[name] for name in names), given, results)
+
+
+def _check_pages_spec(name: str, pages: Array, wanted: P) -> None:
+    """Pages must be sharded as `wanted`: otherwise a pool would be copied between devices."""
+    spec = tuple(jax.typeof(pages).sharding.spec)
+    if (*spec, *[None] * (4 - len(spec))) != tuple(wanted):
+        raise ValueError(
+            f"`{name}` must be sharded as `key` is, {wanted}, got {P(*spec)} for shape {pages.shape}; use "
+            "jax.sharding.reshard once, before the first append"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _append(call: Call, arrays: dict[str, Any]) -> tuple[Array, ...]:
+    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    arrays = jax.tree.map(functools.partial(not_differentiable, name="append_to_pages"), arrays)
+    problem = call.problem
+    key, value = (arrays[name].reshape(problem.tokens, *arrays[name].shape[-2:]) for name in ("key", "value"))
+    query_lengths, offsets, sequences, first_rows = arrays["query_lengths"], arrays["query_offsets"], None, None
+    if offsets is not None:
+        offsets = jax.lax.cummax(jnp.clip(offsets, 0, problem.tokens))
+        query_lengths, first_rows = jnp.diff(offsets), offsets[:-1]
+        row = jnp.arange(problem.tokens, dtype=jnp.int32)
+        sequences = jnp.searchsorted(offsets, row, side="right", method="compare_all").astype(jnp.int32) - 1
+        sequences = jnp.where(sequences < problem.batch, sequences, -1)
+    cos, sin, positions = _canonical_rotary(problem, arrays["rotary"], arrays["key"].shape[:-2])
+    by_head = (problem.batch, problem.key_heads)
+    canonical = AppendArrays(
+        key=key,
+        value=value,
+        key_pages=arrays["key_pages"],
+        value_pages=arrays["value_pages"],
+        page_table=arrays["page_table"],
+        kv_lengths=arrays["kv_lengths"],
+        query_lengths=query_lengths,
+        sequences=sequences,
+        first_rows=first_rows,
+        cos=cos,
+        sin=sin,
+        positions=positions,
+        key_scale=_by_head(arrays["key_scale"], by_head),
+        value_scale=_by_head(arrays["value_scale"], by_head),
+        key_centroids=arrays["key_centroids"],
+    )
+    return _mappable(call)(*on_common_axes(canonical))
+
+
+def _canonical_rotary(
+    problem: AppendProblem, rotary: Rotary | None, tokens_shape: tuple[int, ...]
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Tables [rows, H / 2], and the row of each token where it is not its position."""
+    if rotary is None or problem.rotary is None:
+        return None, None, None
+    cos, sin = (jnp.asarray(table).reshape(-1, table.shape[-1]) for table in (rotary.cos, rotary.sin))
+    if problem.rotary.positions == "sequence":
+        return cos, sin, None
+    positions = rotary.positions
+    if positions is None:
+        positions = jnp.arange(cos.shape[0], dtype=jnp.int32).reshape(rotary.cos.shape[:-1])
+    positions = jnp.asarray(positions)
+    positions = positions.reshape((1,) * (len(tokens_shape) - positions.ndim) + positions.shape)
+    return cos, sin, jnp.broadcast_to(positions, tokens_shape).reshape(-1)
+
+
+def _by_head(scale: Array | None, shape: tuple[int, int]) -> Array | None:
+    """A scale [] as [B, K]; others as they are."""
+    return scale if scale is None or scale.ndim else jnp.broadcast_to(scale[None, None], shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mappable(call: Call) -> Any:
+    """The canonical call with its batching rule; one function object for each call."""
+
+    @jax.custom_batching.custom_vmap
+    def compute(arrays: AppendArrays) -> tuple[Array, ...]:
+        return tuple(call_implementation("append", call.problem, call.implementations, arrays))
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], arrays: AppendArrays) -> tuple[Any, Any]:
+        (mapped,) = is_mapped
+        problem, folded = fold_append(call.problem, axis_size, mapped, arrays)
+        results = _mappable(Call(problem, call.implementations))(folded)
+        results = tuple(x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]) for x in results)
+        return results, (True,) * len(results)
+
+    return compute
