@@ -18,49 +18,63 @@ from tests.test_transformations import assert_close, cpu_mesh, explicit_mesh, lo
 
 attend = functools.partial(paged_attention, return_residual=True)
 
-IN_AXES = [
-    dict(query=0),
-    dict(query=0, page_table=0, kv_lengths=0),
-    dict(kv_lengths=0),
-    dict(query=1, key_pages=0, value_pages=2, page_table=0, kv_lengths=0),
-    dict(value_pages=0),
-    dict(key_scale=0),
-    dict(sinks=0, query=0),
-    dict(query=0, query_lengths=0, value_scale=1),
-]
+# --- vmap ---------------------------------------------------------------------------------------------------------
+
+EVERYTHING = (*simple_arguments(), "sinks", "key_scale", "value_scale", "query_lengths")
 
 
-@pytest.mark.parametrize("axes", IN_AXES, ids=lambda axes: " ".join(axes))
-@pytest.mark.parametrize("has_table", [True, False])
-def test_vmap_is_a_loop(axes, has_table):
-    size, arguments = 3, simple_arguments(tokens=2)
-    generator = np.random.default_rng(1)
+def attend_to_everything(*arrays):
+    return attend(**dict(zip(EVERYTHING, arrays, strict=True)))
+
+
+def attend_without_a_table(*arrays):
+    return attend(**(dict.fromkeys(EVERYTHING) | dict(zip(WITHOUT_A_TABLE, arrays, strict=True))))
+
+
+WITHOUT_A_TABLE = tuple(name for name in EVERYTHING if name != "page_table")
+
+# Unmapped calls are compiled once for every way to map them.
+compiled_once = functools.cache(compiled_quickly)
+
+
+@pytest.mark.parametrize(
+    ("function", "axes"),
+    [
+        (attend_to_everything, dict(query=0)),
+        (attend_to_everything, dict(query=0, page_table=0, kv_lengths=0)),
+        (attend_to_everything, dict(query=1, key_pages=0, value_pages=2, page_table=0, kv_lengths=0)),
+        (attend_to_everything, dict(value_pages=0)),
+        (attend_to_everything, dict(key_scale=0)),
+        (attend_to_everything, dict(sinks=0, query=0)),
+        (attend_to_everything, dict(query_lengths=0, value_scale=1)),
+        (attend_without_a_table, dict(kv_lengths=0)),
+        (attend_without_a_table, dict(query=1, key_pages=0, value_pages=2, kv_lengths=0)),
+        (attend_without_a_table, dict(sinks=0, key_pages=1)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else value.__name__,
+)
+def test_vmap_is_a_loop(function, axes):
+    size, arguments, generator = 3, simple_arguments(tokens=2), np.random.default_rng(1)
     arguments |= dict(
         sinks=jnp.asarray(generator.normal(size=4).astype(np.float32)),
         key_scale=jnp.asarray(generator.uniform(0.5, 2, (7, 4, 2)).astype(np.float32)),
         value_scale=jnp.asarray([[1.0, 2.0], [3.0, 4.0]]),
         query_lengths=jnp.asarray([2, 1], jnp.int32),
     )
-    if not has_table:
-        axes = {name: axis for name, axis in axes.items() if name != "page_table"}
-        del arguments["page_table"]
-        for name in ("key_pages", "value_pages", "key_scale"):
-            arguments[name] = jnp.concatenate([arguments[name]] * 2, axis=1)[:2]
-        arguments["kv_lengths"] = jnp.minimum(arguments["kv_lengths"], 8)
-    ranges = dict(page_table=7, kv_lengths=9, query_lengths=3)
+    names = EVERYTHING
+    if function is attend_without_a_table:
+        names = WITHOUT_A_TABLE
+        arguments |= {name: arguments[name][:2] for name in ("key_pages", "value_pages", "key_scale")}
+        arguments["kv_lengths"] = jnp.minimum(arguments["kv_lengths"], 4)
+    ranges = dict(page_table=7, kv_lengths=5, query_lengths=3)
     for name, axis in axes.items():
         shape = list(arguments[name].shape)
         shape.insert(axis, size)
         values = generator.integers(0, ranges[name], shape) if name in ranges else generator.uniform(0.5, 2, shape)
         arguments[name] = jnp.asarray(values.astype(arguments[name].dtype))
-    names = tuple(arguments)
-
-    def call(*arrays):
-        return attend(**({"page_table": None} | dict(zip(names, arrays, strict=True))))
-
-    in_axes, arrays = tuple(axes.get(name) for name in names), tuple(arguments.values())
-    expected = loop(compiled_quickly(call), in_axes, *arrays)
-    assert_close(compiled_quickly(jax.vmap(call, in_axes))(*arrays), expected)
+    in_axes, arrays = tuple(axes.get(name) for name in names), [arguments[name] for name in names]
+    expected = loop(compiled_once(function), in_axes, *arrays)
+    assert_close(compiled_quickly(jax.vmap(function, in_axes))(*arrays), expected)
 
 
 def test_vmap_keeps_page_numbers_within_an_element():
@@ -116,16 +130,15 @@ def test_vmap_chooses_splits_for_the_folded_call(monkeypatch):
     assert seen[-1] == (800, 5)
 
 
-@pytest.mark.parametrize("name", ["query", "key_pages", "value_pages", "sinks", "key_scale"])
+# --- derivatives --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    "transform",
+    ("name", "transform"),
     [
-        lambda f, x: jax.grad(lambda x: f(x).sum())(x),
-        lambda f, x: jax.jit(jax.grad(lambda x: jax.vmap(f)(x[None]).sum()))(x),
-        lambda f, x: jax.jvp(f, (x,), (x,)),
-        lambda f, x: jax.grad(lambda x: jax.checkpoint(f)(x).sum())(x),
+        *((name, "grad") for name in ("query", "key_pages", "value_pages", "sinks", "key_scale")),
+        *(("query", transform) for transform in ("jit of grad of vmap", "jvp", "grad of checkpoint")),
     ],
-    ids=["grad", "jit of grad of vmap", "jvp", "checkpoint"],
 )
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_differentiation_says_what_to_use(name, transform, implementation):
@@ -134,10 +147,16 @@ def test_differentiation_says_what_to_use(name, transform, implementation):
     def call(x):
         return paged_attention(**(arguments | {name: x}), implementation=implementation)
 
+    transforms = {
+        "grad": jax.grad(lambda x: call(x).sum()),
+        "jit of grad of vmap": jax.jit(jax.grad(lambda x: jax.vmap(call)(x[None]).sum())),
+        "jvp": lambda x: jax.jvp(call, (x,), (x,)),
+        "grad of checkpoint": jax.grad(lambda x: jax.checkpoint(call)(x).sum()),
+    }
     with pytest.raises(
-        TypeError, match=r"paged_attention is for inference and cannot be differentiated; .*moba_attention"
+        TypeError, match=r"paged_attention is for inference .* cannot be differentiated; .*moba_attention"
     ):
-        transform(call, arguments[name])
+        transforms[transform](arguments[name])
 
 
 def test_what_is_not_differentiated_may_stand_beside_it():
@@ -149,6 +168,9 @@ def test_what_is_not_differentiated_may_stand_beside_it():
         ).sum()
 
     assert_close(jax.grad(loss)(2.0), paged_attention(**arguments).sum())
+
+
+# --- several devices, export --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference", "triton"])
@@ -165,23 +187,31 @@ def test_shard_map_with_shared_pages(implementation):
     assert_close(compiled_quickly(sharded)(*arguments.values()), compiled_quickly(call)(*arguments.values()))
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "y"), P("x", None, "y"), P()])
-@pytest.mark.parametrize("form", ["paged", "contiguous"])
-def test_explicit_shardings(spec, form):
+@pytest.mark.parametrize(
+    ("form", "spec"),
+    [
+        ("paged", P("x")),
+        ("paged", P("x", None, "y")),
+        ("paged", P()),
+        ("contiguous", P(None, None, "y")),
+        ("contiguous", P("x", None, "y")),
+    ],
+)
+def test_explicit_shardings(form, spec):
     """Each device computes its batch rows and heads, of its heads of the pages."""
-    arguments = simple_arguments(batch=4, pages=4) | dict(
-        sinks=jnp.arange(4.0), key_scale=jnp.full((4, 4, 2), 0.5), value_scale=jnp.arange(1.0, 9.0).reshape(4, 2),
-        query_lengths=jnp.asarray([1, 0, 1, 1], jnp.int32),
-    )  # fmt: skip
+    arguments = simple_arguments(batch=4, pages=4)
     if form == "contiguous":
         arguments |= dict(page_table=None, kv_lengths=jnp.asarray([4, 2, 0, 1], jnp.int32))
-    expected = attend(**arguments)
+    arguments["query_lengths"] = jnp.asarray([1, 0, 1, 1], jnp.int32)
+    arguments |= dict(sinks=jnp.arange(4.0), key_scale=jnp.full((4, 4, 2), 0.5))
+    arguments["value_scale"] = jnp.arange(1.0, 9.0).reshape(4, 2)
+    expected = compiled_once(attend)(**arguments)
     with jax.set_mesh(explicit_mesh()):
         arguments["query"] = jax.device_put(arguments["query"], spec)
         heads = (*spec, None, None, None)[2]
         rows = (*spec, None)[0] if form == "contiguous" else None
         arguments["key_pages"] = jax.device_put(arguments["key_pages"], P(rows, None, heads))
-        actual = attend(**arguments)
+        actual = compiled_once(attend)(**arguments)
     assert jax.typeof(actual[0]).sharding.spec == jax.typeof(arguments["query"]).sharding.spec
     assert_close(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected))
 
