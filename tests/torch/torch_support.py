@@ -12,20 +12,25 @@ import blockdiag
 from blockdiag.torch import Rotary, block_diagonal_attention
 from tests.support import Case
 
+# Of both libraries, but not of numpy alone.
+_EXTENDED = [np.dtype(x) for x in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)]
+
 
 def to_tensor(array: Any, device: str = "cpu") -> torch.Tensor:
     """A tensor with the values of a JAX or numpy array, sharing nothing with it."""
     array = np.array(array)
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    if array.dtype in _EXTENDED:
+        bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
+        return bits.view(getattr(torch, array.dtype.name)).to(device)
     return torch.from_numpy(array).to(device)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A numpy array with the values of a tensor, bfloat16 by ml_dtypes."""
+    """A numpy array with the values of a tensor, bfloat16 and floats of eight bits by ml_dtypes."""
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    for dtype in _EXTENDED:
+        if tensor.dtype == getattr(torch, dtype.name):
+            return tensor.view(getattr(torch, f"int{8 * dtype.itemsize}")).numpy().view(dtype)
     return tensor.numpy()
 
 

@@ -11,6 +11,8 @@ from blockdiag.torch._key_convolution import key_convolution as key_convolution
 from blockdiag.torch._moba import moba_attention as moba_attention
 from blockdiag.torch._moba import moba_routing as moba_routing
 from blockdiag.torch._moba_routing import Routing as Routing
+from blockdiag.torch._paged import merge_attention_states as merge_attention_states
+from blockdiag.torch._paged import paged_attention as paged_attention
 from blockdiag.torch._rotary import Rotary as Rotary
 from blockdiag.torch._rotary import apply_rotary as apply_rotary
 from blockdiag.torch._rotary import rotary_tables as rotary_tables

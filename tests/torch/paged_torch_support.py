@@ -1,0 +1,66 @@
+"""The cases of `tests.paged_support` for torch: the same calls with tensors."""
+
+from typing import Any
+
+import jax
+import torch
+
+from blockdiag.torch import paged_attention
+from blockdiag.torch._paged_call import PagedArguments
+from tests.paged_support import PagedCase
+from tests.torch.torch_support import to_numpy, to_tensor
+
+CASES = {
+    "paged": PagedCase(kv_lengths=(0, 1, 40), page_size=3, query_tokens=2, query_heads=4, key_heads=2),
+    "contiguous": PagedCase(kv_lengths=(0, 1, 40), page_size=None, value_dim=24),
+    "everything": PagedCase(
+        kv_lengths=(2, 0, 40), query_lengths=(3, 1, 2), query_tokens=3, query_heads=4, key_heads=2, window=(9, None),
+        soft_cap=5.0, sinks=True, score_scale=True, key_scale="token", value_scale="token", dtype="bfloat16",
+        cache_dtype="float8_e4m3fn", scale=0.3,
+    ),
+    "not causal": PagedCase(kv_lengths=(2, 40), query_tokens=3, is_causal=False, window=(20, 1), dtype="float16"),
+    "e5m2 queries": PagedCase(kv_lengths=(1, 40), dtype="float8_e5m2", score_scale=True, value_scale="head"),
+    "pages of one token, split": PagedCase(
+        kv_lengths=(130, 1), page_size=1, query_heads=4, key_heads=2, num_splits=2, dtype="float16",
+        cache_dtype="float8_e5m2",
+    ),
+}  # fmt: skip
+
+
+def to_tensors(arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    """Arguments of a function of JAX with tensors in place of arrays."""
+    return {name: to_tensor(x, device) if isinstance(x, jax.Array) else x for name, x in arguments.items()}
+
+
+def arguments_of(case: PagedCase, device: str = "cpu") -> dict[str, Any]:
+    """Arguments of the public function."""
+    splits = {"split_size": case.split_size, "num_splits": None if case.split_size else case.num_splits}
+    return to_tensors(case.arguments(), device) | splits
+
+
+def packed_arguments_of(case: PagedCase, device: str = "cpu") -> tuple[dict[str, Any], Any]:
+    """The same call with packed queries and two more rows of NaN, and which rows of the padded query those are."""
+    arguments = arguments_of(case, device)
+    lengths = arguments.pop("query_lengths")
+    is_row = torch.arange(case.query_tokens, device=device)[None, :] < lengths[:, None]
+    bits = arguments["query"].view(torch.int16)[is_row].view(arguments["query"].dtype)
+    arguments["query"] = torch.cat([bits, torch.full_like(bits[:1], torch.nan).repeat(2, 1, 1)])
+    arguments["query_offsets"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    return arguments, is_row
+
+
+def results_of(case: PagedCase, device: str = "cpu", **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp."""
+    return paged_attention(**arguments_of(case, device), **more, return_residual=True)
+
+
+def as_arrays(results: Any) -> tuple[Any, ...]:
+    return tuple(map(to_numpy, results))
+
+
+def operator_arguments(arguments: dict[str, Any], implementation: str = "") -> PagedArguments:
+    """What `torch.ops.blockdiag.paged_attention` takes for a call."""
+    arguments = dict(arguments)
+    left, right = arguments.pop("local_window_size", None) or (None, None)
+    defaults = dict.fromkeys(PagedArguments._fields) | {"is_causal": True, "implementation": implementation}
+    return PagedArguments(**(defaults | arguments | {"window_left": left, "window_right": right}))
