@@ -332,7 +332,7 @@ class MoBALaunch:
             "KEYS": config.keys,
             "KEY_TILES": self._key_tiles,
             "BLOCKS": config.blocks,
-            "SPANS": 32,
+            "SPANS": 16,
             "PAIRS": config.pairs,
             # One instruction finds what a warp has in common; the interpreter has no such thing.
             "MATCH": not self.is_portable,
