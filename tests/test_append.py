@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from blockdiag import Rotary, append_to_pages, moba_routing, paged_attention
+from blockdiag import Rotary, append_to_pages, moba_attention, moba_paged_attention, paged_attention
 from blockdiag.dispatch import APPEND_IMPLEMENTATIONS
 from blockdiag.interop import compile_target
 from tests.append_support import AppendCase, RotaryCase, assert_appended, bits, call
@@ -179,18 +179,31 @@ def test_nothing_to_write(pages, tokens, implementation):
         np.testing.assert_array_equal(result, pool)
 
 
-def test_centroids_are_those_that_routing_scores():
-    """Means that are kept order the blocks before the last one as `moba_routing` does."""
+def test_blocks_are_chosen_by_appended_centroids():
+    """MoBA over a cache and means that grew in two steps is the last rows of MoBA over all keys."""
     generator = np.random.default_rng(0)
-    key, query = (jnp.asarray(generator.normal(size=(1, 64, 1, 16)), jnp.float32) for _ in range(2))
-    table, lengths = jnp.arange(16, dtype=jnp.int32)[None], jnp.asarray([64], jnp.int32)
-    pool, centroids = jnp.zeros((16, 4, 1, 16)), jnp.zeros((1, 4, 1, 16))
-    append = compiled_quickly(functools.partial(append_to_pages, block_size=16))
-    *_, centroids = append(key, key, pool, pool, table, lengths, key_centroids=centroids)
-    scores = np.einsum("tnh,jnh->tj", query[0], centroids[0])[-1, :3]
-    route = compiled_quickly(functools.partial(moba_routing, block_size=16, top_k=4, implementation="xla"))
-    chosen = route(query, key).indices[0, -1, 0]
-    assert chosen.tolist() == [3, *np.argsort(-scores)]
+    query, key, value = (jnp.asarray(generator.normal(size=(2, 70, 2, 16)), jnp.float32) for _ in range(3))
+    pool, centroids = jnp.full((20, 8, 2, 16), jnp.nan), jnp.full((2, 5, 2, 16), jnp.nan)
+    table = jnp.asarray(generator.permutation(20)[:18].reshape(2, 9), jnp.int32)
+
+    @compiled_quickly
+    def grow_and_attend(query, key, value, pool, centroids, table):
+        state = (pool, pool, centroids)
+        for new in (slice(0, 67), slice(67, 70)):
+            lengths = jnp.full(2, new.stop, jnp.int32)
+            pages, means = state[:2], state[2]
+            state = append_to_pages(
+                key[:, new], value[:, new], *pages, table, lengths, key_centroids=means, block_size=16
+            )
+        attend = functools.partial(moba_paged_attention, block_size=16, top_k=3, implementation="xla")
+        return attend(query[:, -3:], *state[:2], table, lengths, state[2])
+
+    @compiled_quickly
+    def attend_to_all(query, key, value):
+        return moba_attention(query, key, value, block_size=16, top_k=3, implementation="xla")[:, -3:]
+
+    actual = grow_and_attend(query, key, value, pool, centroids, table)
+    np.testing.assert_allclose(actual, attend_to_all(query, key, value), atol=1e-5)
 
 
 def test_attention_sees_what_was_appended():

@@ -41,9 +41,12 @@ def test_every_implementation_of_every_op_is_listed(report):
         "block_diagonal_attention": {"reference", "xla", "triton", "pallas"},
         "moba_attention": {"reference", "xla", "triton"},
         "key_convolution": {"reference", "xla", "triton"},
+        "paged_attention": {"reference", "xla", "triton"},
+        "moba_paged_attention": {"reference", "xla", "triton"},
+        "append_to_pages": {"reference", "xla", "triton"},
     }
     always = [entry for entry in report["implementations"] if entry["implementation"] in ("reference", "xla")]
-    assert len(always) == 6 and all(entry["reason"] is None for entry in always)
+    assert len(always) == 12 and all(entry["reason"] is None for entry in always)
 
 
 def test_ops_are_public_functions(report):
