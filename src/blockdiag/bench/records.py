@@ -158,13 +158,65 @@ class MoBATiming:
     note: str = ""
 
 
-type Row = Timing | ErrorRow | HostRow | MoBATiming
+@dataclass(frozen=True, kw_only=True)
+class PagedTiming:
+    """One row of the CSV of paged attention: one implementation on one workload.
+
+    Attributes:
+        group: what the row is measured for; see `paged_cases.GROUPS`.
+        case: name of the row within its group; `workload` is that of the shape, batch, lengths and heads.
+        cache, scales: dtype name of keys and values, and how their scales are given.
+        page_size: tokens of a page; None for a contiguous cache.
+        query_tokens: queries of each sequence.
+        splits: parts of the keys; `is_chosen` is 1 where the library chose them from the shapes.
+        read_gb: bytes that must be read, each once.
+        read_tb_per_s: bandwidth of reading that the same run measured; `floor_us` is `read_gb` at that rate.
+        relative_error: relative L2 norm of the output's distance from float64, of the sequences that were checked.
+    """
+
+    op: str
+    group: str
+    case: str
+    implementation: str
+    workload: str
+    cache: str
+    scales: str
+    page_size: int | None = None
+    batch: int
+    kv_length: int
+    query_tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    splits: int | None = None
+    is_chosen: int | None = None
+    median_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    read_gb: float | None = None
+    tb_per_s: float | None = None
+    read_tb_per_s: float | None = None
+    floor_us: float | None = None
+    ratio_to_floor: float | None = None
+    relative_error: float | None = None
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+    note: str = ""
+
+
+type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming
 
 _KEYS: dict[type, tuple[str, ...]] = {
     Timing: ("op", "pass_name", "case", "implementation", "device"),
     ErrorRow: ("op", "case", "implementation", "tensor", "device"),
     HostRow: ("op", "pass_name", "implementation", "device"),
     MoBATiming: ("op", "pass_name", "case", "implementation", "device"),
+    PagedTiming: ("op", "group", "case", "implementation", "device"),
 }
 
 

@@ -34,6 +34,7 @@ from blockdiag.bench.report import (
 )
 from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times, judge_torch_host
 from blockdiag.cli.bench_moba import CASE_NAMES, draw_moba_figures, measure_moba, smoke_moba
+from blockdiag.cli.bench_paged import GROUP_NAMES, draw_paged_figures, measure_paged, smoke_paged
 
 if TYPE_CHECKING:
     from blockdiag.bench.implementations import Implementation
@@ -47,7 +48,12 @@ class Op(StrEnum):
 
     BLOCK_DIAGONAL = "block_diagonal"
     MOBA = "moba"
+    PAGED = "paged"
     TORCH = "torch"
+
+
+BUDGETS = {Op.PAGED: 130.0}
+"""Seconds, of ops that need less than others."""
 
 
 def bench(
@@ -56,16 +62,22 @@ def bench(
         Path | None, typer.Option(help=f"Folder of the CSV files and plots; {DEFAULT_OUTPUT} unless given.")
     ] = None,
     cases: Annotated[
-        str | None, typer.Option(help=f"Comma-separated, of: {', '.join(CASES)}; for moba of: {CASE_NAMES}.")
+        str | None,
+        typer.Option(
+            help=f"Comma-separated, of: {', '.join(CASES)}; for moba of: {CASE_NAMES}; for paged of: {GROUP_NAMES}."
+        ),
     ] = None,
     baselines: Annotated[str | None, typer.Option(help="Comma-separated names of baselines, or none.")] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw figures from the CSV files.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per implementation and pass.")] = 25,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
-    budget_seconds: Annotated[float, typer.Option(min=10.0, help="Time after which no baseline is begun.")] = 270.0,
+    budget_seconds: Annotated[
+        float | None,
+        typer.Option(min=10.0, help="Time after which no baseline is begun.", show_default="270, paged: 130"),
+    ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Only the small check on the CPU.")] = False,
 ) -> None:
-    """Time block-diagonal attention or MoBA and their baselines, or the torch operators on the host, on one NVIDIA GPU.
+    """Time block-diagonal, MoBA or paged attention beside baselines, or torch operators on the host, on an NVIDIA GPU.
 
     Every timing is gated by a check against float64, interleaved with the others of its case, and shown beside the
     copy bandwidth of the same run. On a machine without a GPU, or with --smoke, a small check of the XLA path runs
@@ -79,7 +91,7 @@ def bench(
 
     if smoke or jax.default_backend() != "gpu":
         with jax.default_device(jax.devices("cpu")[0]):
-            (smoke_moba if op is Op.MOBA else _smoke)(console, output)
+            {Op.MOBA: smoke_moba, Op.PAGED: smoke_paged}.get(op, _smoke)(console, output)
         return
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("bench compares with PyTorch, which is not installed; try: pip install 'blockdiag[torch]'")
@@ -87,7 +99,7 @@ def bench(
 
     if not torch.cuda.is_available():
         raise SystemExit("JAX sees a GPU but torch does not; install torch with CUDA: pip install 'torch>=2.11'")
-    deadline = time.monotonic() + budget_seconds
+    deadline = time.monotonic() + (budget_seconds or BUDGETS.get(op, 270.0))
     folder = output or DEFAULT_OUTPUT
     if op is Op.TORCH:
         _torch_host(console, folder)
@@ -96,6 +108,11 @@ def bench(
         measure_moba(console, folder, cases=cases, baselines=baselines, rounds=rounds, seed=seed, deadline=deadline)
         if plot:
             draw_moba_figures(console, folder)
+        return
+    if op is Op.PAGED:
+        measure_paged(console, folder, cases=cases, baselines=baselines, rounds=rounds, seed=seed, deadline=deadline)
+        if plot:
+            draw_paged_figures(console, folder)
         return
     from blockdiag.bench.measure import Settings, find_implementations
 

@@ -1,0 +1,285 @@
+"""The workloads of the benchmark of paged attention, and the bytes that each of them cannot do without reading."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from blockdiag.append_problem import AppendProblem
+from blockdiag.moba_paged_problem import MoBAPagedProblem
+from blockdiag.paged_problem import CacheScale, PagedProblem
+from blockdiag.paged_splits import choose_splits
+
+type Group = Literal["decode", "moba", "short", "speculative", "splits", "scales", "append"]
+
+# In the order in which a short budget should be spent.
+GROUPS: dict[Group, str] = {
+    "decode": "one query of each sequence, by dtype of the cache and size of pages",
+    "moba": "one query that reads the blocks it chooses",
+    "short": "one query of one sequence with a short cache",
+    "speculative": "several queries of each sequence",
+    "splits": "by parts that the keys are divided into",
+    "scales": "eight-bit caches with scales",
+    "append": "one new token of each sequence",
+}
+
+CACHES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of an element by dtype name."""
+
+CACHE_LABELS = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+PAGE_SIZES = (1, 16, 64)
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
+DRAFT_LENGTHS = (4, 8)
+SHORT_LENGTHS = (1024, 2048, 4096, 8192)
+
+QUERY_BYTES = 2  # queries are bfloat16
+_IN_MEMORY = 2**28  # bytes that do not stay in an L2 of 60 MB
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedShape:
+    """What a workload's cache holds.
+
+    Attributes:
+        name: what the CSV holds.
+        batch, kv_length: sequences, and keys of each.
+        query_heads, key_heads, head_dim: N, K and H.
+    """
+
+    name: str
+    batch: int
+    kv_length: int
+    query_heads: int = 32
+    key_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.batch * self.kv_length
+
+    def token_bytes(self, cache: str) -> int:
+        """Bytes of the key and the value of one token."""
+        return 2 * self.key_heads * self.head_dim * CACHES[cache]
+
+    def cache_bytes(self, cache: str) -> int:
+        """Bytes of all keys and values."""
+        return self.cached_tokens * self.token_bytes(cache)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        PagedShape(name="b1_128k", batch=1, kv_length=131072),
+        PagedShape(name="b32_8k", batch=32, kv_length=8192),
+        PagedShape(name="b16_32k", batch=16, kv_length=32768),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCase:
+    """One row of the benchmark: bfloat16 queries, all sequences equally long, causal.
+
+    Attributes:
+        group: what it is measured for.
+        shape, cache, page_size: the cache.
+        query_tokens: queries of each sequence.
+        splits: parts of the keys; None for those that the library chooses.
+        scales: how the cache's scales are given.
+        copies: caches that calls take in turn, disjoint parts of one pool; with one, short caches stay in the L2.
+        block_size, top_k: of MoBA; None without.
+    """
+
+    group: Group
+    shape: PagedShape
+    cache: str = "bfloat16"
+    page_size: int = 64
+    query_tokens: int = 1
+    splits: int | None = None
+    scales: CacheScale = "none"
+    copies: int = 1
+    block_size: int | None = None
+    top_k: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What the CSV holds; different for every row of a group."""
+        parts = [self.shape.name, CACHE_LABELS[self.cache], f"p{self.page_size}"]
+        if self.query_tokens > 1:
+            parts.append(f"t{self.query_tokens}")
+        if self.group == "splits":
+            parts.append("chosen" if self.splits is None else f"s{self.splits}")
+        if self.scales != "none":
+            parts.append(self.scales)
+        if self.group == "short":
+            parts.append("in_l2" if self.copies == 1 else "in_memory")
+        if self.top_k is not None:
+            parts.append(f"block{self.block_size}_k{self.top_k}")
+        return "_".join(parts)
+
+    @property
+    def num_splits(self) -> int:
+        """Parts of the keys of each sequence."""
+        if self.splits is not None:
+            return self.splits
+        shape = self.shape
+        return choose_splits(
+            batch=shape.batch,
+            query_tokens=self.query_tokens,
+            group_size=shape.query_heads // shape.key_heads,
+            key_heads=shape.key_heads,
+            max_keys=shape.kv_length,
+        )
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a sequence."""
+        return -(-self.shape.kv_length // self.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, those of all copies."""
+        return self.copies * self.shape.batch * self.max_pages
+
+    @property
+    def calls(self) -> int:
+        """Calls of one CUDA graph: ten, or one for every copy."""
+        return max(10, self.copies)
+
+    def problem(self) -> PagedProblem:
+        """The call of paged attention."""
+        shape = self.shape
+        return PagedProblem(
+            batch=shape.batch,
+            query_tokens=self.query_tokens,
+            query_heads=shape.query_heads,
+            key_heads=shape.key_heads,
+            head_dim=shape.head_dim,
+            value_dim=shape.head_dim,
+            query_dtype="bfloat16",
+            key_dtype=self.cache,
+            value_dtype=self.cache,
+            output_dtype="bfloat16",
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_pages=self.max_pages,
+            scale=shape.head_dim**-0.5,
+            has_score_scale=self.scales == "head",
+            key_scale="token" if self.scales == "token" else "none",
+            value_scale=self.scales,
+            num_splits=self.num_splits,
+        )
+
+    def moba_problem(self) -> MoBAPagedProblem:
+        """The call of MoBA."""
+        assert self.block_size is not None and self.top_k is not None
+        candidates = (self.shape.kv_length - 1) // self.block_size
+        return MoBAPagedProblem(
+            paged=replace(self.problem(), num_splits=1),
+            block_size=self.block_size,
+            max_blocks=candidates,
+            slots=min(self.top_k - 1, candidates),
+        )
+
+    def append_problem(self) -> AppendProblem:
+        """The call that appends `query_tokens` tokens to each sequence."""
+        shape = self.shape
+        return AppendProblem(
+            tokens=shape.batch * self.query_tokens,
+            batch=shape.batch,
+            query_tokens=self.query_tokens,
+            key_heads=shape.key_heads,
+            head_dim=shape.head_dim,
+            value_dim=shape.head_dim,
+            dtype="bfloat16",
+            key_dtype=self.cache,
+            value_dtype=self.cache,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_pages=self.max_pages,
+            key_scale=self.scales,
+            value_scale=self.scales,
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a call must read: keys, values and their scales, each once; of an append the new tokens.
+
+        MoBA reads the mean keys and what is chosen, which depends on the numbers; see `paged_check.chosen_bytes`.
+        """
+        shape = self.shape
+        if self.group == "append":
+            return shape.batch * self.query_tokens * 2 * shape.key_heads * shape.head_dim * QUERY_BYTES
+        scales = 2 * 4 * shape.cached_tokens * shape.key_heads if self.scales == "token" else 0
+        return shape.cache_bytes(self.cache) + scales
+
+
+def short_shape(kv_length: int) -> PagedShape:
+    """One sequence with a short cache."""
+    return PagedShape(name=f"b1_{kv_length // 1024}k", batch=1, kv_length=kv_length)
+
+
+def decode_cases(shape: PagedShape) -> list[PagedCase]:
+    """By cache and page size."""
+    pairs = [(cache, size) for cache in CACHES for size in PAGE_SIZES]
+    return [PagedCase(group="decode", shape=shape, cache=cache, page_size=size) for cache, size in pairs]
+
+
+def make_cases() -> list[PagedCase]:
+    """All rows of this library, in no particular order."""
+    long, wide, longest = (SHAPES[name] for name in ("b1_128k", "b32_8k", "b16_32k"))
+    cases = [case for shape in SHAPES.values() for case in decode_cases(shape)]
+    cases += [
+        PagedCase(group="moba", shape=long, cache=cache, page_size=size, block_size=128, top_k=8)
+        for cache, size in (("bfloat16", 1), ("bfloat16", 16), ("bfloat16", 64), ("float8_e4m3fn", 64))
+    ]
+    for shape in map(short_shape, SHORT_LENGTHS):
+        for cache, size in (("bfloat16", 1), ("bfloat16", 64), ("float8_e4m3fn", 64)):
+            in_turn = -(-_IN_MEMORY // shape.cache_bytes(cache))
+            cases += [
+                PagedCase(group="short", shape=shape, cache=cache, page_size=size, copies=copies)
+                for copies in (1, in_turn)
+            ]
+    for shape in (long, wide):
+        for cache in ("bfloat16", "float8_e4m3fn"):
+            cases += [
+                PagedCase(group="speculative", shape=shape, cache=cache, query_tokens=count)
+                for count in (1, *DRAFT_LENGTHS)
+            ]
+            cases += [PagedCase(group="splits", shape=shape, cache=cache, splits=count) for count in (*SPLITS, None)]
+        for scales in ("head", "token"):
+            cases.append(PagedCase(group="scales", shape=shape, cache="float8_e4m3fn", scales=scales))
+    cases += [PagedCase(group="splits", shape=longest, splits=count) for count in (*SPLITS, None)]
+    cases += [
+        PagedCase(group="append", shape=wide, cache=cache, page_size=size, scales=scales)
+        for cache, size, scales in (
+            ("bfloat16", 1, "none"),
+            ("bfloat16", 64, "none"),
+            ("float8_e4m3fn", 64, "head"),
+            ("float8_e4m3fn", 64, "token"),
+        )
+    ]
+    return cases
+
+
+def select_groups(names: str | None) -> list[Group]:
+    """Groups of a comma-separated list, all of them for None.
+
+    Raises:
+        ValueError: for a name that is no group.
+    """
+    if names is None:
+        return list(GROUPS)
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted or any(name not in GROUPS for name in wanted):
+        raise ValueError(f"`cases` must name some of {', '.join(GROUPS)}; got {names!r}")
+    return [group for group in GROUPS if group in wanted]
+
+
+def by_pool(cases: Sequence[PagedCase]) -> list[list[PagedCase]]:
+    """The same cases, those together that read the same keys and values."""
+    pools: dict[tuple[int, str], list[PagedCase]] = {}
+    for case in cases:
+        pools.setdefault((case.copies * case.shape.cached_tokens, case.cache), []).append(case)
+    return list(pools.values())
