@@ -21,7 +21,7 @@ def largest_of(dtype: str) -> float | None:
 def scale_of(x: Array, dtype: str) -> Array:
     """What makes the largest of [..., D] the largest of a dtype of eight bits: float32 [...]."""
     largest = jnp.max(jnp.abs(x), axis=-1, initial=0).astype(jnp.float32)
-    return jnp.maximum(largest / largest_of(dtype), SMALLEST_SCALE)
+    return jnp.maximum(largest / float(jnp.finfo(dtype).max), SMALLEST_SCALE)
 
 
 def round_to_cache(x: Array, scale: Array | None, dtype: str) -> Array:
