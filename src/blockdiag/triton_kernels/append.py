@@ -1,5 +1,6 @@
 """Launch plan of appending to a paged cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdiag.append_problem import AppendProblem
@@ -9,10 +10,10 @@ from blockdiag.triton_kernels.plan import (
     CompileOptions,
     Constexpr,
     LaunchPlan,
-    Pointer,
     Scalar,
     Target,
     TensorSpec,
+    named_arguments,
 )
 
 _DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -34,24 +35,30 @@ _FEW_PROGRAMS = 2048
 
 def supports(problem: AppendProblem) -> str | None:
     """None where the kernel can compute `problem`; otherwise a sentence with the reason and the remedy."""
-    for name, dtype in {
-        "key": problem.dtype,
-        "key_pages": problem.key_dtype,
-        "value_pages": problem.value_dtype,
-    }.items():
+    dtypes = {"key": problem.dtype, "key_pages": problem.key_dtype, "value_pages": problem.value_dtype}
+    table_dtype = None if problem.rotary is None else problem.rotary.table_dtype
+    reason = takes_rows(dtypes, table_dtype, problem.head_dim, problem.value_dim)
+    if reason is not None:
+        return reason
+    programs = problem.tokens + problem.batch * max(problem.max_completed, 1)
+    if max(programs, problem.max_keys, problem.batch * problem.key_heads) >= 2**31 or problem.key_heads > 65535:
+        return "the call has more tokens, keys, sequences or heads than the kernel can count; split the batch"
+    return None
+
+
+def takes_rows(dtypes: Mapping[str, str], table_dtype: str | None, head_dim: int, value_dim: int) -> str | None:
+    """None where the kernel takes arrays of these dtypes, by name, tables of a rotary embedding and head sizes."""
+    for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
             return (
                 f"the Triton kernel takes bfloat16, float16, float32 and eight-bit floats, and `{name}` is {dtype}; "
                 "use implementation='xla'"
             )
-    if problem.rotary is not None and problem.rotary.table_dtype == "float64":
+    if table_dtype == "float64":
         return "the Triton kernel takes no float64 tables of rotary embedding; make them float32"
-    for name, size in {"H": problem.head_dim, "the value's head size": problem.value_dim}.items():
+    for name, size in {"H": head_dim, "the value's head size": value_dim}.items():
         if size > _MAX_DIM:
             return f"the Triton kernel takes at most {_MAX_DIM} for {name}, got {size}; use implementation='xla'"
-    programs = problem.tokens + problem.batch * max(problem.max_completed, 1)
-    if max(programs, problem.max_keys, problem.batch * problem.key_heads) >= 2**31 or problem.key_heads > 65535:
-        return "the call has more tokens, keys, sequences or heads than the kernel can count; split the batch"
     return None
 
 
@@ -125,17 +132,6 @@ class AppendLaunch:
                 f"got {target.arch / 10}; use a cache of float8_e5m2, or implementation='xla'"
             )
         known = self._scalars_and_constants(target)
-        arguments: dict[str, Argument] = {}
-        for parameter in append_kernel.arg_names:
-            name = parameter.removeprefix("p_")
-            if parameter in known:
-                arguments[parameter] = known[parameter]
-            elif name in self.output_names:
-                arguments[parameter] = Pointer("output", self.output_names.index(name))
-            elif name in self.input_names:
-                arguments[parameter] = Pointer("input", self.input_names.index(name))
-            else:
-                arguments[parameter] = Constexpr(None)
         programs = self._row_tiles + problem.batch * problem.max_completed
         return LaunchPlan(
             name=self.name,
@@ -143,7 +139,7 @@ class AppendLaunch:
             grid=(max(programs, 1), problem.key_heads, 1),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=arguments,
+            arguments=named_arguments(append_kernel, known, self.input_names, self.output_names),
             options=CompileOptions(num_warps=1 if self._rows == 1 and problem.block_size is None else 4),
             aliases=tuple((self.input_names.index(name), position) for position, name in enumerate(self.output_names)),
         )
