@@ -4,12 +4,13 @@ import argparse
 from pathlib import Path
 
 from blockdiag.bench.moba_plots import draw_moba
+from blockdiag.bench.paged_plots import draw_paged
 from blockdiag.bench.plots import draw_all
-from blockdiag.bench.records import ErrorRow, MoBATiming, Timing, read_rows
+from blockdiag.bench.records import ErrorRow, MoBATiming, PagedTiming, Timing, read_rows
 
 
 def main() -> None:
-    """Read block_diagonal.csv, block_diagonal_errors.csv and moba.csv of a folder and write PNG files beside them."""
+    """Read the CSV files of a folder, block_diagonal.csv and those that there are, and write PNG files beside them."""
     parser = argparse.ArgumentParser(description="Draw figures from the CSV files of `python -m blockdiag bench`.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "results")
     folder = parser.parse_args().folder
@@ -21,6 +22,9 @@ def main() -> None:
         print(path)
     moba = folder / "moba.csv"
     for path in draw_moba(read_rows(moba, MoBATiming), folder) if moba.exists() else []:
+        print(path)
+    paged = folder / "paged.csv"
+    for path in draw_paged(read_rows(paged, PagedTiming), folder) if paged.exists() else []:
         print(path)
 
 

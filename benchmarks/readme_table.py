@@ -1,4 +1,4 @@
-"""Writes the figures that README.md and docs/moba.md give, from the benchmark's CSV files.
+"""Writes the figures that README.md, docs/moba.md and docs/decode.md give, from the benchmark's CSV files.
 
 python benchmarks/readme_table.py            # rewrites the sections of these pages between their markers
 python benchmarks/readme_table.py --check    # fails if a section is not what the CSV files say
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdiag.bench.records import MoBATiming, Timing, read_rows
+from blockdiag.bench.records import MoBATiming, PagedTiming, Timing, read_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -223,6 +223,151 @@ def _dense_time(ours: MoBATiming, times: MoBATimes) -> float | None:
     return found["fwd"] + found["bwd"] if {"fwd", "bwd"} <= found.keys() else None
 
 
+# Paged decode: dtypes of the cache, sizes of pages, and what is compared with.
+CACHES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+PAGE_SIZES = (1, 16, 64)
+FLASHINFER = "flashinfer-recorded"
+DENSE_CACHES = {
+    "torch-fa2": "FlashAttention 2 (SDPA)",
+    "torch-cudnn": "cuDNN (SDPA)",
+    "jax-cudnn": "cuDNN (`jax.nn`)",
+}
+
+type PagedTimes = Mapping[tuple[str, str, str, int | None], PagedTiming]
+
+
+def decode_section(rows: Iterable[PagedTiming]) -> str:
+    """The text between the markers of docs/decode.md: tables of decode and of splits, and the other groups in words."""
+    timed = [row for row in rows if row.median_us is not None]
+    times: PagedTimes = {
+        (row.implementation, row.workload, row.cache, row.page_size): row for row in timed if row.group == "decode"
+    }
+    workloads = list(dict.fromkeys(key[1] for key in times if key[0] == NATIVE))
+    if not workloads:
+        raise ValueError(f"the results hold no decode times of {NATIVE!r}; run python -m blockdiag bench paged")
+    first = next(row for key, row in times.items() if key[0] == NATIVE)
+    origin = (
+        f"One bfloat16 query of each sequence, {first.query_heads} heads and {first.key_heads} key heads of "
+        f"{first.head_dim}, pages in random order, none shared; medians in us of `benchmarks/results/paged.csv`, "
+        f"native launches replayed as CUDA graphs. {first.device}, driver {first.driver}, torch {first.torch}, "
+        f"Triton {first.triton}, {first.date}. The same run read 4 GiB at {first.read_tb_per_s:.2f} TB/s; the floor is "
+        "the cache read once at that rate. FlashInfer 0.7.2 as recorded on an H200:"
+    )
+    headings = [f"pages of {size}" for size in PAGE_SIZES]
+    headings += ["TB/s, pages of 64", "floor", "through `jax.jit`", "FlashInfer, pages of 1 / 16 / 64"]
+    lines = [
+        _filled(origin),
+        "",
+        "| sequences, keys of each | cache | " + " | ".join(headings) + " |",
+        "|---" * 9 + "|",
+    ]
+    for workload in workloads:
+        for cache in CACHES:
+            ours = [times.get((NATIVE, workload, cache, size)) for size in PAGE_SIZES]
+            known = next((row for row in ours if row is not None), None)
+            if known is not None:
+                cells = [f"{known.batch}, {known.kv_length:,}", cache, *map(_microseconds, ours)]
+                cells.append("-" if ours[-1] is None else f"{ours[-1].tb_per_s:.2f}")
+                cells += [f"{known.floor_us:.1f}", _microseconds(times.get((OURS, workload, cache, PAGE_SIZES[-1])))]
+                flash = [times.get((FLASHINFER, workload, cache, size)) for size in PAGE_SIZES]
+                cells.append(" / ".join(map(_microseconds, flash)) if any(flash) else "-")
+                lines.append("| " + " | ".join(cells) + " |")
+    others = [
+        _dense_caches(times, workloads),
+        _short_caches(timed),
+        _drafts(timed),
+        _moba_decode(timed),
+        _appends(timed),
+    ]
+    for text in filter(None, others):
+        lines += ["", _filled(text)]
+    return "\n".join([*lines, *_splits_lines(timed)])
+
+
+def _microseconds(row: PagedTiming | None) -> str:
+    return "-" if row is None else f"{row.median_us:.1f}"
+
+
+def _dense_caches(times: PagedTimes, workloads: Iterable[str]) -> str | None:
+    """What attention without pages takes."""
+    found = []
+    for name, title in DENSE_CACHES.items():
+        rows = [
+            times[name, workload, "bfloat16", None]
+            for workload in workloads
+            if (name, workload, "bfloat16", None) in times
+        ]
+        if rows:
+            each = ", ".join(f"{row.median_us:.0f} us ({row.batch}, {row.kv_length:,})" for row in rows)
+            found.append(f"{title} {each}")
+    return f"On a contiguous cache of bfloat16, in the same process: {'; '.join(found)}." if found else None
+
+
+def _of_group(rows: Iterable[PagedTiming], group: str) -> list[PagedTiming]:
+    return [row for row in rows if row.group == group and row.implementation == NATIVE]
+
+
+def _short_caches(rows: Iterable[PagedTiming]) -> str | None:
+    """One sequence with few keys, cache in the L2 and in memory."""
+    parts = []
+    for kind, where in (("in_l2", "where the cache is in the L2"), ("in_memory", "where it is not")):
+        found = [row for row in _of_group(rows, "short") if (row.cache, row.page_size) == ("bfloat16", 64)]
+        found = sorted((row for row in found if row.case.endswith(kind)), key=lambda row: row.kv_length)
+        if found:
+            times = ", ".join(f"{row.median_us:.1f} us for {row.kv_length:,} keys" for row in found)
+            parts.append(f"{times} {where}")
+    return f"One sequence, bfloat16, pages of 64: {'; '.join(parts)}." if parts else None
+
+
+def _drafts(rows: Iterable[PagedTiming]) -> str | None:
+    """Several queries of each sequence over one."""
+    found = _of_group(rows, "speculative")
+    single = {(row.workload, row.cache): row.median_us for row in found if row.query_tokens == 1}
+    parts = [
+        f"{row.median_us / single[row.workload, row.cache]:.2f} times for T = {row.query_tokens} ({row.batch}, "
+        f"{row.kv_length:,}, {row.cache})"
+        for row in found
+        if row.query_tokens > 1 and (row.workload, row.cache) in single
+    ]
+    return f"Several queries of each sequence take, over one: {', '.join(parts)}." if parts else None
+
+
+def _moba_decode(rows: Iterable[PagedTiming]) -> str | None:
+    found = _of_group(rows, "moba")
+    parts = [f"{row.median_us:.1f} us ({row.cache}, pages of {row.page_size})" for row in found]
+    if not parts:
+        return None
+    return f"MoBA with blocks of 128 and `top_k=8` over {found[0].kv_length:,} keys: {', '.join(parts)}."
+
+
+def _appends(rows: Iterable[PagedTiming]) -> str | None:
+    found = _of_group(rows, "append")
+    scales = {"none": "", "head": ", given scales", "token": ", scales of each token"}
+    parts = [f"{row.median_us:.1f} us ({row.cache}{scales[row.scales]}, pages of {row.page_size})" for row in found]
+    return f"Appending one token to each of {found[0].batch} sequences: {', '.join(parts)}." if parts else None
+
+
+def _splits_lines(rows: Iterable[PagedTiming]) -> list[str]:
+    """The table of splits: a column for each workload and cache, what the library chooses in brackets."""
+    found = _of_group(rows, "splits")
+    columns = list(dict.fromkeys((row.workload, row.cache) for row in found))
+    if not columns:
+        return []
+    first = {column: next(row for row in found if (row.workload, row.cache) == column) for column in columns}
+    headings = [f"{row.batch}, {row.kv_length:,}, {row.cache}" for row in first.values()]
+    lines = ["", "By splits, in us, pages of 64; in brackets what the library chooses:", ""]
+    lines += ["| splits | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
+    for splits in sorted({row.splits for row in found}):
+        here = {(row.workload, row.cache): row for row in found if row.splits == splits and not row.is_chosen}
+        chosen = {(row.workload, row.cache): row for row in found if row.splits == splits and row.is_chosen}
+        cells = [
+            f"[{_microseconds(chosen[column])}]" if column in chosen else _microseconds(here.get(column))
+            for column in columns
+        ]
+        lines.append(f"| {splits} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def _filled(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
@@ -248,6 +393,7 @@ SECTIONS = (
     Section(ROOT / "README.md", "figures", RESULTS / "block_diagonal.csv", Timing, section),
     Section(ROOT / "README.md", "moba", RESULTS / "moba.csv", MoBATiming, moba_sentence),
     Section(ROOT / "docs" / "moba.md", "moba", RESULTS / "moba.csv", MoBATiming, moba_section),
+    Section(ROOT / "docs" / "decode.md", "decode", RESULTS / "paged.csv", PagedTiming, decode_section),
 )
 
 
@@ -265,7 +411,9 @@ def generate() -> dict[Path, str]:
     pages: dict[Path, str] = {}
     for one in SECTIONS:
         page = pages.get(one.page) or one.page.read_text(encoding="utf-8")
-        pages[one.page] = with_section(page, one.name, one.write(read_rows(one.results, one.kind)))
+        # What was not measured yet has an empty section.
+        text = one.write(read_rows(one.results, one.kind)) if one.results.exists() else ""
+        pages[one.page] = with_section(page, one.name, text)
     return pages
 
 

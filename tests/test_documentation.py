@@ -8,12 +8,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from blockdiag.bench.records import MoBATiming, Timing, read_rows, write_rows
+from blockdiag.bench.records import MoBATiming, PagedTiming, Timing, read_rows, write_rows
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# test_examples_ranking.py runs the ranking models.
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if "ranking" not in path.stem)
+# test_examples_ranking.py runs the ranking models, test_examples_decode.py the one that generates text.
+LONG_EXAMPLES = ("ranking_data", "ranking_model", "torch_ranking_model", "decode")
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in LONG_EXAMPLES)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -144,6 +145,60 @@ def test_sentence_of_moba(readme_table):
         readme_table["moba_sentence"](rows[:1])
 
 
+def paged_timing(group, case, median_us, implementation="triton-torch", **fields):
+    where = dict.fromkeys(("driver", "jax", "jaxlib", "torch", "triton", "date"), "1.0")
+    shape = {"batch": 1, "kv_length": 131072, "query_tokens": 1, "query_heads": 32, "key_heads": 8, "head_dim": 128}
+    usual = {"workload": "b1_128k", "cache": "bfloat16", "scales": "none", "page_size": 64, "device": "A GPU"}
+    roof = {"tb_per_s": 4.0, "read_tb_per_s": 4.5, "floor_us": 119.3}
+    return PagedTiming(
+        op="paged",
+        group=group,
+        case=case,
+        implementation=implementation,
+        median_us=median_us,
+        **{**shape, **usual, **roof, **where, **fields},
+    )
+
+
+def test_table_of_decode(readme_table):
+    rows = [
+        paged_timing("decode", "p1", 131.04, page_size=1),
+        paged_timing("decode", "p64", 130.0),
+        paged_timing("decode", "p64", 133.0, "triton"),
+        paged_timing("decode", "p64", 139.7, "flashinfer-recorded", device="recorded"),
+        paged_timing("decode", "contiguous", 170.2, "torch-fa2", page_size=None),
+        paged_timing("decode", "failed", None, "jax-cudnn", page_size=None),
+        paged_timing("short", "b1_1k_in_l2", 7.04, kv_length=1024),
+        paged_timing("speculative", "t1", 100.0),
+        paged_timing("speculative", "t4", 110.0, query_tokens=4),
+        paged_timing("moba", "m", 12.0, page_size=16),
+        paged_timing("append", "a", 3.0, batch=32, scales="head"),
+        paged_timing("splits", "s32", 130.0, splits=32, is_chosen=0),
+        paged_timing("splits", "chosen", 129.0, splits=32, is_chosen=1),
+        paged_timing("splits", "s1", 600.0, splits=1, is_chosen=0),
+    ]
+    text = " ".join(readme_table["decode_section"](rows).split())
+    assert "A GPU" in text and "4.50 TB/s" in text
+    assert "| 1, 131,072 | bfloat16 | 131.0 | - | 130.0 | 4.00 | 119.3 | 133.0 | - / - / 139.7 |" in text
+    assert "FlashAttention 2 (SDPA) 170 us (1, 131,072)." in text
+    assert "7.0 us for 1,024 keys where the cache is in the L2." in text
+    assert "1.10 times for T = 4 (1, 131,072, bfloat16)." in text
+    assert "12.0 us (bfloat16, pages of 16)." in text
+    assert "3.0 us (bfloat16, given scales, pages of 64)." in text
+    assert text.endswith("| 1 | 600.0 | | 32 | [129.0] |")
+    with pytest.raises(ValueError, match="bench paged"):
+        readme_table["decode_section"](rows[2:])
+
+
+def test_a_section_without_results_is_empty(readme_table, monkeypatch, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- decode:start -->\nold\n<!-- decode:end -->\n")
+    one = replace(readme_table["SECTIONS"][-1], page=page, results=tmp_path / "none.csv")
+    monkeypatch.setitem(readme_table["main"].__globals__, "SECTIONS", (one,))
+    readme_table["main"]([])
+    assert page.read_text() == "before\n<!-- decode:start -->\n\n<!-- decode:end -->\n"
+
+
 def test_sections_go_between_their_markers(readme_table):
     page = "before\n<!-- one:start -->\nold\n<!-- one:end -->\nafter <!-- two:start --><!-- two:end -->\n"
     changed = readme_table["with_section"](page, "one", "new")
@@ -160,8 +215,11 @@ def test_pages_that_show_other_figures_are_found(readme_table, monkeypatch, tmp_
     """For each section alone, as if every time had been measured a tenth longer."""
     main, sections = readme_table["main"], readme_table["SECTIONS"]
     for one in sections:
-        rows = read_rows(one.results, one.kind)
-        slower = [replace(row, median_ms=None if row.median_ms is None else 1.1 * row.median_ms) for row in rows]
+        if not one.results.exists():
+            continue
+        rows, field = read_rows(one.results, one.kind), "median_us" if one.kind is PagedTiming else "median_ms"
+        medians = [getattr(row, field) for row in rows]
+        slower = [replace(row, **{field: None if x is None else 1.1 * x}) for row, x in zip(rows, medians, strict=True)]
         results = tmp_path / one.results.name
         write_rows(results, one.kind, slower)
         monkeypatch.setitem(main.__globals__, "SECTIONS", (replace(one, results=results),))
