@@ -17,10 +17,10 @@ from blockdiag._differentiation import not_differentiable, on_common_axes
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._folding import fold_rows
 from blockdiag._paged_folding import fold_paged
-from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec
+from blockdiag._paged_scales import canonical_scales
+from blockdiag._sharding import call_on_shards, check_pages_spec, explicit_axes, operand_spec
 from blockdiag.dispatch import MOBA_PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_paged_problem import MoBAPagedProblem
-from blockdiag.paged import _by_head, _check_pages_spec
 
 
 @overload
@@ -190,7 +190,7 @@ def _attention_on_shards(call: Call, arrays: dict[str, Any], options: dict[str, 
     pool_rows = rows if arrays["page_table"] is None else None
     pages = P(pool_rows, None, heads, None)
     for name in ("key_pages", "value_pages"):
-        _check_pages_spec(name, arrays[name], pages)
+        check_pages_spec(name, arrays[name], pages)
     by_rank = {0: P(), 2: P(rows, heads), 3: P(pool_rows, None, heads)}
     known = dict(
         query=spec,
@@ -221,12 +221,7 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
     if problem.batch == 0 or problem.query_tokens == 0:
         rows, wide = query.shape[:-1], accumulation_dtype(query.dtype)
         return jnp.zeros((*rows, problem.value_dim), problem.output_dtype), jnp.full(rows, -jnp.inf, wide)
-    by_head = (problem.batch, problem.key_heads)
-    score_scale = None
-    if problem.has_score_scale:
-        key_scale = arrays["key_scale"] if problem.key_scale == "none" else None
-        score_scale = _by_head(key_scale, by_head) * _by_head(arrays["query_scale"], by_head)
-    value_scale = arrays["value_scale"]
+    scales = canonical_scales(problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale")))
     operands = (
         query,
         arrays["key_pages"],
@@ -234,9 +229,7 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
         arrays["page_table"],
         arrays["kv_lengths"],
         arrays["query_lengths"],
-        score_scale,
-        arrays["key_scale"] if problem.key_scale == "token" else None,
-        _by_head(value_scale, by_head) if problem.value_scale == "head" else value_scale,
+        *scales,
         arrays["key_centroids"],
     )
     return _mappable(call)(*on_common_axes(*operands))

@@ -14,7 +14,8 @@ from blockdiag._describe_paged import describe_paged_call, with_chosen_splits
 from blockdiag._differentiation import not_differentiable, on_common_axes
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._paged_folding import fold_paged
-from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated
+from blockdiag._paged_scales import canonical_scales
+from blockdiag._sharding import call_on_shards, check_pages_spec, explicit_axes, operand_spec, replicated
 from blockdiag.dispatch import PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.paged_problem import PagedProblem
 
@@ -307,7 +308,7 @@ def _attention_on_shards(call: Call, arrays: dict[str, Any], options: dict[str, 
     pool_rows = rows if arrays["page_table"] is None else None
     pages = P(pool_rows, None, heads, None)
     for name in ("key_pages", "value_pages"):
-        _check_pages_spec(name, arrays[name], pages)
+        check_pages_spec(name, arrays[name], pages)
     by_rank = {0: P(), 2: P(rows, heads), 3: P(pool_rows, None, heads)}
     known = dict(
         query=spec,
@@ -331,17 +332,6 @@ def _attention_on_shards(call: Call, arrays: dict[str, Any], options: dict[str, 
     return call_on_shards(attend, tuple(arrays.values()), specs, (spec, P(*spec[:-1])))
 
 
-def _check_pages_spec(name: str, pages: Array, wanted: P) -> None:
-    """Pages may be sharded as `wanted`, or not at all: anything else would copy a pool between devices."""
-    spec = tuple(jax.typeof(pages).sharding.spec)
-    spec = (*spec, *[None] * (4 - len(spec)))
-    if any(axis is not None and axis != allowed for axis, allowed in zip(spec, wanted, strict=True)):
-        raise ValueError(
-            f"`{name}` must be sharded as `query` is, {wanted}, got {P(*spec)} for shape {pages.shape}; use "
-            "jax.sharding.reshard, or call inside jax.shard_map where each device has a pool of its own"
-        )
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
     """The array part of the public function, compiled as one program where the caller does not compile it."""
@@ -353,12 +343,7 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
         return jnp.zeros((*rows, problem.value_dim), problem.output_dtype), jnp.full(rows, -jnp.inf, wide)
     if offsets is not None:
         query, query_lengths = _unpack(problem, query, offsets)
-    by_head = (problem.batch, problem.key_heads)
-    score_scale = None
-    if problem.has_score_scale:
-        key_scale = arrays["key_scale"] if problem.key_scale == "none" else None
-        score_scale = _by_head(key_scale, by_head) * _by_head(arrays["query_scale"], by_head)
-    value_scale = arrays["value_scale"]
+    scales = canonical_scales(problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale")))
     operands = (
         query,
         arrays["key_pages"],
@@ -367,18 +352,10 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
         arrays["kv_lengths"],
         query_lengths,
         arrays["sinks"],
-        score_scale,
-        arrays["key_scale"] if problem.key_scale == "token" else None,
-        _by_head(value_scale, by_head) if problem.value_scale == "head" else value_scale,
+        *scales,
     )
     output, log_sum = _mappable(call)(*on_common_axes(*operands))
     return (output, log_sum) if offsets is None else _pack(problem, output, log_sum, arrays["query"].shape[0], offsets)
-
-
-def _by_head(scale: Array | None, shape: tuple[int, int]) -> Array:
-    """A scale [] or [B, K] as [B, K]; 1 for none."""
-    scale = jnp.ones((), jnp.float32) if scale is None else scale
-    return jnp.broadcast_to(scale if scale.ndim else scale[None, None], shape)
 
 
 def _clipped(offsets: Array, rows: int) -> Array:

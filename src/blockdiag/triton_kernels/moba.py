@@ -14,10 +14,10 @@ from blockdiag.triton_kernels.plan import (
     CompileOptions,
     Constexpr,
     LaunchPlan,
-    Pointer,
     Scalar,
     Target,
     TensorSpec,
+    named_arguments,
 )
 
 Kind = Literal[
@@ -140,25 +140,13 @@ class MoBALaunch:
         kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.{module}"), name)
         config = hopper or config_of(self.problem, self.kind, target.arch)
         known = self._scalars(config) | self._constants(config)
-        arguments: dict[str, Argument] = {}
-        for parameter in kernel.arg_names:
-            if parameter in known:
-                arguments[parameter] = known[parameter]
-                continue
-            name = parameter.removeprefix("p_")
-            if name in self.output_names:
-                arguments[parameter] = Pointer("output", self.output_names.index(name))
-            elif name in self.input_names:
-                arguments[parameter] = Pointer("input", self.input_names.index(name))
-            else:
-                arguments[parameter] = Constexpr(None)
         return LaunchPlan(
             name=self.name,
             kernel=kernel,
             grid=self._grid(config),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=arguments,
+            arguments=named_arguments(kernel, known, self.input_names, self.output_names),
             options=CompileOptions(
                 num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
             ),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.triton_kernels import paged
@@ -13,10 +13,10 @@ from blockdiag.triton_kernels.plan import (
     CompileOptions,
     Constexpr,
     LaunchPlan,
-    Pointer,
     Scalar,
     Target,
     TensorSpec,
+    named_arguments,
 )
 
 Kind = Literal["scores", "choose", "blocks"]
@@ -196,21 +196,6 @@ class MoBAPagedLaunch:
             grid=grid,
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=self._arguments(kernel, known),
+            arguments=named_arguments(kernel, known, self.input_names, self.output_names),
             options=CompileOptions(num_warps=num_warps, num_stages=1),
         )
-
-    def _arguments(self, kernel: Any, known: dict[str, Argument]) -> dict[str, Argument]:
-        """Of every parameter of the kernel; absent arrays are None."""
-        result: dict[str, Argument] = {}
-        for parameter in kernel.arg_names:
-            name = parameter.removeprefix("p_")
-            if parameter in known:
-                result[parameter] = known[parameter]
-            elif name in self.output_names:
-                result[parameter] = Pointer("output", self.output_names.index(name))
-            elif name in self.input_names:
-                result[parameter] = Pointer("input", self.input_names.index(name))
-            else:
-                result[parameter] = Constexpr(None)
-        return result

@@ -11,10 +11,10 @@ from blockdiag.triton_kernels.plan import (
     CompileOptions,
     Constexpr,
     LaunchPlan,
-    Pointer,
     Scalar,
     Target,
     TensorSpec,
+    named_arguments,
 )
 
 Kind = Literal["splits", "merge"]
@@ -221,7 +221,7 @@ class PagedLaunch:
             grid=(max(1, problem.num_splits * row_tiles), problem.key_heads, problem.batch),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=self._arguments(paged_splits, known),
+            arguments=named_arguments(paged_splits, known, self.input_names, self.output_names),
             options=CompileOptions(num_warps=config.num_warps, num_stages=config.loop_stages),
         )
 
@@ -247,21 +247,6 @@ class PagedLaunch:
             grid=(max(1, rows), 1, 1),
             inputs=self.inputs,
             outputs=self.outputs,
-            arguments=self._arguments(paged_merge, known),
+            arguments=named_arguments(paged_merge, known, self.input_names, self.output_names),
             options=CompileOptions(num_warps=4),
         )
-
-    def _arguments(self, kernel: Any, known: dict[str, Argument]) -> dict[str, Argument]:
-        """Of every parameter of the kernel; absent arrays are None."""
-        result: dict[str, Argument] = {}
-        for parameter in kernel.arg_names:
-            name = parameter.removeprefix("p_")
-            if parameter in known:
-                result[parameter] = known[parameter]
-            elif name in self.output_names:
-                result[parameter] = Pointer("output", self.output_names.index(name))
-            elif name in self.input_names:
-                result[parameter] = Pointer("input", self.input_names.index(name))
-            else:
-                result[parameter] = Constexpr(None)
-        return result

@@ -5,7 +5,7 @@ jax, torch nor triton, so that each consumer (the JAX call, the torch launch, th
 reads the same data and launches the same kernel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -152,6 +152,26 @@ class LaunchPlan:
     arguments: Mapping[str, Argument]
     options: CompileOptions = field(default_factory=CompileOptions)
     aliases: tuple[tuple[int, int], ...] = ()
+
+
+def named_arguments(
+    kernel: Any, known: Mapping[str, Argument], input_names: Sequence[str], output_names: Sequence[str]
+) -> dict[str, Argument]:
+    """Of every parameter of a kernel what to pass: a known scalar or constant, or the array that the parameter is named
+    after, with or without `p_`; None for an array that the call does not have. What is both read and written is meant
+    as the output."""
+    arguments: dict[str, Argument] = {}
+    for parameter in kernel.arg_names:
+        name = parameter.removeprefix("p_")
+        if parameter in known:
+            arguments[parameter] = known[parameter]
+        elif name in output_names:
+            arguments[parameter] = Pointer("output", output_names.index(name))
+        elif name in input_names:
+            arguments[parameter] = Pointer("input", input_names.index(name))
+        else:
+            arguments[parameter] = Constexpr(None)
+    return arguments
 
 
 @runtime_checkable
