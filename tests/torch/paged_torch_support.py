@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import pytest
 import torch
 
 from blockdiag.torch import paged_attention
@@ -30,6 +31,16 @@ CASES = {
 def to_tensors(arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     """Arguments of a function of JAX with tensors in place of arrays."""
     return {name: to_tensor(x, device) if isinstance(x, jax.Array) else x for name, x in arguments.items()}
+
+
+def messages_of_mistakes(functions: Any, converted: Any) -> list[str]:
+    """What functions of JAX and of torch say of the same wrong arguments, dtypes named alike."""
+    messages = []
+    for function, arguments in zip(functions, converted, strict=True):
+        with pytest.raises(ValueError) as caught:
+            function(**arguments)
+        messages.append(str(caught.value).replace("torch.", ""))
+    return messages
 
 
 def arguments_of(case: PagedCase, device: str = "cpu") -> dict[str, Any]:

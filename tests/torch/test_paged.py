@@ -1,11 +1,9 @@
 """Paged attention in torch on the CPU: values, the native path interpreted, and what torch does with operators."""
 
-import contextlib
 import dataclasses
 import functools
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +20,13 @@ from tests.torch.paged_torch_support import (  # noqa: E402
     CASES,
     arguments_of,
     as_arrays,
+    messages_of_mistakes,
     operator_arguments,
     packed_arguments_of,
     results_of,
     to_tensors,
 )
-from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
+from tests.torch.torch_support import assert_same_bits, to_tensor  # noqa: E402
 
 OPERATORS = torch.ops.blockdiag
 
@@ -96,52 +95,25 @@ def test_the_residual_on_request_only():
 # --- the native path, with Triton's interpreter in place of the launcher ------------------------------------------
 
 
-@pytest.fixture
-def interpreted_kernels(monkeypatch):
-    """The module of the native path."""
-    pytest.importorskip("triton")
-    from blockdiag.interop.interpreter import interpret
-    from blockdiag.torch import _paged_native
-    from blockdiag.triton_kernels.plan import Target
-
-    def bound_launch(spec, device_index):
-        if hasattr(spec, "is_portable"):
-            spec = dataclasses.replace(spec, is_portable=True)
-
-        def launch(tensors):
-            arrays = [to_numpy(x).reshape(expected.shape) for x, expected in zip(tensors, spec.inputs, strict=True)]
-            return tuple(map(to_tensor, interpret(spec, *arrays, target=Target.for_arch(90))))
-
-        return launch
-
-    monkeypatch.setattr(_paged_native, "bound_launch", bound_launch)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    yield _paged_native
-    _paged_native._prepared.clear()
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_the_native_path_in_the_interpreter(interpreted_kernels, name):
+def test_the_native_path_in_the_interpreter(interpreted_paged_kernels, name):
     case = CASES[name]
     arguments = operator_arguments(arguments_of(case))
-    assert_accurate(case, as_arrays(interpreted_kernels.attend(arguments)))
+    assert_accurate(case, as_arrays(interpreted_paged_kernels.attend(arguments)))
 
 
-def test_packed_queries_natively(interpreted_kernels):
+def test_packed_queries_natively(interpreted_paged_kernels):
     case = CASES["everything"]
     arguments, is_row = packed_arguments_of(case)
-    expected = interpreted_kernels.attend(operator_arguments(arguments_of(case)))
+    expected = interpreted_paged_kernels.attend(operator_arguments(arguments_of(case)))
     for longest in (None, 3):
         call = operator_arguments(arguments | {"max_query_length": longest})
-        output, log_sum = interpreted_kernels.attend(call)
+        output, log_sum = interpreted_paged_kernels.attend(call)
         assert_same_bits((output[:-2], log_sum[:-2]), [x[is_row] for x in expected])
         assert not output[-2:].any() and log_sum[-2:].isneginf().all()
 
 
-def test_wild_offsets_natively(interpreted_kernels, monkeypatch):
+def test_wild_offsets_natively(interpreted_paged_kernels, monkeypatch):
     """What a GPU does, where values are not known: clipped, and NaN for a sequence that is too long."""
     from blockdiag import _describe_paged, _validate
 
@@ -153,7 +125,7 @@ def test_wild_offsets_natively(interpreted_kernels, monkeypatch):
 
     def attend(*offsets):
         call = arguments | {"query_offsets": torch.tensor(offsets, dtype=torch.int32), "max_query_length": 2}
-        return interpreted_kernels.attend(operator_arguments(call))
+        return interpreted_paged_kernels.attend(operator_arguments(call))
 
     output, log_sum = attend(0, 1, 4, 6)
     is_bad = torch.tensor([False, True, True, True, False, False])
@@ -161,43 +133,43 @@ def test_wild_offsets_natively(interpreted_kernels, monkeypatch):
     assert_same_bits(attend(-3, 2, 1, 99)[:1], attend(0, 2, 2, 6)[:1])
 
 
-def test_scales_natively(interpreted_kernels):
+def test_scales_natively(interpreted_paged_kernels):
     """Numbers, tensors [] and [B, K], and products of those of keys and of queries."""
     arguments = to_tensors(simple_arguments())
     by_head = torch.tensor([[1.0, 2.0], [0.5, 3.0]])
     pairs = [(1.5, 2.0), (torch.tensor(1.5), 2.0), (torch.tensor(1.5), torch.full((2, 2), 2.0)), (3.0, None), (None, 3)]
     results = [
-        interpreted_kernels.attend(operator_arguments(arguments | dict(key_scale=key, query_scale=query)))
+        interpreted_paged_kernels.attend(operator_arguments(arguments | dict(key_scale=key, query_scale=query)))
         for key, query in pairs
     ]
     for actual in results:
         assert_same_bits(actual, results[0])
     one, other = (
-        interpreted_kernels.attend(operator_arguments(arguments | scales))
+        interpreted_paged_kernels.attend(operator_arguments(arguments | scales))
         for scales in (dict(key_scale=by_head, query_scale=2.0, value_scale=2.0), dict(key_scale=2 * by_head))
     )
     torch.testing.assert_close(one[0], 2 * other[0])
     torch.testing.assert_close(one[1], other[1])
 
 
-def test_lengths_are_no_part_of_what_is_remembered(interpreted_kernels):
+def test_lengths_are_no_part_of_what_is_remembered(interpreted_paged_kernels):
     arguments = operator_arguments(to_tensors(simple_arguments()))
-    interpreted_kernels.attend(arguments)
-    interpreted_kernels.attend(operator_arguments(to_tensors(simple_arguments(seed=4))))
-    assert len(interpreted_kernels._prepared._calls) == 1
-    interpreted_kernels.attend(arguments._replace(logits_soft_cap=3.0))
+    interpreted_paged_kernels.attend(arguments)
+    interpreted_paged_kernels.attend(operator_arguments(to_tensors(simple_arguments(seed=4))))
+    assert len(interpreted_paged_kernels._prepared._calls) == 1
+    interpreted_paged_kernels.attend(arguments._replace(logits_soft_cap=3.0))
     # To a dictionary True and 1.0 are the same.
-    interpreted_kernels.attend(arguments._replace(scale=1.0))
+    interpreted_paged_kernels.attend(arguments._replace(scale=1.0))
     with pytest.raises(ValueError, match="`scale` must be a positive number"):
-        interpreted_kernels.attend(arguments._replace(scale=True))
-    assert len(interpreted_kernels._prepared._calls) == 3
+        interpreted_paged_kernels.attend(arguments._replace(scale=True))
+    assert len(interpreted_paged_kernels._prepared._calls) == 3
 
 
 @pytest.mark.parametrize(
     ("batch", "tokens", "pages", "columns", "rows"),
     [(0, 1, 7, 3, None), (2, 0, 7, 3, None), (2, 1, 0, 3, None), (2, 1, 7, 0, None), (2, None, 7, 3, 0)],
 )
-def test_empty_calls(interpreted_kernels, batch, tokens, pages, columns, rows):
+def test_empty_calls(interpreted_paged_kernels, batch, tokens, pages, columns, rows):
     """Without sequences, queries, pages, columns of the table, or packed rows; natively and through JAX."""
     shape = (batch, tokens, 4, 8) if rows is None else (rows, 4, 8)
     integers = functools.partial(torch.zeros, dtype=torch.int32)
@@ -205,30 +177,30 @@ def test_empty_calls(interpreted_kernels, batch, tokens, pages, columns, rows):
     arguments |= dict(value_pages=torch.ones(pages, 4, 2, 24), page_table=integers(batch, columns))
     arguments |= dict(kv_lengths=integers(batch), value_scale=torch.ones(pages, 4, 2))
     arguments |= {} if rows is None else {"query_offsets": integers(batch + 1)}
-    results = interpreted_kernels.attend(operator_arguments(arguments))
+    results = interpreted_paged_kernels.attend(operator_arguments(arguments))
     assert_same_bits(results, paged_attention(**arguments, return_residual=True))
     assert results[0].shape == (*shape[:-1], 24) and not results[0].any() and results[1].isneginf().all()
 
 
-def test_no_keys_but_sinks(interpreted_kernels):
+def test_no_keys_but_sinks(interpreted_paged_kernels):
     arguments = to_tensors(simple_arguments(tokens=2)) | dict(
         page_table=torch.zeros(2, 0, dtype=torch.int32), kv_lengths=torch.zeros(2, dtype=torch.int32),
         query_lengths=torch.tensor([2, 1], dtype=torch.int32), sinks=torch.arange(4.0, dtype=torch.float16),
     )  # fmt: skip
-    results = interpreted_kernels.attend(operator_arguments(arguments))
+    results = interpreted_paged_kernels.attend(operator_arguments(arguments))
     assert_same_bits(results, paged_attention(**arguments, return_residual=True))
     assert torch.equal(results[1][0, 1], torch.arange(4.0)) and results[1][1, 1].isneginf().all()
 
 
-def test_what_kernels_cannot_read_as_it_is(interpreted_kernels):
+def test_what_kernels_cannot_read_as_it_is(interpreted_paged_kernels):
     """Queries are copied; caches, which would have to be copied for every call, are refused."""
     jax_arguments = simple_arguments(tokens=2)
     arguments = to_tensors(jax_arguments)
-    expected = interpreted_kernels.attend(operator_arguments(arguments))
+    expected = interpreted_paged_kernels.attend(operator_arguments(arguments))
     query = arguments["query"].transpose(1, 2).contiguous().transpose(1, 2)
     table = arguments["page_table"].t().contiguous().t()
     changes = {"query": query, "page_table": table}
-    assert_same_bits(interpreted_kernels.attend(operator_arguments(arguments | changes)), expected)
+    assert_same_bits(interpreted_paged_kernels.attend(operator_arguments(arguments | changes)), expected)
     pages = arguments["key_pages"]
     swapped = pages.transpose(1, 2).contiguous().transpose(1, 2)
     misaligned = torch.empty(pages.numel() + 1)[1:].view(pages.shape)
@@ -237,7 +209,7 @@ def test_what_kernels_cannot_read_as_it_is(interpreted_kernels):
         (misaligned, "must start at a multiple of 16"),
     ):
         with pytest.raises(ValueError, match=f"`key_pages` {message}"):
-            interpreted_kernels.attend(operator_arguments(arguments | {"key_pages": wrong}))
+            interpreted_paged_kernels.attend(operator_arguments(arguments | {"key_pages": wrong}))
     with pytest.raises(ValueError, match="`key_pages` must be contiguous"):
         paged_attention(**(arguments | {"key_pages": swapped}))
 
@@ -358,12 +330,10 @@ def test_meta_tensors():
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_those_of_jax(name):
     changes, _ = MISTAKES[name]
-    messages = []
-    for function, convert in ((blockdiag.paged_attention, dict), (paged_attention, to_tensors)):
-        with pytest.raises(ValueError) as caught:
-            function(**convert(GOOD | changes))
-        messages.append(str(caught.value).replace("torch.", ""))
-    assert messages[0] == messages[1]
+    arguments = GOOD | changes
+    functions = blockdiag.paged_attention, paged_attention
+    ours, other = messages_of_mistakes(functions, (arguments, to_tensors(arguments)))
+    assert ours == other
 
 
 def test_what_the_mistakes_start_from_is_right():

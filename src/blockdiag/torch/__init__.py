@@ -4,12 +4,14 @@ Importing this module imports no JAX; calls on the CPU, and calls that ask for i
 """
 
 from blockdiag.torch import _sharding
+from blockdiag.torch._append import append_to_pages as append_to_pages
 from blockdiag.torch._attention import block_diagonal_attention as block_diagonal_attention
 from blockdiag.torch._attention import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
 from blockdiag.torch._attention import fused_qkv_block_attention as fused_qkv_block_attention
 from blockdiag.torch._key_convolution import key_convolution as key_convolution
 from blockdiag.torch._moba import moba_attention as moba_attention
 from blockdiag.torch._moba import moba_routing as moba_routing
+from blockdiag.torch._moba_paged import moba_paged_attention as moba_paged_attention
 from blockdiag.torch._moba_routing import Routing as Routing
 from blockdiag.torch._paged import merge_attention_states as merge_attention_states
 from blockdiag.torch._paged import paged_attention as paged_attention

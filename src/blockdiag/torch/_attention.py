@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from blockdiag import _validate
 from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops registers the operators
 from blockdiag.torch._call import Arguments
-from blockdiag.torch._rotary import Rotary
+from blockdiag.torch._rotary import Rotary, rotary_of
 from blockdiag.triton_kernels.block_diagonal import takes_operands
 
 
@@ -206,13 +206,7 @@ def _call(
         is_native = takes_operands(str(operands[0].dtype).removeprefix("torch."), operands[0].shape[-1]) is None
     if forward_ad._current_level >= 0:
         _refuse_tangents(operands)
-    cos, sin, positions, letters = None, None, None, ""
-    if rotary is not None:
-        if not isinstance(rotary, Rotary):
-            raise ValueError(
-                f"`rotary` must be a blockdiag.torch.Rotary or None, got {type(rotary)}; wrap cos and sin tables"
-            )
-        cos, sin, positions, letters = rotary.cos, rotary.sin, rotary.positions, rotary.letters
+    (cos, sin, positions), letters = rotary_of(rotary)
     if type(operands[0]) is not torch.Tensor:
         tables: Any = (sequence_offsets, block_lengths, cos, sin, positions)
         sequence_offsets, block_lengths, cos, sin, positions = _sharding.prepare_sharded(operands[0], tables)

@@ -7,7 +7,7 @@ import torch
 from blockdiag import _validate
 from blockdiag._describe import describe_call
 from blockdiag.problem import BlockDiagonalProblem
-from blockdiag.torch._rotary import LETTERS, Rotary
+from blockdiag.torch._rotary import Rotary
 
 
 class Arguments(NamedTuple):
@@ -50,16 +50,7 @@ class Arguments(NamedTuple):
 
     def to_rotary(self) -> Rotary | None:
         """The rotary embedding that the operators' arguments stand for."""
-        if not self.rotary or self.cos is None or self.sin is None:
-            return None
-        return Rotary(
-            self.cos,
-            self.sin,
-            positions=self.positions,
-            per_token="t" in self.rotary,
-            interleaved="i" in self.rotary,
-            apply_to=tuple(name for letter, name in LETTERS.items() if letter in self.rotary),
-        )
+        return Rotary.from_letters(self.rotary, self.cos, self.sin, self.positions)
 
 
 class _Shape(NamedTuple):

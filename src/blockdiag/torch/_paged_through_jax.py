@@ -39,9 +39,10 @@ def given_names(implementation: str) -> tuple[str, ...] | None:
     return tuple(implementation.split(",")) if implementation else None
 
 
-def precision(operand: torch.Tensor) -> Any:
+def precision(*operands: torch.Tensor | None) -> Any:
     """JAX narrows float64 unless told not to."""
-    return jax.enable_x64(True) if operand.dtype == torch.float64 else contextlib.nullcontext()
+    is_wide = any(operand is not None and operand.dtype == torch.float64 for operand in operands)
+    return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
 def refuse_capture(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -52,6 +52,37 @@ class Rotary:
         letters = "".join(letter for letter, name in LETTERS.items() if name in self.apply_to)
         letters += ("i" if self.interleaved else "") + ("t" if self.per_token else "")
         object.__setattr__(self, "letters", letters)
+
+    @classmethod
+    def from_letters(
+        cls, letters: str, cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> "Rotary | None":
+        """The embedding that the arguments of an operator stand for; None for none."""
+        if not letters or cos is None or sin is None:
+            return None
+        return cls(
+            cos,
+            sin,
+            positions=positions,
+            per_token="t" in letters,
+            interleaved="i" in letters,
+            apply_to=tuple(name for letter, name in LETTERS.items() if letter in letters),
+        )
+
+
+def rotary_of(rotary: Any) -> tuple[tuple[Any, Any, Any], str]:
+    """Tensors (cos, sin, positions) and letters of a `rotary` argument, as operators take them.
+
+    Raises:
+        ValueError: it is neither a Rotary nor None.
+    """
+    if rotary is None:
+        return (None, None, None), ""
+    if not isinstance(rotary, Rotary):
+        raise ValueError(
+            f"`rotary` must be a blockdiag.torch.Rotary or None, got {type(rotary)}; wrap cos and sin tables"
+        )
+    return (rotary.cos, rotary.sin, rotary.positions), rotary.letters
 
 
 def rotary_tables(

@@ -1,0 +1,134 @@
+"""MoBA over a paged cache in torch on the CPU: values, the native path interpreted, and what torch does with it."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import blockdiag  # noqa: E402
+from blockdiag.torch import moba_paged_attention  # noqa: E402
+from blockdiag.torch._moba_paged import MoBAPagedArguments  # noqa: E402
+from tests.test_moba_paged import BAD, CASES, last_rows_of_moba  # noqa: E402
+from tests.torch.paged_torch_support import (  # noqa: E402
+    as_arrays,
+    messages_of_mistakes,
+    to_tensors,
+)
+from tests.torch.torch_support import assert_same_bits, to_tensor  # noqa: E402
+
+OPERATORS = torch.ops.blockdiag
+OPTIONS = {"block_size": 16, "top_k": 3}
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_functions():
+    yield
+    torch._dynamo.reset()
+
+
+def arguments_of(case, device="cpu"):
+    """Arguments of the public function."""
+    options = {"block_size": case.block_size, "top_k": case.top_k, "scale": case.paged.scale}
+    return to_tensors(case.arguments, device) | options
+
+
+def operator_arguments(arguments, implementation=""):
+    """What `torch.ops.blockdiag.moba_paged_attention` takes for a call."""
+    defaults = dict.fromkeys(MoBAPagedArguments._fields) | {"implementation": implementation}
+    return MoBAPagedArguments(**defaults | arguments)
+
+
+def small_arguments():
+    """Two sequences of 83 keys without NaN, four queries of each."""
+    arguments, _ = last_rows_of_moba(4)
+    return to_tensors(arguments) | OPTIONS
+
+
+def test_values():
+    case = CASES["e4m3, scales of tokens"]
+    case.check(as_arrays(moba_paged_attention(**arguments_of(case), return_residual=True)))
+
+
+@pytest.mark.parametrize("via", [None, "jax"])
+def test_last_rows_of_moba(via):
+    _, expected = last_rows_of_moba(4)
+    results = moba_paged_attention(**small_arguments(), via=via, implementation="reference", return_residual=True)
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, to_tensor(other), rtol=1e-5, atol=1e-5)
+    assert_same_bits([moba_paged_attention(**small_arguments(), implementation="reference")], results[:1])
+
+
+NATIVE = (
+    "pages of 16",
+    "pages of 3, edges of blocks, fewer queries",
+    "e4m3, scales of tokens",
+    "e5m2, scales of heads",
+    "eight bits",
+    "nothing",
+)
+
+
+@pytest.mark.usefixtures("interpreted_paged_kernels")
+@pytest.mark.parametrize("name", NATIVE)
+def test_the_native_path_in_the_interpreter(name):
+    from blockdiag.torch import _moba_paged_native
+
+    case = CASES[name]
+    case.check(as_arrays(_moba_paged_native.attend(operator_arguments(arguments_of(case)))))
+
+
+@pytest.mark.usefixtures("interpreted_paged_kernels")
+def test_empty_calls():
+    """No queries, and no pages."""
+    from blockdiag.torch import _moba_paged_native
+
+    arguments = small_arguments()
+    nothing = dict(key_pages=torch.zeros(2, 0, 2, 16), value_pages=torch.zeros(2, 0, 2, 8))
+    nothing |= dict(kv_lengths=torch.zeros(2, dtype=torch.int32), key_centroids=torch.zeros(2, 0, 2, 16))
+    for changes in ({"query": torch.zeros(2, 0, 4, 16)}, nothing):
+        results = _moba_paged_native.attend(operator_arguments(arguments | changes))
+        assert_same_bits(results, moba_paged_attention(**arguments | changes, return_residual=True))
+        assert not results[0].any() and results[1].isneginf().all()
+
+
+def test_operators_keep_their_promises():
+    arguments = operator_arguments(small_arguments() | {"key_scale": torch.tensor(2.0)})
+    torch.library.opcheck(OPERATORS.moba_paged_attention, tuple(arguments))
+    assert torch.Tag.cudagraph_unsafe not in OPERATORS.moba_paged_attention.default.tags
+    assert torch.Tag.cudagraph_unsafe in OPERATORS.moba_paged_attention_through_jax.default.tags
+
+
+def test_compiles_to_one_graph():
+    arguments = small_arguments()
+    compiled = torch.compile(moba_paged_attention, fullgraph=True, backend="aot_eager")
+    assert_same_bits([compiled(**arguments, value_scale=2.0)], [moba_paged_attention(**arguments, value_scale=2.0)])
+
+
+def test_derivatives_are_refused():
+    arguments = small_arguments()
+    arguments["query"].requires_grad_()
+    with pytest.raises(TypeError, match="moba_paged_attention is for inference and cannot be differentiated"):
+        moba_paged_attention(**arguments).sum().backward()
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_mistakes_are_those_of_jax(message):
+    arguments, _ = last_rows_of_moba(1)
+    arguments = arguments | OPTIONS | BAD[message]
+    functions = blockdiag.moba_paged_attention, moba_paged_attention
+    ours, other = messages_of_mistakes(functions, (arguments, to_tensors(arguments)))
+    assert ours == other
+
+
+def test_mistakes_of_torch():
+    arguments = small_arguments()
+    centroids = arguments["key_centroids"]
+    swapped = centroids.transpose(1, 2).contiguous().transpose(1, 2)
+    for changes, message in (
+        (dict(via="xla"), "`via` must be None or 'jax', got 'xla'"),
+        (dict(key_centroids=swapped), "`key_centroids` must be contiguous"),
+        (dict(key_centroids=centroids.to("meta")), "`key_centroids` must be on the device of `query`"),
+        (dict(query=arguments["query"].numpy()), "`query` must be a tensor"),
+        (dict(implementation="pallas"), "`implementation` must be None, one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moba_paged_attention(**arguments | changes)
