@@ -1,0 +1,124 @@
+"""Paged attention and MoBA over a paged cache on a GPU, from JAX: accurate, compiled once, and in place."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import append_to_pages, moba_paged_attention, paged_attention
+from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
+from tests.paged_support import PagedCase, assert_accurate
+from tests.test_moba_paged import CASES as MOBA_CASES
+
+pytestmark = pytest.mark.gpu
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+DECODE = PagedCase(
+    kv_lengths=(0, 1, 127, 128, 129, 700), query_heads=8, key_heads=2, head_dim=128, dtype="bfloat16", page_size=16
+)
+replace = functools.partial(dataclasses.replace, DECODE)
+CASES = {
+    "bfloat16, pages of 16": DECODE,
+    "bfloat16, pages of 1, split": replace(page_size=1, num_splits=5),
+    "float16, pages of 128, group of 71": replace(
+        dtype="float16", page_size=128, query_heads=71, key_heads=1, head_dim=64, kv_lengths=(129, 300)
+    ),
+    "e4m3, pages of 3, split": replace(cache_dtype=E4M3, page_size=3, num_splits=4, dtype="float16"),
+    "e5m2, pages of 64, fixed splits": replace(cache_dtype=E5M2, page_size=64, split_size=192),
+    "sixteen queries": replace(query_tokens=16, query_lengths=(16, 1, 0, 3, 16, 9), num_splits=2),
+    "sixty-four queries": replace(query_tokens=64, kv_lengths=(64, 200), num_splits=3),
+    "drafts, everything": replace(
+        query_tokens=4, query_lengths=(4, 1, 0, 3, 4, 2), window=(200, None), soft_cap=5.0, sinks=True, num_splits=2,
+        score_scale=True, key_scale="token", value_scale="token", cache_dtype=E4M3, value_dim=64, scale=0.1,
+    ),
+    "wide heads, contiguous": replace(head_dim=256, page_size=None, is_causal=False, window=(90, 7), query_tokens=2),
+    "queries of eight bits": replace(dtype=E5M2, cache_dtype=E4M3, value_scale="head"),
+    "narrow heads, float32": replace(dtype="float32", head_dim=8, value_dim=24, query_heads=5, key_heads=1),
+}  # fmt: skip
+
+
+def compiled(case):
+    """The public function of a case's arrays, compiled for CUDA, which chooses the kernels by itself."""
+    arguments = case.arguments()
+    arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
+    options = {name: x for name, x in arguments.items() if name not in arrays}
+    splits = {"split_size": case.split_size} if case.split_size else {"num_splits": case.num_splits}
+    function = functools.partial(paged_attention, **options, **splits, return_residual=True)
+    return jax.jit(lambda arrays: function(**{"page_table": None} | arrays)).lower(arrays).compile(), arrays
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name):
+    run, arrays = compiled(CASES[name])
+    assert "triton_kernel_call" in run.as_text()
+    results = []
+    for _ in range(2):
+        poison_free_memory()
+        results.append(run(arrays))
+    assert_accurate(CASES[name], results[0])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def test_fixed_splits_do_not_depend_on_the_batch():
+    arguments = replace(kv_lengths=(700, 3, 129)).arguments()
+    call = functools.partial(paged_attention, split_size=128, return_residual=True)
+    rows = ("query", "page_table", "kv_lengths")
+    alone = call(**(arguments | {name: arguments[name][:1] for name in rows}))
+    for one, all_of_them in zip(alone, call(**arguments), strict=True):
+        np.testing.assert_array_equal(np.asarray(one[0], np.float32), np.asarray(all_of_them[0], np.float32))
+
+
+def test_a_decode_step_compiles_once_and_keeps_its_cache_in_place():
+    """Append and attend, pages donated: the same memory after every step, and results of an uncached softmax."""
+    generator = np.random.default_rng(0)
+    tokens, heads, size = 40, 2, 64
+    shape = (1, tokens, heads, size)
+    query, key, value = (jnp.asarray(generator.normal(size=shape).astype(np.float32)) for _ in range(3))
+    pages = [jnp.full((9, 16, heads, size), jnp.nan, jnp.float32) for _ in range(2)]
+    table = jnp.asarray([[7, 2, 5]], jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(key_pages, value_pages, query, key, value, length):
+        key_pages, value_pages = append_to_pages(key, value, key_pages, value_pages, table, length)
+        return key_pages, value_pages, paged_attention(query, key_pages, value_pages, table, length)
+
+    places, outputs = [x.unsafe_buffer_pointer() for x in pages], []
+    for t in range(tokens):
+        now = (x[:, t : t + 1] for x in (query, key, value))
+        *pages, output = step(*pages, *now, jnp.asarray([t + 1], jnp.int32))
+        assert [x.unsafe_buffer_pointer() for x in pages] == places
+        outputs.append(output[:, 0])
+    assert step._cache_size() == 1
+    with jax.default_matmul_precision("highest"):
+        expected = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    np.testing.assert_allclose(jnp.stack(outputs, axis=1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_pools_past_32_bits():
+    """Pages at the end of a pool of more than 2**31 elements are those of a small pool, bit by bit."""
+    sizes = (16, 8, 128)
+    num_pages = 2**31 // (16 * 8 * 128) + 9
+    small = jax.random.normal(jax.random.key(0), (9, *sizes), jnp.float32).astype(E4M3)
+    pool = jnp.zeros((num_pages, *sizes), E4M3).at[-9:].set(small)
+    query = jax.random.normal(jax.random.key(1), (1, 1, 32, 128), jnp.bfloat16)
+    order, length = jnp.asarray([[8, 3, 0, 5, 7, 1]], jnp.int32), jnp.asarray([90], jnp.int32)
+    near = paged_attention(query, small, small, order, length)
+    far = paged_attention(query, pool, pool, order + (num_pages - 9), length)
+    assert np.isfinite(np.asarray(near, np.float32)).all()
+    np.testing.assert_array_equal(np.asarray(far, np.float32), np.asarray(near, np.float32))
+
+
+@pytest.mark.parametrize("name", [name for name in MOBA_CASES if name != "float64"])
+def test_moba_over_the_cache(name):
+    case = MOBA_CASES[name]
+    options = dict(block_size=case.block_size, top_k=case.top_k, scale=case.paged.scale, return_residual=True)
+    run = jax.jit(lambda arguments: moba_paged_attention(**arguments, **options))
+    poison_free_memory()
+    results = run(case.arguments)
+    case.check(results)
+    for one, other in zip(results, run(case.arguments), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
