@@ -32,12 +32,10 @@ class _Prepared:
         if self._is_empty:
             return
         written = dict(zip(self._problem.written, arguments.written, strict=True))
-        check_pages(**written)
+        check_pages(written)
         self._launch(self._read(arguments) | written)
-        for tensor in arguments.written:
-            # Autograd asks whether tensors that it saved are what they were; those of inference mode it never saves.
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        # Autograd asks whether tensors that it saved are what they were; those of inference mode it never saves.
+        torch.autograd.graph.increment_version([x for x in written.values() if not x.is_inference()])
 
     def _read(self, arguments: AppendArguments) -> dict[str, Any]:
         """The arrays that the launch only reads, by name."""

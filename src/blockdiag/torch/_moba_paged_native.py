@@ -35,7 +35,7 @@ class _Prepared:
         """Output and log-sum-exp."""
         if self._is_empty:
             return no_keys(self._problem.paged, arguments.query, arguments.query_lengths, None)
-        check_pages(key_centroids=arguments.key_centroids)
+        check_pages({"key_centroids": arguments.key_centroids})
         arrays = cache_arrays(self._problem.paged, arguments)
         arrays["query"], arrays["centroids"] = dense(arguments.query), arguments.key_centroids
         if arguments.query_lengths is not None:

@@ -58,7 +58,11 @@ class PagedArguments(NamedTuple):
 def describe_tensors(tensors: Sequence[Any]) -> list[Any]:
     """What is the same for tensors of equal calls; numbers stand for themselves."""
     return [
-        (one.shape, one.dtype, one.device.index) if isinstance(one, torch.Tensor) else (type(one), one)
+        None
+        if one is None
+        else (one.shape, one.dtype, one.get_device())
+        if isinstance(one, torch.Tensor)
+        else (type(one), one)
         for one in tensors
     ]
 
@@ -89,11 +93,13 @@ def describe(arguments: PagedArguments) -> PagedProblem:
     return problem
 
 
-def page_tensors(arguments: Any) -> dict[str, Any]:
+def page_tensors(arguments: Any) -> dict[str, torch.Tensor]:
     """What has the size of the cache among the arguments of an operator: it is never copied."""
-    scales = {name: getattr(arguments, name) for name in ("key_scale", "value_scale")}
-    by_token = {name: x for name, x in scales.items() if isinstance(x, torch.Tensor) and x.ndim == 3}
-    return {"key_pages": arguments.key_pages, "value_pages": arguments.value_pages, **by_token}
+    pages = {"key_pages": arguments.key_pages, "value_pages": arguments.value_pages}
+    for name, scale in (("key_scale", arguments.key_scale), ("value_scale", arguments.value_scale)):
+        if isinstance(scale, torch.Tensor) and scale.ndim == 3:
+            pages[name] = scale
+    return pages
 
 
 def is_absent(value: Any) -> bool:
