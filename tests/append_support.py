@@ -324,6 +324,10 @@ def assert_appended(case: AppendCase, actual: dict[str, np.ndarray], arguments: 
         is_narrow = result.dtype.itemsize < 4
         tolerance = float(ml_dtypes.finfo(result.dtype).eps) if is_narrow else 1e-5
         smallest = float(ml_dtypes.finfo(result.dtype).smallest_subnormal) if is_narrow else 1e-6
+        if name == "key_centroids" and (case.rotary is not None or case.key_scale == "token"):
+            # A few keys may have been rounded the other way; of each, the mean has a share.
+            key_eps = float(ml_dtypes.finfo(arguments["key_pages"].dtype).eps)
+            smallest += 4 * key_eps * float(np.abs(arguments["key"].astype(np.float64)).max()) / case.block_size
         np.testing.assert_allclose(
             numbers, wanted_numbers, rtol=1.01 * tolerance, atol=1.01 * smallest, err_msg=f"{name} of {case}"
         )

@@ -398,11 +398,11 @@ def test_the_path_through_jax_refuses_to_be_captured():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
 def test_compiled_with_cuda_graphs():
     """Attention in one graph that CUDA graphs may hold."""
-    arguments = arguments_of(DECODE, GPU)
+    arguments = arguments_of(DECODE, GPU) | {"key_scale": 0.5}
     query = arguments.pop("query")
 
     def layer(query):
-        output, log_sum = paged_attention(query * 2, **arguments, key_scale=0.5, return_residual=True)
+        output, log_sum = paged_attention(query * 2, **arguments, return_residual=True)
         return 2 * output, log_sum
 
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
