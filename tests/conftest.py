@@ -1,6 +1,9 @@
 """Settings of every test: implicit promotion is an error, and the CPU pretends to be four devices."""
 
 import functools
+import gc
+import sys
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -44,3 +47,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # JAX leaves a thread on the GPU that it used last
+
+
+# Linux lets a process have 65,530 mappings, and crashes compilers that ask for more; every program that XLA compiled
+# for a CPU keeps some for as long as it is remembered.
+_MOST_MAPPINGS = 30_000
+
+
+def count_mappings() -> int:
+    """Memory mappings of this process; 0 where the system does not tell."""
+    maps = Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
+
+
+def forget_programs() -> None:
+    """Let go of the programs that tests share and of those that JAX remembers."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "tests":
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Forget programs before there are too many of them."""
+    del nodeid
+    if count_mappings() > _MOST_MAPPINGS:
+        forget_programs()
