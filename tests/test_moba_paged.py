@@ -320,6 +320,24 @@ def test_explicit_mesh(is_contiguous):
         np.testing.assert_allclose(np.asarray(actual), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
+def test_export_and_shard_map():
+    arguments, expected = last_rows_of_moba(4)
+    attend = functools.partial(moba_paged_attention, block_size=16, top_k=3, return_residual=True)
+    names = tuple(name for name, x in arguments.items() if x is not None)
+    operands = tuple(jnp.asarray(arguments[name]) for name in names)
+
+    def call(*operands):
+        return attend(page_table=None, **dict(zip(names, operands, strict=True)))
+
+    exported = jax.export.deserialize(jax.export.export(jax.jit(call))(*operands).serialize())
+    # Contiguous caches: each device has sequences of its own.
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("rows"), out_specs=P("rows")))
+    for results in (exported.call(*operands), sharded(*operands)):
+        for actual, wanted in zip(results, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(actual), np.asarray(wanted), rtol=1e-5, atol=1e-5)
+
+
 def test_is_for_inference():
     arguments, _ = last_rows_of_moba(1)
     query = arguments["query"]
