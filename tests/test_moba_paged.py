@@ -350,13 +350,14 @@ def test_is_for_inference():
     assert jnp.isfinite(total(jax.lax.stop_gradient(query)))
 
 
-def test_more_blocks_than_a_tile_of_scores(monkeypatch):
-    """The kernels go through the mean keys, the queries and the scores in several steps."""
+@pytest.mark.parametrize("choice", [2, 32])
+def test_more_blocks_than_a_tile_of_scores(monkeypatch, choice):
+    """The kernels go through the mean keys, the queries and the scores in several steps, choices by themselves."""
     # A scale of its own: programs of other tests' calls have larger tiles.
     case = CASES["pages of 16"]
-    paged = dataclasses.replace(case.paged, kv_lengths=(120, 60), query_heads=6, scale=0.3)
+    paged = dataclasses.replace(case.paged, kv_lengths=(120, 60), query_heads=6, scale=0.3 + choice / 1024)
     case = dataclasses.replace(case, paged=paged)
-    for name, size in (("SCORED_BLOCKS", 2), ("SCORED_ROWS", 2), ("CHOICE_BLOCKS", 2)):
+    for name, size in (("SCORED_BLOCKS", 2), ("SCORED_ROWS", 2), ("CHOICE_BLOCKS", choice), ("FEW_BLOCKS", 1)):
         monkeypatch.setattr(triton_moba_paged, name, size)
     case.check(case.attend("triton"))
 

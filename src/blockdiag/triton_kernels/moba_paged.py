@@ -1,4 +1,4 @@
-"""Launch plans of MoBA over a paged cache: scores of blocks, choice, attention to tiles of blocks, and their merge."""
+"""Launch plans of MoBA over a paged cache: scores of blocks, their choice, and attention to tiles of blocks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ Kind = Literal["scores", "choose", "blocks"]
 
 # Mean keys of a tile, and queries whose loads are on their way together.
 SCORED_BLOCKS, SCORED_ROWS = 8, 4
-# Scores of a query that are held at once.
-CHOICE_BLOCKS = 4096
+# Scores of a query that are held at once, and so few that whoever needs a choice makes it.
+CHOICE_BLOCKS, FEW_BLOCKS = 4096, 2048
 # Keys of a tile: one warp holds 32 of 128 elements, and needs no barriers. Larger blocks have larger tiles, which leave
 # fewer parts to merge.
 TILE_KEYS, MAX_TILE_KEYS, TILES_OF_A_BLOCK = 32, 256, 8
@@ -53,12 +53,16 @@ def with_parts(problem: MoBAPagedProblem) -> MoBAPagedProblem:
     return dataclasses.replace(problem, paged=call)
 
 
-def steps(problem: MoBAPagedProblem, *, is_portable: bool = False) -> "tuple[MoBAPagedLaunch | PagedLaunch, ...]":
+def steps(problem: MoBAPagedProblem) -> "tuple[MoBAPagedLaunch, ...]":
     """The launches of a call, each of which reads arrays by name and adds those that it writes."""
     problem = with_parts(problem)
-    kinds: tuple[Kind, ...] = ("scores", "choose", "blocks") if problem.slots else ("blocks",)
-    launches = (MoBAPagedLaunch(problem, kind) for kind in kinds)
-    return (*launches, PagedLaunch(problem.paged, "merge", is_portable=is_portable))
+    kinds: tuple[Kind, ...] = ("scores", "choose", "blocks") if _has_chosen(problem) else ("scores", "blocks")
+    return tuple(MoBAPagedLaunch(problem, kind) for kind in kinds)
+
+
+def _has_chosen(problem: MoBAPagedProblem) -> bool:
+    """Whether choices are made before attention, by a launch of their own."""
+    return problem.slots > 0 and problem.num_candidates > FEW_BLOCKS
 
 
 def _bytes_of_a_key(problem: MoBAPagedProblem) -> int:
@@ -74,7 +78,7 @@ class MoBAPagedLaunch:
 
     Attributes:
         problem: the call, from `with_parts`.
-        kind: scores of the mean keys, the choice of each query, or attention to tiles of blocks, which leaves parts.
+        kind: scores of the mean keys, the choice of each query, or attention to tiles of blocks and its merge.
     """
 
     problem: MoBAPagedProblem
@@ -97,21 +101,23 @@ class MoBAPagedLaunch:
                 names = ("scores", *lengths)
             case "blocks":
                 names = ("query", "key", "value", "page_table", *lengths)
-                names = (*names, "score_scale", "key_scale", "value_scale", "chosen")
+                names = (*names, "score_scale", "key_scale", "value_scale", "scores", "chosen", "arrived")
         is_there = {
             "page_table": call.has_page_table,
             "query_lengths": call.has_query_lengths,
             "score_scale": call.has_score_scale,
             "key_scale": call.key_scale != "none",
             "value_scale": call.value_scale != "none",
-            "chosen": self.problem.slots > 0,
+            "scores": self.kind == "choose" or (self.problem.slots > 0 and not _has_chosen(self.problem)),
+            "chosen": _has_chosen(self.problem),
         }
         return tuple(name for name in names if is_there.get(name, True))
 
     @property
     def output_names(self) -> tuple[str, ...]:
         """The arrays that the launch writes, in order."""
-        return {"scores": ("scores",), "choose": ("chosen",), "blocks": ("part", "part_sum")}[self.kind]
+        blocks = ("arrived", "part", "part_sum", "output", "log_sum")
+        return {"scores": ("scores", "arrived"), "choose": ("chosen",), "blocks": blocks}[self.kind]
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -133,8 +139,9 @@ class MoBAPagedLaunch:
                 return TensorSpec((*rows, problem.num_candidates), "float32")
             case "chosen":
                 return TensorSpec((*rows, problem.slots), "int32")
-        others = (PagedLaunch(call, "splits"), PagedLaunch(call, "merge"))
-        return {name: spec for x in others for name, spec in zip(x.input_names, x.inputs, strict=True)}[name]
+            case "arrived":
+                return TensorSpec(rows, "int32")
+        return PagedLaunch(call, "merge").array_spec(name)
 
     def plan(self, target: Target) -> LaunchPlan:
         """The launch on `target`."""
@@ -145,7 +152,9 @@ class MoBAPagedLaunch:
         scored_rows = min(SCORED_ROWS, next_power_of_2(call.query_tokens * call.group_size))
         columns, value_columns = next_power_of_2(call.head_dim), next_power_of_2(call.value_dim)
         scored_blocks = min(SCORED_BLOCKS, next_power_of_2(max(1, problem.num_candidates)))
-        choice_blocks = min(CHOICE_BLOCKS, max(32, next_power_of_2(problem.num_candidates)))
+        all_blocks = max(32, next_power_of_2(problem.num_candidates))
+        choice_blocks = min(CHOICE_BLOCKS, all_blocks)
+        parts, chooses = call.num_splits, problem.slots > 0 and not _has_chosen(problem)
         keys = tile_keys(problem)
         match self.kind:
             case "scores":
@@ -157,7 +166,7 @@ class MoBAPagedLaunch:
                 kernel, blocks, grid = kernels.moba_paged_choose, choice_blocks, (rows, 1, 1)
                 num_warps = min(MAX_WARPS, max(1, choice_blocks // 256))
             case "blocks":
-                kernel, blocks, grid = kernels.moba_paged_blocks, 0, (rows, call.num_splits, 1)
+                kernel, blocks, grid = kernels.moba_paged_blocks, all_blocks if chooses else 0, (rows, parts, 1)
                 num_warps = min(MAX_WARPS, max(1, keys * _bytes_of_a_key(problem) // WARP_BYTES))
         known: dict[str, Argument] = {
             "rows": Scalar(rows, "i32"),
@@ -179,9 +188,13 @@ class MoBAPagedLaunch:
             "PAGE_SIZE": call.page_size,
             "BLOCK_SIZE": problem.block_size,
             "ROWS": scored_rows,
+            "ALL_ROWS": next_power_of_2(call.query_tokens * call.group_size),
             "BLOCKS": blocks,
             "SLOTS": problem.slots,
             "SLOT_COLUMNS": next_power_of_2(max(1, problem.slots)),
+            "CHOOSES": chooses,
+            "PARTS": parts,
+            "PART_COLUMNS": min(64, max(2, next_power_of_2(parts))),
             "KEYS": keys,
             "TABLE": call.has_page_table,
             "QUERY_LENGTHS": call.has_query_lengths,
@@ -198,4 +211,5 @@ class MoBAPagedLaunch:
             outputs=self.outputs,
             arguments=named_arguments(kernel, known, self.input_names, self.output_names),
             options=CompileOptions(num_warps=num_warps, num_stages=1),
+            aliases=((self.input_names.index("arrived"), 0),) if self.kind == "blocks" else (),
         )

@@ -114,18 +114,19 @@ class PagedLaunch:
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Of each array that the launch reads."""
-        return tuple(map(self._array_spec, self.input_names))
+        return tuple(map(self.array_spec, self.input_names))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Of each array that the launch writes."""
-        return tuple(map(self._array_spec, self.output_names))
+        return tuple(map(self.array_spec, self.output_names))
 
     def plan(self, target: Target) -> LaunchPlan:
         """The launch on `target`."""
         return self._merge_plan() if self.kind == "merge" else self._split_plan(target)
 
-    def _array_spec(self, name: str) -> TensorSpec:
+    def array_spec(self, name: str) -> TensorSpec:
+        """Of an array of the call, by its name."""
         problem = self.problem
         rows = (problem.batch, problem.query_tokens, problem.query_heads)
         pool = (problem.num_pages, problem.page_size, problem.key_heads)
@@ -194,6 +195,8 @@ class PagedLaunch:
             "PAGE_SIZE": problem.page_size,
             "ROWS": config.rows,
             "KEYS": config.keys,
+            "KEYS_FIRST": config.keys_first,
+            "WARPS": min(config.num_warps, config.keys // 16),
             "ALIGNED": SPLIT_GRAIN % config.keys == 0 and (problem.split_size or 0) % config.keys == 0,
             "ROW_TILES": row_tiles,
             "TABLE": problem.has_page_table,

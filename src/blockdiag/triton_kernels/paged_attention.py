@@ -1,7 +1,9 @@
 """Paged attention: few queries against the keys of a part of a sequence, and the merge of the parts.
 
-The queries of all heads that share a key head are rows of one tile, so that a cache is read once. What a split finds is
-normalised, float32, with its log-sum-exp in units of log 2; the second kernel merges the splits in a fixed order.
+The queries of all heads that share a key head are rows of one tile, so that a cache is read once. Few rows are the
+second factor of products whose first one are the keys, or the columns of values: tensor cores take 8 rows there, and 16
+elsewhere, and each warp has keys of its own, which are widened once. What a split finds is normalised, float32, with its
+log-sum-exp in units of log 2; the second kernel merges the splits in a fixed order.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -104,17 +106,33 @@ def widen_pairs(b_pair, KIND: tl.constexpr, MACHINE: tl.constexpr):
 
 
 @triton.jit
-def load_query(query, b_place, o_column, m_row, HEAD_DIM: tl.constexpr):
-    """Some columns of a tile of queries, zero where there is nothing."""
-    return tl.load(query + b_place[:, None] * HEAD_DIM + o_column[None, :],
-                   mask=m_row[:, None] & (o_column < HEAD_DIM)[None, :], other=0.0)
+def along(b_line, AXIS: tl.constexpr):
+    """A tile of one line, which lies along an axis."""
+    return tl.expand_dims(b_line, 1 - AXIS)
 
 
 @triton.jit
-def store_output(target, b_place, o_column, b_output, m_row, VALUE_DIM: tl.constexpr):
+def multiply(b_cache, b_rows, b_sum, KEYS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """Keys or values by rows, or, the other way round, rows by keys or values; added to `b_sum`."""
+    if KEYS_FIRST:
+        return tl.dot(b_cache, b_rows, b_sum, input_precision=PRECISION)
+    else:
+        return tl.dot(b_rows, b_cache, b_sum, input_precision=PRECISION)
+
+
+@triton.jit
+def load_query(query, b_place, o_column, m_row, HEAD_DIM: tl.constexpr, ROW_AXIS: tl.constexpr):
+    """Some columns of a tile of queries, zero where there is nothing."""
+    b_at = along(b_place, ROW_AXIS) * HEAD_DIM + along(o_column, 1 - ROW_AXIS)
+    return tl.load(query + b_at, mask=along(m_row, ROW_AXIS) & along(o_column < HEAD_DIM, 1 - ROW_AXIS), other=0.0)
+
+
+@triton.jit
+def store_output(target, b_place, o_column, b_output, m_row, VALUE_DIM: tl.constexpr, ROW_AXIS: tl.constexpr):
     """Some columns of a tile of results."""
-    tl.store(target + b_place[:, None] * VALUE_DIM + o_column[None, :], b_output.to(target.dtype.element_ty),
-             mask=m_row[:, None] & (o_column < VALUE_DIM)[None, :])
+    b_at = along(b_place, ROW_AXIS) * VALUE_DIM + along(o_column, 1 - ROW_AXIS)
+    tl.store(target + b_at, b_output.to(target.dtype.element_ty),
+             mask=along(m_row, ROW_AXIS) & along(o_column < VALUE_DIM, 1 - ROW_AXIS))
 
 
 @triton.jit
@@ -123,17 +141,20 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
                  max_pages, num_pages, max_keys, num_splits, split_size, scale, soft_cap,
                  QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
-                 PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr,
-                 ROW_TILES: tl.constexpr, TABLE: tl.constexpr, QUERY_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr,
-                 LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-                 SCORE_SCALE: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-                 KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, MACHINE: tl.constexpr, PRECISION: tl.constexpr,
-                 LOOP_STAGES: tl.constexpr):
+                 PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+                 WARPS: tl.constexpr, ALIGNED: tl.constexpr, ROW_TILES: tl.constexpr, TABLE: tl.constexpr,
+                 QUERY_LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                 SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SCORE_SCALE: tl.constexpr, KEY_SCALE: tl.constexpr,
+                 VALUE_SCALE: tl.constexpr, WHOLE: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr,
+                 MACHINE: tl.constexpr, PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
     """Attention of a tile of rows to the keys of one split.
 
     With one split (WHOLE) the results themselves, else parts [split, batch, QUERY_TOKENS, QUERY_HEADS, VALUE_DIM].
     """
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
+    # Scores lie so, and columns of keys along the rows' axis, queries and results along the keys' one.
+    KEY_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
+    ROW_AXIS: tl.constexpr = 1 - KEY_AXIS
     # A tile that does not begin at a multiple of its size may lie in two pages of any size.
     SPAN: tl.constexpr = KEYS if ALIGNED else PAGE_SIZE + 1
     split = tl.program_id(0) // ROW_TILES
@@ -166,7 +187,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
     m_column = o_column < HEAD_DIM // KEY_STEP
     o_value = tl.arange(0, VALUE_COLUMNS // VALUE_STEP)
     m_value = o_value < VALUE_DIM // VALUE_STEP
-    b_query = load_query(query, b_place, o_column * KEY_STEP, m_row, HEAD_DIM)
+    b_query = load_query(query, b_place, o_column * KEY_STEP, m_row, HEAD_DIM, ROW_AXIS)
     b_factor = tl.zeros([ROWS], tl.float32) + scale
     if SCORE_SCALE:
         b_factor *= tl.load(p_score_scale + batch * KEY_HEADS + key_head)
@@ -174,80 +195,93 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         # float16 holds all that eight bits do, and queries multiplied by a power of two that brings their largest
         # below 2.
         b_wide = b_query.to(tl.float32)
-        b_wide_odd = load_query(query, b_place, o_column * 2 + 1, m_row, HEAD_DIM).to(tl.float32)
-        b_largest = tl.maximum(tl.max(tl.abs(b_wide), 1), tl.max(tl.abs(b_wide_odd), 1))
+        b_wide_odd = load_query(query, b_place, o_column * 2 + 1, m_row, HEAD_DIM, ROW_AXIS).to(tl.float32)
+        b_largest = tl.maximum(tl.max(tl.abs(b_wide), KEY_AXIS), tl.max(tl.abs(b_wide_odd), KEY_AXIS))
         b_power = tl.exp2(tl.floor(tl.log2(tl.where((b_largest > 0) & (b_largest < float("inf")), b_largest, 1.0))))
-        b_query = (b_wide / b_power[:, None]).to(tl.float16)
-        b_query_odd = (b_wide_odd / b_power[:, None]).to(tl.float16)
+        b_query = (b_wide / along(b_power, ROW_AXIS)).to(tl.float16)
+        b_query_odd = (b_wide_odd / along(b_power, ROW_AXIS)).to(tl.float16)
         b_factor *= b_power
         p_key_pairs = key.to(tl.pointer_type(tl.uint16))
+    LINES: tl.constexpr = VALUE_COLUMNS // VALUE_STEP
+    OUTPUT: tl.constexpr = [LINES, ROWS] if KEYS_FIRST else [ROWS, LINES]
     if VALUE_KIND is not None:
         p_value_pairs = value.to(tl.pointer_type(tl.uint16))
-        b_output_odd = tl.zeros([ROWS, VALUE_COLUMNS // 2], tl.float32)
+        b_output_odd = tl.zeros(OUTPUT, tl.float32)
     if not SOFT_CAP:
         b_factor *= LOG2_E
-    b_output = tl.zeros([ROWS, VALUE_COLUMNS // VALUE_STEP], tl.float32)
+    b_output = tl.zeros(OUTPUT, tl.float32)
     b_max = tl.zeros([ROWS], tl.float32) + float("-inf")
-    b_sum = tl.zeros([ROWS], tl.float32)
+    # Where keys come first, each thread adds up what it has of a row, and the sums meet at the end.
+    PARTS: tl.constexpr = [KEYS // (16 * WARPS), WARPS, 2, 8, ROWS]
+    if KEYS_FIRST:
+        b_sums = tl.zeros([WARPS, 8, ROWS], tl.float32)
+    else:
+        b_sums = tl.zeros([ROWS], tl.float32)
     for at in tl.range(first, end, KEYS, num_stages=LOOP_STAGES):
         o_key = at + tl.arange(0, KEYS)
         m_key = o_key < end
         b_cache = cache_rows(p_page_table, o_key, m_key, batch, max_pages, num_pages, PAGE_SIZE, TABLE,
                              SPAN) * KEY_HEADS + key_head
-        m_key_tile = m_key[None, :] & m_column[:, None]
-        m_value_tile = m_key[:, None] & m_value[None, :]
-        o_key_tile = b_cache[None, :] * (HEAD_DIM // KEY_STEP) + o_column[:, None]
-        o_value_tile = b_cache[:, None] * (VALUE_DIM // VALUE_STEP) + o_value[None, :]
+        m_key_tile = along(m_key, KEY_AXIS) & along(m_column, ROW_AXIS)
+        m_value_tile = along(m_key, ROW_AXIS) & along(m_value, KEY_AXIS)
+        o_key_tile = along(b_cache, KEY_AXIS) * (HEAD_DIM // KEY_STEP) + along(o_column, ROW_AXIS)
+        o_value_tile = along(b_cache, ROW_AXIS) * (VALUE_DIM // VALUE_STEP) + along(o_value, KEY_AXIS)
         if KEY_KIND is None:
             b_key = tl.load(key + o_key_tile, mask=m_key_tile, other=0.0)
-            b_scores = tl.dot(b_query, b_key, input_precision=PRECISION)
+            b_scores = multiply(b_key, b_query, None, KEYS_FIRST, PRECISION)
         else:
             b_even, b_odd = widen_pairs(tl.load(p_key_pairs + o_key_tile, mask=m_key_tile, other=0), KEY_KIND, MACHINE)
-            b_scores = tl.dot(b_query_odd, b_odd, tl.dot(b_query, b_even))
-        b_scores *= b_factor[:, None]
+            b_scores = multiply(b_even, b_query, None, KEYS_FIRST, PRECISION)
+            b_scores = multiply(b_odd, b_query_odd, b_scores, KEYS_FIRST, PRECISION)
+        b_scores *= along(b_factor, ROW_AXIS)
         if KEY_SCALE:
-            b_scores *= tl.load(p_key_scale + b_cache, mask=m_key, other=0.0)[None, :]
+            b_scores *= along(tl.load(p_key_scale + b_cache, mask=m_key, other=0.0), KEY_AXIS)
         if SOFT_CAP:
             # tanh by way of exp, which is exact enough at both ends: 1 - 2 / (1 + e^2x).
             b_exp = tl.exp2(b_scores * (2.0 * LOG2_E / soft_cap))
             b_scores = (1.0 - 2.0 / (1.0 + b_exp)) * (soft_cap * LOG2_E)
-        m_seen = m_key[None, :] & m_row[:, None]
-        if CAUSAL:
-            m_seen = m_seen & (o_key[None, :] <= b_position[:, None])
+        m_seen = along(m_key, KEY_AXIS)
+        if CAUSAL and QUERY_TOKENS > 1:
+            m_seen = m_seen & (along(o_key, KEY_AXIS) <= along(b_position, ROW_AXIS))
         elif RIGHT is not None:
-            m_seen = m_seen & (o_key[None, :] <= b_position[:, None] + RIGHT)
+            m_seen = m_seen & (along(o_key, KEY_AXIS) <= along(b_position + RIGHT, ROW_AXIS))
         if LEFT is not None:
-            m_seen = m_seen & (o_key[None, :] >= b_position[:, None] - LEFT)
+            m_seen = m_seen & (along(o_key, KEY_AXIS) >= along(b_position - LEFT, ROW_AXIS))
         b_scores = tl.where(m_seen, b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, KEY_AXIS))
         # Where nothing has been seen yet, -inf - -inf would be NaN.
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_shrink = tl.exp2(b_max - b_base)
-        b_weights = tl.exp2(b_scores - b_base[:, None])
-        b_sum = b_sum * b_shrink + tl.sum(b_weights, 1)
+        b_weights = tl.exp2(b_scores - along(b_base, ROW_AXIS))
+        if KEYS_FIRST:
+            b_sums = b_sums * b_shrink[None, None, :] + tl.sum(tl.sum(tl.reshape(b_weights, PARTS), 2), 0)
+        else:
+            b_sums = b_sums * b_shrink + tl.sum(b_weights, 1)
+        b_output *= along(b_shrink, ROW_AXIS)
         if VALUE_SCALE == "token":
-            b_weights *= tl.load(p_value_scale + b_cache, mask=m_key, other=0.0)[None, :]
+            b_weights *= along(tl.load(p_value_scale + b_cache, mask=m_key, other=0.0), KEY_AXIS)
         if VALUE_KIND is None:
             b_value = tl.load(value + o_value_tile, mask=m_value_tile, other=0.0)
-            b_output = tl.dot(b_weights.to(b_value.dtype), b_value, b_output * b_shrink[:, None],
-                              input_precision=PRECISION)
+            b_output = multiply(b_value, b_weights.to(b_value.dtype), b_output, KEYS_FIRST, PRECISION)
         else:
             b_even, b_odd = widen_pairs(tl.load(p_value_pairs + o_value_tile, mask=m_value_tile, other=0), VALUE_KIND,
                                         MACHINE)
             b_weights = b_weights.to(tl.float16)
-            b_output = tl.dot(b_weights, b_even, b_output * b_shrink[:, None])
-            b_output_odd = tl.dot(b_weights, b_odd, b_output_odd * b_shrink[:, None])
+            b_output_odd *= along(b_shrink, ROW_AXIS)
+            b_output = multiply(b_even, b_weights, b_output, KEYS_FIRST, PRECISION)
+            b_output_odd = multiply(b_odd, b_weights, b_output_odd, KEYS_FIRST, PRECISION)
         b_max = b_new_max
 
+    b_sum = tl.sum(tl.sum(b_sums, 0), 0) if KEYS_FIRST else b_sums
     if WHOLE and SINKS:
         # The sink takes part in the softmax, without a value.
         b_sink = tl.load(p_sinks + key_head * GROUP + o_row % GROUP) * LOG2_E
         b_new_max = tl.maximum(b_max, b_sink)
         b_shrink = tl.exp2(b_max - b_new_max)
         b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_new_max)
-        b_output *= b_shrink[:, None]
+        b_output *= along(b_shrink, ROW_AXIS)
         if VALUE_KIND is not None:
-            b_output_odd *= b_shrink[:, None]
+            b_output_odd *= along(b_shrink, ROW_AXIS)
         b_max = b_new_max
     b_norm = tl.where(b_sum == 0, 0.0, 1.0 / b_sum)
     if VALUE_SCALE == "head":
@@ -265,17 +299,17 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         m_store = m_row & (b_sum != 0)
         b_place += split.to(tl.int64) * tl.num_programs(2) * (QUERY_TOKENS * QUERY_HEADS)
         tl.store(p_part_sum + b_place, tl.where(m_row, b_log_sum, float("-inf")), mask=m_there)
-    store_output(target, b_place, o_value * VALUE_STEP, b_output * b_norm[:, None], m_store, VALUE_DIM)
+    b_norm = along(b_norm, ROW_AXIS)
+    store_output(target, b_place, o_value * VALUE_STEP, b_output * b_norm, m_store, VALUE_DIM, ROW_AXIS)
     if VALUE_KIND is not None:
-        store_output(target, b_place, o_value * 2 + 1, b_output_odd * b_norm[:, None], m_store, VALUE_DIM)
+        store_output(target, b_place, o_value * 2 + 1, b_output_odd * b_norm, m_store, VALUE_DIM, ROW_AXIS)
 
 
 @triton.jit
-def paged_merge(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, rows, num_splits,
-                QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
-                VALUE_COLUMNS: tl.constexpr, SPLITS: tl.constexpr, QUERY_LENGTHS: tl.constexpr, SINKS: tl.constexpr):
-    """One program merges the splits of one row of [batch, QUERY_TOKENS, QUERY_HEADS]."""
-    row = tl.program_id(0).to(tl.int64)
+def merge_row(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, row, rows, num_splits,
+              QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+              VALUE_COLUMNS: tl.constexpr, SPLITS: tl.constexpr, QUERY_LENGTHS: tl.constexpr, SINKS: tl.constexpr):
+    """The result of one row of [batch, QUERY_TOKENS, QUERY_HEADS] from its parts, in their order."""
     o_value = tl.arange(0, VALUE_COLUMNS)
     m_value = o_value < VALUE_DIM
     largest = float("-inf")
@@ -309,3 +343,12 @@ def paged_merge(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum,
     tl.store(output + row * VALUE_DIM + o_value, (b_output * norm).to(output.dtype.element_ty), mask=m_value)
     log_sum = tl.where(largest == float("-inf"), float("-inf"), (largest + tl.log2(total)) * LOG_2)
     tl.store(p_log_sum + row, log_sum)
+
+
+@triton.jit
+def paged_merge(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, rows, num_splits,
+                QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+                VALUE_COLUMNS: tl.constexpr, SPLITS: tl.constexpr, QUERY_LENGTHS: tl.constexpr, SINKS: tl.constexpr):
+    """One program merges the splits of one row."""
+    merge_row(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, tl.program_id(0).to(tl.int64), rows,
+              num_splits, QUERY_TOKENS, QUERY_HEADS, VALUE_DIM, VALUE_COLUMNS, SPLITS, QUERY_LENGTHS, SINKS)

@@ -21,6 +21,7 @@ class SplitConfig:
     Attributes:
         rows: queries of a tile, the heads of one key head side by side.
         keys: keys of a tile.
+        keys_first: whether keys are the first factor of products, and rows the second one.
         loop_stages: stages of the software pipeline over keys.
     """
 
@@ -28,27 +29,37 @@ class SplitConfig:
     keys: int
     num_warps: int
     loop_stages: int
+    keys_first: bool = True
 
 
 def row_tile(problem: PagedProblem) -> int:
-    """Rows of a tile: the tensor cores take 16 at least."""
-    return min(64, max(16, next_power_of_2(problem.query_tokens * problem.group_size)))
+    """Rows of a tile: tensor cores take 8 at least as the second factor of a product."""
+    return min(64, max(8, next_power_of_2(problem.query_tokens * problem.group_size)))
 
 
 def split_config(problem: PagedProblem, arch: int) -> SplitConfig:
-    """The configuration of a launch: what reads the cache fastest of the tiles tried on an H200, two programs to a
-    multiprocessor."""
+    """The configuration of a launch: what reads the cache fastest of the tiles tried on an H200, two programs or three
+    to a multiprocessor."""
     rows = row_tile(problem)
     if problem.query_dtype == "float32":
-        return SplitConfig(rows=16, keys=16, num_warps=4, loop_stages=1)
+        return SplitConfig(rows=min(rows, 16), keys=16, num_warps=4, loop_stages=1)
     widest = max(problem.head_dim, problem.value_dim)
     is_narrow = problem.key_dtype in EIGHT_BITS and problem.value_dtype in EIGHT_BITS
-    keys = (128 if is_narrow else 64) // (1 if widest <= 128 else 2)
-    if rows == 16 and problem.max_keys <= _SHORT_SPLIT * problem.num_splits:
+    if rows == 64 and not is_narrow:
+        # Rows enough to be the first factor, so that each warp has rows of its own.
+        num_warps = 8 if uses_mma_sync(arch) else 4  # all of a tile's results are in registers there
+        return SplitConfig(
+            rows=rows, keys=64 if widest <= 128 else 32, num_warps=num_warps, loop_stages=5, keys_first=False
+        )
+    is_short = problem.max_keys <= _SHORT_SPLIT * problem.num_splits
+    if rows <= 16 and is_short:
         # So few keys that a deep pipeline would not fill: more programs fit side by side.
-        return SplitConfig(rows=rows, keys=128 if widest <= 128 else 64, num_warps=4, loop_stages=3)
-    num_warps = 4 if is_narrow or rows > 16 else 2
-    if rows > 32 and uses_mma_sync(arch):
-        # All of a tile's results are in registers there.
-        num_warps = 8
-    return SplitConfig(rows=rows, keys=keys, num_warps=num_warps, loop_stages=5)
+        return SplitConfig(rows=rows, keys=64, num_warps=4, loop_stages=4)
+    if not is_narrow:
+        keys, num_warps = 64, 2 if rows <= 16 else 4
+    else:
+        # Tiles within a page need no page of each key; larger ones are for small pages, and where they fit registers.
+        has_room = rows < 32 or (arch == 90 and problem.key_scale == "none" and problem.value_scale != "token")
+        is_wide = rows == 32 or (rows < 32 and problem.page_size % 64 > 0)
+        keys, num_warps = 128 if is_wide and has_room else 64, 4
+    return SplitConfig(rows=rows, keys=keys // (1 if widest <= 128 else 2), num_warps=num_warps, loop_stages=5)
