@@ -25,11 +25,12 @@ LARGE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("name", [*CASES, *LARGE])
-def test_kernel_is_exact_and_repeatable(name):
+def test_is_exact_and_repeatable(name, implementation):
     case = {**CASES, **LARGE}[name]
     arguments = case.arguments()
-    run = jax.jit(case.append("triton"))
+    run = jax.jit(case.append(implementation))
     results = []
     for _ in range(2):
         poison_free_memory()

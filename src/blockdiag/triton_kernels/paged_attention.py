@@ -1,9 +1,9 @@
 """Paged attention: few queries against the keys of a part of a sequence, and the merge of the parts.
 
 The queries of all heads that share a key head are rows of one tile, so that a cache is read once. Few rows are the
-second factor of products whose first one are the keys, or the columns of values: tensor cores take 8 rows there, and 16
-elsewhere, and each warp has keys of its own, which are widened once. What a split finds is normalised, float32, with its
-log-sum-exp in units of log 2; the second kernel merges the splits in a fixed order.
+second factor of products, after the keys or the columns of the values: tensor cores take 8 rows there, and each warp
+has keys of its own, which are widened once. What a split finds is normalised, float32, with its log-sum-exp in units of
+log 2; the second kernel merges the splits in a fixed order.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.

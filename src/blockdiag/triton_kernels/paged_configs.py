@@ -58,8 +58,7 @@ def split_config(problem: PagedProblem, arch: int) -> SplitConfig:
     if not is_narrow:
         keys, num_warps = 64, 2 if rows <= 16 else 4
     else:
-        # Tiles within a page need no page of each key; larger ones are for small pages, and where they fit registers.
-        has_room = rows < 32 or (arch == 90 and problem.key_scale == "none" and problem.value_scale != "token")
-        is_wide = rows == 32 or (rows < 32 and problem.page_size % 64 > 0)
-        keys, num_warps = 128 if is_wide and has_room else 64, 4
+        # Both tiles widened, and scales of tokens beside them, take more registers than there are for many rows.
+        is_plain = problem.key_scale == "none" and problem.value_scale != "token"
+        keys, num_warps = 128 if rows < 32 or (rows == 32 and arch == 90 and is_plain) else 64, 4
     return SplitConfig(rows=rows, keys=keys // (1 if widest <= 128 else 2), num_warps=num_warps, loop_stages=5)
