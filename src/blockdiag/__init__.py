@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from blockdiag.append import append_to_pages as append_to_pages
     from blockdiag.block_diagonal import BLOCK_DIAGONAL_OUTPUT as BLOCK_DIAGONAL_OUTPUT
     from blockdiag.block_diagonal import block_diagonal_attention as block_diagonal_attention
+    from blockdiag.fusion.api import NotFusible as NotFusible
+    from blockdiag.fusion.api import fuse as fuse
     from blockdiag.key_convolution import key_convolution as key_convolution
     from blockdiag.moba import MOBA_OUTPUT as MOBA_OUTPUT
     from blockdiag.moba import MOBA_ROUTING as MOBA_ROUTING
@@ -31,11 +33,13 @@ _HOMES = {
     "BLOCK_DIAGONAL_QKV": "blockdiag.projection",
     "MOBA_OUTPUT": "blockdiag.moba",
     "MOBA_ROUTING": "blockdiag.moba",
+    "NotFusible": "blockdiag.fusion.api",
     "Rotary": "blockdiag.rotary",
     "Routing": "blockdiag.routing",
     "append_to_pages": "blockdiag.append",
     "apply_rotary": "blockdiag.rotary",
     "block_diagonal_attention": "blockdiag.block_diagonal",
+    "fuse": "blockdiag.fusion.api",
     "fused_qkv_block_attention": "blockdiag.projection",
     "key_convolution": "blockdiag.key_convolution",
     "merge_attention_states": "blockdiag.paged",
@@ -51,11 +55,13 @@ __all__ = [
     "BLOCK_DIAGONAL_QKV",
     "MOBA_OUTPUT",
     "MOBA_ROUTING",
+    "NotFusible",
     "Rotary",
     "Routing",
     "append_to_pages",
     "apply_rotary",
     "block_diagonal_attention",
+    "fuse",
     "fused_qkv_block_attention",
     "key_convolution",
     "merge_attention_states",

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from blockdiag.append_problem import AppendProblem
+from blockdiag.fusion.tree import Region
 from blockdiag.key_convolution_problem import KeyConvolutionProblem
 from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.moba_problem import MoBAProblem
@@ -26,7 +27,13 @@ from blockdiag.paged_problem import PagedProblem
 from blockdiag.problem import BlockDiagonalProblem
 
 type Problem = (
-    BlockDiagonalProblem | MoBAProblem | KeyConvolutionProblem | PagedProblem | AppendProblem | MoBAPagedProblem
+    BlockDiagonalProblem
+    | MoBAProblem
+    | KeyConvolutionProblem
+    | PagedProblem
+    | AppendProblem
+    | MoBAPagedProblem
+    | Region
 )
 
 
@@ -112,6 +119,14 @@ MOBA_PAGED_IMPLEMENTATIONS = {
     )
 }
 
+FUSED_IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("xla", "blockdiag.fusion.xla"),
+        Implementation("triton", "blockdiag.interop.triton_fused", has_interpreter=True),
+    )
+}
+
 # The implementations of each operation, by the type of its problems.
 OPERATIONS: dict[type, dict[str, Implementation]] = {
     BlockDiagonalProblem: IMPLEMENTATIONS,
@@ -120,6 +135,7 @@ OPERATIONS: dict[type, dict[str, Implementation]] = {
     PagedProblem: PAGED_IMPLEMENTATIONS,
     AppendProblem: APPEND_IMPLEMENTATIONS,
     MoBAPagedProblem: MOBA_PAGED_IMPLEMENTATIONS,
+    Region: FUSED_IMPLEMENTATIONS,
 }
 
 # The public function of each operation, by the type of its problems.
@@ -130,6 +146,7 @@ OPERATION_NAMES: dict[type, str] = {
     PagedProblem: "paged_attention",
     AppendProblem: "append_to_pages",
     MoBAPagedProblem: "moba_paged_attention",
+    Region: "fuse",
 }
 
 # What `implementation=None` tries on CUDA, first to last, before "xla". Pallas joins where it is measured faster.
@@ -212,7 +229,8 @@ def _is_empty(problem: Problem) -> bool:
         return _is_empty(problem.paged)
     if isinstance(problem, AppendProblem):
         return 0 in (problem.batch, problem.tokens, problem.num_pages, problem.max_keys)
-    return problem.tokens == 0
+    # A fused region without elements is computed like any other.
+    return isinstance(problem, BlockDiagonalProblem | KeyConvolutionProblem) and problem.tokens == 0
 
 
 def call_implementation(method: str, problem: Problem, names: tuple[str, ...] | None, *operands: Any) -> Any:

@@ -1,0 +1,1 @@
+"""From an attention variant in plain jax.numpy to one kernel: see docs/architecture.md."""

@@ -1,0 +1,157 @@
+"""`fuse`: an attention variant written in plain jax.numpy becomes one kernel, forward and backward."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
+from blockdiag.fusion.match import find_regions
+from blockdiag.fusion.op import Call, attend
+from blockdiag.fusion.trace import bind, flat_jaxpr, read
+from blockdiag.fusion.tree import NotFusible as NotFusible
+from blockdiag.fusion.tree import Region, Source
+
+
+def fuse[**P, R](
+    function: Callable[P, R], *, implementation: str | Sequence[str] | None = None, fallback: bool = False
+) -> Callable[P, R]:
+    """A function whose attention is computed by fused kernels: the same results to rounding, and gradients.
+
+    Wherever the function multiplies a softmax of scores by values, or another function of scores, tiles of scores are
+    made, used and dropped in one kernel: no array of queries by keys is in memory, forward or backward. Biases and
+    masks keep the axes that they have. All else is computed as written. Rows that see no key are 0, with gradients of
+    0. The function is traced with each call: call it under `jax.jit`.
+
+    Works under `jax.jit`, `grad` (reverse mode, first derivatives), `vmap` and `checkpoint`.
+
+    Args:
+        function: of arrays, in pytrees; other arguments are handed on as they are.
+        implementation: None: the Triton kernels where the program is lowered for CUDA, and a scan over tiles of keys
+            elsewhere; "triton", "xla", or a sequence of them: the first that can compute a region. "reference" is the
+            function as it stands.
+        fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons.
+
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        ValueError: `implementation` has an unknown name.
+        NotFusible: (when called) there is no attention in it, or one that breaks a rule; the message names the rule and
+            the line.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import fuse
+        >>> @fuse
+        ... def attention(query, key, value):
+        ...     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5
+        ...     causal = jnp.arange(scores.shape[-2])[:, None] >= jnp.arange(scores.shape[-1])[None, :]
+        ...     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), value)
+        >>> x = jnp.ones((1, 64, 2, 16))
+        >>> attention(x, x, x).shape
+        (1, 64, 2, 16)
+    """
+    if implementation == "reference":
+        return function
+    names = normalise_implementation(implementation, FUSED_IMPLEMENTATIONS)
+    reasons: list[str] = []
+
+    @functools.wraps(function)
+    def fused(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            program = trace(function, args, kwargs)
+        except NotFusible as failure:
+            if not fallback:
+                raise
+            reasons.append(str(failure))
+            return function(*args, **kwargs)
+        return program.run(names)
+
+    fused.fallbacks = reasons  # pyrefly: ignore[missing-attribute]
+    return fused
+
+
+class Program:
+    """A traced call.
+
+    Attributes:
+        jaxpr: flat.
+        regions: of the products that are fused.
+        arguments: the arrays of the call.
+        structure: of its results.
+    """
+
+    def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
+        self.jaxpr = jaxpr
+        self.arguments = arguments
+        self.structure = structure
+        self.regions = find_regions(jaxpr.jaxpr)
+        if not self.regions:
+            raise NotFusible("there is no product with a softmax of scores; `fuse` is for attention")
+
+    def run(self, names: tuple[str, ...] | None) -> Any:
+        """The results."""
+        jaxpr = self.jaxpr.jaxpr
+        known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, self.jaxpr.consts, strict=True))
+        known |= dict(zip(jaxpr.invars, self.arguments, strict=True))
+        needed = self.needed()
+        for equation in jaxpr.eqns:
+            if not any(var in needed for var in equation.outvars):
+                continue
+            regions = self.regions.get(equation.outvars[0])
+            if regions is None:
+                results = bind(equation, [read(known, x) for x in equation.invars])
+            else:
+                parts = [_attend(Call(region, names), known) for region in regions]
+                results = [functools.reduce(jnp.add, parts)]
+            known |= dict(zip(equation.outvars, results, strict=True))
+        return jax.tree.unflatten(self.structure, [read(known, x) for x in jaxpr.outvars])
+
+    def needed(self) -> set[core.Var]:
+        """What must be computed: of what regions replace only their leaves and values."""
+        needed = {x for x in self.jaxpr.jaxpr.outvars if isinstance(x, core.Var)}
+        for equation in reversed(self.jaxpr.jaxpr.eqns):
+            if not any(var in needed for var in equation.outvars):
+                continue
+            regions = self.regions.get(equation.outvars[0])
+            inputs = equation.invars if regions is None else [x.key for region in regions for x in _sources(region)]
+            needed |= {x for x in inputs if isinstance(x, core.Var)}
+        return needed
+
+
+def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The program of a call, with its regions.
+
+    Raises:
+        NotFusible: it has none, or one that breaks a rule.
+    """
+    flat, tree = jax.tree.flatten((args, kwargs))
+    places = [place for place, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray)]
+
+    def of_arrays(*arrays: Any) -> Any:
+        whole = list(flat)
+        for place, array in zip(places, arrays, strict=True):
+            whole[place] = array
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, whole)
+        return function(*inner_args, **inner_kwargs)
+
+    arrays = [flat[place] for place in places]
+    jaxpr, structure = flat_jaxpr(of_arrays, *arrays)
+    return Program(jaxpr, arrays, structure)
+
+
+def _sources(region: Region) -> list[Source]:
+    return [*(leaf.source for leaf in region.leaves), region.value]
+
+
+def _attend(call: Call, known: dict[core.Var, Any]) -> Any:
+    def array_of(source: Source) -> Any:
+        return jnp.arange(source.shape[0], dtype=source.dtype) if source.key is None else known[source.key]
+
+    *leaves, value = map(array_of, _sources(call.region))
+    return attend(call, leaves, value)

@@ -1,0 +1,204 @@
+"""From the equations of a tile program to lines of Triton.
+
+Tiles are values of two axes; a value of one element is a number. Products accumulate in float32, and of a product's
+factors the one that is computed takes the dtype of the one that is read.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from blockdiag.fusion.trace import aval_of, body_of
+
+_BINARY = {
+    "add": "+", "add_any": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
+    "ge": ">=", "and": "&", "or": "|", "xor": "^", "rem": "%", "shift_left": "<<", "shift_right_arithmetic": ">>",
+}  # fmt: skip
+_CALLS = {
+    "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})",
+    "abs": "tl.abs({})", "floor": "tl.floor({})", "ceil": "tl.ceil({})", "sin": "tl.sin({})", "cos": "tl.cos({})",
+    "erf": "tl.erf({})", "max": "tl.maximum({}, {})", "min": "tl.minimum({}, {})",
+    "neg": "-{}", "square": "{0} * {0}", "one_minus_square": "1.0 - {0} * {0}",
+    "logistic": "1.0 / (1.0 + tl.exp(-{}))", "tanh": "1.0 - 2.0 / (1.0 + tl.exp(2.0 * {}))",
+    "log1p": "tl.log(1.0 + {})", "expm1": "tl.exp({}) - 1.0", "clamp": "tl.minimum(tl.maximum({1}, {0}), {2})",
+    "sign": "({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype)", "stop_gradient": "{}", "copy": "{}",
+    "select_n": "tl.where({0}, {2}, {1})", "transpose": "tl.trans({})",
+}  # fmt: skip
+_KINDS = {"f": "tl.float32", "i": "tl.int32", "b": "tl.int1", "u": "tl.uint32", "V": "tl.float32"}
+
+
+class NotPrintable(Exception):
+    """Triton has no words for an equation."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A name in the kernel, and what it is.
+
+    Attributes:
+        name: an expression without operators.
+        shape: of the tile.
+        is_read: whether it was read from memory, in a dtype of 16 bits perhaps.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_read: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one element."""
+        return math.prod(self.shape) == 1
+
+
+class Printer:
+    """Prints equations.
+
+    Args:
+        emit: takes a line.
+        prefix: of new names.
+        precision: Triton's `input_precision` of products.
+    """
+
+    def __init__(self, emit: Callable[[str], None], prefix: str, precision: str) -> None:
+        self._emit = emit
+        self._prefix = prefix
+        self._precision = precision
+        self._count = 0
+
+    def run(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
+        """Print a program of tiles.
+
+        Returns:
+            its results.
+
+        Raises:
+            NotPrintable: the message names the primitive.
+        """
+        known: dict[Any, Value] = dict(zip(jaxpr.jaxpr.invars, arguments, strict=True))
+        for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
+            if np.size(const) != 1:
+                raise NotPrintable("an array of numbers")
+            known[var] = Value(literal(const), ())
+        for equation in jaxpr.jaxpr.eqns:
+            given = [self._operand(known, x) for x in equation.invars]
+            inner = body_of(equation)
+            results = [self._equation(equation, given)] if inner is None else self.run(inner, given)
+            known |= dict(zip(equation.outvars, results, strict=True))
+        return [self._operand(known, x) for x in jaxpr.jaxpr.outvars]
+
+    def name(self, expression: str, shape: tuple[int, ...]) -> Value:
+        """A new name for an expression."""
+        self._count += 1
+        name = f"{self._prefix}{self._count}"
+        self._emit(f"{name} = {expression}")
+        return Value(name, shape)
+
+    @staticmethod
+    def _operand(known: dict[Any, Value], operand: Any) -> Value:
+        return Value(literal(operand.val), ()) if isinstance(operand, core.Literal) else known[operand]
+
+    def _equation(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
+        name, shape = equation.primitive.name, tuple(aval_of(equation.outvars[0]).shape)
+        dtype = np.dtype(aval_of(equation.outvars[0]).dtype)
+        params = equation.params
+        match name:
+            case "div":
+                sign = "/" if dtype.kind in "fV" else "//"
+                return self.name(f"{given[0].name} {sign} {given[1].name}", shape)
+            case "convert_element_type":
+                source = np.dtype(aval_of(equation.invars[0]).dtype)
+                if source.kind in "fV" and dtype.kind in "fV":
+                    return Value(given[0].name, shape, given[0].is_read)
+                if given[0].name.replace(".", "").replace("-", "").isdigit():
+                    return Value(literal(np.asarray(float(given[0].name)).astype(dtype)), shape)
+                return self.name(f"{given[0].name}.to({_KINDS[dtype.kind]})", shape)
+            case "not":
+                return self.name(f"{given[0].name} == 0" if dtype.kind == "b" else f"~{given[0].name}", shape)
+            case "integer_pow":
+                return self._power(given[0], params["y"], shape)
+            case "broadcast_in_dim" | "reshape" | "squeeze":
+                return self._reshaped(given[0], shape, dtype, params.get("broadcast_dimensions"))
+            case "reduce_sum":
+                return self._summed(given[0], tuple(params["axes"]), shape)
+            case "dot_general":
+                return self._product(given, params["dimension_numbers"], shape)
+        if name in _BINARY:
+            return self.name(f"{given[0].name} {_BINARY[name]} {given[1].name}", shape)
+        if name in _CALLS:
+            return self.name(_CALLS[name].format(*(x.name for x in given)), shape)
+        raise NotPrintable(f"`{name}` has no Triton of its own here")
+
+    def _power(self, base: Value, exponent: int, shape: tuple[int, ...]) -> Value:
+        if not 1 <= abs(exponent) <= 8:
+            raise NotPrintable(f"the power {exponent}")
+        product = " * ".join([base.name] * abs(exponent))
+        return self.name(product if exponent > 0 else f"1.0 / ({product})", shape)
+
+    def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:
+        """The same elements with other axes, each where it was, or repeated."""
+        if math.prod(shape) == 1:
+            return Value(given.name, shape, given.is_read)
+        if given.is_number:
+            return self.name(
+                f"tl.full({list(shape)}, 0, {_KINDS[dtype.kind]}) + {given.name}"
+                if dtype.kind != "b"
+                else f"tl.full({list(shape)}, 1, tl.int1) & {given.name}",
+                shape,
+            )
+        if len(given.shape) == len(shape) == 2:
+            return given if given.shape == shape else self.name(f"tl.broadcast_to({given.name}, {list(shape)})", shape)
+        if len(given.shape) == 1 and len(shape) == 2:
+            axis = next(iter(axes)) if axes is not None else shape.index(given.shape[0])
+            column = self.name(f"{given.name}[:, None]" if axis == 0 else f"{given.name}[None, :]", shape)
+            return (
+                column
+                if given.shape[0] == math.prod(shape)
+                else self.name(f"tl.broadcast_to({column.name}, {list(shape)})", shape)
+            )
+        if len(shape) == 1 and len(given.shape) == 2:
+            return self.name(f"tl.sum({given.name}, {given.shape.index(1)})", shape)
+        raise NotPrintable(f"a reshape from {given.shape} to {shape}")
+
+    def _summed(self, given: Value, axes: tuple[int, ...], shape: tuple[int, ...]) -> Value:
+        axes = tuple(axis for axis in axes if given.shape[axis] != 1)
+        if given.is_number or not axes:
+            if len(given.shape) == 2 and len(shape) == 1 and math.prod(shape) > 1:
+                return self.name(f"tl.sum({given.name}, {given.shape.index(1)})", shape)
+            return Value(given.name, shape)
+        expression = given.name
+        for axis in sorted(axes, reverse=True):
+            expression = f"tl.sum({expression}, {axis})"
+        if math.prod(shape) > 1 and len(given.shape) - len(axes) != len(shape):
+            raise NotPrintable("a sum of more than it says")
+        if math.prod(shape) == 1 and len(axes) == 1 and len(given.shape) == 2:
+            # The other axis has one element.
+            expression = f"tl.sum({expression}, 0)"
+        return self.name(expression, shape)
+
+    def _product(self, given: list[Value], numbers: Any, shape: tuple[int, ...]) -> Value:
+        (axes, shared) = numbers
+        if shared[0] or len(axes[0]) != 1:
+            raise NotPrintable("a product that is not of two matrices")
+        left = given[0].name if axes[0][0] == 1 else f"tl.trans({given[0].name})"
+        right = given[1].name if axes[1][0] == 0 else f"tl.trans({given[1].name})"
+        if given[0].is_read and not given[1].is_read:
+            right = f"({right}).to({given[0].name}.dtype)"
+        if given[1].is_read and not given[0].is_read:
+            left = f"({left}).to({given[1].name}.dtype)"
+        return self.name(f'tl.dot({left}, {right}, input_precision="{self._precision}")', shape)
+
+
+def literal(value: Any) -> str:
+    """A number in Triton's source."""
+    array = np.asarray(value)
+    if array.dtype.kind == "b":
+        return "True" if array.item() else "False"
+    number = array.astype(np.float64).item() if array.dtype.kind in "fV" else array.item()
+    if isinstance(number, float) and not math.isfinite(number):
+        return 'float("nan")' if math.isnan(number) else f'float("{"-" if number < 0 else ""}inf")'
+    return repr(number) if number >= 0 else f"({number!r})"

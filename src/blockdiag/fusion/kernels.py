@@ -1,0 +1,393 @@
+"""Triton source of the kernels of a region: forward; and backward by rows, by columns and by pairs of them.
+
+The method is FlashAttention's (Dao et al., 2022). Backward recomputes tiles of scores; what has queries is added up by
+programs that have a tile of them and go through the keys, what has keys the other way round, and a bias that is the
+same along batch axes by programs that have a tile of it and go through these axes: no atomics, so results repeat.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from blockdiag.fusion.emit import Printer, Value
+from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
+from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
+from blockdiag.fusion.tree import Dim, Leaf, Region
+from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
+
+Kind = Literal["forward", "rows", "columns", "pairs"]
+
+LOG2_E = 1.4426950408889634
+LIVE = ("live_counts", "live_tiles", "live_counts_t", "live_tiles_t")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a tile of scores."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """An array that a kernel writes.
+
+    Attributes:
+        dims: what its axes stand for; "tq" and "tk" are tiles of queries and keys.
+    """
+
+    name: str
+    dims: tuple[Dim, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel.
+
+    Attributes:
+        text: its source.
+        name: of its function.
+        inputs: names of the arrays that it reads: "leaf0", ..., "value", "log_sum", "cotangent", "delta".
+        outputs: what it writes.
+        grid: programs.
+    """
+
+    text: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    grid: tuple[int, int, int]
+
+
+class Writer:
+    """Source of one kernel of a region.
+
+    Args:
+        tile: of scores.
+        leaf_grads: which leaves' gradients the kernel is asked for, and whether the values' one.
+    """
+
+    def __init__(
+        self, region: Region, kind: Kind, tile: Tile, leaf_grads: Sequence[int] = (), *, value_grad: bool = False
+    ) -> None:
+        self.region, self.kind, self.tile = region, kind, tile
+        self.leaf_grads, self.value_grad = tuple(leaf_grads), value_grad
+        self.lines: list[str] = []
+        self.depth = 1
+        self.outputs: list[Output] = []
+        self.sizes = region.sizes
+        self.rows, self.keys = region.sizes["q"], region.sizes["k"]
+        self.row_tiles, self.key_tiles = -(-self.rows // tile.rows), -(-self.keys // tile.columns)
+        self.tile_sizes = {**region.sizes, "tq": self.row_tiles, "tk": self.key_tiles}
+        self.value_layout = layout_of(region.value.shape, region.value_dims, region.sizes)
+        self.layouts = [layout_of(leaf.source.shape, leaf.dims, region.sizes) for leaf in region.leaves]
+        columns = value_columns(region)
+        self.columns = int(np.prod([region.sizes[x] for x in columns], dtype=np.int64))
+        self.wide = next_power_of_2(max(16, self.columns))
+        dtypes = [x.source.dtype for x in region.leaves if x.role in ("query", "key")] + [region.value.dtype]
+        self.precision = "ieee" if any(dtype.itemsize == 4 for dtype in dtypes) else "tf32"
+
+    # Lines
+
+    def emit(self, line: str = "") -> None:
+        self.lines.append("    " * self.depth + line if line else "")
+
+    def loop(self, header: str, body: Callable[[], None]) -> None:
+        self.emit(header)
+        self.depth += 1
+        body()
+        self.depth -= 1
+
+    # Places
+
+    def features(self, leaf: Leaf) -> tuple[int, int]:
+        """How many a query or a key has, and the stride between them."""
+        labels = [x for dim in leaf.dims if isinstance(dim, tuple) for x in dim if x.startswith("f")]
+        layout = self.layouts[self.region.leaves.index(leaf)]
+        stride = flat_stride(layout, sorted(labels), self.sizes)
+        assert stride is not None, "such leaves are arranged before"
+        return int(np.prod([self.sizes[x] for x in labels], dtype=np.int64)), stride
+
+    def tile_shape(self, leaf: Leaf) -> tuple[int, int]:
+        match leaf.role:
+            case "query":
+                return self.tile.rows, next_power_of_2(max(16, self.features(leaf)[0]))
+            case "key":
+                return self.tile.columns, next_power_of_2(max(16, self.features(leaf)[0]))
+            case "row":
+                return self.tile.rows, 1
+            case "column":
+                return 1, self.tile.columns
+            case "score":
+                return self.tile.rows, self.tile.columns
+        return 1, 1
+
+    def decode(self, index: str, labels: Sequence[str]) -> None:
+        """`i_<label>` of every label, from one number."""
+        rest = index
+        for place, label in enumerate(reversed(labels)):
+            size = self.sizes[label]
+            index = f"{rest} % {size}" if place < len(labels) - 1 else rest
+            self.emit(f"i_{label} = tl.full([], {index}, tl.int64)")
+            if place < len(labels) - 1:
+                self.emit(f"rest_{place} = {rest} // {size}")
+                rest = f"rest_{place}"
+
+    def mask(self, rows: bool, columns: bool, axes: int = 2) -> list[str]:
+        found = []
+        if rows and self.rows % self.tile.rows:
+            found.append("m_q[:, None]" if axes == 2 else "m_q")
+        if columns and self.keys % self.tile.columns:
+            found.append("m_k[None, :]" if axes == 2 else "m_k")
+        return found
+
+    # Reading
+
+    def read(self, place: int) -> Value:
+        """Load a tile of a leaf."""
+        leaf, layout = self.region.leaves[place], self.layouts[place]
+        name, shape = f"leaf{place}", self.tile_shape(leaf)
+        base = layout.base(leaf.labels)
+        is_float = leaf.source.dtype.kind in "fV"
+        if leaf.source.key is None and leaf.role in ("row", "column"):
+            line = "r_q[:, None]" if leaf.role == "row" else "r_k[None, :]"
+            self.emit(f"{name} = {line}" + (".to(tl.float32)" if is_float else ""))
+            return Value(name, shape)
+        widen = ".to(tl.float32)" if is_float else " != 0" if leaf.source.dtype.kind == "b" else ".to(tl.int32)"
+        match leaf.role:
+            case "query" | "key":
+                count, stride = self.features(leaf)
+                line, label = ("r_q", "q") if leaf.role == "query" else ("r_k", "k")
+                masks = []
+                masks += [f"(tl.arange(0, {shape[1]}) < {count})[None, :]"] if shape[1] != count else []
+                at = f"{line}[:, None] * {layout.stride(label)} + tl.arange(0, {shape[1]})[None, :] * {stride}"
+                self.emit(f"{name} = tl.load(p_{name} + {base} + {at}{self._masked(masks)})")
+                return Value(name, shape, is_read=True)
+            case "row":
+                at = f"p_{name} + {base} + r_q * {layout.stride('q')}"
+                self.emit(f"{name} = (tl.load({at}){widen})[:, None]")
+            case "column":
+                at = f"p_{name} + {base} + r_k * {layout.stride('k')}"
+                self.emit(f"{name} = (tl.load({at}){widen})[None, :]")
+            case "score":
+                at = f"r_q[:, None].to(tl.int64) * {layout.stride('q')} + r_k[None, :] * {layout.stride('k')}"
+                self.emit(f"{name} = tl.load(p_{name} + {base} + {at}){widen}")
+            case "scalar":
+                self.emit(f"{name} = tl.load(p_{name} + {base}){widen}")
+        return Value(name, shape)
+
+    @staticmethod
+    def _masked(masks: Sequence[str]) -> str:
+        return f", mask={' & '.join(masks)}, other=0" if masks else ""
+
+    def read_value(self, name: str = "value") -> None:
+        """Load a tile of values [columns of scores, columns of values]."""
+        layout = self.value_layout
+        stride = flat_stride(layout, value_columns(self.region), self.sizes)
+        at = f"r_k[:, None] * {layout.stride('k')} + tl.arange(0, {self.wide})[None, :] * {stride}"
+        masks = [f"(tl.arange(0, {self.wide}) < {self.columns})[None, :]"] if self.wide != self.columns else []
+        self.emit(f"{name} = tl.load(p_value + {layout.base(value_labels(self.region))} + {at}{self._masked(masks)})")
+
+    def result_layout(self) -> tuple[Layout, int]:
+        """Of the result and its cotangent, and the stride of its columns."""
+        layout = layout_of(shape_of(self.region.out_dims, self.sizes), self.region.out_dims, self.sizes)
+        stride = flat_stride(layout, value_columns(self.region), self.sizes)
+        assert stride is not None, "such results are arranged before"
+        return layout, stride
+
+    def result_place(self) -> tuple[str, list[str]]:
+        layout, stride = self.result_layout()
+        lines = f"o_q[:, None] * {layout.stride('q')} + tl.arange(0, {self.wide})[None, :] * {stride}"
+        at = f"{layout.base(self.region.batch)} + {lines}"
+        masks = ["m_q[:, None]"] if self.rows % self.tile.rows else []
+        masks += [f"(tl.arange(0, {self.wide}) < {self.columns})[None, :]"] if self.wide != self.columns else []
+        return at, masks
+
+    def row_place(self) -> str:
+        """Of numbers [batch.., q]."""
+        labels = (*self.region.batch, "q")
+        layout = layout_of([self.sizes[x] for x in labels], [(x,) for x in labels], self.sizes)
+        return f"{layout.base(self.region.batch)} + o_q"
+
+    # Tile programs
+
+    def tile_avals(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(self.tile_shape(leaf), leaf.source.dtype) for leaf in self.region.leaves]
+
+    def program(self) -> core.ClosedJaxpr:
+        """Score, weight and extras."""
+        region = self.region
+        function = tile_function((region.score, region.weight, *region.extras), region.leaves, np.dtype(np.float32))
+
+        def some(*tiles: Any) -> list[Any]:
+            return [x for x in function(*tiles) if x is not None]
+
+        return jax.make_jaxpr(some)(*self.tile_avals())
+
+    def evaluate(self, tiles: Sequence[Value], prefix: str) -> tuple[Value | None, Value | None, list[Value]]:
+        """Print the score, the weight and the extras."""
+        found = Printer(self.emit, prefix, self.precision).run(self.program(), tiles)
+        score = found.pop(0) if self.region.score is not None else None
+        weight = found.pop(0) if self.region.weight is not None else None
+        return score, weight, found
+
+    def whole(self, value: Value) -> str:
+        """A tile of full size."""
+        shape = [self.tile.rows, self.tile.columns]
+        return value.name if list(value.shape) == shape else f"(tl.zeros({shape}, tl.float32) + {value.name})"
+
+    def function_text(self) -> tuple[str, tuple[str, ...]]:
+        """The whole function, and the arrays that it reads."""
+        body = "\n".join(self.lines)
+        inputs = [f"leaf{i}" for i in range(len(self.region.leaves)) if f"p_leaf{i} " in body or f"p_leaf{i}\n" in body]
+        written = {x.name for x in self.outputs}
+        others = ("value", "log_sum", "cotangent", "delta", *LIVE)
+        inputs += [x for x in others if x not in written and f"p_{x} " in body]
+        parameters = ", ".join(f"p_{x}" for x in (*inputs, *(x.name for x in self.outputs)))
+        name = f"fused_{self.kind}"
+        return f"@triton.jit\ndef {name}({parameters}):\n{body}\n", tuple(inputs)
+
+    def source(self, grid: tuple[int, int, int]) -> Source:
+        text, inputs = self.function_text()
+        return Source(
+            "import triton\nimport triton.language as tl\n\n\n" + text,
+            f"fused_{self.kind}",
+            inputs,
+            tuple(self.outputs),
+            grid,
+        )
+
+    def through(self, live: Sequence[str] | None, body: Callable[[], None], *, rows: bool = False) -> None:
+        """The loop over tiles of keys, or of queries: all, or those of a list.
+
+        Args:
+            live: batch labels of the lists, None without them.
+            body: prints what is done with `tile`.
+        """
+        tiles, others = (self.key_tiles, self.row_tiles) if not rows else (self.row_tiles, self.key_tiles)
+        if live is None:
+            self.loop(f"for tile in range({tiles}):", body)
+            return
+        suffix = "_t" if rows else ""
+        sizes = {label: self.sizes[label] for label in live}
+        layout = layout_of([*sizes.values(), 1], [*((label,) for label in live), ()], sizes)
+        self.emit(f"line = ({layout.base(tuple(live))}) * {others} + tl.program_id(0)")
+        self.emit(f"count = tl.load(p_live_counts{suffix} + line)")
+
+        def with_tile() -> None:
+            self.emit(f"tile = tl.load(p_live_tiles{suffix} + line * {tiles} + place)")
+            body()
+
+        self.loop("for place in range(0, count):", with_tile)
+
+    def tile_of(self, axis: Literal["q", "k"], index: str) -> None:
+        """The numbers of a tile's queries or keys."""
+        size, count = (self.tile.rows, self.rows) if axis == "q" else (self.tile.columns, self.keys)
+        self.emit(f"o_{axis} = {index} * {size} + tl.arange(0, {size})")
+        if count % size:
+            self.emit(f"m_{axis} = o_{axis} < {count}")
+            # Beyond the last one it is read again: finite numbers, which are dropped.
+            self.emit(f"r_{axis} = tl.minimum(o_{axis}, {count - 1})")
+        else:
+            self.emit(f"r_{axis} = o_{axis}")
+
+
+def forward_source(region: Region, tile: Tile, live: Sequence[str] | None = None) -> Source:
+    """The kernel that computes a region's result and log-sum-exp."""
+    writer = Writer(region, "forward", tile)
+    emit = writer.emit
+    emit("# One program: a tile of queries against all tiles of keys.")
+    writer.decode("tl.program_id(1)", region.batch)
+    writer.tile_of("q", "tl.program_id(0)")
+    before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
+    emit(f"output = tl.zeros([{tile.rows}, {writer.wide}], tl.float32)")
+    if region.score is not None:
+        emit(f'largest = tl.full([{tile.rows}], float("-inf"), tl.float32)')
+        emit(f"total = tl.zeros([{tile.rows}], tl.float32)")
+
+    def body() -> None:
+        writer.tile_of("k", "tile")
+        tiles = [before[i] if i in before else writer.read(i) for i in range(len(region.leaves))]
+        score, weight, _ = writer.evaluate(tiles, "x")
+        masks = writer.mask(False, True)
+        if score is not None:
+            emit(f"score = {writer.whole(score)} * {LOG2_E}")
+            if masks:
+                emit(f'score = tl.where({masks[0]}, score, float("-inf"))')
+            emit("new = tl.maximum(largest, tl.max(score, 1))")
+            emit('base = tl.where(new == float("-inf"), 0.0, new)  # rows that saw nothing yet')
+            emit("shrink = tl.exp2(largest - base)")
+            emit("power = tl.exp2(score - base[:, None])")
+            emit("total = total * shrink + tl.sum(power, 1)")
+            emit("output *= shrink[:, None]")
+            emit("largest = new")
+            if weight is not None:
+                emit(f"power *= {weight.name}")
+        else:
+            assert weight is not None
+            emit(f"power = {writer.whole(weight)}")
+            if masks:
+                emit(f"power = tl.where({masks[0]}, power, 0.0)")
+        writer.read_value()
+        emit(f'output = tl.dot(power.to(value.dtype), value, output, input_precision="{writer.precision}")')
+
+    writer.through(live, body)
+    place, masks = writer.result_place()
+    if region.score is not None:
+        if region.extras:
+            tiles = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
+            _add_extras(writer, tiles)
+        emit("norm = tl.where(total == 0, 0.0, 1.0 / total)  # rows that see no key are 0")
+        emit("output *= norm[:, None]")
+        emit('log_sum = tl.where(total == 0, float("-inf"), (largest + tl.log2(total)) * 0.6931471805599453)')
+    else:
+        emit(f"log_sum = tl.zeros([{tile.rows}], tl.float32)")
+    emit(f"tl.store(p_output + {place}, output.to(p_output.dtype.element_ty){_store_mask(masks)})")
+    emit(f"tl.store(p_log_sum + {writer.row_place()}, log_sum{_store_mask(writer.mask(True, False, 1))})")
+    labels = (*region.batch, "q")
+    writer.outputs = [
+        Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), _name(region.dtype)),
+        Output("log_sum", tuple((x,) for x in labels), tuple(region.sizes[x] for x in labels), "float32"),
+    ]
+    return writer.source((writer.row_tiles, _cells(region, region.batch), 1))
+
+
+def _add_extras(writer: Writer, tiles: Sequence[Value]) -> None:
+    """Logits without values join the sum."""
+    emit, region = writer.emit, writer.region
+    for i, extra in enumerate(_extras(writer, tiles)):
+        emit(f"logit{i} = (tl.zeros([{writer.tile.rows}, 1], tl.float32) + {extra.name}) * {LOG2_E}")
+        emit(f"logit{i} = tl.sum(logit{i}, 1)")
+        emit(f"new = tl.maximum(largest, logit{i})")
+        emit('base = tl.where(new == float("-inf"), 0.0, new)')
+        emit(f"total = total * tl.exp2(largest - base) + tl.exp2(logit{i} - base)")
+        emit("output *= tl.exp2(largest - base)[:, None]")
+        emit("largest = new")
+    del region
+
+
+def _extras(writer: Writer, tiles: Sequence[Value]) -> list[Value]:
+    region = writer.region
+    function = tile_function(region.extras, region.leaves, np.dtype(np.float32))
+    jaxpr = jax.make_jaxpr(function)(*writer.tile_avals())
+    return Printer(writer.emit, "e", writer.precision).run(jaxpr, tiles)
+
+
+def _cells(region: Region, labels: Sequence[str]) -> int:
+    return int(np.prod([region.sizes[x] for x in labels], dtype=np.int64))
+
+
+def _store_mask(masks: Sequence[str]) -> str:
+    return f", mask={' & '.join(masks)}" if masks else ""
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    return jnp.dtype(dtype).name

@@ -1,0 +1,93 @@
+"""Which tiles of scores masks leave alive: lists of them, from the leaves alone."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag.fusion.intervals import Interval, bounds, tile_extent, tile_states
+from blockdiag.fusion.kernels import Tile, Writer
+from blockdiag.fusion.tiles import leaf_array
+from blockdiag.fusion.trace import primitives
+from blockdiag.fusion.tree import Leaf, Region
+
+# What can make a score small whatever queries and keys are; a bias that is added to it cannot.
+_KILLERS = frozenset({"select_n", "min", "clamp"})
+_NOTHING_KNOWN = Interval(-math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Live:
+    """Tiles that are not dead.
+
+    Attributes:
+        labels: batch labels that they differ along.
+        arrays: by name: "live_counts" [labels.., tq] and "live_tiles" [labels.., tq, tk], for each tile of queries
+            how many tiles of keys there are, and which, in order; "live_counts_t" and "live_tiles_t" the other way
+            round. int32.
+    """
+
+    labels: tuple[str, ...]
+    arrays: Mapping[str, Any]
+
+
+def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
+    """The tiles that a region needs; None where it needs all.
+
+    A tile is dead where every score in it is at most -1e9 whatever queries and keys are. What numbers alone decide is
+    decided while tracing.
+
+    Args:
+        arrays: by name, "leaf0", ... as the region has them.
+    """
+    if region.score is None:
+        return None
+    writer = Writer(region, "forward", tile)
+    if _KILLERS.isdisjoint(primitives(writer.program().jaxpr)):
+        return None
+    extents = [_extent(region, leaf, arrays.get(f"leaf{i}"), tile) for i, leaf in enumerate(region.leaves)]
+    score = bounds(writer.program(), extents)[0]
+    if isinstance(score.high, np.ndarray) and (score.high > -1e9).all():
+        return None
+    states = tile_states(score)
+    xp: Any = jnp if isinstance(states, jax.Array) else np
+    shape = (*states.shape[:-2], writer.row_tiles, writer.key_tiles)
+    states = xp.broadcast_to(states, shape)
+    lead = (1,) * (len(region.batch) + 2 - len(shape)) + shape[:-2]
+    labels = tuple(label for label, size in zip(region.batch, lead, strict=True) if size > 1)
+    states = states.reshape([region.sizes[label] for label in labels] + list(shape[-2:]))
+    found = {}
+    for suffix, each in (("", states), ("_t", xp.swapaxes(states, -1, -2))):
+        found[f"live_counts{suffix}"] = (each > 0).sum(-1).astype(np.int32)
+        order = xp.argsort(each == 0, axis=-1, stable=True) if xp is jnp else np.argsort(each == 0, -1, kind="stable")
+        found[f"live_tiles{suffix}"] = order.astype(np.int32)
+    return Live(labels, {name: jnp.asarray(x) for name, x in found.items()})
+
+
+def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
+    """The interval of a leaf on each tile."""
+    is_dense = leaf.role == "score" and leaf.source.dtype.kind in "fV"
+    if leaf.role in ("query", "key") or is_dense:
+        # Reading all of it costs more than it tells.
+        return _NOTHING_KNOWN
+    if leaf.source.key is None:
+        # Positions are known while tracing.
+        size = region.sizes["q" if leaf.role == "row" else "k"]
+        if leaf.source.shape != (size,) or leaf.role == "score":
+            return _NOTHING_KNOWN
+        line: Any = np.arange(size, dtype=leaf.source.dtype)
+        return tile_extent(line, leaf.role, tile.rows, tile.columns)
+    if leaf.source.constant is not None:
+        array = leaf.source.constant
+    elif leaf.source.dtype.kind == "b":
+        array = array != 0
+    whole = leaf_array(leaf, array, region.batch, region.sizes)
+    sizes = [region.sizes[label] if label in leaf.labels else 1 for label in region.batch]
+    last = {"row": [region.sizes["q"]], "column": [region.sizes["k"]], "scalar": []}.get(
+        leaf.role, list(whole.shape[-2:])
+    )
+    return tile_extent(whole.reshape(sizes + last), leaf.role, tile.rows, tile.columns)

@@ -1,0 +1,148 @@
+"""A fused region as a differentiable function of its leaves and values."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from blockdiag.dispatch import call_implementation
+from blockdiag.fusion.tree import Dim, Leaf, Node, Region, Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is computed, and who may compute it."""
+
+    region: Region
+    implementations: tuple[str, ...] | None
+
+
+def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
+    """The result of a region, with the axes of the product that it replaces.
+
+    Args:
+        leaves: an array for each of the region's leaves, as its source has it.
+        value: the values, as their variable has them.
+    """
+    return _attend(call, tuple(leaves), value)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, leaves: tuple[Any, ...], value: Any) -> Any:
+    return _forward(call)(*leaves, value)[0]
+
+
+def _attend_forward(call: Call, leaves: tuple[Any, ...], value: Any) -> tuple[Any, Any]:
+    output, log_sum = _forward(call)(*leaves, value)
+    return output, (leaves, value, output, log_sum)
+
+
+def _attend_backward(call: Call, saved: Any, cotangent: Any) -> tuple[Any, Any]:
+    leaves, value, output, log_sum = saved
+    grads = iter(_backward(call)(*leaves, value, output, log_sum, cotangent))
+    found = tuple(
+        next(grads).astype(x.dtype) if is_differentiable(leaf) else None
+        for leaf, x in zip(call.region.leaves, leaves, strict=True)
+    )
+    return found, next(grads).astype(value.dtype)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def is_differentiable(leaf: Leaf) -> bool:
+    """Whether a leaf has a gradient."""
+    return bool(jnp.issubdtype(leaf.source.dtype, jnp.floating))
+
+
+def _forward(call: Call) -> Any:
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        *leaves, value = operands
+        return call_implementation("forward", call.region, call.implementations, leaves, value)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
+        mapped, operands = map_region(call.region, axis_size, is_mapped, operands)
+        output, log_sum = _forward(Call(mapped, call.implementations))(*operands)
+        return (output, log_sum), (True, True)
+
+    return compute
+
+
+def _backward(call: Call) -> Any:
+    count = len(call.region.leaves) + 1
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        *leaves, value, output, log_sum, cotangent = operands
+        grads, value_grad = call_implementation(
+            "backward", call.region, call.implementations, leaves, value, output, log_sum, cotangent
+        )
+        return (*[x for x, leaf in zip(grads, call.region.leaves, strict=True) if is_differentiable(leaf)], value_grad)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
+        mapped, given = map_region(call.region, axis_size, is_mapped[:count], operands[:count])
+        results = [
+            x if is_mapped_already else jnp.broadcast_to(x[None], (axis_size, *x.shape))
+            for x, is_mapped_already in zip(operands[count:], is_mapped[count:], strict=True)
+        ]
+        grads = _backward(Call(mapped, call.implementations))(*given, *results)
+        # Gradients of what is not mapped are already the sum.
+        wanted = [*map(is_differentiable, call.region.leaves), True]
+        flags = [flag for flag, is_wanted in zip(is_mapped[:count], wanted, strict=True) if is_wanted]
+        return tuple(
+            x if flag else jnp.concatenate([x[None], jnp.zeros((axis_size - 1, *x.shape), x.dtype)])
+            for x, flag in zip(grads, flags, strict=True)
+        ), (True,) * len(grads)
+
+    return compute
+
+
+def map_region(
+    region: Region, axis_size: int, is_mapped: Sequence[bool], operands: Sequence[Any]
+) -> tuple[Region, tuple[Any, ...]]:
+    """The region of a mapped call: one more batch label, the first axis of what is mapped."""
+    label = f"m{len(region.batch)}"
+    batch = (label, *region.batch)
+    leaves: dict[Leaf, Leaf] = {}
+    *flags, is_value_mapped = is_mapped
+
+    def mapped_source(source: Source) -> Source:
+        return Source((label, source.key), (axis_size, *source.shape), source.dtype)
+
+    for leaf, flag in zip(region.leaves, flags, strict=True):
+        leaves[leaf] = leaf
+        if flag:
+            leaves[leaf] = Leaf(mapped_source(leaf.source), ((label,), *leaf.dims), leaf.role, (label, *leaf.labels))
+    known: dict[int, Node] = {}
+
+    def rebuilt(node: Node | None) -> Node | None:
+        if node is None:
+            return None
+        if id(node) not in known:
+            inputs = tuple(x for x in map(rebuilt, node.inputs) if x is not None)
+            known[id(node)] = dataclasses.replace(
+                node, inputs=inputs, leaf=None if node.leaf is None else leaves[node.leaf]
+            )
+        return known[id(node)]
+
+    value_dims: tuple[Dim, ...] = ((label,), *region.value_dims) if is_value_mapped else region.value_dims
+    value = mapped_source(region.value) if is_value_mapped else region.value
+    mapped = dataclasses.replace(
+        region,
+        sizes=region.sizes | {label: axis_size},
+        batch=batch,
+        score=rebuilt(region.score),
+        extras=tuple(x for x in map(rebuilt, region.extras) if x is not None),
+        weight=rebuilt(region.weight),
+        leaves=tuple(leaves[leaf] for leaf in region.leaves),
+        value=value,
+        value_dims=value_dims,
+        out_dims=((label,), *region.out_dims),
+    )
+    return mapped, tuple(operands)

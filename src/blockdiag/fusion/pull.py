@@ -1,0 +1,350 @@
+"""From values of a program to trees of tiles: labels are pulled from its axes down to what it is computed from."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core, source_info_util
+
+from blockdiag.fusion.trace import aval_of, body_of, constants, evaluate
+from blockdiag.fusion.tree import (
+    COLUMNS,
+    FEATURES,
+    ROWS,
+    Dim,
+    Leaf,
+    Node,
+    NotFusible,
+    Source,
+    number,
+    operation,
+    source_of,
+)
+
+# What works element by element.
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "one_minus_square", "or", "pow", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+})  # fmt: skip
+# The same value, seen otherwise.
+_SAME = frozenset({"copy", "copy_p", "reduce_precision", "optimization_barrier"})
+
+_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
+# Elements of an array that is looked at while tracing.
+_MOST_CONSTANTS = 2**22
+
+# Features that are summed one by one where they are no product of a query and a key.
+_MOST_FEATURES = 64
+
+
+class Unpullable(Exception):
+    """The labels of a value say nothing about what it is computed from."""
+
+
+class Puller:
+    """Nodes of a program's values, made when they are first asked for.
+
+    Args:
+        jaxpr: flat.
+        sizes: of each label; labels of features are added.
+    """
+
+    def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
+        self.producers = producers_of(jaxpr)
+        self._constant_of = constants(jaxpr)
+        self.sizes = sizes
+        self.batch = batch
+        self._nodes: dict[Any, Node] = {}
+        self._features = itertools.count()
+        self._aliases: dict[core.Var, Any] = {}
+        self.leaves: dict[Leaf, Node] = {}
+        self.products: set[core.Var] = set()
+
+    def node(self, operand: Any, dims: tuple[Dim, ...]) -> Node:
+        """The tree of a value whose axes stand for `dims`.
+
+        Raises:
+            NotFusible: it is computed from scores in a way that needs more than a tile of them.
+        """
+        operand = self._resolved(operand)
+        if isinstance(operand, core.Literal):
+            return number(operand.val)
+        if (operand, dims) not in self._nodes:
+            self._nodes[operand, dims] = self._new_node(operand, dims)
+        return self._nodes[operand, dims]
+
+    def _resolved(self, operand: Any) -> Any:
+        """What an operand of a call's body is outside of it."""
+        while isinstance(operand, core.Var) and operand in self._aliases:
+            operand = self._aliases[operand]
+        return operand
+
+    def _new_node(self, var: core.Var, dims: tuple[Dim, ...]) -> Node:
+        constant = self._number(var)
+        if constant is not None:
+            return number(constant)
+        labels = labels_of(dims)
+        equation = self.producers.get(var)
+        if not {ROWS, COLUMNS} <= labels or equation is None:
+            return self._leaf(var, dims)
+        try:
+            return self._computed(equation, dims)
+        except Unpullable as failure:
+            if self._has_product(var):
+                raise NotFusible(
+                    f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
+                ) from None
+        # Made by the program as it stands, and read in tiles.
+        return self._leaf(var, dims)
+
+    def _computed(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+        name, params = equation.primitive.name, equation.params
+        operands, shape = equation.invars, aval_of(equation.outvars[0]).shape
+        if name in ELEMENTWISE:
+            nodes = [self.node(x, broadcast_dims(x, shape, dims)) for x in operands]
+            return operation(equation.primitive, *nodes, **params)
+        if name in _SAME:
+            return self.node(operands[0], dims)
+        if name == "convert_element_type":
+            inner = self.node(operands[0], dims)
+            is_float = [
+                np.issubdtype(np.dtype(x), np.floating) or np.dtype(x).kind == "V"
+                for x in (aval_of(operands[0]).dtype, params["new_dtype"])
+            ]
+            return inner if all(is_float) else operation(equation.primitive, inner, **params)
+        if name in _MOVES:
+            return self.node(operands[0], moved_dims(equation, dims, self.sizes))
+        if name == "iota":
+            at = dims[params["dimension"]]
+            return self._leaf(Source(None, (params["shape"][params["dimension"]],), np.dtype(params["dtype"])), (at,))
+        if name == "dot_general":
+            return self._product(equation, dims)
+        if name == "reduce_sum":
+            return self._sum(equation, dims)
+        inner = body_of(equation)
+        if inner is not None and len(equation.outvars) == 1:
+            return self._called(equation, inner, dims)
+        raise Unpullable(f"`{name}` of scores cannot be computed a tile at a time")
+
+    def _called(self, equation: core.JaxprEqn, inner: core.ClosedJaxpr, dims: tuple[Dim, ...]) -> Node:
+        """What a call means, with variables of its own."""
+        fresh = jax.make_jaxpr(lambda *given: evaluate(inner.jaxpr, inner.consts, given))(*inner.in_avals)
+        if fresh.consts:
+            raise Unpullable(f"`{equation.primitive.name}` with arrays of its own")
+        self.producers |= producers_of(fresh.jaxpr)
+        self._aliases |= dict(zip(fresh.jaxpr.invars, equation.invars, strict=True))
+        return self.node(fresh.jaxpr.outvars[0], dims)
+
+    def _product(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+        (contracted, shared) = equation.params["dimension_numbers"]
+        sides: list[list[Dim]] = [[()] * len(aval_of(x).shape) for x in equation.invars]
+        left = iter(dims)
+        for axes in zip(*shared, strict=True):
+            label = next(left)
+            for side, axis in zip(sides, axes, strict=True):
+                side[axis] = label
+        for axes in zip(*contracted, strict=True):
+            label = f"{FEATURES}{next(self._features):02}"
+            self.sizes[label] = aval_of(equation.invars[0]).shape[axes[0]]
+            for side, axis in zip(sides, axes, strict=True):
+                side[axis] = (label,)
+        for side, summed, common in zip(sides, contracted, shared, strict=True):
+            for axis in range(len(side)):
+                if axis not in summed and axis not in common:
+                    side[axis] = next(left)
+        if not contracted[0]:
+            # Nothing is summed: the product of each element with each.
+            operands = zip(equation.invars, sides, strict=True)
+            return operation(lax.mul_p, *(self.node(x, tuple(side)) for x, side in operands))
+        labels = [labels_of(tuple(side)) for side in sides]
+        if any({ROWS, COLUMNS} <= x for x in labels):
+            raise Unpullable("a product of scores with something else cannot be computed a tile at a time")
+        is_swapped = COLUMNS in labels[0]
+        operands = list(zip(map(self._resolved, equation.invars), map(tuple, sides), strict=True))
+        query, key = (self._leaf(x, side) for x, side in (operands[::-1] if is_swapped else operands))
+        if query.leaf is None or query.leaf.role != "query" or key.leaf is None or key.leaf.role != "key":
+            raise Unpullable("a product that is none of queries and keys")
+        self.products.add(equation.outvars[0])
+        return Node("product", (query, key))
+
+    def _sum(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+        """A sum over features, each of which is a tile."""
+        axes, shape = equation.params["axes"], aval_of(equation.invars[0]).shape
+        if math.prod(shape[axis] for axis in axes) > _MOST_FEATURES:
+            raise Unpullable(f"a sum over more than {_MOST_FEATURES} features that is no product")
+        total = None
+        for indices in itertools.product(*(range(shape[axis]) for axis in axes)):
+            rest, at = iter(dims), dict(zip(axes, indices, strict=True))
+            inner = tuple(at[axis] if axis in at else next(rest) for axis in range(len(shape)))
+            node = self.node(equation.invars[0], inner)
+            total = node if total is None else operation(lax.add_p, total, node)
+        return number(0.0) if total is None else total
+
+    def _leaf(self, source: core.Var | Source, dims: tuple[Dim, ...]) -> Node:
+        while isinstance(source, core.Var):
+            # A leaf is what is in memory: its axes may lie in any order.
+            equation = self.producers.get(source)
+            name = None if equation is None else equation.primitive.name
+            if equation is not None and name == "iota":
+                at = equation.params["dimension"]
+                size, dtype = equation.params["shape"][at], np.dtype(equation.params["dtype"])
+                source, dims = Source(None, (size,), dtype), (dims[at],)
+                break
+            if equation is None or name not in _MOVES or isinstance(equation.invars[0], core.Literal):
+                is_small = math.prod(aval_of(source).shape) <= _MOST_CONSTANTS
+                source = source_of(source, self._constant_of(source) if is_small else None)
+                break
+            try:
+                dims = moved_dims(equation, dims, self.sizes)
+            except Unpullable:
+                source = source_of(source)
+                break
+            source = self._resolved(equation.invars[0])
+        labels = labels_of(dims)
+        has_features = any(label.startswith(FEATURES) for label in labels)
+        match (ROWS in labels, COLUMNS in labels, has_features):
+            case (True, True, False):
+                role = "score"
+            case (True, False, False):
+                role = "row"
+            case (False, True, False):
+                role = "column"
+            case (False, False, False):
+                role = "scalar"
+            case (True, False, True):
+                role = "query"
+            case (False, True, True):
+                role = "key"
+            case _:
+                raise Unpullable("features of pairs of queries and keys")
+        leaf = Leaf(source, dims, role, tuple(label for label in self.batch if label in labels))
+        return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
+
+    def _number(self, var: Any) -> Any:
+        """The number that every element is, None where that is not known."""
+        while not isinstance(var := self._resolved(var), core.Literal):
+            equation = self.producers.get(var)
+            if equation is None or equation.primitive.name not in (
+                "broadcast_in_dim",
+                "reshape",
+                "convert_element_type",
+            ):
+                return None
+            if equation.primitive.name == "convert_element_type":
+                inner = self._number(equation.invars[0])
+                return None if inner is None else np.asarray(inner).astype(equation.params["new_dtype"])
+            var = equation.invars[0]
+        return var.val
+
+    def check_leaves(self, leaves: Sequence[Leaf]) -> None:
+        """Refuse leaves that are computed from whole rows of the scores that are made tile by tile.
+
+        Raises:
+            NotFusible: there is one.
+        """
+        for leaf in leaves:
+            seen, waiting = set(), [leaf.source.key]
+            while waiting:
+                var = waiting.pop()
+                if not isinstance(var, core.Var):
+                    continue
+                equation = self.producers.get(var)
+                if var in self.products:
+                    raise NotFusible("a number of each row, other than a softmax's, is computed from all of its scores")
+                if equation is not None and id(equation) not in seen:
+                    seen.add(id(equation))
+                    waiting += equation.invars
+
+    def _has_product(self, var: core.Var) -> bool:
+        """Whether a value is computed from a product that is larger than its factors, as scores are."""
+        seen, waiting = set(), [var]
+        while waiting:
+            equation = self.producers.get(waiting.pop())
+            if equation is None or id(equation) in seen:
+                continue
+            seen.add(id(equation))
+            size = math.prod(aval_of(equation.outvars[0]).shape)
+            if equation.primitive.name == "dot_general" and size > max(
+                math.prod(aval_of(x).shape) for x in equation.invars
+            ):
+                return True
+            waiting += [x for x in equation.invars if isinstance(x, core.Var)]
+        return False
+
+
+def producers_of(jaxpr: core.Jaxpr) -> dict[core.Var, core.JaxprEqn]:
+    """Of each variable the equation that computes it."""
+    return {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+
+def place_of(equation: core.JaxprEqn) -> str:
+    """Where the user wrote an equation."""
+    return f"at {source_info_util.summarize(equation.source_info)}"
+
+
+def labels_of(dims: Sequence[Dim]) -> set[str]:
+    """All labels of an array's axes."""
+    return {label for dim in dims if isinstance(dim, tuple) for label in dim}
+
+
+def broadcast_dims(operand: Any, shape: tuple[int, ...], dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The dims of an operand of an operation that works element by element."""
+    if isinstance(operand, core.Literal) or not aval_of(operand).shape:
+        return ()
+    pairs = zip(aval_of(operand).shape, shape, dims, strict=True)
+    return tuple(() if size == 1 and size != whole else dim for size, whole, dim in pairs)
+
+
+def moved_dims(equation: core.JaxprEqn, dims: tuple[Dim, ...], sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+    """The dims of the operand of an equation that moves elements about.
+
+    Raises:
+        Unpullable: an axis of the operand is a part of a label.
+    """
+    name, params = equation.primitive.name, equation.params
+    given, shape = aval_of(equation.invars[0]).shape, aval_of(equation.outvars[0]).shape
+    match name:
+        case "broadcast_in_dim":
+            axes = params["broadcast_dimensions"]
+            return tuple(() if given[i] == 1 and shape[axis] != 1 else dims[axis] for i, axis in enumerate(axes))
+        case "transpose":
+            inverse = {axis: i for i, axis in enumerate(params["permutation"])}
+            return tuple(dims[inverse[axis]] for axis in range(len(given)))
+        case "squeeze":
+            removed = {axis % len(given) for axis in params["dimensions"]}
+            rest = iter(dims)
+            return tuple(() if axis in removed else next(rest) for axis in range(len(given)))
+        case "reshape":
+            return _regrouped(given, shape, dims, sizes)
+    raise Unpullable(f"`{name}`")
+
+
+def _regrouped(
+    given: tuple[int, ...], shape: tuple[int, ...], dims: tuple[Dim, ...], sizes: Mapping[str, int]
+) -> tuple[Dim, ...]:
+    """The dims of the operand of a reshape: labels in order, as many as fill each axis."""
+    if any(isinstance(dim, int) for dim in dims):
+        if tuple(x for x in given if x != 1) != tuple(x for x in shape if x != 1):
+            raise Unpullable("a reshape of features")
+        rest = iter(dim for dim, size in zip(dims, shape, strict=True) if size != 1)
+        return tuple(() if size == 1 else next(rest) for size in given)
+    labels = [label for dim in dims for label in dim]  # pyrefly: ignore[not-iterable]
+    found: list[Dim] = []
+    for size in given:
+        taken: list[str] = []
+        while math.prod(sizes[label] for label in taken) < size:
+            if not labels:
+                raise Unpullable("a reshape that divides an axis")
+            taken.append(labels.pop(0))
+        if math.prod(sizes[label] for label in taken) != size:
+            raise Unpullable("a reshape that divides an axis")
+        found.append(tuple(taken))
+    # Labels of size 1 that no axis of the operand needed.
+    return tuple(found)

@@ -1,0 +1,167 @@
+"""Trees on tiles: the functions of arrays that a region's score, extras and weight are for some queries and keys."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from blockdiag.fusion.tree import FEATURES, Leaf, Node, Region
+
+# Primitives that nodes are made of beside those of the program.
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    lax.add_p: lax.add,
+    lax.mul_p: lax.mul,
+    lax.div_p: lax.div,
+    lax.select_n_p: lax.select_n,
+}
+
+type Tiles = Callable[..., tuple[Any, ...]]
+
+
+def region_dtype(region: Region) -> np.dtype[Any]:
+    """What a region computes in: float32, or float64 where anything is."""
+    dtypes = [*(leaf.source.dtype for leaf in region.leaves), region.value.dtype]
+    return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
+
+
+def tile_function(roots: Sequence[Node | None], leaves: Sequence[Leaf], dtype: Any) -> Tiles:
+    """A function of tiles of the leaves that gives tiles of the roots, [rows or 1, columns or 1]; None for None.
+
+    Args:
+        roots: nodes.
+        leaves: what the function takes, in order.
+        dtype: of every floating number in it.
+    """
+    places = {leaf: place for place, leaf in enumerate(leaves)}
+
+    def compute(*tiles: Any) -> tuple[Any, ...]:
+        known: dict[int, Any] = {}
+
+        def value_of(node: Node) -> Any:
+            if id(node) not in known:
+                known[id(node)] = _compute(node, [value_of(x) for x in node.inputs], tiles, places, dtype)
+            return known[id(node)]
+
+        return tuple(None if root is None else as_tile(value_of(root), dtype) for root in roots)
+
+    return compute
+
+
+def as_tile(array: Any, dtype: Any) -> Any:
+    """A result as two axes of `dtype`."""
+    array = jnp.asarray(array).astype(dtype)
+    return array.reshape(1, 1) if array.ndim == 0 else array
+
+
+def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: dict[Leaf, int], dtype: Any) -> Any:
+    match node.kind:
+        case "leaf":
+            assert node.leaf is not None
+            tile = tiles[places[node.leaf]]
+            is_wide = node.leaf.role not in ("query", "key") and jnp.issubdtype(tile.dtype, jnp.floating)
+            return tile.astype(dtype) if is_wide else tile
+        case "number":
+            number = np.asarray(node.number)
+            return jnp.asarray(number.astype(dtype) if jnp.issubdtype(number.dtype, jnp.floating) else number)
+        case "product":
+            query, key = inputs
+            precision = lax.Precision.HIGHEST if query.dtype.itemsize >= 4 else None
+            axes = (((1,), (1,)), ((), ()))
+            return lax.dot_general(query, key, axes, precision=precision, preferred_element_type=dtype)
+    shape = np.broadcast_shapes(*(x.shape for x in inputs))
+    given = [jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape) for x in inputs]
+    assert node.primitive is not None
+    params = dict(node.params)
+    if node.primitive is lax.convert_element_type_p and jnp.issubdtype(params["new_dtype"], jnp.floating):
+        return given[0].astype(dtype)
+    if node.primitive in _FUNCTIONS:
+        return _FUNCTIONS[node.primitive](*given)
+    return node.primitive.bind(*given, **params)
+
+
+def arrange(array: Any, dims: Sequence[Any], order: Sequence[str], sizes: dict[str, int]) -> Any:
+    """An array whose axes are labels in an order, those that it does not have left out.
+
+    Args:
+        dims: of each axis of `array`.
+        order: labels; every one of `dims` is among them.
+    """
+    index = tuple(dim if isinstance(dim, int) else slice(None) for dim in dims)
+    labels = [label for dim in dims if not isinstance(dim, int) for label in dim]
+    array = array if isinstance(array, np.ndarray) else jnp.asarray(array)
+    array = array[index].reshape([sizes[label] for label in labels])
+    return array.transpose([labels.index(label) for label in order if label in labels])
+
+
+def leaf_order(leaf: Leaf, batch: Sequence[str]) -> list[str]:
+    """The order of a leaf's labels: batch labels, then those of its tile."""
+    features = [label for dim in leaf.dims if not isinstance(dim, int) for label in dim if label.startswith(FEATURES)]
+    return [*batch, "q", "k", *sorted(features)]
+
+
+def leaf_array(leaf: Leaf, array: Any, batch: Sequence[str], sizes: dict[str, int]) -> Any:
+    """A leaf as [labels.., rows or 1, columns or 1], or [labels.., rows or columns, features]."""
+    array = arrange(array, leaf.dims, leaf_order(leaf, batch), sizes)
+    lead = array.shape[: len(leaf.labels)]
+    match leaf.role:
+        case "query":
+            return array.reshape(*lead, sizes["q"], -1)
+        case "key":
+            return array.reshape(*lead, sizes["k"], -1)
+        case "row":
+            return array.reshape(*lead, sizes["q"], 1)
+        case "column":
+            return array.reshape(*lead, 1, sizes["k"])
+        case "scalar":
+            return array.reshape(*lead, 1, 1)
+    return array
+
+
+def value_array(region: Region, array: Any) -> Any:
+    """The values as [labels.., keys, columns]."""
+    columns = value_columns(region)
+    array = arrange(array, region.value_dims, [*region.batch, "k", *columns], region.sizes)
+    labels = [
+        label for label in region.batch if any(label in dim for dim in region.value_dims if isinstance(dim, tuple))
+    ]
+    return array.reshape(*array.shape[: len(labels)], region.sizes["k"], -1)
+
+
+def value_labels(region: Region) -> tuple[str, ...]:
+    """The batch labels that the values have."""
+    return tuple(x for x in region.batch if any(x in dim for dim in region.value_dims if isinstance(dim, tuple)))
+
+
+def value_columns(region: Region) -> list[str]:
+    """The labels of the values' columns."""
+    return [x for dim in region.value_dims if isinstance(dim, tuple) for x in dim if x.startswith("d")]
+
+
+def result_array(region: Region, array: Any) -> Any:
+    """A result [batch.., q, columns] with the axes of the product that the region replaces."""
+    columns = value_columns(region)
+    labels = [*region.batch, "q", *columns]
+    array = array.reshape([region.sizes[label] for label in labels])
+    wanted = [label for dim in region.out_dims if isinstance(dim, tuple) for label in dim]
+    return array.transpose([labels.index(label) for label in wanted])
+
+
+def canonical_result(region: Region, array: Any) -> Any:
+    """The other way round."""
+    columns = value_columns(region)
+    array = arrange(array, region.out_dims, [*region.batch, "q", *columns], region.sizes)
+    return array.reshape(*[region.sizes[label] for label in region.batch], region.sizes["q"], -1)
+
+
+def mapped(function: Callable[..., Any], labels: Sequence[Sequence[str]], batch: Sequence[str]) -> Callable[..., Any]:
+    """A function of arrays without batch axes, of arrays with them.
+
+    Args:
+        labels: of each argument: the batch labels that it has, in order.
+    """
+    for label in reversed(batch):
+        function = jax.vmap(function, in_axes=tuple(0 if label in own else None for own in labels))
+    return function

@@ -1,0 +1,116 @@
+"""Programs as flat lists of equations: calls inside are inlined where an attention may hide in them."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core, source_info_util
+
+# Calls that mean what their body means.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+# Calls with a derivative of their own, which is given up only for the sake of a softmax or a product.
+_CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+def flat_jaxpr(function: Callable[..., Any], *arguments: Any) -> tuple[core.ClosedJaxpr, Any]:
+    """The equations of a function of pytrees of arrays, without calls, and the structure of its results."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    structure = jax.tree.structure(shapes)
+    flat = jax.make_jaxpr(lambda *given: evaluate(closed.jaxpr, closed.consts, given))(*closed.in_avals)
+    return flat, structure
+
+
+def body_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """What a call means, None of other equations."""
+    name = equation.primitive.name
+    inner = equation.params.get(_CALLS.get(name) or _CUSTOM.get(name) or "")
+    if inner is None:
+        return None
+    return inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
+
+
+def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """The results of a program, with the calls in it inlined."""
+    known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known |= dict(zip(jaxpr.invars, arguments, strict=True))
+    for equation in jaxpr.eqns:
+        given = [read(known, operand) for operand in equation.invars]
+        inner = body_of(equation)
+        if inner is not None and (equation.primitive.name in _CALLS or _may_be_attention(inner.jaxpr)):
+            with _place(equation):
+                results = evaluate(inner.jaxpr, inner.consts, given)
+        else:
+            results = bind(equation, given)
+        known |= dict(zip(equation.outvars, results, strict=True))
+    return [read(known, result) for result in jaxpr.outvars]
+
+
+def read(known: dict[core.Var, Any], operand: Any) -> Any:
+    """The value of an operand."""
+    return operand.val if isinstance(operand, core.Literal) else known[operand]
+
+
+def _place(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """Where the user wrote an equation; equations of a library keep the place that it was called from."""
+    if not source_info_util.summarize(equation.source_info):
+        return contextlib.nullcontext()
+    return source_info_util.user_context(equation.source_info.traceback)
+
+
+def constants(jaxpr: core.Jaxpr) -> Callable[[Any], np.ndarray | None]:
+    """A function of variables that gives the value of those that no argument has a part in, None for others."""
+    producers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    known: dict[Any, np.ndarray | None] = {}
+
+    def value_of(var: Any) -> np.ndarray | None:
+        if isinstance(var, core.Literal):
+            return np.asarray(var.val)
+        if var not in known:
+            equation = producers.get(var)
+            given = [None] if equation is None else [value_of(x) for x in equation.invars]
+            known[var] = None
+            if equation is not None and all(x is not None for x in given):
+                with jax.ensure_compile_time_eval():
+                    results = bind(equation, given)
+                known.update({out: np.asarray(x) for out, x in zip(equation.outvars, results, strict=True)})
+        return known[var]
+
+    return value_of
+
+
+def aval_of(operand: Any) -> jax.core.ShapedArray:
+    """The shape and dtype of a variable or a number."""
+    aval = operand.aval
+    assert isinstance(aval, jax.core.ShapedArray)
+    return aval
+
+
+def bind(equation: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
+    """The results of one equation, which keeps its place in the user's source."""
+    parameters = equation.primitive.get_bind_params(equation.params)
+    with _place(equation), equation.ctx.manager:
+        results = equation.primitive.bind(*given, **parameters)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _may_be_attention(jaxpr: core.Jaxpr) -> bool:
+    names = set(primitives(jaxpr))
+    return "dot_general" in names or {"reduce_max", "exp"} <= names
+
+
+def primitives(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """The names of all primitives of a program, calls opened."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        inner = body_of(equation)
+        if inner is not None:
+            yield from primitives(inner.jaxpr)

@@ -1,0 +1,117 @@
+"""What a fused region is made of: leaves in memory, and trees of operations on tiles of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.extend import core
+
+Role = Literal["query", "key", "row", "column", "score", "scalar"]
+"""What a leaf's tile is: [q, f] and [k, f] operands of products, [q], [k], [q, k], or one number of each batch."""
+
+Dim = tuple[str, ...] | int
+"""What an axis of an array stands for: labels, the first one slowest (none: size 1), or one index of it."""
+
+ROWS, COLUMNS, FEATURES = "q", "k", "f"
+
+
+class NotFusible(NotImplementedError):
+    """A function has no attention that can become one kernel; the message says which rule it breaks, and where."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An array outside of the region.
+
+    Attributes:
+        key: the variable of the program that it is; None for 0, 1, 2, ...
+        constant: its elements, where they are known while tracing.
+    """
+
+    key: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    constant: np.ndarray | None = field(default=None, compare=False)
+
+
+def source_of(var: core.Var, constant: np.ndarray | None = None) -> Source:
+    """The array that a variable is."""
+    aval = var.aval
+    assert isinstance(aval, jax.core.ShapedArray)
+    return Source(var, tuple(aval.shape), np.dtype(aval.dtype), constant)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array outside of the region, of which the region reads tiles.
+
+    Attributes:
+        source: the array.
+        dims: of each axis of the source.
+        role: what tiles of it are.
+        labels: batch labels that it has, in the region's order; it is the same for all others.
+    """
+
+    source: Source
+    dims: tuple[Dim, ...]
+    role: Role
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A value of the region, for all queries and keys; the same node is one value.
+
+    Attributes:
+        kind: a leaf, a number, a product of a query leaf and a key leaf, or an operation.
+        inputs: nodes that it is computed from.
+        leaf, number: of a leaf, of a number.
+        primitive, params: of an operation on tiles, element by element.
+    """
+
+    kind: Literal["leaf", "number", "product", "operation"]
+    inputs: "tuple[Node, ...]" = ()
+    leaf: Leaf | None = None
+    number: Any = None
+    primitive: core.Primitive | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def number(value: Any) -> Node:
+    """A node that is a number."""
+    return Node("number", number=np.asarray(value))
+
+
+def operation(primitive: core.Primitive, *inputs: Node, **params: Any) -> Node:
+    """A node that is an operation, element by element."""
+    return Node("operation", inputs, primitive=primitive, params=params)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """out[batch.., q, d] = sum over k of p[q, k] * weight[q, k] * value[k, d].
+
+    Attributes:
+        sizes: of every label, "q" and "k" included.
+        batch: the batch labels, in the order of the result's axes.
+        score: its softmax over k is p; None: p is 1.
+        extras: further logits of each row, which take part in the softmax and have no value.
+        weight: None is 1.
+        leaves: of score, extras and weight, in the order in which they are passed.
+        value, value_dims: the array, and what its axes stand for: labels, "k", and "d0", "d1", ...
+        out_dims: what the axes of the result stand for.
+        dtype: of the result.
+    """
+
+    sizes: dict[str, int]
+    batch: tuple[str, ...]
+    score: Node | None
+    extras: tuple[Node, ...]
+    weight: Node | None
+    leaves: tuple[Leaf, ...]
+    value: Source
+    value_dims: tuple[Dim, ...]
+    out_dims: tuple[Dim, ...]
+    dtype: np.dtype[Any]

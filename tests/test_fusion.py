@@ -1,0 +1,184 @@
+"""`fuse` beyond the gallery: what it refuses, transformations, and which tiles it computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import NotFusible, fuse
+from blockdiag.fusion.api import trace
+from blockdiag.fusion.gallery import VARIANTS, Sizes
+from blockdiag.fusion.kernels import Tile, forward_source
+from blockdiag.fusion.live import live_tiles
+from blockdiag.interop import triton_fused
+
+SHAPE = (2, 40, 2, 16)
+BOTH = pytest.mark.parametrize("implementation", ["xla", "triton"])
+
+
+def arrays(count: int = 3, shape: tuple[int, ...] = SHAPE) -> list[jax.Array]:
+    generator = np.random.default_rng(count)
+    return [jnp.asarray(generator.normal(size=shape), jnp.float32) for _ in range(count)]
+
+
+def causal(query, key, value):
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    positions = jnp.arange(query.shape[1])
+    scores = jnp.where((positions[:, None] >= positions[None, :])[None, None], scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+
+def regions(function, *operands):
+    program = trace(function, operands, {})
+    return program, [region for found in program.regions.values() for region in found]
+
+
+def test_a_function_without_attention_is_refused():
+    with pytest.raises(NotFusible, match="no product with a softmax of scores"):
+        fuse(lambda x: jnp.tanh(x) @ x.mT)(*arrays(1, (8, 8)))
+
+
+def test_refusals_name_the_primitive_and_the_line():
+    def sorted_scores(query, key, value):
+        scores = jnp.sort(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+    with pytest.raises(NotFusible, match=r"`sort` of scores .*test_fusion.py:\d+"):
+        fuse(sorted_scores)(*arrays())
+
+
+def test_mixed_heads_are_refused():
+    def talking_heads(query, key, value, mix):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+        scores = jnp.einsum("bnts,nm->bmts", scores, mix)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+    with pytest.raises(NotFusible, match="a product of scores with something else"):
+        fuse(talking_heads)(*arrays(), jnp.eye(2))
+
+
+def test_fallback_runs_the_function_and_records_why():
+    def ranked(query, key, value):
+        scores = jnp.sort(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+    fused = fuse(ranked, fallback=True)
+    np.testing.assert_array_equal(fused(*arrays()), ranked(*arrays()))
+    assert len(fused.fallbacks) == 1 and "`sort`" in fused.fallbacks[0]
+
+
+def test_reference_is_the_function_itself():
+    assert fuse(causal, implementation="reference") is causal
+
+
+def test_unknown_implementations_are_refused():
+    with pytest.raises(ValueError, match="`implementation` must be None"):
+        fuse(causal, implementation="cuda")
+
+
+def test_arguments_that_are_no_arrays_are_handed_on():
+    def attention(operands, *, is_causal, scale):
+        query, key, value = operands
+        return causal(query * scale, key, value) if is_causal else value
+
+    operands = tuple(arrays())
+    result = fuse(attention)(operands, is_causal=True, scale=0.5)
+    np.testing.assert_allclose(result, attention(operands, is_causal=True, scale=0.5), rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+def test_vmap_and_gradients_of_what_is_not_mapped(implementation):
+    query, key, value, more = arrays(4)
+    queries = jnp.stack([query, more])
+
+    def total(function, key):
+        outputs = jax.vmap(lambda query, value: function(query, key, value))(queries, jnp.stack([value, more]))
+        return jnp.sum(jnp.sin(outputs))
+
+    fused = fuse(causal, implementation=implementation)
+    expected = jax.value_and_grad(functools.partial(total, causal))(key)
+    found = jax.jit(jax.value_and_grad(functools.partial(total, fused)))(key)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
+
+
+@BOTH
+def test_rows_that_see_no_key_are_zero(implementation):
+    query, key, value = arrays()
+    blind = jnp.arange(SHAPE[1]) % 3 == 0
+
+    def attention(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+        scores = jnp.where(blind[None, None, :, None], -jnp.inf, scores)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+    fused = fuse(attention, implementation=implementation)
+    output, pull = jax.vjp(fused, query, key, value)
+    assert not np.asarray(output[:, blind]).any() and np.asarray(output[:, ~blind]).all()
+    for grad in pull(jnp.ones_like(output)):
+        assert np.isfinite(grad).all()
+
+
+def test_checkpoint_and_closed_over_arrays():
+    query, key, value = arrays()
+
+    def loss(function, query):
+        return jnp.sum(jnp.cos(jax.checkpoint(lambda query: function(query, key * 2, value))(query)))
+
+    expected = jax.grad(functools.partial(loss, causal))(query)
+    np.testing.assert_allclose(jax.grad(functools.partial(loss, fuse(causal)))(query), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_scores_in_memory():
+    """The compiled program has no array of queries by keys, forward or backward."""
+    shape = (1, 1024, 1, 16)
+    run = jax.jit(jax.grad(lambda q, k, v: fuse(causal, implementation="xla")(q, k, v).sum(), argnums=(0, 1, 2)))
+    assert "1024,1024" not in run.lower(*arrays(3, shape)).compile().as_text()
+
+
+def test_biases_keep_their_axes():
+    _, (region,) = _traced(VARIANTS["evoformer_row"])
+    labels = {leaf.role: leaf.labels for leaf in region.leaves}
+    batch = region.batch
+    assert labels["column"] == batch[:2] and labels["score"] == (batch[0], batch[2])
+
+
+def _traced(variant):
+    program = trace(variant.function, (), variant.make_inputs(jax.random.key(0), Sizes()))
+    return program, [region for found in program.regions.values() for region in found]
+
+
+def live_counts(name, tile):
+    program, (region, *_) = _traced(VARIANTS[name])
+    inner, change = triton_fused._arranged(region)
+    known = dict(zip(program.jaxpr.jaxpr.invars, program.arguments, strict=True))
+    leaves = [known.get(leaf.source.key, np.zeros(leaf.source.shape, leaf.source.dtype)) for leaf in region.leaves]
+    found = live_tiles(inner, tile, triton_fused._arrays(change, leaves, known[region.value.key]))
+    return found if found is None else np.asarray(found.arrays["live_counts"])
+
+
+def test_dead_tiles_are_not_visited():
+    """40 queries and keys in tiles of 8."""
+    np.testing.assert_array_equal(live_counts("causal", Tile(8, 8)), [1, 2, 3, 4, 5])
+    assert live_counts("vanilla", Tile(8, 8)) is None
+    np.testing.assert_array_equal(live_counts("alibi", Tile(8, 8)), [[1, 2, 3, 4, 5]] * 4)
+
+
+def test_source_is_python_that_reads_what_it_says():
+    _, (region,) = regions(causal, *arrays())
+    source = forward_source(region, Tile(32, 16), ())
+    assert source.text.count("tl.dot") == 2
+    assert "p_live_tiles" in source.text and "p_value" in source.text
+    compile(source.text, "kernel", "exec")
+    assert source.inputs[-2:] == ("live_counts", "live_tiles")
+
+
+def test_head_sizes_beyond_the_kernels():
+    wide = arrays(3, (1, 8, 1, 512))
+    with pytest.raises(NotImplementedError, match="head sizes up to 256, got 512"):
+        fuse(causal, implementation="triton")(*wide)
+    np.testing.assert_allclose(
+        fuse(causal, implementation=("triton", "xla"))(*wide), causal(*wide), rtol=1e-5, atol=1e-5
+    )

@@ -1,0 +1,211 @@
+"""Every variant of the gallery: it runs, and its fused function is as exact as the function itself."""
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag.fusion import gallery_masks, gallery_scores
+from blockdiag.fusion.gallery import VARIANTS, Sizes, Variant
+from tests.support import compiled_quickly, largest_error
+
+IMPLEMENTATIONS = (
+    "xla",
+    pytest.param(
+        "triton",
+        marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    ),
+)
+MOST_LINES = 15
+
+# Several tiles of tokens, for few programs of an interpreter.
+SIZES = Sizes(rows=2)
+# No size is a multiple of a tile, and there are more keys than queries where a variant has both.
+ODD_SIZES = Sizes(rows=2, query_tokens=37, key_tokens=53, head_dim=24, value_dim=20)
+ODD_VARIANTS = (
+    "vanilla",
+    "causal_tril",
+    "sliding_window",
+    "causal_document",
+    "two_biases",
+    "sinks_concatenated",
+    "grouped_query",
+    "evoformer_row",
+    "differential",
+    "invariant_points",
+    "sigmoid",
+    "wide_values",
+)
+BFLOAT16_VARIANTS = ("vanilla", "wide_scores", "library", "alibi_learned", "grouped_query", "evoformer_row")
+
+
+def library_causal_grouped(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """The variant of this name without JAX's own function."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    bias = jnp.where(jnp.tri(query.shape[1], key.shape[1], dtype=bool), 0.0, -jnp.inf)[None, None]
+    return gallery_scores.dense_bias(query, key, value, bias.astype(query.dtype))
+
+
+def library_window_lengths(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
+    """The variant of this name without JAX's own function."""
+    queries, keys = jnp.arange(query.shape[1])[None, :, None], jnp.arange(key.shape[1])[None, None, :]
+    mask = (keys < lengths[:, None, None]) & (keys <= queries + 5)
+    bias = jnp.where(mask, 0.0, -jnp.inf)[:, None]
+    return gallery_scores.dense_bias(query, key, value, bias.astype(query.dtype))
+
+
+# For what computes softmaxes in float32, even of float64 arrays: the same without narrowing.
+EXACT_FUNCTIONS = {
+    "wide_scores": gallery_masks.vanilla,
+    "library": gallery_masks.vanilla,
+    "library_causal_grouped": library_causal_grouped,
+    "library_window_lengths": library_window_lengths,
+}
+
+Results = dict[str, Any]
+
+
+def promotion(name: str) -> contextlib.AbstractContextManager[None]:
+    """Implicit promotion stays an error, but for JAX's own function, which needs it."""
+    return jax.numpy_dtype_promotion("standard" if name.startswith("library") else "strict")
+
+
+def value_and_gradients(variant: Variant, function: Callable[..., Any]) -> Callable[..., Results]:
+    """From inputs and a cotangent to the outputs, and the gradient of each differentiable input, by name."""
+
+    def compute(inputs: dict[str, jax.Array], cotangent: Any) -> Results:
+        constant = {name: x for name, x in inputs.items() if name not in variant.differentiable}
+        floating = {name: inputs[name] for name in variant.differentiable}
+        outputs, pull_back = jax.vjp(lambda floating: function(**floating, **constant), floating)
+        (gradients,) = pull_back(cotangent)
+        named = {f"output {i}": x for i, x in enumerate(jax.tree.leaves(outputs))}
+        return named | {f"gradient of {name}": x for name, x in gradients.items()}
+
+    return compute
+
+
+@functools.cache
+def operands(name: str, sizes: Sizes, seed: int = 0) -> tuple[dict[str, jax.Array], Any]:
+    """Inputs of a variant and a cotangent of its outputs."""
+    variant = VARIANTS[name]
+    inputs = variant.make_inputs(jax.random.key(seed), sizes)
+    generator = np.random.default_rng(seed)
+    outputs = jax.eval_shape(lambda: variant.function(**inputs))
+    cotangent = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), outputs)
+    return inputs, cotangent
+
+
+@functools.cache
+def compiled_variant(name: str) -> Callable[..., Results]:
+    """The function itself, with gradients."""
+    return compiled_quickly(value_and_gradients(VARIANTS[name], VARIANTS[name].function))
+
+
+@functools.cache
+def exact_and_allowed(name: str, sizes: Sizes) -> dict[str, tuple[np.ndarray, float]]:
+    """Each result in float64, and the error allowed of it.
+
+    That is twice the error of the function itself, plus two units in the last place. A small result may happen to be
+    exact, so the error is the largest of six draws of inputs.
+    """
+    variant = VARIANTS[name]
+    draws = [operands(name, sizes, seed) for seed in range(6)]
+    rough = [jax.tree.map(np.asarray, compiled_variant(name)(*draw)) for draw in draws]
+    wide_draws = jax.tree.map(_widened, draws)
+    with jax.enable_x64(True):
+        compute = compiled_quickly(value_and_gradients(variant, EXACT_FUNCTIONS.get(name, variant.function)))
+        exact = [jax.tree.map(np.asarray, compute(*draw)) for draw in wide_draws]
+    allowed = {}
+    for result, true in exact[0].items():
+        assert true.dtype == np.float64, result
+        error = max(largest_error(rough[i][result], exact[i][result]) for i in range(len(draws)))
+        unit = float(jnp.finfo(rough[0][result].dtype).eps) * np.abs(true).max(initial=0.0)
+        # What is 0 but for cancellation may be a rounding of numbers near 1 away from it.
+        unit += 16 * float(jnp.finfo(jnp.float32).eps)
+        allowed[result] = (true, 2 * error + 2 * unit)
+    return allowed
+
+
+def _widened(x: jax.Array) -> np.ndarray:
+    array = np.asarray(x)
+    if array.dtype == bool:
+        return array
+    return array.astype(np.int64 if np.issubdtype(array.dtype, np.integer) else np.float64)
+
+
+def check(name: str, sizes: Sizes, implementation: str) -> None:
+    """Compare the function as it stands, or fused, with itself in float64: outputs and all gradients."""
+    with promotion(name):
+        _check(name, sizes, implementation)
+
+
+def _check(name: str, sizes: Sizes, implementation: str) -> None:
+    plain = compiled_variant(name)(*operands(name, sizes))
+    results = plain
+    if implementation != "itself":
+        from blockdiag import fuse
+
+        variant = VARIANTS[name]
+        fused = fuse(variant.function, implementation=implementation)
+        results = compiled_quickly(value_and_gradients(variant, fused))(*operands(name, sizes))
+    for result, (true, allowed) in exact_and_allowed(name, sizes).items():
+        array = np.asarray(results[result])
+        assert array.shape == true.shape, result
+        assert array.dtype == plain[result].dtype, result
+        error = largest_error(array, true)
+        assert error <= allowed, f"{result} of {name} errs by {error}, allowed {allowed}"
+        assert np.any(array != 0), result
+
+
+@pytest.mark.parametrize("implementation", ("itself", *IMPLEMENTATIONS))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name: str, implementation: str) -> None:
+    check(name, SIZES, implementation)
+    for result, (true, allowed) in exact_and_allowed(name, SIZES).items():
+        # Else the function has no meaning in float32, or narrows a float64 array.
+        assert allowed < 1e-4 * max(1.0, np.abs(true).max()), result
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ODD_VARIANTS)
+def test_odd_sizes(name: str, implementation: str) -> None:
+    check(name, ODD_SIZES, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", BFLOAT16_VARIANTS)
+def test_bfloat16(name: str, implementation: str) -> None:
+    check(name, dataclasses.replace(SIZES, dtype="bfloat16"), implementation)
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [("bfloat16", ODD_SIZES), ("float64", SIZES)], ids=["bfloat16", "float64"])
+def test_variants_keep_dtypes(dtype: str, sizes: Sizes) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        for name, variant in VARIANTS.items():
+            inputs = variant.make_inputs(jax.random.key(0), dataclasses.replace(sizes, dtype=dtype))
+            floating = {n: x for n, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+            assert floating.keys() == set(variant.differentiable), name
+            assert all(x.dtype == dtype for x in floating.values()), name
+            with promotion(name):
+                outputs = jax.eval_shape(lambda call=variant.function, inputs=inputs: call(**inputs))
+            assert all(output.dtype == dtype for output in jax.tree.leaves(outputs)), name
+
+
+def test_variants_are_short_and_described() -> None:
+    for name, variant in VARIANTS.items():
+        assert variant.name == name
+        assert variant.note.endswith(".") and "\n" not in variant.note, name
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(variant.function))).body
+        assert isinstance(definition, ast.FunctionDef) and ast.get_docstring(definition), name
+        first, *_, last = definition.body
+        assert last.end_lineno - first.end_lineno <= MOST_LINES, name
