@@ -1,0 +1,78 @@
+"""Generated kernels, compiled for architectures that are not here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from blockdiag.fusion.gallery import VARIANTS, Sizes
+from blockdiag.fusion.kernels import Source, forward_source
+from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
+from blockdiag.fusion.layout import shape_of
+from blockdiag.fusion.match import find_regions
+from blockdiag.fusion.trace import flat_jaxpr
+from blockdiag.interop import triton_fused
+from blockdiag.interop.triton_fused import FusedLaunch
+from blockdiag.triton_kernels.plan import Target, TensorSpec
+from tests.plans_support import report_of
+
+SIZES = Sizes(batch=2, rows=8, query_tokens=256, key_tokens=256, head_dim=64, value_dim=64, dtype="bfloat16")
+MATRIX_UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+
+
+def launches(name: str) -> dict[str, FusedLaunch]:
+    """Every kernel of a variant, forward and backward, by name."""
+    variant = VARIANTS[name]
+    inputs = variant.make_inputs(jax.random.key(0), SIZES)
+    flat, _ = flat_jaxpr(lambda given: variant.function(**given), inputs)
+    ((region,),) = find_regions(flat.jaxpr).values()
+    inner, _ = triton_fused._arranged(region)
+    tile, warps, stages = triton_fused._config(inner, is_forward=False)
+    forward_tile, *forward_options = triton_fused._config(inner, is_forward=True)
+    roles = {
+        role: [
+            i
+            for i, leaf in enumerate(inner.leaves)
+            if leaf.role in role and jnp.issubdtype(leaf.source.dtype, jnp.floating)
+        ]
+        for role in (("query", "row", "scalar"), ("key", "column"), ("score",))
+    }
+    rows, columns, pairs = roles.values()
+    live = ("b0",) if name == "document" else None
+    sources: list[tuple[Source, int, int]] = [
+        (forward_source(inner, forward_tile, live), *forward_options),
+        (rows_source(inner, tile, rows, live), warps, stages),
+        (columns_source(inner, tile, columns, live), warps, stages),
+    ]
+    sources += [(pairs_source(inner, tile, i), warps, stages) for i in pairs]
+    sizes = inner.sizes
+    rows_shape = tuple(sizes[label] for label in (*inner.batch, "q"))
+    specs = {f"leaf{i}": TensorSpec(x.source.shape, x.source.dtype.name) for i, x in enumerate(inner.leaves)}
+    specs |= {"value": TensorSpec(inner.value.shape, "bfloat16"), "log_sum": TensorSpec(rows_shape, "float32")}
+    specs |= {"delta": TensorSpec(rows_shape, "float32")}
+    specs |= {"cotangent": TensorSpec(shape_of(inner.out_dims, sizes), "bfloat16")}
+    tiles = (-(-sizes["q"] // tile.rows), -(-sizes["k"] // tile.columns))
+    for suffix, (one, other) in (("", tiles), ("_t", tiles[::-1])):
+        specs |= {f"live_counts{suffix}": TensorSpec((sizes["b0"], one), "int32")}
+        specs |= {f"live_tiles{suffix}": TensorSpec((sizes["b0"], one, other), "int32")}
+    return {
+        source.name: FusedLaunch(source, tuple(specs[x] for x in source.inputs), warps, stages)
+        for source, warps, stages in sources
+    }
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", ["document", "evoformer_row"])
+def test_kernels_fit_their_architecture(name, arch):
+    found = launches(name)
+    assert len(found) == (4 if name == "evoformer_row" else 3)
+    for launch in found.values():
+        report = report_of(launch.plan(Target.for_arch(arch)), arch)
+        assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
+        assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)
+        assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
+        assert report.ptx[MATRIX_UNITS[arch]] > 0, str(report)
+
+
+def test_equal_sources_are_equal_launches():
+    one, other = launches("document"), launches("document")
+    assert one == other and hash(one["fused_forward"]) == hash(other["fused_forward"])
