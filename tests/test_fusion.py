@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag import NotFusible, fuse
+from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.kernels import Tile, forward_source
@@ -182,3 +182,35 @@ def test_head_sizes_beyond_the_kernels():
     np.testing.assert_allclose(
         fuse(causal, implementation=("triton", "xla"))(*wide), causal(*wide), rtol=1e-5, atol=1e-5
     )
+
+
+def test_explanation_of_a_causal_call():
+    query, key, value = arrays(3, (1, 256, 2, 16))
+    (region,) = explain(causal)(query, key, value).regions
+    assert region.sizes == {"b0": 1, "b1": 2, "q": 256, "k": 256, "f": 16, "d": 16}
+    assert {leaf.role for leaf in region.leaves if leaf.is_known} == {"row", "column"}
+    rows, columns = region.tile
+    expected = np.arange(256 // rows)[:, None] * rows + rows - 1 >= np.arange(256 // columns)[None, :] * columns
+    np.testing.assert_array_equal(region.live, expected)
+    assert region.picture.splitlines()[0].startswith("#.") and 0 < region.skipped < 1
+    assert set(region.kernels) == {"fused_forward", "fused_rows", "fused_columns"}
+
+
+def test_explanation_reads_masks_but_runs_no_attention():
+    segments = jnp.asarray(np.arange(256)[None] // 64, jnp.int32)
+
+    def document(query, key, value, segments):
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        scores = jnp.where(same, jnp.einsum("btnh,bsnh->bnts", query, key), -jnp.inf)
+        return jnp.tanh(jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value))
+
+    found = explain(document)(*arrays(3, (1, 256, 2, 16)), segments)
+    (region,) = found.regions
+    assert region.skipped == pytest.approx(0.75, abs=0.13)
+    assert found.outside["tanh"] == 1 and "dot_general" not in found.outside
+    assert "def fused_forward(" in found.source and "skipped" in str(found)
+
+
+def test_explanation_of_what_is_not_fusible():
+    found = explain(jnp.tanh)(jnp.ones(3))
+    assert found.regions == () and "no product" in str(found)

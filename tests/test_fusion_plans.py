@@ -1,12 +1,10 @@
 """Generated kernels, compiled for architectures that are not here."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.kernels import Source, forward_source
-from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.trace import flat_jaxpr
@@ -28,22 +26,9 @@ def launches(name: str) -> dict[str, FusedLaunch]:
     inner, _ = triton_fused._arranged(region)
     tile, warps, stages = triton_fused._config(inner, is_forward=False)
     forward_tile, *forward_options = triton_fused._config(inner, is_forward=True)
-    roles = {
-        role: [
-            i
-            for i, leaf in enumerate(inner.leaves)
-            if leaf.role in role and jnp.issubdtype(leaf.source.dtype, jnp.floating)
-        ]
-        for role in (("query", "row", "scalar"), ("key", "column"), ("score",))
-    }
-    rows, columns, pairs = roles.values()
     live = ("b0",) if name == "document" else None
-    sources: list[tuple[Source, int, int]] = [
-        (forward_source(inner, forward_tile, live), *forward_options),
-        (rows_source(inner, tile, rows, live), warps, stages),
-        (columns_source(inner, tile, columns, live), warps, stages),
-    ]
-    sources += [(pairs_source(inner, tile, i), warps, stages) for i in pairs]
+    sources: list[tuple[Source, int, int]] = [(forward_source(inner, forward_tile, live), *forward_options)]
+    sources += [(source, warps, stages) for source in triton_fused.backward_sources(inner, tile, live)]
     sizes = inner.sizes
     rows_shape = tuple(sizes[label] for label in (*inner.batch, "q"))
     specs = {f"leaf{i}": TensorSpec(x.source.shape, x.source.dtype.name) for i, x in enumerate(inner.leaves)}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from blockdiag.block_diagonal import block_diagonal_attention as block_diagonal_attention
     from blockdiag.fusion.api import NotFusible as NotFusible
     from blockdiag.fusion.api import fuse as fuse
+    from blockdiag.fusion.explain import explain as explain
     from blockdiag.key_convolution import key_convolution as key_convolution
     from blockdiag.moba import MOBA_OUTPUT as MOBA_OUTPUT
     from blockdiag.moba import MOBA_ROUTING as MOBA_ROUTING
@@ -39,6 +40,7 @@ _HOMES = {
     "append_to_pages": "blockdiag.append",
     "apply_rotary": "blockdiag.rotary",
     "block_diagonal_attention": "blockdiag.block_diagonal",
+    "explain": "blockdiag.fusion.explain",
     "fuse": "blockdiag.fusion.api",
     "fused_qkv_block_attention": "blockdiag.projection",
     "key_convolution": "blockdiag.key_convolution",
@@ -61,6 +63,7 @@ __all__ = [
     "append_to_pages",
     "apply_rotary",
     "block_diagonal_attention",
+    "explain",
     "fuse",
     "fused_qkv_block_attention",
     "key_convolution",

@@ -1,5 +1,6 @@
 """The Triton implementation of fused regions, from JAX: generated kernels as launches."""
 
+import collections
 import dataclasses
 import functools
 import linecache
@@ -29,7 +30,7 @@ from blockdiag.interop import jax_call
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 from blockdiag.triton_kernels.plan import CompileOptions, LaunchPlan, Pointer, Target, TensorSpec
 
-__all__ = ["available", "backward", "forward", "supports"]
+__all__ = ["available", "backward", "forward", "sources", "supports"]
 
 _MOST_COLUMNS = 256
 
@@ -133,7 +134,6 @@ def backward(
     cotangent = canonical_result(region, cotangent) if change.changes_result else cotangent
     arrays |= {"log_sum": log_sum, "delta": delta, "cotangent": cotangent.astype(value.dtype)}
     tile, warps, stages = _config(inner, is_forward=False)
-    floating = [i for i, leaf in enumerate(inner.leaves) if jnp.issubdtype(leaf.source.dtype, jnp.floating)]
     grads: list[Any] = [None] * len(leaves)
 
     def run(source: Source) -> dict[str, Any]:
@@ -141,14 +141,9 @@ def backward(
         return dict(zip([x.name for x in source.outputs], results, strict=True))
 
     found: dict[int, tuple[Any, Any]] = {}
-    rows = [i for i in floating if inner.leaves[i].role in ("query", "row", "scalar")]
-    columns = [i for i in floating if inner.leaves[i].role in ("key", "column")]
     live = live_tiles(inner, tile, arrays)
     arrays |= {} if live is None else live.arrays
-    labels = None if live is None else live.labels
-    sources = [rows_source(inner, tile, rows, labels)] if rows else []
-    sources.append(columns_source(inner, tile, columns, labels))
-    sources += [pairs_source(inner, tile, i) for i in floating if inner.leaves[i].role == "score"]
+    sources = backward_sources(inner, tile, None if live is None else live.labels)
     value_grad = None
     for source in sources:
         results = run(source)
@@ -161,6 +156,26 @@ def backward(
         grads[i] = change.leaf_gradient(region, i, leaves[i], grad, dims)
     assert value_grad is not None
     return grads, change.value_gradient(region, value, *value_grad)
+
+
+def backward_sources(region: Region, tile: Tile, live: Sequence[str] | None) -> list[Source]:
+    """The kernels of a backward pass: gradients of all floating leaves and of the values."""
+    places: dict[str, list[int]] = collections.defaultdict(list)
+    for i, leaf in enumerate(region.leaves):
+        if jnp.issubdtype(leaf.source.dtype, jnp.floating):
+            places[leaf.role].append(i)
+    rows = sorted(places["query"] + places["row"] + places["scalar"])
+    found = [rows_source(region, tile, rows, live)] if rows else []
+    found.append(columns_source(region, tile, sorted(places["key"] + places["column"]), live))
+    return found + [pairs_source(region, tile, i) for i in places["score"]]
+
+
+def sources(region: Region) -> tuple[Tile, tuple[Source, ...]]:
+    """The forward tile, and all kernels of a region, without lists of tiles."""
+    inner, _ = _arranged(region)
+    tile, _, _ = _config(inner, is_forward=True)
+    backward_tile, _, _ = _config(inner, is_forward=False)
+    return tile, (forward_source(inner, tile), *backward_sources(inner, backward_tile, None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,255 @@
+"""`explain`: what `fuse` finds in a function, as data and as text."""
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from blockdiag.fusion.api import Program, trace
+from blockdiag.fusion.kernels import Tile
+from blockdiag.fusion.live import live_tiles
+from blockdiag.fusion.tiles import value_columns
+from blockdiag.fusion.trace import bind, read
+from blockdiag.fusion.tree import Leaf, Node, NotFusible, Region
+
+
+@dataclass(frozen=True)
+class LeafReport:
+    """An array that a region reads.
+
+    Attributes:
+        role: "query" and "key" of products; "row", "column", "score" and "scalar" have queries, keys, both or neither.
+        labels: the batch axes that it has; it is the same along the others.
+        shape, dtype: of the array, as it lies in memory.
+        is_known: whether its elements are known while tracing.
+    """
+
+    role: str
+    labels: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    is_known: bool
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """An attention that becomes kernels.
+
+    Attributes:
+        sizes: of the axes: batch axes ("b0", "g0", ...), "q", "k", "f" and "d".
+        batch: the batch axes, in the order of the result.
+        leaves: what scores, masks and weights are computed from.
+        has_softmax, has_weight, extras: whether there is a softmax, something that multiplies it, and how many logits
+            without a value take part in it.
+        tile: rows and columns of a tile of scores, forward.
+        live: bool [.., tiles of queries, tiles of keys], which tiles are visited; None where all are, or where that
+            follows from arrays which the explanation was not given.
+        flops: of the forward products, of the tiles that are visited.
+        read_bytes: of the leaves and values, each once.
+        kernels: source of each kernel by name; empty where the kernels cannot compute the region, see `declined`.
+        declined: why the kernels cannot; None where they can.
+    """
+
+    sizes: Mapping[str, int]
+    batch: tuple[str, ...]
+    leaves: tuple[LeafReport, ...]
+    has_softmax: bool
+    has_weight: bool
+    extras: int
+    tile: tuple[int, int]
+    live: np.ndarray | None
+    flops: int
+    read_bytes: int
+    kernels: Mapping[str, str]
+    declined: str | None
+
+    @property
+    def skipped(self) -> float:
+        """The fraction of tiles that are not visited."""
+        return 0.0 if self.live is None else 1 - float(self.live.mean())
+
+    @property
+    def picture(self) -> str:
+        """The tiles of the first batch index, a line for each tile of queries: # visited, . skipped."""
+        rows, columns = (-(-self.sizes[axis] // size) for axis, size in zip("qk", self.tile, strict=True))
+        live = np.ones((rows, columns), bool) if self.live is None else self.live.reshape(-1, rows, columns)[0]
+        return "\n".join("".join("#" if x else "." for x in row) for row in live)
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        kind = "softmax" if self.has_softmax else "no softmax"
+        parts = [kind, *(["a weight"] if self.has_weight else []), *([f"{self.extras} sinks"] if self.extras else [])]
+        lines = [f"axes: {axes}", f"scores: {', '.join(parts)}"]
+        for leaf in self.leaves:
+            along = ", ".join(leaf.labels) or "no batch axis"
+            known = ", known while tracing" if leaf.is_known else ""
+            lines.append(f"  {leaf.role}: {leaf.dtype}{list(leaf.shape)}, along {along}{known}")
+        lines.append(f"tiles of {self.tile[0]} queries by {self.tile[1]} keys, {self.skipped:.0%} skipped")
+        lines.append(f"forward: {self.flops / 1e9:.4g} GFLOP of products, {self.read_bytes / 1e6:.4g} MB read")
+        lines.append(f"kernels: {', '.join(self.kernels) or self.declined}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `fuse` finds in a call.
+
+    Attributes:
+        regions: what becomes kernels.
+        outside: how many equations of each primitive are computed as they stand.
+        reason: why the function is not fusible; None where it is.
+    """
+
+    regions: tuple[RegionReport, ...]
+    outside: Mapping[str, int]
+    reason: str | None = None
+
+    @property
+    def source(self) -> str:
+        """The source of all kernels."""
+        return "\n\n".join(text for region in self.regions for text in region.kernels.values())
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"not fusible: {self.reason}"
+        parts = [f"region {i}\n" + _indented(str(region)) for i, region in enumerate(self.regions)]
+        outside = ", ".join(f"{count} {name}" for name, count in sorted(self.outside.items())) or "nothing"
+        return "\n".join([*parts, f"outside: {outside}"])
+
+
+def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
+    """A function of the same arguments that says what `fuse` makes of the call, and runs nothing of it but masks.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import explain
+        >>> def attention(query, key, value):
+        ...     scores = query @ key.mT + jnp.where(jnp.tri(query.shape[-2], dtype=bool), 0, -jnp.inf)
+        ...     return jax.nn.softmax(scores) @ value
+        >>> x = jnp.ones((2, 256, 64))
+        >>> print(explain(attention)(x, x, x).regions[0].leaves[-1].role)
+        key
+    """
+
+    @functools.wraps(function)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
+        try:
+            program = trace(function, args, kwargs)
+        except NotFusible as failure:
+            return Explanation((), {}, str(failure))
+        known = _masks(program)
+        regions = tuple(_report(region, known) for found in program.regions.values() for region in found)
+        needed = program.needed()
+        outside = collections.Counter(
+            equation.primitive.name
+            for equation in program.jaxpr.jaxpr.eqns
+            if any(var in needed for var in equation.outvars) and equation.outvars[0] not in program.regions
+        )
+        return Explanation(regions, dict(outside))
+
+    return explained
+
+
+def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
+    from blockdiag.interop import triton_fused
+
+    declined = triton_fused.supports(region)
+    tile, sources = (Tile(64, 64), ()) if declined else triton_fused.sources(region)
+    features = [math.prod(region.sizes[x] for x in _features(leaf)) for leaf in region.leaves if leaf.role == "query"]
+    columns = math.prod(region.sizes[x] for x in value_columns(region))
+    cells = math.prod(region.sizes[x] for x in region.batch)
+    live = _live(region, tile, known)
+    visited = 1.0 if live is None else float(live.mean())
+    products = _products(region)
+    flops = 2 * cells * region.sizes["q"] * region.sizes["k"] * (products * max(features, default=0) + columns)
+    arrays = [*(leaf.source for leaf in region.leaves if leaf.source.key is not None), region.value]
+    sizes = {label: size for label, size in region.sizes.items() if label[0] not in "fd"}
+    return RegionReport(
+        sizes=sizes | {"f": max(features, default=0), "d": columns},
+        batch=region.batch,
+        leaves=tuple(
+            LeafReport(
+                leaf.role,
+                leaf.labels,
+                leaf.source.shape,
+                leaf.source.dtype.name,
+                leaf.source.key is None or leaf.source.constant is not None,
+            )
+            for leaf in region.leaves
+        ),
+        has_softmax=region.score is not None,
+        has_weight=region.weight is not None,
+        extras=len(region.extras),
+        tile=(tile.rows, tile.columns),
+        live=live,
+        flops=int(flops * visited),
+        read_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in {x.key: x for x in arrays}.values()),
+        kernels={source.name: source.text for source in sources},
+        declined=declined,
+    )
+
+
+def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | None:
+    """The tiles that are visited, where that is known."""
+    arrays = {}
+    for i, leaf in enumerate(region.leaves):
+        is_read = leaf.role not in ("query", "key") and not (leaf.role == "score" and leaf.source.dtype.kind in "fV")
+        if not is_read or leaf.source.key is None or leaf.source.constant is not None:
+            continue
+        if leaf.source.key not in known:
+            return None
+        arrays[f"leaf{i}"] = np.asarray(known[leaf.source.key])
+    found = live_tiles(region, tile, arrays)
+    if found is None:
+        return None
+    counts, order = (np.asarray(found.arrays[name]) for name in ("live_counts", "live_tiles"))
+    live = np.zeros(order.shape, bool)
+    np.put_along_axis(live, order, np.arange(order.shape[-1]) < counts[..., None], -1)
+    return live
+
+
+def _masks(program: Program) -> dict[Any, Any]:
+    """Arrays of masks, positions and the like, where no attention is needed for them."""
+    leaves = [leaf for found in program.regions.values() for region in found for leaf in region.leaves]
+    wanted = {leaf.source.key for leaf in leaves if leaf.role not in ("query", "key")}
+    jaxpr = program.jaxpr.jaxpr
+    for equation in reversed(jaxpr.eqns):
+        if equation.outvars[0] in program.regions:
+            continue
+        if any(var in wanted for var in equation.outvars):
+            wanted |= {x for x in equation.invars if isinstance(x, core.Var)}
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, program.jaxpr.consts, strict=True))
+    known |= dict(zip(jaxpr.invars, program.arguments, strict=True))
+    for equation in jaxpr.eqns:
+        inputs = [x for x in equation.invars if isinstance(x, core.Var)]
+        if any(var in wanted for var in equation.outvars) and all(x in known for x in inputs):
+            if equation.outvars[0] in program.regions:
+                continue
+            results = bind(equation, [read(known, x) for x in equation.invars])
+            known |= dict(zip(equation.outvars, results, strict=True))
+    return known
+
+
+def _products(region: Region) -> int:
+    """How many products of queries and keys a score, or a weight, has."""
+    seen: dict[int, Node] = {}
+    waiting = [x for x in (region.score, region.weight) if x is not None]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen[id(node)] = node
+            waiting += node.inputs
+    return sum(node.kind == "product" for node in seen.values())
+
+
+def _features(leaf: Leaf) -> list[str]:
+    return [x for dim in leaf.dims if isinstance(dim, tuple) for x in dim if x.startswith("f")]
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())
