@@ -44,9 +44,10 @@ def test_every_implementation_of_every_op_is_listed(report):
         "paged_attention": {"reference", "xla", "triton"},
         "moba_paged_attention": {"reference", "xla", "triton"},
         "append_to_pages": {"reference", "xla", "triton"},
+        "fuse": {"xla", "triton"},
     }
     always = [entry for entry in report["implementations"] if entry["implementation"] in ("reference", "xla")]
-    assert len(always) == 12 and all(entry["reason"] is None for entry in always)
+    assert len(always) == 13 and all(entry["reason"] is None for entry in always)
 
 
 def test_ops_are_public_functions(report):
