@@ -152,10 +152,10 @@ def _traced(variant):
 
 def live_counts(name, tile):
     program, (region, *_) = _traced(VARIANTS[name])
-    inner, change = triton_fused._arranged(region)
+    inner, change = triton_fused.arranged(region)
     known = dict(zip(program.jaxpr.jaxpr.invars, program.arguments, strict=True))
     leaves = [known.get(leaf.source.key, np.zeros(leaf.source.shape, leaf.source.dtype)) for leaf in region.leaves]
-    found = live_tiles(inner, tile, triton_fused._arrays(change, leaves, known[region.value.key]))
+    found = live_tiles(inner, tile, triton_fused.arrays_by_name(change, leaves, known[region.value.key]))
     return found if found is None else np.asarray(found.arrays["live_counts"])
 
 
@@ -186,7 +186,9 @@ def test_head_sizes_beyond_the_kernels():
 
 def test_explanation_of_a_causal_call():
     query, key, value = arrays(3, (1, 256, 2, 16))
-    (region,) = explain(causal)(query, key, value).regions
+    found = explain(fuse(causal))(query, key, value)
+    assert str(found) == str(explain(causal)(query, key, value))
+    (region,) = found.regions
     assert region.sizes == {"b0": 1, "b1": 2, "q": 256, "k": 256, "f": 16, "d": 16}
     assert {leaf.role for leaf in region.leaves if leaf.is_known} == {"row", "column"}
     rows, columns = region.tile

@@ -23,9 +23,9 @@ def launches(name: str) -> dict[str, FusedLaunch]:
     inputs = variant.make_inputs(jax.random.key(0), SIZES)
     flat, _ = flat_jaxpr(lambda given: variant.function(**given), inputs)
     ((region,),) = find_regions(flat.jaxpr).values()
-    inner, _ = triton_fused._arranged(region)
-    tile, warps, stages = triton_fused._config(inner, is_forward=False)
-    forward_tile, *forward_options = triton_fused._config(inner, is_forward=True)
+    inner, _ = triton_fused.arranged(region)
+    tile, warps, stages = triton_fused.config(inner, is_forward=False)
+    forward_tile, *forward_options = triton_fused.config(inner, is_forward=True)
     live = ("b0",) if name == "document" else None
     sources: list[tuple[Source, int, int]] = [(forward_source(inner, forward_tile, live), *forward_options)]
     sources += [(source, warps, stages) for source in triton_fused.backward_sources(inner, tile, live)]

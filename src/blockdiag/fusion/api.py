@@ -23,9 +23,10 @@ def fuse[**P, R](
     """A function whose attention is computed by fused kernels: the same results to rounding, and gradients.
 
     Wherever the function multiplies a softmax of scores by values, or another function of scores, tiles of scores are
-    made, used and dropped in one kernel: no array of queries by keys is in memory, forward or backward. Biases and
-    masks keep the axes that they have. All else is computed as written. Rows that see no key are 0, with gradients of
-    0. The function is traced with each call: call it under `jax.jit`.
+    made, used and dropped in one kernel. Of arrays of queries by keys only biases and masks are in memory that the
+    function is given or makes by a gather or a product, with the axes that they have, and the gradients of these; "xla"
+    has such a gradient for each batch index before it is added up. All else is computed as written. Rows that see no
+    key are 0, with gradients of 0. The function is traced with each call: call it under `jax.jit`.
 
     Works under `jax.jit`, `grad` (reverse mode, first derivatives), `vmap` and `checkpoint`.
 

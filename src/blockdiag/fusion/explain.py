@@ -15,7 +15,7 @@ from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
 from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.trace import bind, read
-from blockdiag.fusion.tree import Leaf, Node, NotFusible, Region
+from blockdiag.fusion.tree import Node, NotFusible, Region
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,9 @@ class Explanation:
 def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
     """A function of the same arguments that says what `fuse` makes of the call, and runs nothing of it but masks.
 
+    Args:
+        function: the function, or what `fuse` made of it.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from blockdiag import explain
@@ -136,10 +139,12 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         key
     """
 
+    plain = getattr(function, "__wrapped__", function) if hasattr(function, "fallbacks") else function
+
     @functools.wraps(function)
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
         try:
-            program = trace(function, args, kwargs)
+            program = trace(plain, args, kwargs)
         except NotFusible as failure:
             return Explanation((), {}, str(failure))
         known = _masks(program)
@@ -160,7 +165,7 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
 
     declined = triton_fused.supports(region)
     tile, sources = (Tile(64, 64), ()) if declined else triton_fused.sources(region)
-    features = [math.prod(region.sizes[x] for x in _features(leaf)) for leaf in region.leaves if leaf.role == "query"]
+    features = [math.prod(region.sizes[x] for x in leaf.features) for leaf in region.leaves if leaf.role == "query"]
     columns = math.prod(region.sizes[x] for x in value_columns(region))
     cells = math.prod(region.sizes[x] for x in region.batch)
     live = _live(region, tile, known)
@@ -245,10 +250,6 @@ def _products(region: Region) -> int:
             seen[id(node)] = node
             waiting += node.inputs
     return sum(node.kind == "product" for node in seen.values())
-
-
-def _features(leaf: Leaf) -> list[str]:
-    return [x for dim in leaf.dims if isinstance(dim, tuple) for x in dim if x.startswith("f")]
 
 
 def _indented(text: str) -> str:

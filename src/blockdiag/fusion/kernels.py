@@ -5,6 +5,7 @@ programs that have a tile of them and go through the keys, what has keys the oth
 same along batch axes by programs that have a tile of it and go through these axes: no atomics, so results repeat.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -72,14 +73,12 @@ class Writer:
 
     Args:
         tile: of scores.
-        leaf_grads: which leaves' gradients the kernel is asked for, and whether the values' one.
+        leaf_grads: which leaves' gradients the kernel is asked for.
     """
 
-    def __init__(
-        self, region: Region, kind: Kind, tile: Tile, leaf_grads: Sequence[int] = (), *, value_grad: bool = False
-    ) -> None:
+    def __init__(self, region: Region, kind: Kind, tile: Tile, leaf_grads: Sequence[int] = ()) -> None:
         self.region, self.kind, self.tile = region, kind, tile
-        self.leaf_grads, self.value_grad = tuple(leaf_grads), value_grad
+        self.leaf_grads = tuple(leaf_grads)
         self.lines: list[str] = []
         self.depth = 1
         self.outputs: list[Output] = []
@@ -90,7 +89,7 @@ class Writer:
         self.value_layout = layout_of(region.value.shape, region.value_dims, region.sizes)
         self.layouts = [layout_of(leaf.source.shape, leaf.dims, region.sizes) for leaf in region.leaves]
         columns = value_columns(region)
-        self.columns = int(np.prod([region.sizes[x] for x in columns], dtype=np.int64))
+        self.columns = math.prod(region.sizes[x] for x in columns)
         self.wide = next_power_of_2(max(16, self.columns))
         dtypes = [x.source.dtype for x in region.leaves if x.role in ("query", "key")] + [region.value.dtype]
         self.precision = "ieee" if any(dtype.itemsize == 4 for dtype in dtypes) else "tf32"
@@ -110,11 +109,9 @@ class Writer:
 
     def features(self, leaf: Leaf) -> tuple[int, int]:
         """How many a query or a key has, and the stride between them."""
-        labels = [x for dim in leaf.dims if isinstance(dim, tuple) for x in dim if x.startswith("f")]
-        layout = self.layouts[self.region.leaves.index(leaf)]
-        stride = flat_stride(layout, sorted(labels), self.sizes)
+        stride = flat_stride(self.layouts[self.region.leaves.index(leaf)], leaf.features, self.sizes)
         assert stride is not None, "such leaves are arranged before"
-        return int(np.prod([self.sizes[x] for x in labels], dtype=np.int64)), stride
+        return math.prod(self.sizes[x] for x in leaf.features), stride
 
     def tile_shape(self, leaf: Leaf) -> tuple[int, int]:
         match leaf.role:
@@ -169,7 +166,7 @@ class Writer:
                 masks = []
                 masks += [f"(tl.arange(0, {shape[1]}) < {count})[None, :]"] if shape[1] != count else []
                 at = f"{line}[:, None] * {layout.stride(label)} + tl.arange(0, {shape[1]})[None, :] * {stride}"
-                self.emit(f"{name} = tl.load(p_{name} + {base} + {at}{self._masked(masks)})")
+                self.emit(f"{name} = tl.load(p_{name} + {base} + {at}{self.masked(masks)})")
                 return Value(name, shape, is_read=True)
             case "row":
                 at = f"p_{name} + {base} + r_q * {layout.stride('q')}"
@@ -185,7 +182,8 @@ class Writer:
         return Value(name, shape)
 
     @staticmethod
-    def _masked(masks: Sequence[str]) -> str:
+    def masked(masks: Sequence[str]) -> str:
+        """What a load is told of places that are not there."""
         return f", mask={' & '.join(masks)}, other=0" if masks else ""
 
     def read_value(self, name: str = "value") -> None:
@@ -194,7 +192,7 @@ class Writer:
         stride = flat_stride(layout, value_columns(self.region), self.sizes)
         at = f"r_k[:, None] * {layout.stride('k')} + tl.arange(0, {self.wide})[None, :] * {stride}"
         masks = [f"(tl.arange(0, {self.wide}) < {self.columns})[None, :]"] if self.wide != self.columns else []
-        self.emit(f"{name} = tl.load(p_value + {layout.base(value_labels(self.region))} + {at}{self._masked(masks)})")
+        self.emit(f"{name} = tl.load(p_value + {layout.base(value_labels(self.region))} + {at}{self.masked(masks)})")
 
     def result_layout(self) -> tuple[Layout, int]:
         """Of the result and its cotangent, and the stride of its columns."""
@@ -350,19 +348,19 @@ def forward_source(region: Region, tile: Tile, live: Sequence[str] | None = None
         emit('log_sum = tl.where(total == 0, float("-inf"), (largest + tl.log2(total)) * 0.6931471805599453)')
     else:
         emit(f"log_sum = tl.zeros([{tile.rows}], tl.float32)")
-    emit(f"tl.store(p_output + {place}, output.to(p_output.dtype.element_ty){_store_mask(masks)})")
-    emit(f"tl.store(p_log_sum + {writer.row_place()}, log_sum{_store_mask(writer.mask(True, False, 1))})")
+    emit(f"tl.store(p_output + {place}, output.to(p_output.dtype.element_ty){store_mask(masks)})")
+    emit(f"tl.store(p_log_sum + {writer.row_place()}, log_sum{store_mask(writer.mask(True, False, 1))})")
     labels = (*region.batch, "q")
     writer.outputs = [
         Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), _name(region.dtype)),
         Output("log_sum", tuple((x,) for x in labels), tuple(region.sizes[x] for x in labels), "float32"),
     ]
-    return writer.source((writer.row_tiles, _cells(region, region.batch), 1))
+    return writer.source((writer.row_tiles, cells_of(region, region.batch), 1))
 
 
 def _add_extras(writer: Writer, tiles: Sequence[Value]) -> None:
     """Logits without values join the sum."""
-    emit, region = writer.emit, writer.region
+    emit = writer.emit
     for i, extra in enumerate(_extras(writer, tiles)):
         emit(f"logit{i} = (tl.zeros([{writer.tile.rows}, 1], tl.float32) + {extra.name}) * {LOG2_E}")
         emit(f"logit{i} = tl.sum(logit{i}, 1)")
@@ -371,7 +369,6 @@ def _add_extras(writer: Writer, tiles: Sequence[Value]) -> None:
         emit(f"total = total * tl.exp2(largest - base) + tl.exp2(logit{i} - base)")
         emit("output *= tl.exp2(largest - base)[:, None]")
         emit("largest = new")
-    del region
 
 
 def _extras(writer: Writer, tiles: Sequence[Value]) -> list[Value]:
@@ -381,11 +378,13 @@ def _extras(writer: Writer, tiles: Sequence[Value]) -> list[Value]:
     return Printer(writer.emit, "e", writer.precision).run(jaxpr, tiles)
 
 
-def _cells(region: Region, labels: Sequence[str]) -> int:
-    return int(np.prod([region.sizes[x] for x in labels], dtype=np.int64))
+def cells_of(region: Region, labels: Sequence[str]) -> int:
+    """Indices of some batch axes."""
+    return math.prod(region.sizes[x] for x in labels)
 
 
-def _store_mask(masks: Sequence[str]) -> str:
+def store_mask(masks: Sequence[str]) -> str:
+    """What a store is told of places that are not there."""
     return f", mask={' & '.join(masks)}" if masks else ""
 
 

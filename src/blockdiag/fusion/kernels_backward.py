@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.fusion.emit import Printer, Value
-from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, _cells, _store_mask
+from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, store_mask
 from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.tree import Dim, Leaf, Region
@@ -38,7 +38,7 @@ def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], live: Seq
         _add(writer, _extra_gradients(writer, tiles))
     for i in leaf_grads:
         _store_gradient(writer, i, region.batch)
-    return writer.source((writer.row_tiles, _cells(region, region.batch), 1))
+    return writer.source((writer.row_tiles, cells_of(region, region.batch), 1))
 
 
 def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], live: Sequence[str] | None = None) -> Source:
@@ -47,7 +47,7 @@ def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], live: 
     own = {label for i in leaf_grads for label in region.leaves[i].labels} | set(value_labels(region))
     labels = [label for label in region.batch if label in own]
     others = [label for label in region.batch if label not in own]
-    writer = Writer(region, "columns", tile, leaf_grads, value_grad=True)
+    writer = Writer(region, "columns", tile, leaf_grads)
     emit = writer.emit
     writer.decode("tl.program_id(1)", labels)
     writer.tile_of("k", "tl.program_id(0)")
@@ -77,13 +77,13 @@ def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], live: 
         writer.through(live, body, rows=True)
 
     if others:
-        writer.loop(f"for cell in range({_cells(region, others)}):", cells)
+        writer.loop(f"for cell in range({cells_of(region, others)}):", cells)
     else:
         writer.through(live, body, rows=True)
     for i in leaf_grads:
         _store_gradient(writer, i, labels)
     _store_value(writer, labels)
-    return writer.source((writer.key_tiles, _cells(region, labels), 1))
+    return writer.source((writer.key_tiles, cells_of(region, labels), 1))
 
 
 def pairs_source(region: Region, tile: Tile, place: int) -> Source:
@@ -105,15 +105,15 @@ def pairs_source(region: Region, tile: Tile, place: int) -> Source:
         tiles = [fixed[i] if i in fixed else writer.read(i) for i in range(len(region.leaves))]
         _add(writer, _gradients(writer, tiles, wants_power=False))
 
-    writer.loop(f"for cell in range({_cells(region, others)}):", body)
+    writer.loop(f"for cell in range({cells_of(region, others)}):", body)
     _store_gradient(writer, place, leaf.labels)
-    return writer.source((writer.row_tiles * writer.key_tiles, _cells(region, leaf.labels), 1))
+    return writer.source((writer.row_tiles * writer.key_tiles, cells_of(region, leaf.labels), 1))
 
 
 def _read_rows(writer: Writer) -> None:
     """Load a tile of the result's cotangent, and what the softmax left."""
     place, masks = writer.result_place()
-    writer.emit(f"cotangent = tl.load(p_cotangent + {place}{writer._masked(masks)})")
+    writer.emit(f"cotangent = tl.load(p_cotangent + {place}{writer.masked(masks)})")
     mask = writer.mask(True, False, 1)
     if writer.region.score is None:
         return
@@ -121,13 +121,14 @@ def _read_rows(writer: Writer) -> None:
     beyond = f', mask={mask[0]}, other=float("inf")' if mask else ""
     writer.emit(f"base = tl.load(p_log_sum + {writer.row_place()}{beyond})")
     writer.emit('base = tl.where(base == float("-inf"), 0.0, base)[:, None]')
-    writer.emit(f"delta = tl.load(p_delta + {writer.row_place()}{writer._masked(mask)})[:, None]")
+    writer.emit(f"delta = tl.load(p_delta + {writer.row_place()}{writer.masked(mask)})[:, None]")
 
 
 def _gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool) -> list[Value]:
     """Print the gradients of the leaves asked for, and what the values' one is made of."""
     region, tile = writer.region, writer.tile
-    if not any(line.lstrip().startswith("value = ") for line in writer.lines) or writer.kind != "columns":
+    if writer.kind != "columns":
+        # There it stays the same.
         writer.read_value()
     shape = (tile.rows, tile.columns)
     writer.emit(f'product = tl.dot(cotangent, tl.trans(value), input_precision="{writer.precision}")')
@@ -222,9 +223,8 @@ def gradient_dims(leaf: Leaf, labels: Sequence[str]) -> tuple[Dim, ...] | None:
 
 def partial_dims(leaf: Leaf, labels: Sequence[str]) -> tuple[Dim, ...]:
     """What the axes of partial sums of a leaf's gradient stand for."""
-    features = tuple(sorted(x for dim in leaf.dims if isinstance(dim, tuple) for x in dim if x.startswith("f")))
     last: dict[str, tuple[Dim, ...]] = {
-        "query": (("q",), features), "key": (("k",), features), "row": (("q",),), "column": (("k",),),
+        "query": (("q",), leaf.features), "key": (("k",), leaf.features), "row": (("q",),), "column": (("k",),),
         "score": (("q",), ("k",)), "scalar": (("tq",),),
     }  # fmt: skip
     return (*((label,) for label in labels), *last[leaf.role])
@@ -243,8 +243,7 @@ def _store_gradient(writer: Writer, place: int, labels: Sequence[str]) -> None:
     match leaf.role:
         case "query" | "key":
             count, _ = writer.features(leaf)
-            features = sorted(x for dim in dims if isinstance(dim, tuple) for x in dim if x.startswith("f"))
-            stride, wide = flat_stride(layout, features, sizes), writer.tile_shape(leaf)[1]
+            stride, wide = flat_stride(layout, leaf.features, sizes), writer.tile_shape(leaf)[1]
             line, label = ("o_q", "q") if leaf.role == "query" else ("o_k", "k")
             at = f"{line}[:, None] * {layout.stride(label)} + tl.arange(0, {wide})[None, :] * {stride}"
             size, total = (writer.tile.rows, writer.rows) if label == "q" else (writer.tile.columns, writer.keys)
@@ -261,7 +260,7 @@ def _store_gradient(writer: Writer, place: int, labels: Sequence[str]) -> None:
             at, masks = f"tl.program_id(0) * {layout.stride('tq')}", []
             writer.emit(f"tl.store(p_{name} + {base} + {at}, {value})")
             return
-    writer.emit(f"tl.store(p_{name} + {base} + {at}, {value}.to(p_{name}.dtype.element_ty){_store_mask(masks)})")
+    writer.emit(f"tl.store(p_{name} + {base} + {at}, {value}.to(p_{name}.dtype.element_ty){store_mask(masks)})")
 
 
 def _store_value(writer: Writer, labels: Sequence[str]) -> None:
@@ -281,5 +280,5 @@ def _store_value(writer: Writer, labels: Sequence[str]) -> None:
     masks += [f"(tl.arange(0, {writer.wide}) < {writer.columns})[None, :]"] if writer.wide != writer.columns else []
     writer.emit(
         f"tl.store(p_grad_value + {layout.base(labels)} + {at}, sum_value.to(p_grad_value.dtype.element_ty)"
-        f"{_store_mask(masks)})"
+        f"{store_mask(masks)})"
     )

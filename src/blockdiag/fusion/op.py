@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from blockdiag.dispatch import call_implementation
-from blockdiag.fusion.tree import Dim, Leaf, Node, Region, Source
+from blockdiag.fusion.tree import Dim, Leaf, Region, Source, with_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _forward(call: Call) -> Any:
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
-        mapped, operands = map_region(call.region, axis_size, is_mapped, operands)
+        mapped = map_region(call.region, axis_size, is_mapped)
         output, log_sum = _forward(Call(mapped, call.implementations))(*operands)
         return (output, log_sum), (True, True)
 
@@ -86,12 +86,12 @@ def _backward(call: Call) -> Any:
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
-        mapped, given = map_region(call.region, axis_size, is_mapped[:count], operands[:count])
+        mapped = map_region(call.region, axis_size, is_mapped[:count])
         results = [
             x if is_mapped_already else jnp.broadcast_to(x[None], (axis_size, *x.shape))
             for x, is_mapped_already in zip(operands[count:], is_mapped[count:], strict=True)
         ]
-        grads = _backward(Call(mapped, call.implementations))(*given, *results)
+        grads = _backward(Call(mapped, call.implementations))(*operands[:count], *results)
         # Gradients of what is not mapped are already the sum.
         wanted = [*map(is_differentiable, call.region.leaves), True]
         flags = [flag for flag, is_wanted in zip(is_mapped[:count], wanted, strict=True) if is_wanted]
@@ -103,12 +103,9 @@ def _backward(call: Call) -> Any:
     return compute
 
 
-def map_region(
-    region: Region, axis_size: int, is_mapped: Sequence[bool], operands: Sequence[Any]
-) -> tuple[Region, tuple[Any, ...]]:
+def map_region(region: Region, axis_size: int, is_mapped: Sequence[bool]) -> Region:
     """The region of a mapped call: one more batch label, the first axis of what is mapped."""
     label = f"m{len(region.batch)}"
-    batch = (label, *region.batch)
     leaves: dict[Leaf, Leaf] = {}
     *flags, is_value_mapped = is_mapped
 
@@ -119,30 +116,14 @@ def map_region(
         leaves[leaf] = leaf
         if flag:
             leaves[leaf] = Leaf(mapped_source(leaf.source), ((label,), *leaf.dims), leaf.role, (label, *leaf.labels))
-    known: dict[int, Node] = {}
-
-    def rebuilt(node: Node | None) -> Node | None:
-        if node is None:
-            return None
-        if id(node) not in known:
-            inputs = tuple(x for x in map(rebuilt, node.inputs) if x is not None)
-            known[id(node)] = dataclasses.replace(
-                node, inputs=inputs, leaf=None if node.leaf is None else leaves[node.leaf]
-            )
-        return known[id(node)]
-
     value_dims: tuple[Dim, ...] = ((label,), *region.value_dims) if is_value_mapped else region.value_dims
     value = mapped_source(region.value) if is_value_mapped else region.value
-    mapped = dataclasses.replace(
+    return with_leaves(
         region,
+        leaves,
         sizes=region.sizes | {label: axis_size},
-        batch=batch,
-        score=rebuilt(region.score),
-        extras=tuple(x for x in map(rebuilt, region.extras) if x is not None),
-        weight=rebuilt(region.weight),
-        leaves=tuple(leaves[leaf] for leaf in region.leaves),
+        batch=(label, *region.batch),
         value=value,
         value_dims=value_dims,
         out_dims=((label,), *region.out_dims),
     )
-    return mapped, tuple(operands)

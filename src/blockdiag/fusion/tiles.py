@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockdiag.fusion.tree import FEATURES, Leaf, Node, Region
+from blockdiag.fusion.tree import Leaf, Node, Region
 
 # Primitives that nodes are made of beside those of the program.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -98,8 +98,7 @@ def arrange(array: Any, dims: Sequence[Any], order: Sequence[str], sizes: dict[s
 
 def leaf_order(leaf: Leaf, batch: Sequence[str]) -> list[str]:
     """The order of a leaf's labels: batch labels, then those of its tile."""
-    features = [label for dim in leaf.dims if not isinstance(dim, int) for label in dim if label.startswith(FEATURES)]
-    return [*batch, "q", "k", *sorted(features)]
+    return [*batch, "q", "k", *leaf.features]
 
 
 def leaf_array(leaf: Leaf, array: Any, batch: Sequence[str], sizes: dict[str, int]) -> Any:

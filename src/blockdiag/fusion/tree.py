@@ -1,7 +1,7 @@
 """What a fused region is made of: leaves in memory, and trees of operations on tiles of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -59,6 +59,11 @@ class Leaf:
     role: Role
     labels: tuple[str, ...]
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The labels that a product sums over, in the order in which both of its operands have them."""
+        return tuple(sorted(x for dim in self.dims if isinstance(dim, tuple) for x in dim if x.startswith(FEATURES)))
+
 
 @dataclass(frozen=True, eq=False)
 class Node:
@@ -115,3 +120,28 @@ class Region:
     value_dims: tuple[Dim, ...]
     out_dims: tuple[Dim, ...]
     dtype: np.dtype[Any]
+
+
+def with_leaves(region: Region, replaced: Mapping[Leaf, Leaf], **changes: Any) -> Region:
+    """The same region of other leaves.
+
+    Args:
+        replaced: of every leaf the one in its place.
+        changes: other attributes of the region.
+    """
+    known: dict[int, Node] = {}
+
+    def rebuilt(node: Node) -> Node:
+        if id(node) not in known:
+            leaf = None if node.leaf is None else replaced[node.leaf]
+            known[id(node)] = replace(node, inputs=tuple(map(rebuilt, node.inputs)), leaf=leaf)
+        return known[id(node)]
+
+    return replace(
+        region,
+        score=None if region.score is None else rebuilt(region.score),
+        extras=tuple(map(rebuilt, region.extras)),
+        weight=None if region.weight is None else rebuilt(region.weight),
+        leaves=tuple(replaced[leaf] for leaf in region.leaves),
+        **changes,
+    )

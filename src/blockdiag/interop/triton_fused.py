@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import hashlib
 import linecache
 import math
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ from blockdiag.fusion.tiles import (
     value_columns,
     value_labels,
 )
-from blockdiag.fusion.tree import Leaf, Node, Region
+from blockdiag.fusion.tree import Leaf, Region, with_leaves
 from blockdiag.fusion.tree import Source as ArraySource
 from blockdiag.interop import jax_call
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 from blockdiag.triton_kernels.plan import CompileOptions, LaunchPlan, Pointer, Target, TensorSpec
 
-__all__ = ["available", "backward", "forward", "sources", "supports"]
+__all__ = ["arranged", "arrays_by_name", "available", "backward", "config", "forward", "sources", "supports"]
 
 _MOST_COLUMNS = 256
 
@@ -51,7 +52,7 @@ def supports(region: Region) -> str | None:
     if 0 in region.sizes.values():
         return "the Triton kernels take no empty arrays; use implementation='xla'"
     try:
-        forward_source(_arranged(region)[0], Tile(32, 16))
+        sources(region)
     except NotPrintable as reason:
         return f"{reason}; use implementation='xla'"
     return None
@@ -96,7 +97,7 @@ class FusedLaunch:
 @functools.lru_cache(maxsize=1024)
 def kernel_of(text: str, name: str) -> Any:
     """The Triton function that a source defines."""
-    file = f"<blockdiag.fuse {name} {hash(text) & 0xFFFFFFFF:08x}>"
+    file = f"<blockdiag.fuse {name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     # Triton asks for the source of functions, which is in no file.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     scope: dict[str, Any] = {"__name__": "blockdiag.generated"}
@@ -106,9 +107,9 @@ def kernel_of(text: str, name: str) -> Any:
 
 def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: bool = False) -> tuple[Any, Any]:
     """The result, as the product that it replaces, and the log-sum-exp [batch.., q]."""
-    inner, change = _arranged(region)
-    arrays = _arrays(change, leaves, value)
-    tile, warps, stages = _config(inner, is_forward=True)
+    inner, change = arranged(region)
+    arrays = arrays_by_name(change, leaves, value)
+    tile, warps, stages = config(inner, is_forward=True)
     live = live_tiles(inner, tile, arrays)
     arrays |= {} if live is None else live.arrays
     source = forward_source(inner, tile, None if live is None else live.labels)
@@ -127,13 +128,13 @@ def backward(
     interpret: bool = False,
 ) -> tuple[list[Any], Any]:
     """The gradients of the leaves, None of those that are no floating numbers, and of the values."""
-    inner, change = _arranged(region)
-    arrays = _arrays(change, leaves, value)
+    inner, change = arranged(region)
+    arrays = arrays_by_name(change, leaves, value)
     wide = jnp.float32
     delta = (canonical_result(region, output).astype(wide) * canonical_result(region, cotangent).astype(wide)).sum(-1)
     cotangent = canonical_result(region, cotangent) if change.changes_result else cotangent
     arrays |= {"log_sum": log_sum, "delta": delta, "cotangent": cotangent.astype(value.dtype)}
-    tile, warps, stages = _config(inner, is_forward=False)
+    tile, warps, stages = config(inner, is_forward=False)
     grads: list[Any] = [None] * len(leaves)
 
     def run(source: Source) -> dict[str, Any]:
@@ -143,9 +144,8 @@ def backward(
     found: dict[int, tuple[Any, Any]] = {}
     live = live_tiles(inner, tile, arrays)
     arrays |= {} if live is None else live.arrays
-    sources = backward_sources(inner, tile, None if live is None else live.labels)
     value_grad = None
-    for source in sources:
+    for source in backward_sources(inner, tile, None if live is None else live.labels):
         results = run(source)
         for written in source.outputs:
             if written.name == "grad_value":
@@ -153,9 +153,9 @@ def backward(
             else:
                 found[int(written.name.removeprefix("grad"))] = (results[written.name], written.dims)
     for i, (grad, dims) in found.items():
-        grads[i] = change.leaf_gradient(region, i, leaves[i], grad, dims)
+        grads[i] = change.leaf_gradient(i, leaves[i], grad, dims)
     assert value_grad is not None
-    return grads, change.value_gradient(region, value, *value_grad)
+    return grads, change.value_gradient(value, *value_grad)
 
 
 def backward_sources(region: Region, tile: Tile, live: Sequence[str] | None) -> list[Source]:
@@ -172,9 +172,9 @@ def backward_sources(region: Region, tile: Tile, live: Sequence[str] | None) -> 
 
 def sources(region: Region) -> tuple[Tile, tuple[Source, ...]]:
     """The forward tile, and all kernels of a region, without lists of tiles."""
-    inner, _ = _arranged(region)
-    tile, _, _ = _config(inner, is_forward=True)
-    backward_tile, _, _ = _config(inner, is_forward=False)
+    inner, _ = arranged(region)
+    tile, _, _ = config(inner, is_forward=True)
+    backward_tile, _, _ = config(inner, is_forward=False)
     return tile, (forward_source(inner, tile), *backward_sources(inner, backward_tile, None))
 
 
@@ -183,6 +183,7 @@ class _Change:
     """What is arranged anew for the kernels, which want features and columns in one axis.
 
     Attributes:
+        region, inner: before and after.
         leaves: whether each leaf is.
         value, changes_result: whether the values and the result are.
     """
@@ -193,8 +194,9 @@ class _Change:
     value: bool
     changes_result: bool
 
-    def leaf_gradient(self, region: Region, place: int, array: Any, grad: Any, dims: Any) -> Any:
+    def leaf_gradient(self, place: int, array: Any, grad: Any, dims: Any) -> Any:
         """The gradient of a leaf from what a kernel wrote."""
+        region = self.region
         leaf = region.leaves[place]
         if dims == leaf.dims and not self.leaves[place]:
             return grad
@@ -210,8 +212,9 @@ class _Change:
         shape, pull = jax.vjp(lambda x: leaf_array(leaf, x, region.batch, region.sizes), array)
         return pull(canonical.reshape(shape.shape).astype(array.dtype))[0]
 
-    def value_gradient(self, region: Region, array: Any, grad: Any, dims: Any) -> Any:
+    def value_gradient(self, array: Any, grad: Any, dims: Any) -> Any:
         """The gradient of the values from what a kernel wrote."""
+        region = self.region
         if dims == region.value_dims and not self.value:
             return grad
         if dims != self.inner.value_dims:
@@ -223,19 +226,19 @@ class _Change:
         return pull(grad.reshape(shape.shape).astype(array.dtype))[0]
 
 
-def _arranged(region: Region) -> tuple[Region, _Change]:
+def arranged(region: Region) -> tuple[Region, _Change]:
     """The region with features, and columns of values, in one axis each."""
     replaced: dict[Leaf, Leaf] = {}
     flags = []
     for leaf in region.leaves:
-        features = sorted(_features(leaf))
+        features = leaf.features
         layout = layout_of(leaf.source.shape, leaf.dims, region.sizes)
         is_odd = leaf.role in ("query", "key") and flat_stride(layout, features, region.sizes) is None
         flags.append(is_odd)
         replaced[leaf] = leaf
         if is_odd:
             axis = "q" if leaf.role == "query" else "k"
-            dims = (*((label,) for label in leaf.labels), (axis,), tuple(features))
+            dims = (*((label,) for label in leaf.labels), (axis,), features)
             source = ArraySource(("arranged", leaf.source.key), shape_of(dims, region.sizes), leaf.source.dtype)
             replaced[leaf] = dataclasses.replace(leaf, source=source, dims=dims)
     columns = value_columns(region)
@@ -249,45 +252,20 @@ def _arranged(region: Region) -> tuple[Region, _Change]:
     out_layout = layout_of(shape_of(region.out_dims, region.sizes), region.out_dims, region.sizes)
     changes_result = flat_stride(out_layout, columns, region.sizes) is None
     out_dims = (*((label,) for label in region.batch), ("q",), tuple(columns)) if changes_result else region.out_dims
-    known: dict[int, Node] = {}
-
-    def rebuilt(node: Node | None) -> Node | None:
-        if node is None:
-            return None
-        if id(node) not in known:
-            inputs = tuple(x for x in map(rebuilt, node.inputs) if x is not None)
-            known[id(node)] = dataclasses.replace(
-                node, inputs=inputs, leaf=None if node.leaf is None else replaced[node.leaf]
-            )
-        return known[id(node)]
-
     inner = region
     if any(flags) or changes_value or changes_result:
-        inner = dataclasses.replace(
-            region,
-            score=rebuilt(region.score),
-            weight=rebuilt(region.weight),
-            extras=tuple(x for x in map(rebuilt, region.extras) if x is not None),
-            leaves=tuple(replaced[leaf] for leaf in region.leaves),
-            value=value,
-            value_dims=value_dims,
-            out_dims=out_dims,
-        )
+        inner = with_leaves(region, replaced, value=value, value_dims=value_dims, out_dims=out_dims)
     return inner, _Change(region, inner, tuple(flags), changes_value, changes_result)
 
 
 def _widest(region: Region) -> int:
     """The most columns of values, or features of a query or a key."""
-    sizes = region.sizes
-    products = [leaf for leaf in region.leaves if leaf.role in ("query", "key")]
-    return max(math.prod(sizes[x] for x in labels) for labels in (value_columns(region), *map(_features, products)))
+    lines = [value_columns(region), *(leaf.features for leaf in region.leaves)]
+    return max(math.prod(region.sizes[label] for label in line) for line in lines)
 
 
-def _features(leaf: Leaf) -> list[str]:
-    return [x for dim in leaf.dims if isinstance(dim, tuple) for x in dim if x.startswith("f")]
-
-
-def _arrays(change: _Change, leaves: Sequence[Any], value: Any) -> dict[str, Any]:
+def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[str, Any]:
+    """The arrays of a call as the kernels take them: "leaf0", "leaf1", ... and "value"."""
     region = change.region
     found = {}
     for i, (leaf, x) in enumerate(zip(region.leaves, leaves, strict=True)):
@@ -303,7 +281,7 @@ def _launch(source: Source, arrays: dict[str, Any], warps: int, stages: int, *, 
     return jax_call.launch(FusedLaunch(source, specs, warps, stages), *given, interpret=interpret)
 
 
-def _config(region: Region, *, is_forward: bool) -> tuple[Tile, int, int]:
+def config(region: Region, *, is_forward: bool) -> tuple[Tile, int, int]:
     """Tile, warps and stages: what two products of tiles and their operands leave room for."""
     wide = _widest(region)
     is_single = any(leaf.source.dtype.itemsize == 4 and leaf.role in ("query", "key") for leaf in region.leaves)
