@@ -1,10 +1,10 @@
 """Generated kernels, compiled for architectures that are not here."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from blockdiag.fusion.gallery import VARIANTS, Sizes
-from blockdiag.fusion.kernels import Source, forward_source
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.trace import flat_jaxpr
@@ -23,26 +23,23 @@ def launches(name: str) -> dict[str, FusedLaunch]:
     inputs = variant.make_inputs(jax.random.key(0), SIZES)
     flat, _ = flat_jaxpr(lambda given: variant.function(**given), inputs)
     ((region,),) = find_regions(flat.jaxpr).values()
-    inner, _ = triton_fused.arranged(region)
-    tile, warps, stages = triton_fused.config(inner, is_forward=False)
-    forward_tile, *forward_options = triton_fused.config(inner, is_forward=True)
-    live = ("b0",) if name == "document" else None
-    sources: list[tuple[Source, int, int]] = [(forward_source(inner, forward_tile, live), *forward_options)]
-    sources += [(source, warps, stages) for source in triton_fused.backward_sources(inner, tile, live)]
-    sizes = inner.sizes
-    rows_shape = tuple(sizes[label] for label in (*inner.batch, "q"))
-    specs = {f"leaf{i}": TensorSpec(x.source.shape, x.source.dtype.name) for i, x in enumerate(inner.leaves)}
-    specs |= {"value": TensorSpec(inner.value.shape, "bfloat16"), "log_sum": TensorSpec(rows_shape, "float32")}
-    specs |= {"delta": TensorSpec(rows_shape, "float32")}
-    specs |= {"cotangent": TensorSpec(shape_of(inner.out_dims, sizes), "bfloat16")}
-    tiles = (-(-sizes["q"] // tile.rows), -(-sizes["k"] // tile.columns))
-    for suffix, (one, other) in (("", tiles), ("_t", tiles[::-1])):
-        specs |= {f"live_counts{suffix}": TensorSpec((sizes["b0"], one), "int32")}
-        specs |= {f"live_tiles{suffix}": TensorSpec((sizes["b0"], one, other), "int32")}
-    return {
-        source.name: FusedLaunch(source, tuple(specs[x] for x in source.inputs), warps, stages)
-        for source, warps, stages in sources
-    }
+    inner, change = triton_fused.arranged(region)
+    leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in inner.leaves]
+    found: dict[str, FusedLaunch] = {}
+
+    def trace(leaves, value):
+        arrays = triton_fused.arrays_by_name(change, leaves, value)
+        sizes = inner.sizes
+        rows_shape = tuple(sizes[label] for label in (*inner.batch, "q"))
+        arrays |= {name: jnp.zeros(rows_shape) for name in ("log_sum", "delta")}
+        arrays |= {"cotangent": jnp.zeros(shape_of(inner.out_dims, sizes), value.dtype)}
+        for kernel in (triton_fused.forward_kernel(inner, arrays), *triton_fused.backward_kernels(inner, arrays)):
+            specs = [TensorSpec(x.shape, x.dtype.name) for x in kernel.given(arrays)]
+            found[kernel.source.name] = kernel.launch(specs)
+
+    # Lists of tiles are made while tracing.
+    jax.eval_shape(trace, leaves, jax.ShapeDtypeStruct(inner.value.shape, inner.value.dtype))
+    return found
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

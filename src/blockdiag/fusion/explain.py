@@ -164,7 +164,8 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
     from blockdiag.interop import triton_fused
 
     declined = triton_fused.supports(region)
-    tile, sources = (Tile(64, 64), ()) if declined else triton_fused.sources(region)
+    kernels = [] if declined else triton_fused.kernels(region)
+    tile = kernels[0].tile if kernels else Tile(64, 64)
     features = [math.prod(region.sizes[x] for x in leaf.features) for leaf in region.leaves if leaf.role == "query"]
     columns = math.prod(region.sizes[x] for x in value_columns(region))
     cells = math.prod(region.sizes[x] for x in region.batch)
@@ -194,7 +195,7 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
         live=live,
         flops=int(flops * visited),
         read_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in {x.key: x for x in arrays}.values()),
-        kernels={source.name: source.text for source in sources},
+        kernels={kernel.source.name: kernel.source.text for kernel in kernels},
         declined=declined,
     )
 

@@ -5,18 +5,18 @@ import dataclasses
 import functools
 import hashlib
 import linecache
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from blockdiag.fusion.configs import Config, config_of, widest
 from blockdiag.fusion.emit import NotPrintable
-from blockdiag.fusion.kernels import Source, Tile, forward_source
+from blockdiag.fusion.kernels import Kind, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
-from blockdiag.fusion.live import live_tiles
+from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.tiles import (
     canonical_result,
     leaf_array,
@@ -28,10 +28,12 @@ from blockdiag.fusion.tiles import (
 from blockdiag.fusion.tree import Leaf, Region, with_leaves
 from blockdiag.fusion.tree import Source as ArraySource
 from blockdiag.interop import jax_call
-from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 from blockdiag.triton_kernels.plan import CompileOptions, LaunchPlan, Pointer, Target, TensorSpec
 
-__all__ = ["arranged", "arrays_by_name", "available", "backward", "config", "forward", "sources", "supports"]
+__all__ = [
+    "arranged", "arrays_by_name", "available", "backward", "backward_kernels", "forward", "forward_kernel",
+    "kernels", "supports",
+]  # fmt: skip
 
 _MOST_COLUMNS = 256
 
@@ -46,13 +48,13 @@ def supports(region: Region) -> str | None:
     for source in (*(leaf.source for leaf in region.leaves), region.value):
         if source.dtype.itemsize == 8:
             return f"the Triton kernels take no {source.dtype} arrays; use implementation='xla'"
-    widest = _widest(region)
-    if widest > _MOST_COLUMNS:
-        return f"the Triton kernels take head sizes up to {_MOST_COLUMNS}, got {widest}; use implementation='xla'"
+    columns = widest(region)
+    if columns > _MOST_COLUMNS:
+        return f"the Triton kernels take head sizes up to {_MOST_COLUMNS}, got {columns}; use implementation='xla'"
     if 0 in region.sizes.values():
         return "the Triton kernels take no empty arrays; use implementation='xla'"
     try:
-        sources(region)
+        kernels(region)
     except NotPrintable as reason:
         return f"{reason}; use implementation='xla'"
     return None
@@ -109,12 +111,9 @@ def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: boo
     """The result, as the product that it replaces, and the log-sum-exp [batch.., q]."""
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
-    tile, warps, stages = config(inner, is_forward=True)
-    live = live_tiles(inner, tile, arrays)
-    arrays |= {} if live is None else live.arrays
-    source = forward_source(inner, tile, None if live is None else live.labels)
-    output, log_sum = _launch(source, arrays, warps, stages, interpret=interpret)
-    return (result_array(region, output) if change.changes_result else output), log_sum
+    results = _launch(forward_kernel(inner, arrays), arrays, interpret=interpret)
+    output = results["output"]
+    return (result_array(region, output) if change.changes_result else output), results["log_sum"]
 
 
 def backward(
@@ -134,20 +133,12 @@ def backward(
     delta = (canonical_result(region, output).astype(wide) * canonical_result(region, cotangent).astype(wide)).sum(-1)
     cotangent = canonical_result(region, cotangent) if change.changes_result else cotangent
     arrays |= {"log_sum": log_sum, "delta": delta, "cotangent": cotangent.astype(value.dtype)}
-    tile, warps, stages = config(inner, is_forward=False)
     grads: list[Any] = [None] * len(leaves)
-
-    def run(source: Source) -> dict[str, Any]:
-        results = _launch(source, arrays, warps, stages, interpret=interpret)
-        return dict(zip([x.name for x in source.outputs], results, strict=True))
-
     found: dict[int, tuple[Any, Any]] = {}
-    live = live_tiles(inner, tile, arrays)
-    arrays |= {} if live is None else live.arrays
     value_grad = None
-    for source in backward_sources(inner, tile, None if live is None else live.labels):
-        results = run(source)
-        for written in source.outputs:
+    for kernel in backward_kernels(inner, arrays):
+        results = _launch(kernel, arrays, interpret=interpret)
+        for written in kernel.source.outputs:
             if written.name == "grad_value":
                 value_grad = (results[written.name], written.dims)
             else:
@@ -158,24 +149,84 @@ def backward(
     return grads, change.value_gradient(value, *value_grad)
 
 
-def backward_sources(region: Region, tile: Tile, live: Sequence[str] | None) -> list[Source]:
-    """The kernels of a backward pass: gradients of all floating leaves and of the values."""
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of a region, and how it is launched.
+
+    Attributes:
+        source: what it is.
+        tile: of scores.
+        num_warps, num_stages: options of Triton's compiler.
+        live: the lists of tiles that it reads, by name.
+    """
+
+    source: Source
+    tile: Tile
+    num_warps: int
+    num_stages: int
+    live: Mapping[str, Any]
+
+    def given(self, arrays: Mapping[str, Any]) -> list[Any]:
+        """The arrays that it takes, in order."""
+        return [self.live[name] if name in self.live else arrays[name] for name in self.source.inputs]
+
+    def launch(self, specs: Sequence[TensorSpec]) -> FusedLaunch:
+        """One launch on arrays of these shapes and dtypes."""
+        return FusedLaunch(self.source, tuple(specs), self.num_warps, self.num_stages)
+
+
+def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
+    """The kernel of a forward pass.
+
+    Args:
+        region: arranged.
+        arrays: the leaves by name, "leaf0", ..., which lists of tiles are made from; None: a kernel without lists.
+    """
+    config = config_of(region, "forward")
+    live = None if arrays is None else live_tiles(region, config.tile, arrays)
+    return _kernel(forward_source(region, config.tile, None if live is None else live.labels), config, live)
+
+
+def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
+    """The kernels of a backward pass: gradients of all floating leaves and of the values.
+
+    Args:
+        region: arranged.
+        arrays: as for `forward_kernel`.
+    """
     places: dict[str, list[int]] = collections.defaultdict(list)
     for i, leaf in enumerate(region.leaves):
         if jnp.issubdtype(leaf.source.dtype, jnp.floating):
             places[leaf.role].append(i)
+    found = []
+    lists: dict[Tile, Live | None] = {}
+
+    def add(kind: Kind, make: Callable[[Tile, Sequence[str] | None], Source]) -> None:
+        config = config_of(region, kind)
+        if config.tile not in lists:
+            lists[config.tile] = None if arrays is None else live_tiles(region, config.tile, arrays)
+        live = lists[config.tile]
+        found.append(_kernel(make(config.tile, None if live is None else live.labels), config, live))
+
     rows = sorted(places["query"] + places["row"] + places["scalar"])
-    found = [rows_source(region, tile, rows, live)] if rows else []
-    found.append(columns_source(region, tile, sorted(places["key"] + places["column"]), live))
-    return found + [pairs_source(region, tile, i) for i in places["score"]]
+    columns = sorted(places["key"] + places["column"])
+    if rows:
+        add("rows", lambda tile, live: rows_source(region, tile, rows, live))
+    add("columns", lambda tile, live: columns_source(region, tile, columns, live))
+    for i in places["score"]:
+        add("pairs", lambda tile, live, i=i: pairs_source(region, tile, i))
+    return found
 
 
-def sources(region: Region) -> tuple[Tile, tuple[Source, ...]]:
-    """The forward tile, and all kernels of a region, without lists of tiles."""
+def _kernel(source: Source, config: Config, live: Live | None) -> Kernel:
+    own = {} if live is None else {name: x for name, x in live.arrays.items() if name in source.inputs}
+    return Kernel(source, config.tile, config.num_warps, config.num_stages, own)
+
+
+def kernels(region: Region) -> list[Kernel]:
+    """All kernels of a region, forward first, without lists of tiles."""
     inner, _ = arranged(region)
-    tile, _, _ = config(inner, is_forward=True)
-    backward_tile, _, _ = config(inner, is_forward=False)
-    return tile, (forward_source(inner, tile), *backward_sources(inner, backward_tile, None))
+    return [forward_kernel(inner, None), *backward_kernels(inner, None)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,12 +309,6 @@ def arranged(region: Region) -> tuple[Region, _Change]:
     return inner, _Change(region, inner, tuple(flags), changes_value, changes_result)
 
 
-def _widest(region: Region) -> int:
-    """The most columns of values, or features of a query or a key."""
-    lines = [value_columns(region), *(leaf.features for leaf in region.leaves)]
-    return max(math.prod(region.sizes[label] for label in line) for line in lines)
-
-
 def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[str, Any]:
     """The arrays of a call as the kernels take them: "leaf0", "leaf1", ... and "value"."""
     region = change.region
@@ -275,21 +320,8 @@ def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[s
     return found
 
 
-def _launch(source: Source, arrays: dict[str, Any], warps: int, stages: int, *, interpret: bool) -> tuple[Any, ...]:
-    given = [arrays[name] for name in source.inputs]
-    specs = tuple(TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name) for x in given)
-    return jax_call.launch(FusedLaunch(source, specs, warps, stages), *given, interpret=interpret)
-
-
-def config(region: Region, *, is_forward: bool) -> tuple[Tile, int, int]:
-    """Tile, warps and stages: what two products of tiles and their operands leave room for."""
-    wide = _widest(region)
-    is_single = any(leaf.source.dtype.itemsize == 4 and leaf.role in ("query", "key") for leaf in region.leaves)
-    rows = min(
-        32 if is_single else 128 if is_forward and wide <= 128 else 64, max(16, next_power_of_2(region.sizes["q"]))
-    )
-    columns = min(32 if is_single else 64 if wide <= 128 else 32, max(16, next_power_of_2(region.sizes["k"])))
-    if rows == columns:
-        # Axes of tiles are told apart by their sizes.
-        columns = columns * 2 if columns < 64 else columns // 2
-    return Tile(rows, columns), 8 if rows == 128 and wide > 64 else 4, 3 if is_forward else 2
+def _launch(kernel: Kernel, arrays: Mapping[str, Any], *, interpret: bool) -> dict[str, Any]:
+    given = kernel.given(arrays)
+    specs = [TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name) for x in given]
+    results = jax_call.launch(kernel.launch(specs), *given, interpret=interpret)
+    return dict(zip([x.name for x in kernel.source.outputs], results, strict=True))
