@@ -209,7 +209,44 @@ class PagedTiming:
     note: str = ""
 
 
-type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming
+@dataclass(frozen=True, kw_only=True)
+class GalleryTiming:
+    """One row of the gallery's CSV: one pass of a variant, fused and as XLA compiles it.
+
+    Attributes:
+        variant: its name in `fusion.gallery.VARIANTS`.
+        pass_name: "fwd", or "fwd+bwd" with the gradients of all floating inputs.
+        shape: sizes of the inputs, and the variant's options, as text.
+        ours_ms, xla_ms: medians; the percentiles are those of the same samples.
+        ours_bytes, xla_bytes: device memory of one call beyond its inputs and outputs.
+        ours_error, xla_error: largest relative L2 norm of a result's distance from float32.
+    """
+
+    variant: str
+    pass_name: str
+    shape: str
+    dtype: str
+    ours_ms: float | None = None
+    ours_p20_ms: float | None = None
+    ours_p80_ms: float | None = None
+    xla_ms: float | None = None
+    xla_p20_ms: float | None = None
+    xla_p80_ms: float | None = None
+    ours_bytes: int | None = None
+    xla_bytes: int | None = None
+    ours_error: float | None = None
+    xla_error: float | None = None
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+    note: str = ""
+
+
+type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming
 
 _KEYS: dict[type, tuple[str, ...]] = {
     Timing: ("op", "pass_name", "case", "implementation", "device"),
@@ -217,6 +254,7 @@ _KEYS: dict[type, tuple[str, ...]] = {
     HostRow: ("op", "pass_name", "implementation", "device"),
     MoBATiming: ("op", "pass_name", "case", "implementation", "device"),
     PagedTiming: ("op", "group", "case", "implementation", "device"),
+    GalleryTiming: ("variant", "pass_name", "device"),
 }
 
 

@@ -4,8 +4,9 @@ The functions themselves are in `gallery_masks`, `gallery_scores` and `gallery_s
 compiler.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -71,6 +72,7 @@ class Variant:
             They are drawn on the host, so this cannot be traced.
         differentiable: names of the floating inputs.
         note: one sentence for the documentation.
+        options: further arguments for thousands of tokens, where the function's own are for dozens.
     """
 
     name: str
@@ -78,6 +80,12 @@ class Variant:
     make_inputs: Callable[[Array, Sizes], dict[str, Array]]
     differentiable: tuple[str, ...]
     note: str
+    options: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def scaled(self) -> Callable[..., Any]:
+        """The function with its options."""
+        return functools.partial(self.function, **self.options)
 
 
 @dataclass(frozen=True)
@@ -135,10 +143,11 @@ def _rolled_positions(axes: str) -> _Draw:
 
 
 def _segments(axes: str) -> _Draw:
-    """Segments of random lengths along the last axis: 0, 0, 0, 1, 1, 2, .."""
+    """About seven segments of random lengths along the last axis: 0, 0, 0, 1, 1, 2, .."""
 
     def sample(generator: np.random.Generator, sizes: Sizes) -> np.ndarray:
-        return np.cumsum(generator.random(sizes.shape(axes)) < 0.15, axis=-1)
+        shape = sizes.shape(axes)
+        return np.cumsum(generator.random(shape) < 6 / shape[-1], axis=-1)
 
     return _Draw(sample, is_floating=False)
 
@@ -164,7 +173,14 @@ def _mask(axes: str) -> _Draw:
     return _Draw(sample, is_floating=False)
 
 
-def _variant(function: Callable[..., Any], note: str, *, name: str | None = None, **inputs: str | _Draw) -> Variant:
+def _variant(
+    function: Callable[..., Any],
+    note: str,
+    *,
+    name: str | None = None,
+    options: Mapping[str, int] | None = None,
+    **inputs: str | _Draw,
+) -> Variant:
     """A variant; an input given by its axes alone is normal."""
     draws = {name: _normal(draw) if isinstance(draw, str) else draw for name, draw in inputs.items()}
 
@@ -173,7 +189,7 @@ def _variant(function: Callable[..., Any], note: str, *, name: str | None = None
         return {name: draw(generator, sizes) for name, draw in draws.items()}
 
     differentiable = tuple(name for name, draw in draws.items() if draw.is_floating)
-    return Variant(name or function.__name__, function, make_inputs, differentiable, note)
+    return Variant(name or function.__name__, function, make_inputs, differentiable, note, options or {})
 
 
 # Query, key and value by layout: heads after tokens or before them; cross-attention (S keys) or self-attention.
@@ -221,11 +237,26 @@ _MASKS = (
         query_positions=_integers("BT", 0, "S"),
         key_positions=_rolled_positions("BS"),
     ),
-    _variant(masks.sliding_window, "Causal, and only the last few keys.", **_SELF),
-    _variant(masks.symmetric_window, "Keys near the query on both sides, by an additive mask.", **_HEADS_FIRST_SELF),
-    _variant(masks.dilated_window, "Every fourth key of a causal window.", **_SELF),
-    _variant(masks.strided_and_local, "Causal: near keys, and the last key of every stride.", **_SELF),
-    _variant(masks.prefix_lm, "Causal after a prefix that everyone sees, of constant length.", **_SELF),
+    _variant(masks.sliding_window, "Causal, and only the last few keys.", options={"window": 256}, **_SELF),
+    _variant(
+        masks.symmetric_window,
+        "Keys near the query on both sides, by an additive mask.",
+        options={"radius": 128},
+        **_HEADS_FIRST_SELF,
+    ),
+    _variant(masks.dilated_window, "Every fourth key of a causal window.", options={"window": 512}, **_SELF),
+    _variant(
+        masks.strided_and_local,
+        "Causal: near keys, and the last key of every stride.",
+        options={"stride": 128},
+        **_SELF,
+    ),
+    _variant(
+        masks.prefix_lm,
+        "Causal after a prefix that everyone sees, of constant length.",
+        options={"prefix": 512},
+        **_SELF,
+    ),
     _variant(
         masks.prefix_lm_lengths,
         "Causal after a prefix that everyone sees, its length data.",
@@ -234,7 +265,7 @@ _MASKS = (
     ),
     _variant(masks.document, "Tokens see their own document.", **_SELF, segments=_segments("BT")),
     _variant(masks.causal_document, "Tokens see the past of their own document.", **_SELF, segments=_segments("BT")),
-    _variant(masks.block_diagonal, "Tokens see their own block, of any length.", **_SELF),
+    _variant(masks.block_diagonal, "Tokens see their own block, of any length.", options={"block_size": 320}, **_SELF),
     _variant(
         masks.packed_documents,
         "Causal documents of any length, packed without a batch axis, by offsets.",
@@ -250,7 +281,13 @@ _MASKS = (
 _SCORES = (
     _variant(scores.alibi, "Causal with a linear bias by distance; the slopes are constants.", **_SELF),
     _variant(scores.alibi_learned, "A linear bias by distance; the slopes are learned.", **_SELF, slopes=_POSITIVE),
-    _variant(scores.clipped_distance, "A learned slope times a clipped distance.", **_CROSS, slopes=_SMALL),
+    _variant(
+        scores.clipped_distance,
+        "A learned slope times a clipped distance.",
+        options={"furthest": 128},
+        **_CROSS,
+        slopes=_SMALL,
+    ),
     _variant(scores.soft_cap, "Scores bounded by a tanh, and a softmax that needs no maximum.", **_CROSS),
     _variant(scores.t5_relative_bias, "A learned bias by logarithmic bucket of the distance.", **_CROSS, table="UN"),
     _variant(
@@ -294,7 +331,13 @@ _SCORES = (
     ),
     _variant(scores.sinks_in_denominator, "A learned logit as a term of the denominator.", **_CROSS, sinks="N"),
     _variant(scores.softmax_one, "The denominator has a 1 more: a query may attend to nothing.", **_HEADS_FIRST),
-    _variant(scores.capped_window_with_sinks, "Soft cap, causal window and sinks together.", **_SELF, sinks="N"),
+    _variant(
+        scores.capped_window_with_sinks,
+        "Soft cap, causal window and sinks together.",
+        options={"window": 256},
+        **_SELF,
+        sinks="N",
+    ),
     _variant(
         scores.normalised_query_and_key,
         "Queries and keys normalised by their root mean square.",
@@ -409,4 +452,5 @@ _STRUCTURES = (
     ),
 )
 
-VARIANTS: dict[str, Variant] = {variant.name: variant for variant in (*_MASKS, *_SCORES, *_STRUCTURES)}
+GROUPS: dict[str, tuple[Variant, ...]] = {"Masks": _MASKS, "Scores and biases": _SCORES, "Structures": _STRUCTURES}
+VARIANTS: dict[str, Variant] = {variant.name: variant for group in GROUPS.values() for variant in group}

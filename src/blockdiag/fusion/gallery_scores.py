@@ -131,13 +131,13 @@ def softmax_one(query: Array, key: Array, value: Array) -> Array:
     return weights / (jnp.exp(-largest) + weights.sum(axis=-1, keepdims=True)) @ value
 
 
-def capped_window_with_sinks(query: Array, key: Array, value: Array, sinks: Array) -> Array:
+def capped_window_with_sinks(query: Array, key: Array, value: Array, sinks: Array, *, window: int = 11) -> Array:
     """query, key [B, T, N, H], value [B, T, N, V], sinks [N] -> [B, T, N, V]."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
     scores = 5.0 * jnp.tanh(scores / 5.0)
     positions = jnp.arange(query.shape[1])
     distance = positions[:, None] - positions[None, :]
-    scores = jnp.where(((distance >= 0) & (distance < 11))[None, None], scores, -jnp.inf)
+    scores = jnp.where(((distance >= 0) & (distance < window))[None, None], scores, -jnp.inf)
     column = jnp.zeros_like(scores[..., :1]) + sinks[None, :, None, None]
     weights = jax.nn.softmax(jnp.concatenate([column, scores], axis=-1), axis=-1)[..., 1:]
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
