@@ -23,13 +23,19 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_the_commands():
     result = start("--help")
     assert result.returncode == 0
-    for name in ("demo", "doctor", "bench", "recall"):
+    for name in ("demo", "doctor", "bench", "recall", "gallery"):
         assert name in result.stdout
 
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("demo", "--attention"), ("doctor", "--json"), ("bench", "--smoke"), ("recall", "--trials")],
+    [
+        ("demo", "--attention"),
+        ("doctor", "--json"),
+        ("bench", "--smoke"),
+        ("recall", "--trials"),
+        ("gallery", "--variants"),
+    ],
 )
 def test_each_command_parses_its_own_options(command, option):
     result = start(command, "--help")

@@ -43,6 +43,12 @@ def _recall(context: typer.Context) -> None:
     _run("blockdiag.cli.recall", "recall", context)
 
 
+@app.command("gallery", **_PASS_THROUGH)
+def _gallery(context: typer.Context) -> None:
+    """Write the page of attention variants: code, visited tiles, kernels, speed-up."""
+    _run("blockdiag.cli.gallery", "gallery", context)
+
+
 def _run(module_name: str, function_name: str, context: typer.Context) -> None:
     """Runs a command's function with the arguments that are left, in a Typer application of its own."""
     try:
