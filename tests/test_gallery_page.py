@@ -110,6 +110,8 @@ def test_command_writes_a_page(tmp_path):
     assert list(sections((tmp_path / "gallery.md").read_text())) == ["vanilla"]
     result = CliRunner().invoke(app, [*arguments[:4], "vanila"])
     assert "vanila" in str(result.exception)
+    result = CliRunner().invoke(app, [*arguments, "--measure"])
+    assert "needs an NVIDIA GPU" in str(result.exception)
 
 
 def test_selection_and_sizes():

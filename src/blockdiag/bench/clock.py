@@ -8,7 +8,7 @@ host. So the same idea is used with the host's clock: some unmeasured calls (the
 ones; the clock starts when the fence's result is ready and stops when the last result is. Both ends wait in the same
 way, so what waiting costs cancels, and host time to queue calls is hidden behind the fence. A sample whose fence was
 already finished when the last call had been queued does not have that property: it is thrown away and taken again with
-a longer fence and fewer calls.
+a longer fence and fewer calls. Work that is shorter than queueing it has a fence of something else, its `front`.
 
 Every round runs every subject once, in rotating order, so that drifting clocks touch all alike.
 """
@@ -45,6 +45,7 @@ class Subject:
         output_bytes: what one run returns, so that queued runs do not fill the memory.
         calls: how often one run does the work.
         launches, fence: runs per sample and unmeasured runs in front; set by `calibrate`.
+        front: for JAX: queues something long once and returns its arrays; these are the runs in front, if given.
         samples: milliseconds per call.
         failure: why timing ended early, empty otherwise.
     """
@@ -56,6 +57,7 @@ class Subject:
     calls: int = 1
     launches: int = 1
     fence: int = 1
+    front: Callable[[], Any] | None = None
     samples: list[float] = field(default_factory=list)
     failure: str = ""
 
@@ -93,13 +95,16 @@ def sample_torch(run: Callable[[], Any], launches: int) -> float:
     return start.elapsed_time(stop) / launches
 
 
-def sample_jax(run: Callable[[], Any], launches: int, fence: int) -> float | None:
+def sample_jax(
+    run: Callable[[], Any], launches: int, fence: int, front: Callable[[], Any] | None = None
+) -> float | None:
     """Milliseconds per call from the host's clock between two results, or None when the fence was too short."""
     import jax
 
-    fenced = run()
+    before = front or run
+    fenced = before()
     for _ in range(fence - 1):
-        fenced = run()
+        fenced = before()
     last = run()
     for _ in range(launches - 1):
         last = run()
@@ -129,10 +134,11 @@ def calibrate(subject: Subject, batch_ms: float, memory_bytes: int = 40 * 2**30)
         subject.launches = max(1, round(batch_ms / max(one, 1e-3)))
         return
     one = min(sample_host(subject.run, 1) for _ in range(3))
-    if subject.framework == "jax":
+    if subject.framework == "jax" and subject.front is None:
         batch_ms = max(batch_ms, _LEAST_JAX_SAMPLE_MS)
-    subject.launches = max(1, min(_QUEUE_LIMIT - _LONGEST_FENCE, round(batch_ms / max(one, 1e-3))))
-    subject.fence = 2
+    subject.fence = 2 if subject.front is None else 1
+    most_queued = _QUEUE_LIMIT - (_LONGEST_FENCE if subject.front is None else subject.fence)
+    subject.launches = max(1, min(most_queued, round(batch_ms / max(one, 1e-3))))
     if subject.output_bytes:
         most = max(3, memory_bytes // subject.output_bytes)
         subject.launches = max(1, min(subject.launches, most - subject.fence))
@@ -149,7 +155,7 @@ def sample(subject: Subject) -> float:
     if subject.framework == "host":
         return sample_host(subject.run, subject.launches) / subject.calls
     for _ in range(8):
-        value = sample_jax(subject.run, subject.launches, subject.fence)
+        value = sample_jax(subject.run, subject.launches, subject.fence, subject.front)
         if value is not None:
             return value / subject.calls
         subject.launches = max(1, subject.launches * 2 // 3)

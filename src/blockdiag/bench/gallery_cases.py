@@ -15,6 +15,7 @@ SHOWN = Sizes(
 
 SMOKE = Sizes(query_tokens=96, key_tokens=96)
 """For a CPU."""
+SMOKE_VARIANTS = ("causal", "alibi_learned")
 
 _USUAL = replace(SHOWN, batch=2, query_heads=8, key_heads=2)
 _ROWS = replace(_USUAL, rows=256, query_tokens=256, key_tokens=256)

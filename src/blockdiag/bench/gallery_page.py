@@ -62,16 +62,10 @@ def times_of(rows: Sequence[GalleryTiming], name: str) -> str:
     return " | ".join([shape, *(_time(found.get(pass_name)) for pass_name in PASSES)])
 
 
-def speed_up(row: GalleryTiming | None) -> float | None:
-    """How many times as long XLA takes; None where either was not measured."""
-    return None if row is None or row.ours_ms is None or row.xla_ms is None else row.xla_ms / row.ours_ms
-
-
 def _time(row: GalleryTiming | None) -> str:
     if row is None or row.ours_ms is None:
         return NOT_MEASURED
-    factor = speed_up(row)
-    return f"{row.ours_ms:.3f} ms" + ("" if factor is None else f", {factor:.1f}x")
+    return f"{row.ours_ms:.3f} ms" + ("" if row.speed_up is None else f", {row.speed_up:.1f}x")
 
 
 def section_of(variant: Variant, explanation: Explanation, rows: Sequence[GalleryTiming]) -> str:
@@ -142,7 +136,7 @@ def _where(rows: Sequence[GalleryTiming]) -> str:
     row = rows[-1]
     text = f"Measured on an {row.device} in {row.dtype}, with jax {row.jax} and triton {row.triton}, {row.date}."
     for pass_name, name in zip(PASSES, ("forward", "backward"), strict=True):
-        factors = [x for one in rows if one.pass_name == pass_name and (x := speed_up(one)) is not None]
+        factors = [one.speed_up for one in rows if one.pass_name == pass_name and one.speed_up is not None]
         if factors:
             text += f" Median of {len(factors)} factors, {name}: {statistics.median(factors):.1f}."
     return text

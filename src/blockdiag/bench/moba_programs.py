@@ -185,18 +185,18 @@ def launch_specs(case: MoBACase, implementation: str = "triton") -> list[Any]:
         return pull_back(output)
 
     found: dict[Any, None] = {}
-    _collect_specs(jax.make_jaxpr(both)(*shapes).jaxpr, found)
+    collect_specs(jax.make_jaxpr(both)(*shapes).jaxpr, found)
     return list(found)
 
 
-def _collect_specs(jaxpr: Any, found: dict[Any, None]) -> None:
+def collect_specs(jaxpr: Any, found: dict[Any, None]) -> None:
     """Every launch in a jaxpr and in those within it that is not the interpreter's."""
     for equation in jaxpr.eqns:
         if "spec" in equation.params and not equation.params.get("interpret"):
             found[equation.params["spec"]] = None
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                _collect_specs(getattr(inner, "jaxpr", inner), found)
+                collect_specs(getattr(inner, "jaxpr", inner), found)
 
 
 def _is_jaxpr(value: Any) -> bool:

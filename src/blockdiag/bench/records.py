@@ -245,6 +245,11 @@ class GalleryTiming:
     date: str
     note: str = ""
 
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as long XLA takes; None where either was not measured."""
+        return None if self.ours_ms is None or self.xla_ms is None else self.xla_ms / self.ours_ms
+
 
 type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming
 

@@ -33,6 +33,8 @@ from blockdiag.bench.report import (
     verdict_table,
 )
 from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times, judge_torch_host
+from blockdiag.cli.bench_gallery import FILE as GALLERY_FILE
+from blockdiag.cli.bench_gallery import measure_gallery, smoke_gallery
 from blockdiag.cli.bench_moba import CASE_NAMES, draw_moba_figures, measure_moba, smoke_moba
 from blockdiag.cli.bench_paged import GROUP_NAMES, draw_paged_figures, measure_paged, smoke_paged
 
@@ -50,10 +52,11 @@ class Op(StrEnum):
     MOBA = "moba"
     PAGED = "paged"
     TORCH = "torch"
+    GALLERY = "gallery"
 
 
-BUDGETS = {Op.PAGED: 130.0}
-"""Seconds, of ops that need less than others."""
+BUDGETS = {Op.PAGED: 130.0, Op.GALLERY: 360.0}
+"""Seconds, of ops that do not need what the others do."""
 
 
 def bench(
@@ -64,7 +67,8 @@ def bench(
     cases: Annotated[
         str | None,
         typer.Option(
-            help=f"Comma-separated, of: {', '.join(CASES)}; for moba of: {CASE_NAMES}; for paged of: {GROUP_NAMES}."
+            help=f"Comma-separated, of: {', '.join(CASES)}; for moba of: {CASE_NAMES}; for paged of: {GROUP_NAMES}; "
+            "for gallery of its variants."
         ),
     ] = None,
     baselines: Annotated[str | None, typer.Option(help="Comma-separated names of baselines, or none.")] = None,
@@ -73,7 +77,9 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     budget_seconds: Annotated[
         float | None,
-        typer.Option(min=10.0, help="Time after which no baseline is begun.", show_default="270, paged: 130"),
+        typer.Option(
+            min=10.0, help="Time after which no baseline is begun.", show_default="270, paged: 130, gallery: 360"
+        ),
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Only the small check on the CPU.")] = False,
 ) -> None:
@@ -91,7 +97,13 @@ def bench(
 
     if smoke or jax.default_backend() != "gpu":
         with jax.default_device(jax.devices("cpu")[0]):
-            {Op.MOBA: smoke_moba, Op.PAGED: smoke_paged}.get(op, _smoke)(console, output)
+            {Op.MOBA: smoke_moba, Op.PAGED: smoke_paged, Op.GALLERY: smoke_gallery}.get(op, _smoke)(console, output)
+        return
+    deadline = time.monotonic() + (budget_seconds or BUDGETS.get(op, 270.0))
+    folder = output or DEFAULT_OUTPUT
+    if op is Op.GALLERY:
+        path = folder / GALLERY_FILE
+        measure_gallery(console, path, variants=cases, rounds=rounds, seed=seed, deadline=deadline)
         return
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("bench compares with PyTorch, which is not installed; try: pip install 'blockdiag[torch]'")
@@ -99,8 +111,6 @@ def bench(
 
     if not torch.cuda.is_available():
         raise SystemExit("JAX sees a GPU but torch does not; install torch with CUDA: pip install 'torch>=2.11'")
-    deadline = time.monotonic() + (budget_seconds or BUDGETS.get(op, 270.0))
-    folder = output or DEFAULT_OUTPUT
     if op is Op.TORCH:
         _torch_host(console, folder)
         return

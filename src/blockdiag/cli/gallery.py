@@ -1,5 +1,6 @@
 """`python -m blockdiag gallery`: the documentation's page of attention variants, from code and recorded times."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 from blockdiag.bench.gallery_cases import select_variants
 from blockdiag.bench.gallery_page import PICTURES, recorded_times, write_gallery
 from blockdiag.bench.report import make_console
+from blockdiag.cli.bench_gallery import measure_gallery
 
 
 def gallery(
@@ -18,16 +20,28 @@ def gallery(
     variants: Annotated[
         str | None, typer.Option(help="Comma-separated: a page of these alone.", show_default="all")
     ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Time them first, on this machine's GPU.")] = False,
+    deadline: Annotated[
+        float, typer.Option(min=10.0, help="Seconds after which no variant is begun to be timed.")
+    ] = 360.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each program.")] = 25,
 ) -> None:
     """Write the page of all variants: code, picture of visited tiles, size of the kernels, recorded speed-up.
 
-    Needs no GPU. Times are those of `python -m blockdiag bench gallery`, which does.
+    Needs no GPU, but for --measure, which is `python -m blockdiag bench gallery`.
     """
     console = make_console()
     try:
         names = select_variants(variants)
     except ValueError as error:
         raise SystemExit(str(error)) from error
+    if measure:
+        import jax
+
+        if jax.default_backend() != "gpu":
+            raise SystemExit("--measure needs an NVIDIA GPU that JAX sees; without it recorded times are shown")
+        until = time.monotonic() + deadline
+        measure_gallery(console, results, variants=variants, rounds=rounds, seed=0, deadline=until)
     rows = recorded_times(results)
     if not rows:
         console.print(
