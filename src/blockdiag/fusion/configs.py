@@ -1,6 +1,7 @@
 """Which tiles the generated kernels use, and Triton's options for them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockdiag.fusion.kernels import Kind, Tile
@@ -18,22 +19,80 @@ class Config:
     num_stages: int
 
 
+# The fastest on an H200 of those tried, for 16-bit arrays (rows, columns, warps, stages): by kernel and by the most
+# features or columns of values. Biases of queries by keys travel with every tile; with them small tiles win.
+_PLAIN: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {64: (64, 128, 4, 2), 128: (128, 64, 8, 3), 256: (128, 64, 8, 3)},
+    "rows": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
+    "columns": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (32, 128, 8, 3)},
+    "pairs": {64: (64, 128, 8, 3), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
+}
+_BIASED: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {64: (128, 32, 4, 3), 128: (128, 32, 4, 3), 256: (128, 32, 8, 3)},
+    "rows": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (128, 32, 8, 2)},
+    "columns": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (32, 128, 8, 2)},
+    "pairs": _PLAIN["pairs"],
+}
+
+
 def config_of(region: Region, kind: Kind) -> Config:
-    """What two products of tiles and their operands leave room for."""
-    is_forward = kind == "forward"
-    wide = widest(region)
-    is_single = any(leaf.source.dtype.itemsize == 4 and leaf.role in ("query", "key") for leaf in region.leaves)
-    rows = min(
-        32 if is_single else 128 if is_forward and wide <= 128 else 64, max(16, next_power_of_2(region.sizes["q"]))
-    )
-    columns = min(32 if is_single else 64 if wide <= 128 else 32, max(16, next_power_of_2(region.sizes["k"])))
+    """What is fastest among what registers have room for."""
+    features = max((_size(region, leaf.features) for leaf in region.leaves), default=0)
+    values = _size(region, value_columns(region))
+    operands = [leaf for leaf in region.leaves if leaf.role in ("query", "key")]
+    if any(leaf.source.dtype.itemsize == 4 for leaf in operands) or region.value.dtype.itemsize == 4:
+        # Products of float32 are made by the processor's other units, where larger tiles do not pay.
+        rows, columns, warps, stages = 32, 64, 4, 2
+    else:
+        has_bias = any(leaf.role == "score" for leaf in region.leaves)
+        table = (_BIASED if has_bias else _PLAIN)[kind]
+        rows, columns, warps, stages = table[next(wide for wide in table if max(features, values) <= wide)]
+        if kind == "forward" and not has_bias and features <= 64 < values <= 128:
+            warps = 4
+    return Config(_fitting(region, kind, rows, columns), warps, stages)
+
+
+def _fitting(region: Region, kind: Kind, rows: int, columns: int) -> Tile:
+    """No larger than the scores; never square, as axes of tiles are told apart by their sizes."""
+    rows = min(rows, max(16, next_power_of_2(region.sizes["q"])))
+    columns = min(columns, max(16, next_power_of_2(region.sizes["k"])))
     if rows == columns:
-        # Axes of tiles are told apart by their sizes.
-        columns = columns * 2 if columns < 64 else columns // 2
-    return Config(Tile(rows, columns), 8 if rows == 128 and wide > 64 else 4, 3 if is_forward else 2)
+        # The kernel of columns has them first in its products, which want 64 of these.
+        if kind == "columns":
+            rows = rows * 2 if rows < 32 else rows // 2
+        else:
+            columns = columns * 2 if columns < 64 else columns // 2
+    return Tile(rows, columns)
+
+
+def shared_bytes(region: Region, kind: Kind, config: Config) -> tuple[int, int]:
+    """About how many bytes of shared memory a kernel needs once, and for each stage."""
+    width = region.value.dtype.itemsize
+    features = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "query")
+    keys = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "key")
+    values = _padded(region, value_columns(region))
+    bias = sum(leaf.source.dtype.itemsize for leaf in region.leaves if leaf.role == "score")
+    rows, columns = config.tile.rows, config.tile.columns
+    per_row, per_column = features * width, (keys + values) * width
+    if kind != "forward":
+        per_row += values * width
+    scores = rows * columns
+    match kind:
+        case "columns":
+            return columns * per_column + 2 * scores * width, rows * per_row + bias * scores
+        case "pairs":
+            return scores * width, rows * per_row + columns * per_column
+    return rows * per_row + scores * width, columns * per_column + bias * scores
+
+
+def _padded(region: Region, labels: Sequence[str]) -> int:
+    return next_power_of_2(max(16, _size(region, labels)))
+
+
+def _size(region: Region, labels: Sequence[str]) -> int:
+    return math.prod(region.sizes[label] for label in labels)
 
 
 def widest(region: Region) -> int:
     """The most columns of values, or features of a query or a key."""
-    lines = [value_columns(region), *(leaf.features for leaf in region.leaves)]
-    return max(math.prod(region.sizes[label] for label in line) for line in lines)
+    return max(_size(region, line) for line in (value_columns(region), *(leaf.features for leaf in region.leaves)))

@@ -215,7 +215,7 @@ def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | 
         return None
     counts, order = (np.asarray(found.arrays[name]) for name in ("live_counts", "live_tiles"))
     live = np.zeros(order.shape, bool)
-    np.put_along_axis(live, order, np.arange(order.shape[-1]) < counts[..., None], -1)
+    np.put_along_axis(live, order, np.arange(order.shape[-1]) < counts[..., 1:], -1)
     return live
 
 

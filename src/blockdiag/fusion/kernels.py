@@ -16,15 +16,29 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.fusion.emit import Printer, Value
+from blockdiag.fusion.factors import factored, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
-from blockdiag.fusion.tree import Dim, Leaf, Region
+from blockdiag.fusion.tree import Dim, Leaf, Node, Region
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
 Kind = Literal["forward", "rows", "columns", "pairs"]
 
 LOG2_E = 1.4426950408889634
 LIVE = ("live_counts", "live_tiles", "live_counts_t", "live_tiles_t")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What a kernel knows of its lists of tiles.
+
+    Attributes:
+        labels: batch labels that they differ along.
+        has_full: whether those that no mask touches come first, and are counted apart.
+    """
+
+    labels: tuple[str, ...]
+    has_full: bool
 
 
 @dataclass(frozen=True)
@@ -74,17 +88,24 @@ class Writer:
     Args:
         tile: of scores.
         leaf_grads: which leaves' gradients the kernel is asked for.
+        flipped: tiles of scores are [columns, rows].
     """
 
-    def __init__(self, region: Region, kind: Kind, tile: Tile, leaf_grads: Sequence[int] = ()) -> None:
+    def __init__(
+        self, region: Region, kind: Kind, tile: Tile, leaf_grads: Sequence[int] = (), *, flipped: bool = False
+    ) -> None:
         self.region, self.kind, self.tile = region, kind, tile
         self.leaf_grads = tuple(leaf_grads)
+        self.flipped = flipped
+        # Scores are factor * inner, with and without masks.
+        self.scores, self.factor = scores_of(region)
         self.lines: list[str] = []
         self.depth = 1
         self.outputs: list[Output] = []
         self.sizes = region.sizes
         self.rows, self.keys = region.sizes["q"], region.sizes["k"]
         self.row_tiles, self.key_tiles = -(-self.rows // tile.rows), -(-self.keys // tile.columns)
+        self.tile_counts = (self.row_tiles, self.key_tiles)
         self.tile_sizes = {**region.sizes, "tq": self.row_tiles, "tk": self.key_tiles}
         self.value_layout = layout_of(region.value.shape, region.value_dims, region.sizes)
         self.layouts = [layout_of(leaf.source.shape, leaf.dims, region.sizes) for leaf in region.leaves]
@@ -120,12 +141,26 @@ class Writer:
             case "key":
                 return self.tile.columns, next_power_of_2(max(16, self.features(leaf)[0]))
             case "row":
-                return self.tile.rows, 1
+                return self.turned(self.tile.rows, 1)
             case "column":
-                return 1, self.tile.columns
+                return self.turned(1, self.tile.columns)
             case "score":
-                return self.tile.rows, self.tile.columns
+                return self.turned(self.tile.rows, self.tile.columns)
         return 1, 1
+
+    def turned(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of a tile of scores of so many rows and columns."""
+        return (columns, rows) if self.flipped else (rows, columns)
+
+    @property
+    def row(self) -> str:
+        """Makes a line of rows a tile."""
+        return "[None, :]" if self.flipped else "[:, None]"
+
+    @property
+    def column(self) -> str:
+        """Makes a line of columns a tile."""
+        return "[:, None]" if self.flipped else "[None, :]"
 
     def decode(self, index: str, labels: Sequence[str]) -> None:
         """`i_<label>` of every label, from one number."""
@@ -138,12 +173,18 @@ class Writer:
                 self.emit(f"rest_{place} = {rest} // {size}")
                 rest = f"rest_{place}"
 
+    def place_program(self, tiles: int, labels: Sequence[str]) -> None:
+        """`own`: the program's tile, and `i_<label>` of its batch axes. One axis of programs: others are short."""
+        self.emit(f"own = tl.program_id(0) % {tiles}")
+        self.emit(f"cell = tl.program_id(0) // {tiles}")
+        self.decode("cell", labels)
+
     def mask(self, rows: bool, columns: bool, axes: int = 2) -> list[str]:
         found = []
         if rows and self.rows % self.tile.rows:
-            found.append("m_q[:, None]" if axes == 2 else "m_q")
+            found.append(f"m_q{self.row}" if axes == 2 else "m_q")
         if columns and self.keys % self.tile.columns:
-            found.append("m_k[None, :]" if axes == 2 else "m_k")
+            found.append(f"m_k{self.column}" if axes == 2 else "m_k")
         return found
 
     # Reading
@@ -155,7 +196,7 @@ class Writer:
         base = layout.base(leaf.labels)
         is_float = leaf.source.dtype.kind in "fV"
         if leaf.source.key is None and leaf.role in ("row", "column"):
-            line = "r_q[:, None]" if leaf.role == "row" else "r_k[None, :]"
+            line = f"r_q{self.row}" if leaf.role == "row" else f"r_k{self.column}"
             self.emit(f"{name} = {line}" + (".to(tl.float32)" if is_float else ""))
             return Value(name, shape)
         widen = ".to(tl.float32)" if is_float else " != 0" if leaf.source.dtype.kind == "b" else ".to(tl.int32)"
@@ -170,12 +211,13 @@ class Writer:
                 return Value(name, shape, is_read=True)
             case "row":
                 at = f"p_{name} + {base} + r_q * {layout.stride('q')}"
-                self.emit(f"{name} = (tl.load({at}){widen})[:, None]")
+                self.emit(f"{name} = (tl.load({at}){widen}){self.row}")
             case "column":
                 at = f"p_{name} + {base} + r_k * {layout.stride('k')}"
-                self.emit(f"{name} = (tl.load({at}){widen})[None, :]")
+                self.emit(f"{name} = (tl.load({at}){widen}){self.column}")
             case "score":
-                at = f"r_q[:, None].to(tl.int64) * {layout.stride('q')} + r_k[None, :] * {layout.stride('k')}"
+                lines = f"r_q{self.row}.to(tl.int64) * {layout.stride('q')}"
+                at = f"{lines} + r_k{self.column} * {layout.stride('k')}"
                 self.emit(f"{name} = tl.load(p_{name} + {base} + {at}){widen}")
             case "scalar":
                 self.emit(f"{name} = tl.load(p_{name} + {base}){widen}")
@@ -220,26 +262,23 @@ class Writer:
     def tile_avals(self) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(self.tile_shape(leaf), leaf.source.dtype) for leaf in self.region.leaves]
 
-    def program(self) -> core.ClosedJaxpr:
-        """Score, weight and extras."""
-        region = self.region
-        function = tile_function((region.score, region.weight, *region.extras), region.leaves, np.dtype(np.float32))
+    def tile_program(self, roots: Sequence[Node | None]) -> core.ClosedJaxpr:
+        """A program of tiles of the leaves."""
+        function = tile_function(roots, self.region.leaves, np.dtype(np.float32), flipped=self.flipped)
 
         def some(*tiles: Any) -> list[Any]:
             return [x for x in function(*tiles) if x is not None]
 
         return jax.make_jaxpr(some)(*self.tile_avals())
 
-    def evaluate(self, tiles: Sequence[Value], prefix: str) -> tuple[Value | None, Value | None, list[Value]]:
-        """Print the score, the weight and the extras."""
-        found = Printer(self.emit, prefix, self.precision).run(self.program(), tiles)
-        score = found.pop(0) if self.region.score is not None else None
-        weight = found.pop(0) if self.region.weight is not None else None
-        return score, weight, found
+    def evaluate(self, roots: Sequence[Node | None], tiles: Sequence[Value], prefix: str) -> list[Value | None]:
+        """Print some nodes."""
+        found = iter(Printer(self.emit, prefix, self.precision).run(self.tile_program(roots), tiles))
+        return [None if root is None else next(found) for root in roots]
 
     def whole(self, value: Value) -> str:
         """A tile of full size."""
-        shape = [self.tile.rows, self.tile.columns]
+        shape = list(self.turned(self.tile.rows, self.tile.columns))
         return value.name if list(value.shape) == shape else f"(tl.zeros({shape}, tl.float32) + {value.name})"
 
     def function_text(self) -> tuple[str, tuple[str, ...]]:
@@ -253,38 +292,43 @@ class Writer:
         name = f"fused_{self.kind}"
         return f"@triton.jit\ndef {name}({parameters}):\n{body}\n", tuple(inputs)
 
-    def source(self, grid: tuple[int, int, int]) -> Source:
+    def source(self, programs: int) -> Source:
         text, inputs = self.function_text()
         return Source(
             "import triton\nimport triton.language as tl\n\n\n" + text,
             f"fused_{self.kind}",
             inputs,
             tuple(self.outputs),
-            grid,
+            (programs, 1, 1),
         )
 
-    def through(self, live: Sequence[str] | None, body: Callable[[], None], *, rows: bool = False) -> None:
-        """The loop over tiles of keys, or of queries: all, or those of a list.
+    def through(self, lists: Lists | None, body: Callable[[bool], None], *, rows: bool = False) -> None:
+        """The loops over tiles of keys, or of queries: all, or those of a list.
 
         Args:
-            live: batch labels of the lists, None without them.
-            body: prints what is done with `tile`.
+            body: prints what is done with `tile`; it is told whether masks, and the end of the keys, are in it.
         """
         tiles, others = (self.key_tiles, self.row_tiles) if not rows else (self.row_tiles, self.key_tiles)
-        if live is None:
-            self.loop(f"for tile in range({tiles}):", body)
+        if lists is None:
+            self.loop(f"for tile in range({tiles}):", lambda: body(True))
             return
         suffix = "_t" if rows else ""
-        sizes = {label: self.sizes[label] for label in live}
-        layout = layout_of([*sizes.values(), 1], [*((label,) for label in live), ()], sizes)
-        self.emit(f"line = ({layout.base(tuple(live))}) * {others} + tl.program_id(0)")
-        self.emit(f"count = tl.load(p_live_counts{suffix} + line)")
+        sizes = {label: self.sizes[label] for label in lists.labels}
+        layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
+        self.emit(f"line = ({layout.base(lists.labels)}) * {others} + own")
+        self.emit(f"count = tl.load(p_live_counts{suffix} + line * 2 + 1)")
 
-        def with_tile() -> None:
+        def with_tile(has_masks: bool) -> None:
             self.emit(f"tile = tl.load(p_live_tiles{suffix} + line * {tiles} + place)")
-            body()
+            body(has_masks)
 
-        self.loop("for place in range(0, count):", with_tile)
+        first = "0"
+        if lists.has_full:
+            self.emit(f"first = tl.load(p_live_counts{suffix} + line * 2)")
+            self.emit("# Tiles that no mask touches.")
+            self.loop("for place in range(0, first):", lambda: with_tile(False))
+            first = "first"
+        self.loop(f"for place in range({first}, count):", lambda: with_tile(True))
 
     def tile_of(self, axis: Literal["q", "k"], index: str) -> None:
         """The numbers of a tile's queries or keys."""
@@ -298,53 +342,54 @@ class Writer:
             self.emit(f"r_{axis} = o_{axis}")
 
 
-def forward_source(region: Region, tile: Tile, live: Sequence[str] | None = None) -> Source:
+def scores_of(region: Region) -> tuple[tuple[Node | None, Node | None], float]:
+    """A region's score with and without its masks, both without the positive factor that is returned too.
+
+    The second is None where there are no masks.
+    """
+    if region.score is None:
+        return (None, None), 1.0
+    score, factor = factored(region.score)
+    plain, masks = unmasked(region.score)
+    plain, same = factored(plain)
+    return (score, plain if masks and same == factor else None), factor
+
+
+def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> Source:
     """The kernel that computes a region's result and log-sum-exp."""
     writer = Writer(region, "forward", tile)
     emit = writer.emit
     emit("# One program: a tile of queries against all tiles of keys.")
-    writer.decode("tl.program_id(1)", region.batch)
-    writer.tile_of("q", "tl.program_id(0)")
+    writer.place_program(writer.row_tiles, region.batch)
+    writer.tile_of("q", "own")
     before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
     emit(f"output = tl.zeros([{tile.rows}, {writer.wide}], tl.float32)")
     if region.score is not None:
         emit(f'largest = tl.full([{tile.rows}], float("-inf"), tl.float32)')
         emit(f"total = tl.zeros([{tile.rows}], tl.float32)")
+    weight_of_rows = None
+    if region.score is not None and region.weight is not None and not has_keys([region.weight]):
+        weight_of_rows = region.weight
+    in_loop = None if weight_of_rows is not None else region.weight
 
-    def body() -> None:
+    def body(has_masks: bool) -> None:
         writer.tile_of("k", "tile")
         tiles = [before[i] if i in before else writer.read(i) for i in range(len(region.leaves))]
-        score, weight, _ = writer.evaluate(tiles, "x")
-        masks = writer.mask(False, True)
-        if score is not None:
-            emit(f"score = {writer.whole(score)} * {LOG2_E}")
-            if masks:
-                emit(f'score = tl.where({masks[0]}, score, float("-inf"))')
-            emit("new = tl.maximum(largest, tl.max(score, 1))")
-            emit('base = tl.where(new == float("-inf"), 0.0, new)  # rows that saw nothing yet')
-            emit("shrink = tl.exp2(largest - base)")
-            emit("power = tl.exp2(score - base[:, None])")
-            emit("total = total * shrink + tl.sum(power, 1)")
-            emit("output *= shrink[:, None]")
-            emit("largest = new")
-            if weight is not None:
-                emit(f"power *= {weight.name}")
-        else:
-            assert weight is not None
-            emit(f"power = {writer.whole(weight)}")
-            if masks:
-                emit(f"power = tl.where({masks[0]}, power, 0.0)")
-        writer.read_value()
-        emit(f'output = tl.dot(power.to(value.dtype), value, output, input_precision="{writer.precision}")')
+        score, weight = writer.evaluate([writer.scores[0 if has_masks else 1], in_loop], tiles, "x")
+        _add_tile(writer, score, weight, writer.mask(False, True) if has_masks else [])
 
-    writer.through(live, body)
+    writer.through(lists, body)
     place, masks = writer.result_place()
     if region.score is not None:
-        if region.extras:
-            tiles = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
-            _add_extras(writer, tiles)
+        emit(f"largest *= {writer.factor * LOG2_E}")
+        rest = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
+        _add_extras(writer, rest)
         emit("norm = tl.where(total == 0, 0.0, 1.0 / total)  # rows that see no key are 0")
         emit("output *= norm[:, None]")
+        if weight_of_rows is not None:
+            (weight,) = writer.evaluate([weight_of_rows], rest, "w")
+            assert weight is not None
+            emit(f"output *= {weight.name}")
         emit('log_sum = tl.where(total == 0, float("-inf"), (largest + tl.log2(total)) * 0.6931471805599453)')
     else:
         emit(f"log_sum = tl.zeros([{tile.rows}], tl.float32)")
@@ -355,13 +400,39 @@ def forward_source(region: Region, tile: Tile, live: Sequence[str] | None = None
         Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), _name(region.dtype)),
         Output("log_sum", tuple((x,) for x in labels), tuple(region.sizes[x] for x in labels), "float32"),
     ]
-    return writer.source((writer.row_tiles, cells_of(region, region.batch), 1))
+    return writer.source(writer.row_tiles * cells_of(region, region.batch))
+
+
+def _add_tile(writer: Writer, score: Value | None, weight: Value | None, masks: Sequence[str]) -> None:
+    """One step of the forward pass."""
+    emit = writer.emit
+    if score is not None:
+        emit(f"score = {writer.whole(score)}")
+        if masks:
+            emit(f'score = tl.where({masks[0]}, score, float("-inf"))')
+        emit("new = tl.maximum(largest, tl.max(score, 1))")
+        emit(f'base = tl.where(new == float("-inf"), 0.0, new) * {writer.factor * LOG2_E}  # rows that saw nothing yet')
+        emit(f"shrink = tl.exp2(largest * {writer.factor * LOG2_E} - base)")
+        emit(f"power = tl.exp2(score * {writer.factor * LOG2_E} - base[:, None])")
+        emit("total = total * shrink + tl.sum(power, 1)")
+        emit("output *= shrink[:, None]")
+        emit("largest = new")
+        if weight is not None:
+            emit(f"power *= {weight.name}")
+    else:
+        assert weight is not None
+        emit(f"power = {writer.whole(weight)}")
+        if masks:
+            emit(f"power = tl.where({masks[0]}, power, 0.0)")
+    writer.read_value()
+    emit(f'output = tl.dot(power.to(value.dtype), value, output, input_precision="{writer.precision}")')
 
 
 def _add_extras(writer: Writer, tiles: Sequence[Value]) -> None:
-    """Logits without values join the sum."""
+    """Logits without values join the sum; `largest` is in powers of 2."""
     emit = writer.emit
-    for i, extra in enumerate(_extras(writer, tiles)):
+    for i, extra in enumerate(writer.evaluate(writer.region.extras, tiles, "e")):
+        assert extra is not None
         emit(f"logit{i} = (tl.zeros([{writer.tile.rows}, 1], tl.float32) + {extra.name}) * {LOG2_E}")
         emit(f"logit{i} = tl.sum(logit{i}, 1)")
         emit(f"new = tl.maximum(largest, logit{i})")
@@ -369,13 +440,6 @@ def _add_extras(writer: Writer, tiles: Sequence[Value]) -> None:
         emit(f"total = total * tl.exp2(largest - base) + tl.exp2(logit{i} - base)")
         emit("output *= tl.exp2(largest - base)[:, None]")
         emit("largest = new")
-
-
-def _extras(writer: Writer, tiles: Sequence[Value]) -> list[Value]:
-    region = writer.region
-    function = tile_function(region.extras, region.leaves, np.dtype(np.float32))
-    jaxpr = jax.make_jaxpr(function)(*writer.tile_avals())
-    return Printer(writer.emit, "e", writer.precision).run(jaxpr, tiles)
 
 
 def cells_of(region: Region, labels: Sequence[str]) -> int:

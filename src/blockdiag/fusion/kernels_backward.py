@@ -8,49 +8,51 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.fusion.emit import Printer, Value
-from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, store_mask
+from blockdiag.fusion.kernels import LOG2_E, Lists, Output, Source, Tile, Writer, cells_of, store_mask
 from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.tree import Dim, Leaf, Region
 
 
-def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], live: Sequence[str] | None = None) -> Source:
+def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Lists | None = None) -> Source:
     """The gradients of leaves without keys: a program goes through the keys of a tile of queries."""
     writer = Writer(region, "rows", tile, leaf_grads)
     emit = writer.emit
-    writer.decode("tl.program_id(1)", region.batch)
-    writer.tile_of("q", "tl.program_id(0)")
+    writer.place_program(writer.row_tiles, region.batch)
+    writer.tile_of("q", "own")
     _read_rows(writer)
     before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
     for i in leaf_grads:
         shape = writer.tile_shape(region.leaves[i])
         emit(f"sum{i} = 0.0" if shape == (1, 1) else f"sum{i} = tl.zeros({list(shape)}, tl.float32)")
 
-    def body() -> None:
+    def body(has_masks: bool) -> None:
         writer.tile_of("k", "tile")
         tiles = [before[i] if i in before else writer.read(i) for i in range(len(region.leaves))]
-        _add(writer, _gradients(writer, tiles, wants_power=False))
+        _add(writer, _gradients(writer, tiles, wants_power=False, has_masks=has_masks))
 
-    writer.through(live, body)
+    writer.through(lists, body)
+    _times_factor(writer)
     if region.extras:
         # Extras have no keys.
         tiles = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
         _add(writer, _extra_gradients(writer, tiles))
     for i in leaf_grads:
         _store_gradient(writer, i, region.batch)
-    return writer.source((writer.row_tiles, cells_of(region, region.batch), 1))
+    return writer.source(writer.row_tiles * cells_of(region, region.batch))
 
 
-def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], live: Sequence[str] | None = None) -> Source:
+def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Lists | None = None) -> Source:
     """The gradients of the values and of leaves with keys only: a program goes through the queries of a tile of keys,
     and through the batch axes that none of them has."""
     own = {label for i in leaf_grads for label in region.leaves[i].labels} | set(value_labels(region))
     labels = [label for label in region.batch if label in own]
     others = [label for label in region.batch if label not in own]
-    writer = Writer(region, "columns", tile, leaf_grads)
+    # With keys first, probabilities are a product's first factor as they are.
+    writer = Writer(region, "columns", tile, leaf_grads, flipped=True)
     emit = writer.emit
-    writer.decode("tl.program_id(1)", labels)
-    writer.tile_of("k", "tl.program_id(0)")
+    writer.place_program(writer.key_tiles, labels)
+    writer.tile_of("k", "own")
     writer.read_value()
     fixed = {
         i: writer.read(i)
@@ -61,29 +63,30 @@ def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], live: 
         emit(f"sum{i} = tl.zeros({list(writer.tile_shape(region.leaves[i]))}, tl.float32)")
     emit(f"sum_value = tl.zeros([{tile.columns}, {writer.wide}], tl.float32)")
 
-    def body() -> None:
+    def body(has_masks: bool) -> None:
         writer.tile_of("q", "tile")
         _read_rows(writer)
         tiles = [fixed[i] if i in fixed else writer.read(i) for i in range(len(region.leaves))]
-        *grads, power = _gradients(writer, tiles, wants_power=True)
+        *grads, power = _gradients(writer, tiles, wants_power=True, has_masks=has_masks)
         _add(writer, grads)
         emit(
-            f"sum_value = tl.dot(tl.trans({writer.whole(power)}).to(cotangent.dtype), cotangent, sum_value, "
+            f"sum_value = tl.dot({writer.whole(power)}.to(cotangent.dtype), cotangent, sum_value, "
             f'input_precision="{writer.precision}")'
         )
 
     def cells() -> None:
-        writer.decode("cell", others)
-        writer.through(live, body, rows=True)
+        writer.decode("other", others)
+        writer.through(lists, body, rows=True)
 
     if others:
-        writer.loop(f"for cell in range({cells_of(region, others)}):", cells)
+        writer.loop(f"for other in range({cells_of(region, others)}):", cells)
     else:
-        writer.through(live, body, rows=True)
+        writer.through(lists, body, rows=True)
+    _times_factor(writer)
     for i in leaf_grads:
         _store_gradient(writer, i, labels)
     _store_value(writer, labels)
-    return writer.source((writer.key_tiles, cells_of(region, labels), 1))
+    return writer.source(writer.key_tiles * cells_of(region, labels))
 
 
 def pairs_source(region: Region, tile: Tile, place: int) -> Source:
@@ -92,22 +95,23 @@ def pairs_source(region: Region, tile: Tile, place: int) -> Source:
     others = [label for label in region.batch if label not in leaf.labels]
     writer = Writer(region, "pairs", tile, (place,))
     emit = writer.emit
-    writer.decode("tl.program_id(1)", leaf.labels)
-    writer.tile_of("q", f"tl.program_id(0) // {writer.key_tiles}")
-    writer.tile_of("k", f"tl.program_id(0) % {writer.key_tiles}")
+    writer.place_program(writer.row_tiles * writer.key_tiles, leaf.labels)
+    writer.tile_of("q", f"(own // {writer.key_tiles})")
+    writer.tile_of("k", f"(own % {writer.key_tiles})")
     fixed = {i: writer.read(i) for i, x in enumerate(region.leaves) if not set(x.labels) & set(others)}
     emit(f"sum{place} = tl.zeros({list(writer.tile_shape(leaf))}, tl.float32)")
 
     def body() -> None:
         if others:
-            writer.decode("cell", others)
+            writer.decode("other", others)
         _read_rows(writer)
         tiles = [fixed[i] if i in fixed else writer.read(i) for i in range(len(region.leaves))]
-        _add(writer, _gradients(writer, tiles, wants_power=False))
+        _add(writer, _gradients(writer, tiles, wants_power=False, has_masks=True))
 
-    writer.loop(f"for cell in range({cells_of(region, others)}):", body)
+    writer.loop(f"for other in range({cells_of(region, others)}):", body)
+    _times_factor(writer)
     _store_gradient(writer, place, leaf.labels)
-    return writer.source((writer.row_tiles * writer.key_tiles, cells_of(region, leaf.labels), 1))
+    return writer.source(writer.row_tiles * writer.key_tiles * cells_of(region, leaf.labels))
 
 
 def _read_rows(writer: Writer) -> None:
@@ -120,21 +124,23 @@ def _read_rows(writer: Writer) -> None:
     # Rows beyond the last query have probabilities of 0.
     beyond = f', mask={mask[0]}, other=float("inf")' if mask else ""
     writer.emit(f"base = tl.load(p_log_sum + {writer.row_place()}{beyond})")
-    writer.emit('base = tl.where(base == float("-inf"), 0.0, base)[:, None]')
-    writer.emit(f"delta = tl.load(p_delta + {writer.row_place()}{writer.masked(mask)})[:, None]")
+    writer.emit(f'base = tl.where(base == float("-inf"), 0.0, base * {LOG2_E}){writer.row}')
+    writer.emit(f"delta = tl.load(p_delta + {writer.row_place()}{writer.masked(mask)}){writer.row}")
 
 
-def _gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool) -> list[Value]:
-    """Print the gradients of the leaves asked for, and what the values' one is made of."""
+def _gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool, has_masks: bool) -> list[Value]:
+    """Print the gradients of the leaves asked for, but for the factor, and what the values' one is made of."""
     region, tile = writer.region, writer.tile
     if writer.kind != "columns":
         # There it stays the same.
         writer.read_value()
-    shape = (tile.rows, tile.columns)
-    writer.emit(f'product = tl.dot(cotangent, tl.trans(value), input_precision="{writer.precision}")')
-    function = tile_function((region.score, region.weight), region.leaves, np.dtype(np.float32))
+    shape = writer.turned(tile.rows, tile.columns)
+    factors = ("value", "tl.trans(cotangent)") if writer.flipped else ("cotangent", "tl.trans(value)")
+    writer.emit(f'product = tl.dot({factors[0]}, {factors[1]}, input_precision="{writer.precision}")')
+    roots = (writer.scores[0 if has_masks else 1], region.weight)
+    function = tile_function(roots, region.leaves, np.dtype(np.float32), flipped=writer.flipped)
     places = writer.leaf_grads
-    has_tail = writer.keys % tile.columns > 0
+    has_tail = has_masks and writer.keys % tile.columns > 0
 
     def gradients(given: Sequence[Any], product: Any, base: Any, delta: Any, is_key: Any) -> list[Any]:
         def compute(*some: Any) -> list[Any]:
@@ -149,7 +155,7 @@ def _gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool) -> 
         weight = jnp.broadcast_to(rest.pop(0), shape) if region.weight is not None else None
         power = jnp.ones(shape, jnp.float32)
         if score is not None:
-            power = jax.lax.exp2((jnp.broadcast_to(score, shape) - base) * np.float32(LOG2_E))
+            power = jax.lax.exp2(jnp.broadcast_to(score, shape) * np.float32(writer.factor * LOG2_E) - base)
         if has_tail:
             power = jnp.where(is_key, power, np.float32(0))
         slopes = []
@@ -157,28 +163,32 @@ def _gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool) -> 
             slope = power * ((product if weight is None else product * weight) - delta)
             slopes.append(_summed_to(slope, score.shape))
         if weight is not None:
-            slopes.append(_summed_to(power * product, found[-1].shape))
+            # The sums are multiplied by the factor of the score.
+            slopes.append(_summed_to(power * product * np.float32(1 / writer.factor), found[-1].shape))
         grads = list(pull(slopes))
         if wants_power:
             grads.append(power if weight is None else power * weight)
         return grads
 
-    column = jax.ShapeDtypeStruct((tile.rows, 1), np.float32)
-    jaxpr = jax.make_jaxpr(gradients)(
-        writer.tile_avals(),
-        jax.ShapeDtypeStruct(shape, np.float32),
-        column,
-        column,
-        jax.ShapeDtypeStruct((1, tile.columns), np.bool_),
-    )
+    row = jax.ShapeDtypeStruct(writer.turned(tile.rows, 1), np.float32)
+    column = jax.ShapeDtypeStruct(writer.turned(1, tile.columns), np.bool_)
+    score = jax.ShapeDtypeStruct(shape, np.float32)
+    jaxpr = jax.make_jaxpr(gradients)(writer.tile_avals(), score, row, row, column)
     arguments = [
         *tiles,
         Value("product", shape),
-        Value("base", column.shape),
-        Value("delta", column.shape),
-        Value("m_k[None, :]", (1, tile.columns)),
+        Value("base", row.shape),
+        Value("delta", row.shape),
+        Value(f"m_k{writer.column}", column.shape),
     ]
     return Printer(writer.emit, "x", writer.precision).run(jaxpr, arguments)
+
+
+def _times_factor(writer: Writer) -> None:
+    """What the score was divided by, once for all tiles."""
+    if writer.factor != 1:
+        for i in writer.leaf_grads:
+            writer.emit(f"sum{i} *= {writer.factor}")
 
 
 def _extra_gradients(writer: Writer, tiles: Sequence[Value]) -> list[Value]:
@@ -194,7 +204,8 @@ def _extra_gradients(writer: Writer, tiles: Sequence[Value]) -> list[Value]:
             return list(function(*whole))
 
         found, pull = jax.vjp(compute, *(given[place] for place in places))
-        return pull([_summed_to(-jnp.exp(jnp.broadcast_to(x, (rows, 1)) - base) * delta, x.shape) for x in found])
+        powers = [jax.lax.exp2(jnp.broadcast_to(x, (rows, 1)) * np.float32(LOG2_E) - base) for x in found]
+        return pull([_summed_to(-power * delta, x.shape) for power, x in zip(powers, found, strict=True)])
 
     column = jax.ShapeDtypeStruct((rows, 1), np.float32)
     jaxpr = jax.make_jaxpr(gradients)(writer.tile_avals(), column, column)
@@ -250,14 +261,15 @@ def _store_gradient(writer: Writer, place: int, labels: Sequence[str]) -> None:
             masks = [f"m_{label}[:, None]"] if total % size else []
             masks += [f"(tl.arange(0, {wide}) < {count})[None, :]"] if wide != count else []
         case "row":
-            at, masks = f"o_q[:, None] * {layout.stride('q')}", writer.mask(True, False)
+            at, masks = f"o_q{writer.row} * {layout.stride('q')}", writer.mask(True, False)
         case "column":
-            at, masks = f"o_k[None, :] * {layout.stride('k')}", writer.mask(False, True)
+            at, masks = f"o_k{writer.column} * {layout.stride('k')}", writer.mask(False, True)
         case "score":
-            at = f"o_q[:, None].to(tl.int64) * {layout.stride('q')} + o_k[None, :] * {layout.stride('k')}"
+            lines = f"o_q{writer.row}.to(tl.int64) * {layout.stride('q')}"
+            at = f"{lines} + o_k{writer.column} * {layout.stride('k')}"
             masks = writer.mask(True, True)
         case _:
-            at, masks = f"tl.program_id(0) * {layout.stride('tq')}", []
+            at, masks = f"own * {layout.stride('tq')}", []
             writer.emit(f"tl.store(p_{name} + {base} + {at}, {value})")
             return
     writer.emit(f"tl.store(p_{name} + {base} + {at}, {value}.to(p_{name}.dtype.element_ty){store_mask(masks)})")

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blockdiag.fusion.factors import MASKED, unmasked
 from blockdiag.fusion.intervals import Interval, bounds, tile_extent, tile_states
-from blockdiag.fusion.kernels import Tile, Writer
+from blockdiag.fusion.kernels import Lists, Tile, Writer
 from blockdiag.fusion.tiles import leaf_array
 from blockdiag.fusion.trace import primitives
 from blockdiag.fusion.tree import Leaf, Region
@@ -26,13 +27,20 @@ class Live:
 
     Attributes:
         labels: batch labels that they differ along.
-        arrays: by name: "live_counts" [labels.., tq] and "live_tiles" [labels.., tq, tk], for each tile of queries
-            how many tiles of keys there are, and which, in order; "live_counts_t" and "live_tiles_t" the other way
-            round. int32.
+        has_full: whether tiles that no mask touches come first in the lists.
+        arrays: by name: "live_counts" [labels.., tq, 2] and "live_tiles" [labels.., tq, tk], for each tile of queries
+            how many tiles of keys there are that no mask touches, and how many in all, and which, in order;
+            "live_counts_t" and "live_tiles_t" the other way round. int32.
     """
 
     labels: tuple[str, ...]
+    has_full: bool
     arrays: Mapping[str, Any]
+
+    @property
+    def lists(self) -> Lists:
+        """What kernels are told."""
+        return Lists(self.labels, self.has_full)
 
 
 def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
@@ -47,25 +55,46 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     if region.score is None:
         return None
     writer = Writer(region, "forward", tile)
-    if _KILLERS.isdisjoint(primitives(writer.program().jaxpr)):
+    program = writer.tile_program([region.score])
+    if _KILLERS.isdisjoint(primitives(program.jaxpr)):
         return None
     extents = [_extent(region, leaf, arrays.get(f"leaf{i}"), tile) for i, leaf in enumerate(region.leaves)]
-    score = bounds(writer.program(), extents)[0]
-    if isinstance(score.high, np.ndarray) and (score.high > -1e9).all():
+    score = bounds(program, extents)[0]
+    if isinstance(score.high, np.ndarray) and (score.high > MASKED).all():
         return None
     states = tile_states(score)
-    xp: Any = jnp if isinstance(states, jax.Array) else np
-    shape = (*states.shape[:-2], writer.row_tiles, writer.key_tiles)
+    full = _untouched(writer, extents)
+    xp: Any = jnp if isinstance(states, jax.Array) or isinstance(full, jax.Array) else np
+    shape = (*np.broadcast_shapes(states.shape, () if full is None else full.shape)[:-2], *writer.tile_counts)
+    if full is not None:
+        states = xp.where(xp.logical_and(full, states > 0), 2, states)
     states = xp.broadcast_to(states, shape)
     lead = (1,) * (len(region.batch) + 2 - len(shape)) + shape[:-2]
     labels = tuple(label for label, size in zip(region.batch, lead, strict=True) if size > 1)
     states = states.reshape([region.sizes[label] for label in labels] + list(shape[-2:]))
     found = {}
     for suffix, each in (("", states), ("_t", xp.swapaxes(states, -1, -2))):
-        found[f"live_counts{suffix}"] = (each > 0).sum(-1).astype(np.int32)
-        order = xp.argsort(each == 0, axis=-1, stable=True) if xp is jnp else np.argsort(each == 0, -1, kind="stable")
-        found[f"live_tiles{suffix}"] = order.astype(np.int32)
-    return Live(labels, {name: jnp.asarray(x) for name, x in found.items()})
+        counts = xp.stack([(each == 2).sum(-1), (each > 0).sum(-1)], -1)
+        order = xp.argsort(-each, axis=-1, stable=True) if xp is jnp else np.argsort(-each, -1, kind="stable")
+        found |= {f"live_counts{suffix}": counts.astype(np.int32), f"live_tiles{suffix}": order.astype(np.int32)}
+    return Live(labels, full is not None, {name: jnp.asarray(x) for name, x in found.items()})
+
+
+def _untouched(writer: Writer, extents: list[Interval]) -> Any:
+    """Tiles where every mask keeps all scores; None where there is no such score."""
+    region = writer.region
+    if region.score is None or writer.scores[1] is None:
+        return None
+    _, masks = unmasked(region.score)
+    kept: Any = True
+    for mask, found in zip(masks, bounds(writer.tile_program([x.predicate for x in masks]), extents), strict=True):
+        kept = kept & (found.low >= 1 if mask.keeps else found.high <= 0)
+    _, columns = writer.tile_counts
+    if writer.keys % writer.tile.columns:
+        # The end of the keys is a mask too.
+        is_inner = np.arange(columns) < columns - 1
+        kept = kept & is_inner.reshape([1] * (kept.ndim - 1) + [columns])
+    return kept
 
 
 def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:

@@ -284,6 +284,19 @@ def producers_of(jaxpr: core.Jaxpr) -> dict[core.Var, core.JaxprEqn]:
     return {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
 
+def users_of(jaxpr: core.Jaxpr) -> dict[core.Var, list[core.JaxprEqn | None]]:
+    """Of each variable the equations that use it, and None for each time that it is a result."""
+    found: dict[core.Var, list[core.JaxprEqn | None]] = {var: [] for eqn in jaxpr.eqns for var in eqn.outvars}
+    for equation in jaxpr.eqns:
+        for operand in equation.invars:
+            if isinstance(operand, core.Var) and operand in found:
+                found[operand].append(equation)
+    for result in jaxpr.outvars:
+        if isinstance(result, core.Var) and result in found:
+            found[result].append(None)
+    return found
+
+
 def place_of(equation: core.JaxprEqn) -> str:
     """Where the user wrote an equation."""
     return f"at {source_info_util.summarize(equation.source_info)}"
@@ -322,14 +335,18 @@ def moved_dims(equation: core.JaxprEqn, dims: tuple[Dim, ...], sizes: Mapping[st
             rest = iter(dims)
             return tuple(() if axis in removed else next(rest) for axis in range(len(given)))
         case "reshape":
-            return _regrouped(given, shape, dims, sizes)
+            return regrouped(given, shape, dims, sizes)
     raise Unpullable(f"`{name}`")
 
 
-def _regrouped(
-    given: tuple[int, ...], shape: tuple[int, ...], dims: tuple[Dim, ...], sizes: Mapping[str, int]
+def regrouped(
+    given: Sequence[int], shape: Sequence[int], dims: tuple[Dim, ...], sizes: Mapping[str, int]
 ) -> tuple[Dim, ...]:
-    """The dims of the operand of a reshape: labels in order, as many as fill each axis."""
+    """The dims of the operand of a reshape: labels in order, as many as fill each axis.
+
+    Raises:
+        Unpullable: an axis of the operand is a part of a label.
+    """
     if any(isinstance(dim, int) for dim in dims):
         if tuple(x for x in given if x != 1) != tuple(x for x in shape if x != 1):
             raise Unpullable("a reshape of features")

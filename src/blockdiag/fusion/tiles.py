@@ -1,5 +1,6 @@
 """Trees on tiles: the functions of arrays that a region's score, extras and weight are for some queries and keys."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,13 +28,14 @@ def region_dtype(region: Region) -> np.dtype[Any]:
     return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
 
 
-def tile_function(roots: Sequence[Node | None], leaves: Sequence[Leaf], dtype: Any) -> Tiles:
+def tile_function(roots: Sequence[Node | None], leaves: Sequence[Leaf], dtype: Any, *, flipped: bool = False) -> Tiles:
     """A function of tiles of the leaves that gives tiles of the roots, [rows or 1, columns or 1]; None for None.
 
     Args:
         roots: nodes.
         leaves: what the function takes, in order.
         dtype: of every floating number in it.
+        flipped: tiles are [columns or 1, rows or 1].
     """
     places = {leaf: place for place, leaf in enumerate(leaves)}
 
@@ -42,7 +44,10 @@ def tile_function(roots: Sequence[Node | None], leaves: Sequence[Leaf], dtype: A
 
         def value_of(node: Node) -> Any:
             if id(node) not in known:
-                known[id(node)] = _compute(node, [value_of(x) for x in node.inputs], tiles, places, dtype)
+                inputs = [value_of(x) for x in node.inputs]
+                if flipped and node.kind == "product":
+                    inputs.reverse()
+                known[id(node)] = _compute(node, inputs, tiles, places, dtype)
             return known[id(node)]
 
         return tuple(None if root is None else as_tile(value_of(root), dtype) for root in roots)
@@ -67,10 +72,10 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
             number = np.asarray(node.number)
             return jnp.asarray(number.astype(dtype) if jnp.issubdtype(number.dtype, jnp.floating) else number)
         case "product":
-            query, key = inputs
-            precision = lax.Precision.HIGHEST if query.dtype.itemsize >= 4 else None
+            rows, columns = inputs
+            precision = lax.Precision.HIGHEST if rows.dtype.itemsize >= 4 else None
             axes = (((1,), (1,)), ((), ()))
-            return lax.dot_general(query, key, axes, precision=precision, preferred_element_type=dtype)
+            return lax.dot_general(rows, columns, axes, precision=precision, preferred_element_type=dtype)
     shape = np.broadcast_shapes(*(x.shape for x in inputs))
     given = [jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape) for x in inputs]
     assert node.primitive is not None
@@ -145,7 +150,8 @@ def result_array(region: Region, array: Any) -> Any:
     labels = [*region.batch, "q", *columns]
     array = array.reshape([region.sizes[label] for label in labels])
     wanted = [label for dim in region.out_dims if isinstance(dim, tuple) for label in dim]
-    return array.transpose([labels.index(label) for label in wanted])
+    array = array.transpose([labels.index(label) for label in wanted])
+    return array.reshape([math.prod(region.sizes[label] for label in dim) for dim in region.out_dims])  # pyrefly: ignore[not-iterable]
 
 
 def canonical_result(region: Region, array: Any) -> Any:

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockdiag.fusion.configs import Config, config_of, widest
+from blockdiag.fusion.configs import Config, config_of, shared_bytes, widest
 from blockdiag.fusion.emit import NotPrintable
-from blockdiag.fusion.kernels import Kind, Source, Tile, forward_source
+from blockdiag.fusion.kernels import Kind, Lists, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
 from blockdiag.fusion.live import Live, live_tiles
@@ -28,6 +28,7 @@ from blockdiag.fusion.tiles import (
 from blockdiag.fusion.tree import Leaf, Region, with_leaves
 from blockdiag.fusion.tree import Source as ArraySource
 from blockdiag.interop import jax_call
+from blockdiag.triton_kernels.compile import shared_limit
 from blockdiag.triton_kernels.plan import CompileOptions, LaunchPlan, Pointer, Target, TensorSpec
 
 __all__ = [
@@ -62,12 +63,18 @@ def supports(region: Region) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class FusedLaunch:
-    """One launch of a generated kernel; a KernelSpec, equal to another one of the same source."""
+    """One launch of a generated kernel; a KernelSpec, equal to another one of the same source.
+
+    Attributes:
+        num_stages: at most; fewer where shared memory is small.
+        shared: about how many bytes of it the kernel needs once, and for each stage.
+    """
 
     source: Source
     inputs: tuple[TensorSpec, ...]
     num_warps: int
     num_stages: int
+    shared: tuple[int, int]
 
     @property
     def name(self) -> str:
@@ -81,7 +88,6 @@ class FusedLaunch:
 
     def plan(self, target: Target) -> LaunchPlan:
         """The launch on `target`."""
-        del target
         names = [f"p_{x}" for x in self.source.inputs]
         arguments = {name: Pointer("input", i) for i, name in enumerate(names)}
         arguments |= {f"p_{x.name}": Pointer("output", i) for i, x in enumerate(self.source.outputs)}
@@ -92,8 +98,17 @@ class FusedLaunch:
             inputs=self.inputs,
             outputs=self.outputs,
             arguments=arguments,
-            options=CompileOptions(num_warps=self.num_warps, num_stages=self.num_stages),
+            # Before Hopper warps hold the factors of products in registers.
+            options=CompileOptions(
+                num_warps=self.num_warps if target.arch >= 90 else 8, num_stages=self._stages(target)
+            ),
         )
+
+    def _stages(self, target: Target) -> int:
+        once, each = self.shared
+        stages = self.num_stages if target.arch >= 90 else min(self.num_stages, 2)
+        limit = shared_limit(target.arch)
+        return stages if limit is None or not each else max(1, min(stages, (limit - once) // each))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -157,6 +172,7 @@ class Kernel:
         source: what it is.
         tile: of scores.
         num_warps, num_stages: options of Triton's compiler.
+        shared: bytes of shared memory that it needs once, and for each stage.
         live: the lists of tiles that it reads, by name.
     """
 
@@ -164,6 +180,7 @@ class Kernel:
     tile: Tile
     num_warps: int
     num_stages: int
+    shared: tuple[int, int]
     live: Mapping[str, Any]
 
     def given(self, arrays: Mapping[str, Any]) -> list[Any]:
@@ -172,7 +189,7 @@ class Kernel:
 
     def launch(self, specs: Sequence[TensorSpec]) -> FusedLaunch:
         """One launch on arrays of these shapes and dtypes."""
-        return FusedLaunch(self.source, tuple(specs), self.num_warps, self.num_stages)
+        return FusedLaunch(self.source, tuple(specs), self.num_warps, self.num_stages, self.shared)
 
 
 def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
@@ -184,7 +201,9 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
     """
     config = config_of(region, "forward")
     live = None if arrays is None else live_tiles(region, config.tile, arrays)
-    return _kernel(forward_source(region, config.tile, None if live is None else live.labels), config, live)
+    return _kernel(
+        forward_source(region, config.tile, None if live is None else live.lists), region, "forward", config, live
+    )
 
 
 def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
@@ -201,26 +220,27 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
     found = []
     lists: dict[Tile, Live | None] = {}
 
-    def add(kind: Kind, make: Callable[[Tile, Sequence[str] | None], Source]) -> None:
+    def add(kind: Kind, make: Callable[[Tile, Lists | None], Source]) -> None:
         config = config_of(region, kind)
         if config.tile not in lists:
             lists[config.tile] = None if arrays is None else live_tiles(region, config.tile, arrays)
         live = lists[config.tile]
-        found.append(_kernel(make(config.tile, None if live is None else live.labels), config, live))
+        found.append(_kernel(make(config.tile, None if live is None else live.lists), region, kind, config, live))
 
     rows = sorted(places["query"] + places["row"] + places["scalar"])
     columns = sorted(places["key"] + places["column"])
     if rows:
-        add("rows", lambda tile, live: rows_source(region, tile, rows, live))
-    add("columns", lambda tile, live: columns_source(region, tile, columns, live))
+        add("rows", lambda tile, lists: rows_source(region, tile, rows, lists))
+    add("columns", lambda tile, lists: columns_source(region, tile, columns, lists))
     for i in places["score"]:
-        add("pairs", lambda tile, live, i=i: pairs_source(region, tile, i))
+        add("pairs", lambda tile, lists, i=i: pairs_source(region, tile, i))
     return found
 
 
-def _kernel(source: Source, config: Config, live: Live | None) -> Kernel:
+def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Live | None) -> Kernel:
     own = {} if live is None else {name: x for name, x in live.arrays.items() if name in source.inputs}
-    return Kernel(source, config.tile, config.num_warps, config.num_stages, own)
+    shared = shared_bytes(region, kind, config)
+    return Kernel(source, config.tile, config.num_warps, config.num_stages, shared, own)
 
 
 def kernels(region: Region) -> list[Kernel]:

@@ -1,0 +1,107 @@
+"""What kernels need not compute for each score: positive factors of the whole score, and masks of tiles without any."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from blockdiag.fusion.tree import Node, number
+
+# A score that is at most this is masked.
+MASKED = -1e9
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A choice between a score and a number that masks it.
+
+    Attributes:
+        predicate: a node of booleans.
+        keeps: the value of the predicate with which the score stays.
+    """
+
+    predicate: Node
+    keeps: bool
+
+
+def factored(node: Node) -> tuple[Node, float]:
+    """A node and a positive number whose product is `node`; it goes through masks, never through sums."""
+    if node.kind == "operation":
+        match getattr(node.primitive, "name", ""), node.inputs:
+            case "mul", (left, right):
+                for one, other in ((left, right), (right, left)):
+                    if (by := _positive(other)) is not None:
+                        inner, factor = factored(one)
+                        return inner, factor * by
+            case "div", (left, right) if (by := _positive(right)) is not None:
+                inner, factor = factored(left)
+                return inner, factor / by
+            case "convert_element_type", (only,) if only.kind == "operation":
+                inner, factor = factored(only)
+                if factor != 1.0:
+                    return replace(node, inputs=(inner,)), factor
+            case "select_n", (predicate, *cases):
+                for place, case in enumerate(cases):
+                    if (fill := _number(case)) is None or len(cases) != 2:
+                        continue
+                    inner, factor = factored(cases[1 - place])
+                    if factor != 1.0:
+                        # A finite fill stays finite: rows of nothing else are uniform.
+                        scaled = fill / factor if np.isinf(fill) else max(fill / factor, _LOWEST)
+                        pair = (
+                            [number(np.float32(scaled)), inner] if place == 0 else [inner, number(np.float32(scaled))]
+                        )
+                        return replace(node, inputs=(predicate, *pair)), factor
+    return node, 1.0
+
+
+def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
+    """A score where its masks mask nothing, and these masks."""
+    found: dict[int, Mask] = {}
+    known: dict[int, Node] = {}
+
+    def rebuilt(one: Node) -> Node:
+        if id(one) not in known:
+            known[id(one)] = without(one)
+        return known[id(one)]
+
+    def without(one: Node) -> Node:
+        if one.kind != "operation":
+            return one
+        if getattr(one.primitive, "name", "") == "select_n" and len(one.inputs) == 3:
+            predicate, *cases = one.inputs
+            for place, case in enumerate(cases):
+                fill = _number(case)
+                if fill is not None and fill <= MASKED:
+                    found[id(one)] = Mask(predicate, keeps=place == 0)
+                    return rebuilt(cases[1 - place])
+        inputs = tuple(map(rebuilt, one.inputs))
+        same = all(new is old for new, old in zip(inputs, one.inputs, strict=True))
+        return one if same else replace(one, inputs=inputs)
+
+    return rebuilt(node), tuple(found.values())
+
+
+def has_keys(nodes: Sequence[Node]) -> bool:
+    """Whether any node depends on keys."""
+    return any(_reaches_keys(node) for node in nodes)
+
+
+def _reaches_keys(node: Node) -> bool:
+    if node.kind == "leaf":
+        assert node.leaf is not None
+        return node.leaf.role in ("key", "column", "score")
+    return any(map(_reaches_keys, node.inputs))
+
+
+def _number(node: Node) -> float | None:
+    if node.kind != "number" or np.size(node.number) != 1 or node.number.dtype.kind == "b":
+        return None
+    return float(np.asarray(node.number, np.float64).item()) if not isinstance(node.number, jax.Array) else None
+
+
+def _positive(node: Node) -> float | None:
+    found = _number(node)
+    return found if found is not None and np.isfinite(found) and found > 0 else None
