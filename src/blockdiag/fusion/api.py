@@ -83,7 +83,7 @@ class Program:
     Attributes:
         jaxpr: flat.
         regions: of the products that are fused.
-        arguments: the arrays of the call.
+        arguments: the arrays of the call, or their shapes and dtypes.
         structure: of its results.
     """
 
@@ -97,9 +97,18 @@ class Program:
 
     def run(self, names: tuple[str, ...] | None) -> Any:
         """The results."""
+        results = self.evaluate(self.arguments, lambda region, *given: attend(Call(region, names), *given))
+        return jax.tree.unflatten(self.structure, results)
+
+    def evaluate(self, arguments: Sequence[Any], compute: Callable[[Region, list[Any], Any], Any]) -> list[Any]:
+        """The results as a flat list.
+
+        Args:
+            compute: the result of a region from its leaves and values.
+        """
         jaxpr = self.jaxpr.jaxpr
         known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, self.jaxpr.consts, strict=True))
-        known |= dict(zip(jaxpr.invars, self.arguments, strict=True))
+        known |= dict(zip(jaxpr.invars, arguments, strict=True))
         needed = self.needed()
         for equation in jaxpr.eqns:
             if not any(var in needed for var in equation.outvars):
@@ -108,10 +117,10 @@ class Program:
             if regions is None:
                 results = bind(equation, [read(known, x) for x in equation.invars])
             else:
-                parts = [_attend(Call(region, names), known) for region in regions]
+                parts = [compute(region, *_operands(region, known)) for region in regions]
                 results = [functools.reduce(jnp.add, parts)]
             known |= dict(zip(equation.outvars, results, strict=True))
-        return jax.tree.unflatten(self.structure, [read(known, x) for x in jaxpr.outvars])
+        return [read(known, x) for x in jaxpr.outvars]
 
     def needed(self) -> set[core.Var]:
         """What must be computed: of what regions replace only their leaves and values."""
@@ -128,11 +137,14 @@ class Program:
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """The program of a call, with its regions.
 
+    Args:
+        args, kwargs: arrays, or `jax.ShapeDtypeStruct` in place of them for a program that is not run.
+
     Raises:
         NotFusible: it has none, or one that breaks a rule.
     """
     flat, tree = jax.tree.flatten((args, kwargs))
-    places = [place for place, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray)]
+    places = [place for place, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
 
     def of_arrays(*arrays: Any) -> Any:
         whole = list(flat)
@@ -150,9 +162,11 @@ def _sources(region: Region) -> list[Source]:
     return [*(leaf.source for leaf in region.leaves), region.value]
 
 
-def _attend(call: Call, known: dict[core.Var, Any]) -> Any:
+def _operands(region: Region, known: dict[core.Var, Any]) -> tuple[list[Any], Any]:
+    """The arrays of a region's leaves, and of its values."""
+
     def array_of(source: Source) -> Any:
         return jnp.arange(source.shape[0], dtype=source.dtype) if source.key is None else known[source.key]
 
-    *leaves, value = map(array_of, _sources(call.region))
-    return attend(call, leaves, value)
+    *leaves, value = map(array_of, _sources(region))
+    return leaves, value
