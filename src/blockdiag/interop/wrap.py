@@ -142,12 +142,12 @@ class _WrappedFunction:
                 operands.append(leaf)
                 signature.append((leaf.shape, leaf.dtype))
             else:
-                signature.append(_static_key(leaf))
+                signature.append(static_key(leaf))
         if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
             for operand in operands:
                 check_operand(operand)
         x64 = jax.config.jax_enable_x64
-        key = (structure, tuple(signature), x64, *((name, _static_key(value)) for name, value in statics))
+        key = (structure, tuple(signature), x64, *((name, static_key(value)) for name, value in statics))
         with self._lock:
             program = self._find(key)
             if program is None:
@@ -223,8 +223,9 @@ def _arguments(option: str, chosen: Sequence[int | str], fn: Callable[..., Any])
     return frozenset(resolved)
 
 
-def _static_key(value: Any) -> Any:
+def static_key(value: Any) -> Any:
+    """What tells a static value from others, as the key of a program."""
     # Equal numbers of different types make different programs, and so do 0.0 and -0.0; NaN equals not even itself.
     if isinstance(value, tuple):
-        return type(value), tuple(_static_key(each) for each in value)
+        return type(value), tuple(static_key(each) for each in value)
     return type(value), repr(value) if isinstance(value, float | complex) else value

@@ -1,6 +1,6 @@
 """blockdiag for PyTorch: registered operators that launch the library's kernels, and modules made of them.
 
-Importing this module imports no JAX; calls on the CPU, and calls that ask for it, do.
+Importing this module imports no JAX; calls on the CPU, calls that ask for it, and `fuse` do.
 """
 
 from blockdiag.torch import _sharding
@@ -8,6 +8,7 @@ from blockdiag.torch._append import append_to_pages as append_to_pages
 from blockdiag.torch._attention import block_diagonal_attention as block_diagonal_attention
 from blockdiag.torch._attention import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
 from blockdiag.torch._attention import fused_qkv_block_attention as fused_qkv_block_attention
+from blockdiag.torch._fuse import fuse as fuse
 from blockdiag.torch._key_convolution import key_convolution as key_convolution
 from blockdiag.torch._moba import moba_attention as moba_attention
 from blockdiag.torch._moba import moba_routing as moba_routing

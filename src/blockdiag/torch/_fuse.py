@@ -1,0 +1,75 @@
+"""`fuse` for torch: an attention variant written in plain jax.numpy as generated kernels that torch launches."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+
+def fuse(
+    function: Callable[..., Any],
+    *,
+    implementation: str | Sequence[str] | None = None,
+    fallback: bool = False,
+    via: Literal["jax"] | None = None,
+) -> Callable[..., Any]:
+    """A function of tensors that computes what a JAX function computes, its attention by fused kernels, with autograd.
+
+    The torch twin of `blockdiag.fuse`: `function` is written in plain jax.numpy, and is called with tensors. On CUDA
+    the generated kernels are launched on the current stream, forward and backward. Views, casts, sums and factors next
+    to them are torch's own, and what is left is a jitted JAX function on the same memory (see `wrap_jax`): attention
+    whose query, key and value are arguments needs no JAX after its first call. On the CPU all is JAX's, unless "triton"
+    is asked for.
+
+    The function is traced once for each structure of the arguments, shapes and dtypes of their arrays, and values of
+    everything else; what depends on no argument is computed then, and kept. Gradients are those of all floating tensors
+    that require grad; a second derivative raises NotImplementedError. 64-bit tensors need 64-bit types in JAX
+    (`jax.enable_x64`). Results are new tensors. Under `torch.compile` the call is a graph break. A CUDA graph can
+    capture calls that need no JAX, once the same call, and its backward pass, has run outside of the capture.
+
+    Args:
+        function: of arrays, in pytrees: tensors, and JAX or numpy arrays, which get no gradient. Other arguments are
+            handed on as they are, and must be hashable. It must be pure.
+        implementation: None: the Triton kernels on CUDA where they can compute the function, otherwise the way through
+            JAX; "triton", which on the CPU runs in Triton's interpreter, slowly; "xla"; or a sequence of them: the
+            first that can. "reference" is the function as it stands.
+        fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons.
+        via: "jax" computes everything in JAX, on CUDA too.
+
+    Returns:
+        A function of the same arguments. Its `cache_clear()` forgets what was traced.
+
+    Raises:
+        ValueError: `implementation` or `via` has an unknown name; and, from calls, for tensors of several devices, and
+            for tensors that JAX cannot share.
+        NotFusible: (when called) there is no attention in it, or one that breaks a rule; the message names the rule and
+            the line.
+        NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
+        TypeError: (when called) an argument is neither an array nor hashable.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, torch
+        >>> from blockdiag.torch import fuse
+        >>> @fuse
+        ... def attention(query, key, value):
+        ...     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5
+        ...     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+        >>> x = torch.ones(1, 64, 2, 16, requires_grad=True)
+        >>> attention(x, x, x).sum().backward()
+        >>> x.grad.shape
+        torch.Size([1, 64, 2, 16])
+    """
+    from blockdiag.torch._fuse_call import FusedFunction
+
+    fused_function = FusedFunction(function, implementation, fallback, via)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return fused_function(args, kwargs)
+
+    # Dynamo would otherwise trace through JAX's Python code.
+    fused: Any = torch.compiler.disable(wrapped, reason="JAX functions are traced outside of torch.compile")
+    fused.fallbacks = fused_function.fallbacks
+    fused.cache_clear = fused_function.cache_clear
+    return fused

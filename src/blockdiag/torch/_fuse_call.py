@@ -1,0 +1,213 @@
+"""Calls of a fused function from torch: who computes them, and programs kept from earlier ones like them."""
+
+import collections
+import contextlib
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
+from blockdiag.fusion.api import fuse, trace
+from blockdiag.fusion.tree import NotFusible, Region
+from blockdiag.interop import triton_fused
+from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
+from blockdiag.interop.torch_launch import bound_launch
+from blockdiag.interop.wrap import static_key, wrap_jax
+from blockdiag.torch._fuse_program import TorchProgram
+from blockdiag.torch._fuse_region import Tensors
+from blockdiag.torch._paged_call import check_via
+from blockdiag.triton_kernels.plan import KernelSpec
+
+# Kinds of calls that are remembered; the least recently used one goes first.
+_REMEMBERED_PROGRAMS = 128
+
+
+class FusedFunction:
+    """What `blockdiag.torch.fuse` makes of a function; see there.
+
+    Attributes:
+        fallbacks: why calls were not fusible and ran as they stand.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], implementation: str | Sequence[str] | None, fallback: bool, via: str | None
+    ) -> None:
+        check_via(via)
+        self._function = function
+        self._fallback = fallback
+        self._names: tuple[str, ...] | None = None
+        if implementation != "reference":
+            self._names = normalise_implementation(implementation, FUSED_IMPLEMENTATIONS)
+        # The first of a sequence that can compute the call: the kernels may, natively, where they are asked for first.
+        self._may_be_native = via is None and implementation != "reference"
+        in_jax = fuse(function, implementation=implementation, fallback=fallback)
+        self.fallbacks: list[str] = getattr(in_jax, "fallbacks", [])
+        self._through_jax = wrap_jax(in_jax, max_compiled=_REMEMBERED_PROGRAMS)
+        # None for calls that JAX computes.
+        self._programs: collections.OrderedDict[Any, TorchProgram | None] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        device = _device_of(leaves)
+        if device is None or not self._is_native(device):
+            return self._through_jax(*args, **kwargs)
+        operands = [x for x in leaves if _is_operand(x)]
+        _check_operands(operands)
+        has_gradient = torch.is_grad_enabled() and any(
+            [isinstance(x, torch.Tensor) and x.requires_grad for x in operands]
+        )
+        signature = [(tuple(x.shape), x.dtype) if _is_operand(x) else static_key(x) for x in leaves]
+        key = (structure, tuple(signature), device, has_gradient, jax.config.jax_enable_x64)
+        program = self._program(key, leaves, structure, device, has_gradient)
+        if program is None:
+            return self._through_jax(*args, **kwargs)
+        with _current(device):
+            return program([x if isinstance(x, torch.Tensor) else _as_tensor(x, device) for x in operands])
+
+    def cache_clear(self) -> None:
+        """Forget all programs."""
+        with self._lock:
+            self._programs.clear()
+            self._through_jax.cache_clear()  # pyrefly: ignore[missing-attribute]
+
+    def _is_native(self, device: torch.device) -> bool:
+        """Whether kernels are the first to be asked."""
+        if not self._may_be_native:
+            return False
+        return device.type == "cuda" if self._names is None else self._names[0] == "triton"
+
+    def _program(
+        self, key: Any, leaves: list[Any], structure: Any, device: torch.device, has_gradient: bool
+    ) -> TorchProgram | None:
+        with self._lock:
+            try:
+                is_known = key in self._programs
+            except TypeError as error:
+                raise TypeError(
+                    f"every argument must be made of tensors, arrays and hashable values ({error}); turn lists of "
+                    "numbers into tensors"
+                ) from error
+            if is_known:
+                self._programs.move_to_end(key)
+                return self._programs[key]
+            _refuse_capture(device)
+            with _current(device):
+                program = self._programs[key] = self._new_program(leaves, structure, device, has_gradient)
+            if len(self._programs) > _REMEMBERED_PROGRAMS:
+                self._programs.popitem(last=False)
+            return program
+
+    def _new_program(
+        self, leaves: list[Any], structure: Any, device: torch.device, has_gradient: bool
+    ) -> TorchProgram | None:
+        """The program of a call, None where JAX computes it.
+
+        Raises:
+            NotFusible: there is no attention in it, or one that breaks a rule.
+            NotImplementedError: the kernels, which alone may, cannot compute it.
+        """
+        for x in leaves:
+            if isinstance(x, torch.Tensor):
+                check_tensor(x)
+        args, kwargs = jax.tree.unflatten(structure, map(_described, leaves))
+        try:
+            program = trace(self._function, args, kwargs)
+        except NotFusible:
+            if self._fallback:
+                return None
+            raise
+        reason = _why_not([region for found in program.regions.values() for region in found])
+        if reason is None:
+            bind = _interpreted if device.type == "cpu" else functools.partial(_bound, device)
+            return TorchProgram(program, device, bind, has_gradient=has_gradient)
+        if self._names == ("triton",):
+            raise NotImplementedError(f"implementation='triton' cannot compute this call: {reason}")
+        return None
+
+
+def _is_operand(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | jax.Array | np.ndarray)
+
+
+def _device_of(leaves: Sequence[Any]) -> torch.device | None:
+    """The device of all tensors, None without any."""
+    devices = {x.device for x in leaves if isinstance(x, torch.Tensor)}
+    if len(devices) > 1:
+        names = " and ".join(sorted(map(str, devices)))
+        raise ValueError(f"all tensors must be on one device, got some on {names}; move them")
+    return next(iter(devices), None)
+
+
+def _check_operands(operands: Sequence[Any]) -> None:
+    """What is not a matter of shapes and dtypes: whether tensors have memory and no one follows them but autograd."""
+    is_followed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    for x in operands:
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                "a fused function of torch takes concrete arguments, got a traced JAX array; inside of JAX's "
+                "transformations call blockdiag.fuse of the function"
+            )
+        if isinstance(x, torch.Tensor) and (is_followed or type(x) not in PLAIN_TYPES):
+            check_tensor(x)
+
+
+def _described(leaf: Any) -> Any:
+    """What stands for an array while tracing."""
+    if not _is_operand(leaf):
+        return leaf
+    dtype = DTYPES[leaf.dtype] if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf).dtype
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
+
+
+def _as_tensor(array: Any, device: torch.device) -> torch.Tensor:
+    return to_torch(jnp.asarray(array)).to(device)
+
+
+def _why_not(regions: Sequence[Region]) -> str | None:
+    """Why the kernels cannot compute one of the regions; None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; install blockdiag[cuda] (Linux only)"
+    return next((reason for region in regions if (reason := triton_fused.supports(region)) is not None), None)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a device the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "kernels cannot be made while a CUDA graph is being captured; run the same call once before, and its "
+            "backward pass where that is captured too"
+        )
+
+
+def _bound(device: torch.device, spec: KernelSpec) -> Callable[[Tensors], Tensors]:
+    """A launch on a CUDA device, which is the current one."""
+    _refuse_capture(device)
+    assert device.index is not None
+    return bound_launch(spec, device.index)
+
+
+def _interpreted(spec: KernelSpec) -> Callable[[Tensors], Tensors]:
+    """A launch in Triton's interpreter, on the CPU."""
+    from blockdiag.interop.interpreter import interpret
+
+    def launch(tensors: Tensors) -> Tensors:
+        arrays = [np.asarray(to_jax(x.detach(), copy=True)) for x in tensors]
+        device = jax.local_devices(backend="cpu")[0]
+        return tuple(to_torch(jax.device_put(x, device)) for x in interpret(spec, *arrays))
+
+    return launch

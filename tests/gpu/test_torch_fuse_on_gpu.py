@@ -1,0 +1,193 @@
+"""`blockdiag.torch.fuse` on a GPU: variants of the gallery in bfloat16 against float64, streams, CUDA graphs."""
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
+from blockdiag.interop import dlpack  # noqa: E402
+from blockdiag.torch import fuse  # noqa: E402
+from tests.support import largest_error  # noqa: E402
+from tests.test_fusion_gallery import exact_and_allowed, operands, promotion  # noqa: E402
+from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch has no CUDA"),
+]
+
+GPU = "cuda:0"
+SIZES = Sizes(rows=2, query_tokens=200, key_tokens=200, head_dim=64, value_dim=64, dtype="bfloat16")
+# One for each structure.
+NAMES = (
+    "vanilla",
+    "library_causal_grouped",
+    "causal_document",
+    "packed_documents",
+    "dense_mask",
+    "alibi_learned",
+    "t5_relative_bias",
+    "two_biases",
+    "sinks_concatenated",
+    "normalised_query_and_key",
+    "grouped_query",
+    "latent_slice",
+    "similarity",
+    "evoformer_row",
+    "differential_learned",
+    "invariant_points",
+    "sigmoid",
+    "retention",
+    "projected",
+)
+# Clock cycles: about half a second.
+LONG = 1_000_000_000
+
+
+def arguments_of(name, seed=0):
+    """Inputs of a variant, by name, and cotangents of its outputs."""
+    inputs, cotangent = operands(name, SIZES, seed)
+    tensors = {key: to_tensor(x, GPU) for key, x in inputs.items()}
+    return tensors, [to_tensor(x, GPU) for x in jax.tree.leaves(cotangent)]
+
+
+def value_and_gradients(name, fused, tensors, cotangents):
+    """Outputs and gradients by name."""
+    wanted = VARIANTS[name].differentiable
+    leaves = {key: x.detach().requires_grad_(key in wanted) for key, x in tensors.items()}
+    with promotion(name):
+        outputs = jax.tree.leaves(fused(**leaves))
+    gradients = torch.autograd.grad(outputs, [leaves[key] for key in wanted], cotangents)
+    named = {f"output {i}": x.detach() for i, x in enumerate(outputs)}
+    return named | {f"gradient of {key}": x for key, x in zip(wanted, gradients, strict=True)}
+
+
+def poison_free_memory():
+    """Fill memory that torch is likely to hand out next with NaN, so that an element nobody writes is seen."""
+    blocks = [torch.full((1 << size,), torch.nan, device=GPU) for size in range(8, 24) for _ in range(4)]
+    del blocks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_variant(name):
+    fused = fuse(VARIANTS[name].function, implementation="triton")
+    arguments = arguments_of(name)
+    poison_free_memory()
+    results = value_and_gradients(name, fused, *arguments)
+    with promotion(name):
+        expected = exact_and_allowed(name, SIZES)
+    for result, (true, allowed) in expected.items():
+        assert results[result].dtype == torch.bfloat16 and results[result].is_cuda, result
+        array = to_numpy(results[result])
+        assert array.shape == true.shape, result
+        error = largest_error(array, true)
+        assert error <= allowed, f"{result} of {name} errs by {error}, allowed {allowed}"
+        assert np.any(array != 0), result
+    poison_free_memory()
+    again = value_and_gradients(name, fused, *arguments)
+    assert_same_bits(list(again.values()), list(results.values()))
+
+
+@pytest.mark.parametrize("name", ["causal", "evoformer_row"])
+def test_native_and_through_jax_agree(name):
+    arguments = arguments_of(name)
+    native = value_and_gradients(name, fuse(VARIANTS[name].function), *arguments)
+    through_jax = value_and_gradients(name, fuse(VARIANTS[name].function, via="jax"), *arguments)
+    for result, one in native.items():
+        other = through_jax[result]
+        largest = other.float().abs().max().item()
+        torch.testing.assert_close(one.float(), other.float(), rtol=1e-2, atol=1e-2 * largest, msg=result)
+
+
+@pytest.mark.parametrize("name", ["causal", "alibi", "grouped_query", "two_biases", "differential"])
+def test_simple_functions_leave_jax_alone(name, monkeypatch):
+    fused = fuse(VARIANTS[name].function)
+    arguments = arguments_of(name)
+    first = value_and_gradients(name, fused, *arguments)
+
+    def crossed(*_):
+        raise AssertionError("a tensor went to JAX")
+
+    monkeypatch.setattr(dlpack, "share", crossed)
+    monkeypatch.setattr(dlpack, "receive", crossed)
+    again = value_and_gradients(name, fused, *arguments)
+    assert_same_bits(list(again.values()), list(first.values()))
+
+
+@pytest.mark.parametrize("name", ["causal", "causal_document", "evoformer_row"])
+def test_current_stream_is_respected(name):
+    """Inputs are written late on a side stream: a kernel on another stream would read what was there before."""
+    fused = fuse(VARIANTS[name].function)
+    tensors, cotangents = arguments_of(name)
+    expected = value_and_gradients(name, fused, tensors, cotangents)
+    late = {key: torch.zeros_like(x) for key, x in tensors.items()}
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        for key, x in tensors.items():
+            late[key].copy_(x)
+        results = value_and_gradients(name, fused, late, cotangents)
+        assert not side.query(), "the host waited for the device"
+        copies = [x.clone() for x in results.values()]
+    side.synchronize()
+    assert_same_bits(copies, list(expected.values()))
+
+
+def test_cuda_graphs():
+    """New values in the same memory give new results, forward and backward."""
+    fused = fuse(VARIANTS["causal"].function)
+    tensors, (cotangent,) = arguments_of("causal")
+    leaves = {key: x.requires_grad_() for key, x in tensors.items()}
+
+    def run():
+        output = fused(**leaves)
+        return [output, *torch.autograd.grad(output, list(leaves.values()), cotangent)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    for seed in (1, 2):
+        others, (other_cotangent,) = arguments_of("causal", seed)
+        with torch.no_grad():
+            for key, x in others.items():
+                leaves[key].copy_(x)
+            cotangent.copy_(other_cotangent)
+        expected = value_and_gradients("causal", fused, others, [other_cotangent])
+        graph.replay()
+        assert_same_bits(results, list(expected.values()))
+
+
+def test_what_a_graph_cannot_hold_is_refused():
+    tensors, _ = arguments_of("causal")
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="run the same call once before"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        tensors["query"] + 1  # an empty graph would be warned of
+        fuse(VARIANTS["causal"].function)(**tensors)
+    gated, _ = arguments_of("evoformer_row")
+    fused = fuse(VARIANTS["evoformer_row"].function)
+    fused(**gated)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="captured into a graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        gated["query"] + 1
+        fused(**gated)
+
+
+def test_what_kernels_decline_goes_through_jax():
+    # Heads of 264 columns.
+    tensors = {key: torch.randn(1, 32, 2, 264, device=GPU) for key in ("query", "key", "value")}
+    fused = fuse(VARIANTS["vanilla"].function)
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in tensors.values()))
+    torch.testing.assert_close(fused(**tensors), expected.transpose(1, 2).float(), rtol=1e-2, atol=1e-2)
+    with pytest.raises(NotImplementedError, match="head sizes up to 256"):
+        fuse(VARIANTS["vanilla"].function, implementation="triton")(**tensors)
