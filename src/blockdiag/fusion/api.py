@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
+from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.trace import bind, flat_jaxpr, read
@@ -26,7 +27,9 @@ def fuse[**P, R](
     made, used and dropped in one kernel. Of arrays of queries by keys only biases and masks are in memory that the
     function is given or makes by a gather or a product, with the axes that they have, and the gradients of these; "xla"
     has such a gradient for each batch index before it is added up. All else is computed as written. Rows that see no
-    key are 0, with gradients of 0. The function is traced with each call: call it under `jax.jit`.
+    key are 0, with gradients of 0. Random bits for each query and key are a hash of the key of `jax.random` and of the
+    place instead of its own sequence: equally distributed, and the same in all passes and implementations. The function
+    is traced with each call: call it under `jax.jit`.
 
     Works under `jax.jit`, `grad` (reverse mode, first derivatives), `vmap` and `checkpoint`.
 
@@ -88,10 +91,13 @@ class Program:
     """
 
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
-        self.jaxpr = jaxpr
         self.arguments = arguments
         self.structure = structure
-        self.regions = find_regions(jaxpr.jaxpr)
+        self.jaxpr, self.regions = jaxpr, find_regions(jaxpr.jaxpr)
+        drawn = drawn_by(jaxpr.jaxpr, [region for found in self.regions.values() for region in found])
+        if drawn:
+            self.jaxpr = with_counters(jaxpr, drawn)
+            self.regions = find_regions(self.jaxpr.jaxpr)
         if not self.regions:
             raise NotFusible("there is no product with a softmax of scores; `fuse` is for attention")
 

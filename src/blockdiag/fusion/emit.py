@@ -17,6 +17,7 @@ from blockdiag.fusion.trace import aval_of, body_of
 _BINARY = {
     "add": "+", "add_any": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
     "ge": ">=", "and": "&", "or": "|", "xor": "^", "rem": "%", "shift_left": "<<", "shift_right_arithmetic": ">>",
+    "shift_right_logical": ">>",
 }  # fmt: skip
 _CALLS = {
     "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})",
@@ -28,6 +29,8 @@ _CALLS = {
     "sign": "({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype)", "stop_gradient": "{}", "copy": "{}",
     "select_n": "tl.where({0}, {2}, {1})", "transpose": "tl.trans({})",
 }  # fmt: skip
+# What may leave the range of an unsigned dtype.
+_OVERFLOWING = frozenset({"add", "sub", "mul", "neg", "not", "shift_left", "convert_element_type", "integer_pow"})
 _KINDS = {"f": "tl.float32", "i": "tl.int32", "b": "tl.int1", "u": "tl.uint32", "V": "tl.float32"}
 
 
@@ -103,6 +106,13 @@ class Printer:
         return Value(literal(operand.val), ()) if isinstance(operand, core.Literal) else known[operand]
 
     def _equation(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
+        result, dtype = self._printed(equation, given), np.dtype(aval_of(equation.outvars[0]).dtype)
+        if dtype.kind == "u" and dtype.itemsize < 4 and equation.primitive.name in _OVERFLOWING:
+            # Registers are wider than the dtype.
+            return self.name(f"{result.name} & {np.iinfo(dtype).max}", result.shape)
+        return result
+
+    def _printed(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
         name, shape = equation.primitive.name, tuple(aval_of(equation.outvars[0]).shape)
         dtype = np.dtype(aval_of(equation.outvars[0]).dtype)
         params = equation.params
@@ -117,6 +127,15 @@ class Printer:
                 if given[0].name.replace(".", "").replace("-", "").isdigit():
                     return Value(literal(np.asarray(float(given[0].name)).astype(dtype)), shape)
                 return self.name(f"{given[0].name}.to({_KINDS[dtype.kind]})", shape)
+            case "bitcast_convert_type":
+                return self.name(_bits_as(given[0].name, np.dtype(aval_of(equation.invars[0]).dtype), dtype), shape)
+            case "shift_right_logical" if dtype.kind == "i":
+                if dtype.itemsize < 4:
+                    raise NotPrintable(f"`{name}` of {dtype}")
+                bits = f"({given[0].name}.to(tl.uint32, bitcast=True) >> {given[1].name})"
+                return self.name(f"{bits}.to(tl.int32, bitcast=True)", shape)
+            case "shift_right_arithmetic" if dtype.kind == "u":
+                raise NotPrintable(f"`{name}` of {dtype}")
             case "not":
                 return self.name(f"{given[0].name} == 0" if dtype.kind == "b" else f"~{given[0].name}", shape)
             case "integer_pow":
@@ -191,6 +210,17 @@ class Printer:
         if given[1].is_read and not given[0].is_read:
             left = f"({left}).to({given[1].name}.dtype)"
         return self.name(f'tl.dot({left}, {right}, input_precision="{self._precision}")', shape)
+
+
+def _bits_as(name: str, given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+    """The bits of integers as another dtype of the same width; registers are wider than 16 bits."""
+    if wanted.name == "float32" or (wanted.kind in "iu" and wanted.itemsize == 4):
+        return f"{name}.to({_KINDS[wanted.kind]}, bitcast=True)"
+    if wanted.name == "bfloat16" and given.kind == "u":
+        return f"({name} << 16).to(tl.float32, bitcast=True)"
+    if wanted.name == "float16" and given.kind == "u":
+        return f"{name}.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)"
+    raise NotPrintable(f"the bits of {given} as {wanted}")
 
 
 def literal(value: Any) -> str:

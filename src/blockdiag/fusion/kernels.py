@@ -194,12 +194,14 @@ class Writer:
         leaf, layout = self.region.leaves[place], self.layouts[place]
         name, shape = f"leaf{place}", self.tile_shape(leaf)
         base = layout.base(leaf.labels)
-        is_float = leaf.source.dtype.kind in "fV"
-        if leaf.source.key is None and leaf.role in ("row", "column"):
+        if leaf.source.key is None and leaf.role in ("row", "column") and not leaf.labels:
             line = f"r_q{self.row}" if leaf.role == "row" else f"r_k{self.column}"
-            self.emit(f"{name} = {line}" + (".to(tl.float32)" if is_float else ""))
+            dtype = {"i": "", "u": ".to(tl.uint32)"}.get(leaf.source.dtype.kind, ".to(tl.float32)")
+            self.emit(f"{name} = {line}{dtype}")
             return Value(name, shape)
-        widen = ".to(tl.float32)" if is_float else " != 0" if leaf.source.dtype.kind == "b" else ".to(tl.int32)"
+        widen = {"b": " != 0", "i": ".to(tl.int32)", "u": ".to(tl.uint32)"}.get(
+            leaf.source.dtype.kind, ".to(tl.float32)"
+        )
         match leaf.role:
             case "query" | "key":
                 count, stride = self.features(leaf)

@@ -103,14 +103,16 @@ def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
     if leaf.role in ("query", "key") or is_dense:
         # Reading all of it costs more than it tells.
         return _NOTHING_KNOWN
-    if leaf.source.key is None:
+    if leaf.source.key is None and leaf.role != "scalar":
         # Positions are known while tracing.
         size = region.sizes["q" if leaf.role == "row" else "k"]
         if leaf.source.shape != (size,) or leaf.role == "score":
             return _NOTHING_KNOWN
         line: Any = np.arange(size, dtype=leaf.source.dtype)
         return tile_extent(line, leaf.role, tile.rows, tile.columns)
-    if leaf.source.constant is not None:
+    if leaf.source.key is None:
+        array = np.arange(leaf.source.shape[0], dtype=leaf.source.dtype)
+    elif leaf.source.constant is not None:
         array = leaf.source.constant
     elif leaf.source.dtype.kind == "b":
         array = array != 0

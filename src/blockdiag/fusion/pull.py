@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
@@ -110,6 +111,8 @@ class Puller:
         if name in ELEMENTWISE:
             nodes = [self.node(x, broadcast_dims(x, shape, dims)) for x in operands]
             return operation(equation.primitive, *nodes, **params)
+        if name == "bitcast_convert_type" and _is_number(operands[0], shape):
+            return operation(equation.primitive, self.node(operands[0], dims), **params)
         if name in _SAME:
             return self.node(operands[0], dims)
         if name == "convert_element_type":
@@ -231,12 +234,11 @@ class Puller:
         """The number that every element is, None where that is not known."""
         while not isinstance(var := self._resolved(var), core.Literal):
             equation = self.producers.get(var)
-            if equation is None or equation.primitive.name not in (
-                "broadcast_in_dim",
-                "reshape",
-                "convert_element_type",
-            ):
+            if equation is None:
                 return None
+            if equation.primitive.name not in ("broadcast_in_dim", "reshape", "convert_element_type"):
+                constant = self._constant_of(var) if math.prod(aval_of(var).shape) == 1 else None
+                return None if constant is None else constant.reshape(())
             if equation.primitive.name == "convert_element_type":
                 inner = self._number(equation.invars[0])
                 return None if inner is None else np.asarray(inner).astype(equation.params["new_dtype"])
@@ -277,6 +279,12 @@ class Puller:
                 return True
             waiting += [x for x in equation.invars if isinstance(x, core.Var)]
         return False
+
+
+def _is_number(operand: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an operand holds one integer for each element: tiles of floating numbers have lost their own bits."""
+    aval = aval_of(operand)
+    return aval.shape == shape and bool(jnp.issubdtype(aval.dtype, jnp.integer))
 
 
 def producers_of(jaxpr: core.Jaxpr) -> dict[core.Var, core.JaxprEqn]:

@@ -82,6 +82,9 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
     params = dict(node.params)
     if node.primitive is lax.convert_element_type_p and jnp.issubdtype(params["new_dtype"], jnp.floating):
         return given[0].astype(dtype)
+    if node.primitive is lax.bitcast_convert_type_p:
+        bits = node.primitive.bind(*given, **params)
+        return bits.astype(dtype) if jnp.issubdtype(bits.dtype, jnp.floating) else bits
     if node.primitive in _FUNCTIONS:
         return _FUNCTIONS[node.primitive](*given)
     return node.primitive.bind(*given, **params)

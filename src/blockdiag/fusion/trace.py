@@ -1,10 +1,12 @@
 """Programs as flat lists of equations: calls inside are inlined where an attention may hide in them."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 
@@ -38,14 +40,26 @@ def body_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
     return inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
 
 
-def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """The results of a program, with the calls in it inlined."""
+def evaluate(
+    jaxpr: core.Jaxpr,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    replaced: Mapping[core.Var, Callable[..., list[Any]]] = MappingProxyType({}),
+) -> list[Any]:
+    """The results of a program, with the calls in it inlined.
+
+    Args:
+        replaced: what computes the results of some equations, by the first of these, from the same operands.
+    """
     known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known |= dict(zip(jaxpr.invars, arguments, strict=True))
     for equation in jaxpr.eqns:
         given = [read(known, operand) for operand in equation.invars]
-        inner = body_of(equation)
-        if inner is not None and (equation.primitive.name in _CALLS or _may_be_attention(inner.jaxpr)):
+        inner, replacement = body_of(equation), replaced.get(equation.outvars[0]) if equation.outvars else None
+        if replacement is not None:
+            with _place(equation):
+                results = replacement(*given)
+        elif inner is not None and (equation.primitive.name in _CALLS or _may_be_attention(inner.jaxpr)):
             with _place(equation):
                 results = evaluate(inner.jaxpr, inner.consts, given)
         else:
@@ -78,13 +92,18 @@ def constants(jaxpr: core.Jaxpr) -> Callable[[Any], np.ndarray | None]:
             equation = producers.get(var)
             given = [None] if equation is None else [value_of(x) for x in equation.invars]
             known[var] = None
-            if equation is not None and all(x is not None for x in given):
+            if equation is not None and all(x is not None for x in given) and not _has_keys(equation):
                 with jax.ensure_compile_time_eval():
                     results = bind(equation, given)
                 known.update({out: np.asarray(x) for out, x in zip(equation.outvars, results, strict=True)})
         return known[var]
 
     return value_of
+
+
+def _has_keys(equation: core.JaxprEqn) -> bool:
+    """Whether an equation gives keys of random numbers, which are no arrays of NumPy."""
+    return any(jnp.issubdtype(aval_of(x).dtype, jax.dtypes.extended) for x in equation.outvars)
 
 
 def aval_of(operand: Any) -> jax.core.ShapedArray:

@@ -1,0 +1,23 @@
+"""Dropout in generated kernels on a GPU: the bits of a CPU, and gradients that use them."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests import test_fusion_dropout as dropout
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("function", dropout.FUNCTIONS, ids=lambda function: function.__name__)
+def test_bits_are_those_of_a_cpu(function):
+    masks = [dropout.mask_of(function, jax.random.key(5), name) for name in ("triton", "xla")]
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = dropout.mask_of(function, jax.random.key(5), "xla")
+    for mask in masks:
+        np.testing.assert_array_equal(mask, expected)
+
+
+@pytest.mark.parametrize("function", (dropout.chosen, dropout.of_all_heads), ids=lambda function: function.__name__)
+def test_gradients(function):
+    dropout.test_gradients_use_the_mask_of_the_forward_pass(function, "triton")
