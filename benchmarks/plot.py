@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
+from blockdiag.bench.fuse_plots import draw_fuse
 from blockdiag.bench.moba_plots import draw_moba
 from blockdiag.bench.paged_plots import draw_paged
 from blockdiag.bench.plots import draw_all
-from blockdiag.bench.records import ErrorRow, MoBATiming, PagedTiming, Timing, read_rows
+from blockdiag.bench.records import ErrorRow, FuseTiming, MoBATiming, PagedTiming, Timing, read_rows
 
 
 def main() -> None:
@@ -25,6 +26,9 @@ def main() -> None:
         print(path)
     paged = folder / "paged.csv"
     for path in draw_paged(read_rows(paged, PagedTiming), folder) if paged.exists() else []:
+        print(path)
+    fuse = folder / "fuse.csv"
+    for path in draw_fuse(read_rows(fuse, FuseTiming), folder) if fuse.exists() else []:
         print(path)
 
 

@@ -251,7 +251,62 @@ class GalleryTiming:
         return None if self.ours_ms is None or self.xla_ms is None else self.xla_ms / self.ours_ms
 
 
-type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming
+@dataclass(frozen=True, kw_only=True)
+class FuseTiming:
+    """One row of the CSV of fused functions: one pass of one implementation of one function.
+
+    Attributes:
+        pass_name: "fwd" or "fwd+bwd"; the latter has the gradients of all floating arguments, biases included.
+        group, case: the function, and the workload within it; see `fuse_cases`.
+        rows: sequences that share a bias of pairs.
+        useful_tflop, useful_gb: arithmetic and bytes that the pass cannot do without.
+        floor_ms: the longer of both at the rates that this run measured, `matmul_tflops` and `copy_gb_per_s`.
+        extra_bytes: device memory beyond inputs and outputs; `peak_bytes` with them.
+        relative_error: relative L2 norm of the distance from float64, the largest of what the pass returns.
+        first_compile_s: to trace, lower and compile the pass with nothing on disk, `first_kernels_s` of it by Triton.
+        cached_compile_ms: the same with kernels on disk, in a process that has not seen them; `cached_kernels_ms` of
+            it to read them.
+    """
+
+    op: str
+    pass_name: str
+    group: str
+    case: str
+    implementation: str
+    batch: int
+    rows: int
+    tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    useful_tflop: float | None = None
+    useful_gb: float | None = None
+    floor_ms: float | None = None
+    ratio_to_floor: float | None = None
+    extra_bytes: int | None = None
+    peak_bytes: int | None = None
+    relative_error: float | None = None
+    first_compile_s: float | None = None
+    first_kernels_s: float | None = None
+    cached_compile_ms: float | None = None
+    cached_kernels_ms: float | None = None
+    copy_gb_per_s: float | None = None
+    matmul_tflops: float | None = None
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+    note: str = ""
+
+
+type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming | FuseTiming
 
 _KEYS: dict[type, tuple[str, ...]] = {
     Timing: ("op", "pass_name", "case", "implementation", "device"),
@@ -259,6 +314,7 @@ _KEYS: dict[type, tuple[str, ...]] = {
     HostRow: ("op", "pass_name", "implementation", "device"),
     MoBATiming: ("op", "pass_name", "case", "implementation", "device"),
     PagedTiming: ("op", "group", "case", "implementation", "device"),
+    FuseTiming: ("op", "pass_name", "case", "implementation", "device"),
     GalleryTiming: ("variant", "pass_name", "device"),
 }
 

@@ -33,6 +33,7 @@ from blockdiag.bench.report import (
     verdict_table,
 )
 from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times, judge_torch_host
+from blockdiag.cli.bench_fuse import FUSE_NAMES, draw_fuse_figures, measure_fuse, smoke_fuse
 from blockdiag.cli.bench_gallery import FILE as GALLERY_FILE
 from blockdiag.cli.bench_gallery import measure_gallery, smoke_gallery
 from blockdiag.cli.bench_moba import CASE_NAMES, draw_moba_figures, measure_moba, smoke_moba
@@ -53,9 +54,10 @@ class Op(StrEnum):
     PAGED = "paged"
     TORCH = "torch"
     GALLERY = "gallery"
+    FUSE = "fuse"
 
 
-BUDGETS = {Op.PAGED: 130.0, Op.GALLERY: 360.0}
+BUDGETS = {Op.PAGED: 130.0, Op.GALLERY: 360.0, Op.FUSE: 510.0}
 """Seconds, of ops that do not need what the others do."""
 
 
@@ -68,7 +70,7 @@ def bench(
         str | None,
         typer.Option(
             help=f"Comma-separated, of: {', '.join(CASES)}; for moba of: {CASE_NAMES}; for paged of: {GROUP_NAMES}; "
-            "for gallery of its variants."
+            f"for gallery of its variants; for fuse of: {FUSE_NAMES}, or cases of these."
         ),
     ] = None,
     baselines: Annotated[str | None, typer.Option(help="Comma-separated names of baselines, or none.")] = None,
@@ -78,12 +80,14 @@ def bench(
     budget_seconds: Annotated[
         float | None,
         typer.Option(
-            min=10.0, help="Time after which no baseline is begun.", show_default="270, paged: 130, gallery: 360"
+            min=10.0,
+            help="Time after which no baseline is begun.",
+            show_default="270, paged: 130, gallery: 360, fuse: 510",
         ),
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Only the small check on the CPU.")] = False,
 ) -> None:
-    """Time block-diagonal, MoBA or paged attention beside baselines, or torch operators on the host, on an NVIDIA GPU.
+    """Time block-diagonal, MoBA, paged or fused attention beside baselines, or torch operators on the host.
 
     Every timing is gated by a check against float64, interleaved with the others of its case, and shown beside the
     copy bandwidth of the same run. On a machine without a GPU, or with --smoke, a small check of the XLA path runs
@@ -97,7 +101,8 @@ def bench(
 
     if smoke or jax.default_backend() != "gpu":
         with jax.default_device(jax.devices("cpu")[0]):
-            {Op.MOBA: smoke_moba, Op.PAGED: smoke_paged, Op.GALLERY: smoke_gallery}.get(op, _smoke)(console, output)
+            checks = {Op.MOBA: smoke_moba, Op.PAGED: smoke_paged, Op.GALLERY: smoke_gallery, Op.FUSE: smoke_fuse}
+            checks.get(op, _smoke)(console, output)
         return
     deadline = time.monotonic() + (budget_seconds or BUDGETS.get(op, 270.0))
     folder = output or DEFAULT_OUTPUT
@@ -113,6 +118,11 @@ def bench(
         raise SystemExit("JAX sees a GPU but torch does not; install torch with CUDA: pip install 'torch>=2.11'")
     if op is Op.TORCH:
         _torch_host(console, folder)
+        return
+    if op is Op.FUSE:
+        measure_fuse(console, folder, cases=cases, baselines=baselines, rounds=rounds, seed=seed, deadline=deadline)
+        if plot:
+            draw_fuse_figures(console, folder)
         return
     if op is Op.MOBA:
         measure_moba(console, folder, cases=cases, baselines=baselines, rounds=rounds, seed=seed, deadline=deadline)

@@ -1,0 +1,128 @@
+"""Compiles ahead, in many processes: every kernel of the cases, timed, and FlexAttention's, which takes the longest.
+
+Triton and torch keep what they compile on disk, so that the benchmark itself then only loads it.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from blockdiag.bench.fuse_cases import FUSE_PASSES, FuseCase, FusePass
+from blockdiag.bench.fuse_programs import launch_specs
+from blockdiag.bench.records import reason_of, recordable_failures
+
+_MOST_PROCESSES = 14
+_TINY = FuseCase(group="causal", batch=1, tokens=32, query_heads=1, key_heads=1, head_dim=16)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Kernels that were compiled before the cases.
+
+    Attributes:
+        specs: the launches of a pass, by the case's name and the pass.
+        seconds: to compile each, alone in its process.
+        lines: what happened, to be shown.
+    """
+
+    specs: dict[tuple[str, FusePass], list[Any]] = field(default_factory=dict)
+    seconds: dict[Any, float] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def first_seconds(self, case: FuseCase, pass_name: FusePass) -> float | None:
+        """To compile the kernels of a pass in turn, nothing being on disk; None where that is not known."""
+        specs = self.specs.get((case.name, pass_name))
+        if specs is None or any(spec not in self.seconds for spec in specs):
+            return None
+        return sum(self.seconds[spec] for spec in specs)
+
+
+def compile_ahead(
+    cases: Sequence[FuseCase], target: Any, *, with_flex: bool, seed: int, limit_seconds: float = 120.0
+) -> Ahead:
+    """Compile the kernels of all cases for `target`, and then FlexAttention's where that is wanted.
+
+    What is not ready after `limit_seconds` is left to the cases that need it.
+    """
+    began, ahead = time.monotonic(), Ahead()
+    processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 1))
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        kernels: dict[Any, Any] = {}
+        for case in cases:
+            for pass_name in FUSE_PASSES:
+                try:
+                    specs = ahead.specs[case.name, pass_name] = launch_specs(case, pass_name)
+                except recordable_failures() as failure:
+                    ahead.lines.append(f"{case.name}: no kernels for {pass_name}: {reason_of(failure)}")
+                    continue
+                for spec in specs:
+                    if spec not in kernels:
+                        kernels[spec] = pool.apply_async(timed_compilation, (spec, target))
+        # What this process loads for its first kernel is no part of what it takes to read others.
+        timed_compilation(launch_specs(_TINY, "fwd")[0], target)
+        end = began + limit_seconds
+        for spec, waiting in kernels.items():
+            found = _result(waiting, end)
+            if isinstance(found, float):
+                ahead.seconds[spec] = found
+            else:
+                ahead.lines.append(f"{spec.name}: {found}")
+        ready = time.monotonic()
+        ahead.lines.append(f"{len(ahead.seconds)} kernels in {ready - began:.0f} s by {processes} processes")
+        if with_flex:
+            # Only now, so that what the kernels take is not measured beside it.
+            flex = {case.name: pool.apply_async(flex_compilation, (case, seed)) for case in cases}
+            answers = {name: _result(waiting, end) for name, waiting in flex.items()}
+            ahead.lines.extend(f"FlexAttention, {name}: {found}" for name, found in answers.items() if found)
+            ahead.lines.append(f"FlexAttention for {len(flex)} cases in {time.monotonic() - ready:.0f} s")
+    return ahead
+
+
+def _result(waiting: Any, end: float) -> Any:
+    """What a process answered, or why there is no answer before `end`."""
+    try:
+        return waiting.get(max(0.0, end - time.monotonic()))
+    except multiprocessing.TimeoutError:
+        return "not compiled ahead: it took too long"
+
+
+def timed_compilation(spec: Any, target: Any) -> float | str:
+    """Seconds to plan and compile one launch, or why it could not be."""
+    import triton.compiler  # noqa: F401  what every process loads once
+
+    from blockdiag.triton_kernels.compile import compile_plan
+
+    began = time.perf_counter()
+    try:
+        compile_plan(spec.plan(target), target)
+    except recordable_failures() as failure:
+        return reason_of(failure)
+    return time.perf_counter() - began
+
+
+def flex_compilation(case: FuseCase, seed: int) -> str:
+    """Run each pass of FlexAttention once, so that its kernels are on disk; an empty string, or why one did not run."""
+    import torch._inductor.config
+
+    from blockdiag.bench.fuse_check import make_arrays
+    from blockdiag.bench.fuse_torch_baselines import flex_call
+
+    # Each process is one of many; it needs no more for itself.
+    torch._inductor.config.compile_threads = 1
+    reasons = []
+    try:
+        call = flex_call(case, make_arrays(case, seed=seed, device="cuda"))
+        for pass_name in FUSE_PASSES:
+            try:
+                call.run_of(pass_name)()
+                torch.cuda.synchronize()
+            except recordable_failures() as failure:
+                reasons.append(f"{pass_name}: {reason_of(failure)}")
+    except recordable_failures() as failure:
+        reasons.append(reason_of(failure))
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    return "; ".join(reasons)
