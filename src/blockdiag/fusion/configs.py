@@ -23,9 +23,9 @@ class Config:
 # features or columns of values. Biases of queries by keys travel with every tile; with them small tiles win.
 _PLAIN: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "forward": {64: (64, 128, 4, 2), 128: (128, 64, 8, 3), 256: (128, 64, 8, 3)},
-    "rows": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
-    "columns": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (32, 128, 8, 3)},
-    "pairs": {64: (64, 128, 8, 3), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
+    "rows": {64: (64, 64, 4, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
+    "columns": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 128, 8, 3)},
+    "pairs": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
 }
 _BIASED: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "forward": {64: (128, 32, 4, 3), 128: (128, 32, 4, 3), 256: (128, 32, 8, 3)},
@@ -42,27 +42,20 @@ def config_of(region: Region, kind: Kind) -> Config:
     operands = [leaf for leaf in region.leaves if leaf.role in ("query", "key")]
     if any(leaf.source.dtype.itemsize == 4 for leaf in operands) or region.value.dtype.itemsize == 4:
         # Products of float32 are made by the processor's other units, where larger tiles do not pay.
-        rows, columns, warps, stages = 32, 64, 4, 2
+        rows, columns, warps, stages = 32, 32, 4, 2
     else:
         has_bias = any(leaf.role == "score" for leaf in region.leaves)
         table = (_BIASED if has_bias else _PLAIN)[kind]
         rows, columns, warps, stages = table[next(wide for wide in table if max(features, values) <= wide)]
         if kind == "forward" and not has_bias and features <= 64 < values <= 128:
             warps = 4
-    return Config(_fitting(region, kind, rows, columns), warps, stages)
+    return Config(_fitting(region, rows, columns), warps, stages)
 
 
-def _fitting(region: Region, kind: Kind, rows: int, columns: int) -> Tile:
-    """No larger than the scores; never square, as axes of tiles are told apart by their sizes."""
-    rows = min(rows, max(16, next_power_of_2(region.sizes["q"])))
-    columns = min(columns, max(16, next_power_of_2(region.sizes["k"])))
-    if rows == columns:
-        # The kernel of columns has them first in its products, which want 64 of these.
-        if kind == "columns":
-            rows = rows * 2 if rows < 32 else rows // 2
-        else:
-            columns = columns * 2 if columns < 64 else columns // 2
-    return Tile(rows, columns)
+def _fitting(region: Region, rows: int, columns: int) -> Tile:
+    """No larger than the scores."""
+    size = {axis: max(16, next_power_of_2(region.sizes[axis])) for axis in ("q", "k")}
+    return Tile(min(rows, size["q"]), min(columns, size["k"]))
 
 
 def shared_bytes(region: Region, kind: Kind, config: Config) -> tuple[int, int]:

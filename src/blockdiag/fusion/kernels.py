@@ -162,6 +162,11 @@ class Writer:
         """Makes a line of columns a tile."""
         return "[:, None]" if self.flipped else "[None, :]"
 
+    def times(self, line: str, label: str, layout: Layout) -> str:
+        """Offsets of some queries or keys; in 64 bits only where they need them."""
+        stride = layout.stride(label)
+        return f"{line}.to(tl.int64) * {stride}" if stride * self.sizes[label] >= 2**30 else f"{line} * {stride}"
+
     def decode(self, index: str, labels: Sequence[str]) -> None:
         """`i_<label>` of every label, from one number."""
         rest = index
@@ -208,18 +213,17 @@ class Writer:
                 line, label = ("r_q", "q") if leaf.role == "query" else ("r_k", "k")
                 masks = []
                 masks += [f"(tl.arange(0, {shape[1]}) < {count})[None, :]"] if shape[1] != count else []
-                at = f"{line}[:, None] * {layout.stride(label)} + tl.arange(0, {shape[1]})[None, :] * {stride}"
+                at = f"{self.times(line + '[:, None]', label, layout)} + tl.arange(0, {shape[1]})[None, :] * {stride}"
                 self.emit(f"{name} = tl.load(p_{name} + {base} + {at}{self.masked(masks)})")
                 return Value(name, shape, is_read=True)
             case "row":
-                at = f"p_{name} + {base} + r_q * {layout.stride('q')}"
+                at = f"p_{name} + {base} + {self.times('r_q', 'q', layout)}"
                 self.emit(f"{name} = (tl.load({at}){widen}){self.row}")
             case "column":
-                at = f"p_{name} + {base} + r_k * {layout.stride('k')}"
+                at = f"p_{name} + {base} + {self.times('r_k', 'k', layout)}"
                 self.emit(f"{name} = (tl.load({at}){widen}){self.column}")
             case "score":
-                lines = f"r_q{self.row}.to(tl.int64) * {layout.stride('q')}"
-                at = f"{lines} + r_k{self.column} * {layout.stride('k')}"
+                at = f"{self.times('r_q' + self.row, 'q', layout)} + {self.times('r_k' + self.column, 'k', layout)}"
                 self.emit(f"{name} = tl.load(p_{name} + {base} + {at}){widen}")
             case "scalar":
                 self.emit(f"{name} = tl.load(p_{name} + {base}){widen}")
@@ -234,7 +238,7 @@ class Writer:
         """Load a tile of values [columns of scores, columns of values]."""
         layout = self.value_layout
         stride = flat_stride(layout, value_columns(self.region), self.sizes)
-        at = f"r_k[:, None] * {layout.stride('k')} + tl.arange(0, {self.wide})[None, :] * {stride}"
+        at = f"{self.times('r_k[:, None]', 'k', layout)} + tl.arange(0, {self.wide})[None, :] * {stride}"
         masks = [f"(tl.arange(0, {self.wide}) < {self.columns})[None, :]"] if self.wide != self.columns else []
         self.emit(f"{name} = tl.load(p_value + {layout.base(value_labels(self.region))} + {at}{self.masked(masks)})")
 
@@ -247,7 +251,7 @@ class Writer:
 
     def result_place(self) -> tuple[str, list[str]]:
         layout, stride = self.result_layout()
-        lines = f"o_q[:, None] * {layout.stride('q')} + tl.arange(0, {self.wide})[None, :] * {stride}"
+        lines = f"{self.times('o_q[:, None]', 'q', layout)} + tl.arange(0, {self.wide})[None, :] * {stride}"
         at = f"{layout.base(self.region.batch)} + {lines}"
         masks = ["m_q[:, None]"] if self.rows % self.tile.rows else []
         masks += [f"(tl.arange(0, {self.wide}) < {self.columns})[None, :]"] if self.wide != self.columns else []

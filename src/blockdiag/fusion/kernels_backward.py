@@ -256,17 +256,17 @@ def _store_gradient(writer: Writer, place: int, labels: Sequence[str]) -> None:
             count, _ = writer.features(leaf)
             stride, wide = flat_stride(layout, leaf.features, sizes), writer.tile_shape(leaf)[1]
             line, label = ("o_q", "q") if leaf.role == "query" else ("o_k", "k")
-            at = f"{line}[:, None] * {layout.stride(label)} + tl.arange(0, {wide})[None, :] * {stride}"
+            at = f"{writer.times(line + '[:, None]', label, layout)} + tl.arange(0, {wide})[None, :] * {stride}"
             size, total = (writer.tile.rows, writer.rows) if label == "q" else (writer.tile.columns, writer.keys)
             masks = [f"m_{label}[:, None]"] if total % size else []
             masks += [f"(tl.arange(0, {wide}) < {count})[None, :]"] if wide != count else []
         case "row":
-            at, masks = f"o_q{writer.row} * {layout.stride('q')}", writer.mask(True, False)
+            at, masks = writer.times("o_q" + writer.row, "q", layout), writer.mask(True, False)
         case "column":
-            at, masks = f"o_k{writer.column} * {layout.stride('k')}", writer.mask(False, True)
+            at, masks = writer.times("o_k" + writer.column, "k", layout), writer.mask(False, True)
         case "score":
-            lines = f"o_q{writer.row}.to(tl.int64) * {layout.stride('q')}"
-            at = f"{lines} + o_k{writer.column} * {layout.stride('k')}"
+            lines = writer.times("o_q" + writer.row, "q", layout)
+            at = f"{lines} + {writer.times('o_k' + writer.column, 'k', layout)}"
             masks = writer.mask(True, True)
         case _:
             at, masks = f"own * {layout.stride('tq')}", []
@@ -287,7 +287,7 @@ def _store_value(writer: Writer, labels: Sequence[str]) -> None:
     writer.outputs.append(
         Output("grad_value", dims, shape, jnp.dtype(region.value.dtype).name if is_whole else "float32")
     )
-    at = f"o_k[:, None] * {layout.stride('k')} + tl.arange(0, {writer.wide})[None, :] * {stride}"
+    at = f"{writer.times('o_k[:, None]', 'k', layout)} + tl.arange(0, {writer.wide})[None, :] * {stride}"
     masks = ["m_k[:, None]"] if writer.keys % writer.tile.columns else []
     masks += [f"(tl.arange(0, {writer.wide}) < {writer.columns})[None, :]"] if writer.wide != writer.columns else []
     writer.emit(
