@@ -9,6 +9,7 @@ from typing import Any
 from blockdiag import _validate
 from blockdiag._arrays import dtype_name
 from blockdiag.problem import (
+    MOST_TILE_ROWS,
     BlockDiagonalProblem,
     RotaryProblem,
     count_length_tiles,
@@ -41,6 +42,8 @@ def describe_call(
     if rotary is not None:
         _validate.check_rotary(rotary, tokens_shape, head_dim, longest)
     is_uniform = sequence_offsets is None and block_lengths is None
+    # No block is longer than all tokens; what fits into one tile of scores is computed in one.
+    block_size = min(block_size, max(length, MOST_TILE_ROWS))
     if sequence_offsets is not None:
         num_tiles = count_offset_tiles(tokens, sequence_offsets.shape[0] - 1, block_size)
     elif block_lengths is not None:

@@ -14,7 +14,6 @@ import numpy as np
 from blockdiag._arrays import dtype_name, is_traced, known_values
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-MAX_BLOCK_SIZE = 256
 
 
 def check_operands(query: Any, key: Any, value: Any) -> None:
@@ -91,12 +90,12 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 def check_block_size(block_size: Any) -> int:
-    """An integer of 1..256."""
+    """A positive integer."""
     size = None if isinstance(block_size, bool) or is_traced(block_size) else as_index(block_size)
-    if size is None or not 1 <= size <= MAX_BLOCK_SIZE:
+    if size is None or size < 1:
         raise ValueError(
-            f"`block_size` must be an integer of 1..{MAX_BLOCK_SIZE}, known when tracing, got {block_size!r}; "
-            "larger blocks need flash attention, for example jax.nn.dot_product_attention on one block per batch row"
+            f"`block_size` must be a positive integer, known when tracing, got {block_size!r}; "
+            "pass the rows of a block, with `block_lengths` those of the longest one"
         )
     return size
 
@@ -186,12 +185,10 @@ def _check_block_lengths(tokens: int, block_size: int, block_lengths: Any) -> in
     if (lengths < 0).any():
         raise ValueError(f"`block_lengths` must not be negative, got {lengths.min()}; an empty block has length 0")
     if (lengths > block_size).any():
-        remedy = (
+        raise ValueError(
+            f"`block_lengths` must not exceed block_size={block_size}, got {lengths.max()}; "
             f"pass block_size={lengths.max()}"
-            if lengths.max() <= MAX_BLOCK_SIZE
-            else f"blocks have at most {MAX_BLOCK_SIZE} tokens"
         )
-        raise ValueError(f"`block_lengths` must not exceed block_size={block_size}, got {lengths.max()}; {remedy}")
     if lengths.sum(dtype=np.int64) > tokens:
         raise ValueError(
             f"`block_lengths` must sum to at most the {tokens} tokens of `query`, got "

@@ -26,7 +26,8 @@ BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
 
 `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(blockdiag.BLOCK_DIAGONAL_OUTPUT))` keeps the
 output of each attention call, so that the backward pass does not run the forward kernel again. (The backward kernel
-itself needs no output: it starts from query, key and value.)
+itself needs no output: it starts from query, key and value. Of blocks of more than 256 rows it does, and needs their
+log-sum-exp, which has the same name.)
 """
 
 
@@ -52,8 +53,9 @@ def block_diagonal_attention(
 
     Works under `jax.jit`, `jax.grad` (any number of times), `jax.vmap` with any axes, `jax.checkpoint` (see
     `BLOCK_DIAGONAL_OUTPUT`), `jax.shard_map` and `jax.export`. Forward-mode differentiation raises a TypeError except
-    with `implementation="reference"`. The only arrays kept for the backward pass are the arguments. `rotary`,
-    `sequence_offsets` and `block_lengths` are constants to differentiation: their gradient is zero.
+    with `implementation="reference"`. The only arrays kept for the backward pass are the arguments, and of blocks of
+    more than 256 rows the output and one float32 number for each row and head. `rotary`, `sequence_offsets` and
+    `block_lengths` are constants to differentiation: their gradient is zero.
 
     On a mesh with explicit axes, operands may be sharded over batch rows and heads, and each device computes its own.
     On a mesh with automatic axes XLA gathers what a kernel reads; call inside `jax.shard_map` there.
@@ -62,7 +64,8 @@ def block_diagonal_attention(
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
             `block_lengths` describe. float16, bfloat16, float32 or float64. T need not be a multiple of anything.
         key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
-        block_size: rows of a block, 1..256; with `block_lengths` the most rows of a block.
+        block_size: rows of a block, any positive number; with `block_lengths` the most rows of a block. Up to 256 rows
+            a block's scores are in one piece; longer blocks are computed as flash attention (docs/block_diagonal.md).
         sequence_offsets: int32 [num_sequences + 1], only for packed arrays: sequence s is rows [offsets[s],
             offsets[s + 1]). Starts with 0 and does not decrease; sequences may be empty; rows after the last offset
             belong to no sequence, give 0 and get zero gradients. Known values are checked, which outside `jax.jit`
@@ -109,6 +112,12 @@ def block_diagonal_attention(
     if explicit_axes(query):
         return _attention_on_shards(arrays, call, implementation)
     return _attention(call, *arrays)
+
+
+type Gradients = tuple[Array, Array | None, Array | None]
+
+type Statistics = tuple[()] | tuple[Array, Array]
+"""Of long blocks the output [tokens, N, H] and the log-sum-exp [tokens, N] of a forward pass; else nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,69 +219,108 @@ def differentiable_attention(call: Call, query: Array, key: Array | None, value:
         key, value: [tokens, K, H].
         tables: tile table or None, and rotary arrays or None.
     """
+    output, _ = attention_and_statistics(call, query, key, value, tables)
+    return output
+
+
+def attention_and_statistics(
+    call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple
+) -> tuple[Array, Statistics]:
+    """The same, and what `attention_gradients` can use of it."""
     if call.is_reference:
         output = call_implementation("forward", call.problem, call.implementations, query, key, value, *tables)
-        return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT)
+        return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT), ()
     query, key, value, tables = on_common_axes(query, key, value, tables)
     query, key, value = jax.tree.map(reverse_only, (query, key, value))
-    return _attend(call, query, key, value, tables)
+    output, log_sum = _attend(call, query, key, value, tables)
+    return output, () if log_sum is None else jax.lax.stop_gradient((output, log_sum))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple) -> Array:
-    return _mappable(call, "forward")(query, key, value, *tables)
+def _attend(
+    call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple
+) -> tuple[Array, Array | None]:
+    """Output, and of long blocks the log-sum-exp, which has no derivative."""
+    if call.problem.is_long:
+        return _mappable(call, "forward_with_log_sum")(query, key, value, *tables)
+    return _mappable(call, "forward")(query, key, value, *tables), None
 
 
 def _attend_forward(
     call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple
-) -> tuple[Array, tuple]:
+) -> tuple[tuple[Array, Array | None], tuple]:
     # Through `_attend` itself, not what it computes with, so that a second differentiation finds this rule again.
-    output = _attend(call, query, key, value, tables)
+    output, log_sum = _attend(call, query, key, value, tables)
     # The name must be given inside this rule: a policy cannot see into it from outside.
-    return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT), (query, key, value, tables)
+    output, log_sum = checkpoint_name((output, log_sum), BLOCK_DIAGONAL_OUTPUT)
+    statistics = () if log_sum is None else (output, log_sum)
+    return (output, log_sum), (query, key, value, tables, statistics)
 
 
-def _attend_backward(call: Call, residuals: tuple, cotangent: Array) -> tuple:
-    query, key, value, tables = residuals
-    return *attention_gradients(call, query, key, value, tables, cotangent), None
+def _attend_backward(call: Call, residuals: tuple, cotangents: tuple[Array, Array | None]) -> tuple:
+    query, key, value, tables, statistics = residuals
+    cotangent, _ = cotangents
+    return *attention_gradients(call, query, key, value, tables, cotangent, statistics), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-type Gradients = tuple[Array, Array | None, Array | None]
-
-
 def attention_gradients(
-    call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple, cotangent: Array
+    call: Call,
+    query: Array,
+    key: Array | None,
+    value: Array | None,
+    tables: tuple,
+    cotangent: Array,
+    statistics: Statistics = (),
 ) -> Gradients:
-    """Gradients of the canonical call with respect to query, key and value; itself differentiable in reverse mode."""
+    """Gradients of the canonical call with respect to query, key and value; itself differentiable in reverse mode.
+
+    `statistics` are those of the same operands, or empty: then they are computed again.
+    """
     query, key, value, cotangent = jax.tree.map(reverse_only, (query, key, value, cotangent))
-    return _gradients(call, query, key, value, cotangent, tables)
+    return _gradients(call, query, key, value, cotangent, tables, statistics)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(
-    call: Call, query: Array, key: Array | None, value: Array | None, cotangent: Array, tables: tuple
+    call: Call,
+    query: Array,
+    key: Array | None,
+    value: Array | None,
+    cotangent: Array,
+    tables: tuple,
+    statistics: Statistics,
 ) -> Gradients:
-    return _mappable(call, "backward")(query, key, value, *tables, cotangent)
+    return _mappable(call, "backward")(query, key, value, *tables, cotangent, *statistics)
 
 
 def _gradients_forward(
-    call: Call, query: Array, key: Array | None, value: Array | None, cotangent: Array, tables: tuple
+    call: Call,
+    query: Array,
+    key: Array | None,
+    value: Array | None,
+    cotangent: Array,
+    tables: tuple,
+    statistics: Statistics,
 ) -> tuple[Gradients, tuple]:
-    return _gradients(call, query, key, value, cotangent, tables), (query, key, value, cotangent, tables)
+    gradients = _gradients(call, query, key, value, cotangent, tables, statistics)
+    return gradients, (query, key, value, cotangent, tables)
 
 
 def _gradients_backward(call: Call, residuals: tuple, cotangents: Gradients) -> tuple:
-    """Second derivatives go through the array code of the xla implementation, which JAX differentiates."""
+    """Second derivatives go through the array code of the xla implementation, which JAX differentiates.
+
+    There the statistics are functions of the operands, so that as arguments they have no derivative of their own.
+    """
     *operands, tables = residuals
 
     def gradients(query: Array, key: Array | None, value: Array | None, cotangent: Array) -> Gradients:
         return call_implementation("backward", call.problem, ("xla",), query, key, value, *tables, cotangent)
 
     _, pull_back = jax.vjp(gradients, *operands)
-    return *pull_back(cotangents), None
+    return *pull_back(cotangents), None, None
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)

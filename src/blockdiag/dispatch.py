@@ -264,4 +264,4 @@ def _compute_unpacked(
     """A packed problem by an implementation that takes query, key and value apart."""
     heads = (problem.query_heads, problem.query_heads + problem.key_heads)
     results = function(dataclasses.replace(problem, is_packed=False), *jnp.split(packed, heads, axis=1), *operands)
-    return results if method == "forward" else (jnp.concatenate(results, axis=1), None, None)
+    return (jnp.concatenate(results, axis=1), None, None) if method == "backward" else results

@@ -10,6 +10,9 @@ from typing import Literal
 
 PositionSource = Literal["sequence", "explicit", "token"]
 
+MOST_TILE_ROWS = 256
+"""Rows of the longest blocks whose scores are in one piece: longer ones are computed a tile of them at a time."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryProblem:
@@ -41,7 +44,7 @@ class BlockDiagonalProblem:
 
     Attributes:
         tokens: rows of the flattened token axis, every batch row and mapped axis included.
-        block_size: the most rows a block (and so a tile) has, 1..256.
+        block_size: the most rows a block (and so a tile of the tile table) has.
         sequence_length: tokens of each sequence when all sequences are equally long, back to back; then no tile table
             is given. None when a tile table int32 [num_tiles, 3] says where the blocks lie.
         num_tiles: tiles the launch covers; rows of the tile table when there is one.
@@ -69,6 +72,11 @@ class BlockDiagonalProblem:
     def group_size(self) -> int:
         """Query heads that share one key head, G = N // K."""
         return self.query_heads // self.key_heads
+
+    @property
+    def is_long(self) -> bool:
+        """Whether blocks may be longer than one tile of scores."""
+        return self.block_size > MOST_TILE_ROWS
 
     @property
     def packed_heads(self) -> int:

@@ -17,9 +17,10 @@ from blockdiag._sharding import call_on_shards, explicit_axes, input_spec, repli
 from blockdiag.block_diagonal import (
     BLOCK_DIAGONAL_OUTPUT,
     Call,
+    Statistics,
+    attention_and_statistics,
     attention_gradients,
     canonical_tables,
-    differentiable_attention,
     prepare_call,
 )
 from blockdiag.rotary import Rotary
@@ -47,9 +48,10 @@ def fused_qkv_block_attention(
     """Project tokens to query, key and value by one matrix product, then attend within blocks.
 
     Equal to `block_diagonal_attention` on the three parts of `x @ w_qkv + bias`. Its derivative keeps `x`, `w_qkv` and
-    the projected buffer (named `BLOCK_DIAGONAL_QKV`, so that a rematerialisation policy may drop or keep it), lays the
-    gradients of query, key and value side by side in one buffer of the same shape, and takes the gradients of `x`,
-    `w_qkv` and `bias` from that by one product or sum each, accumulated in float32 and rounded once.
+    the projected buffer (named `BLOCK_DIAGONAL_QKV`, so that a rematerialisation policy may drop or keep it) in the
+    place of query, key and value, lays the gradients of these side by side in one buffer of the same shape, and takes
+    the gradients of `x`, `w_qkv` and `bias` from that by one product or sum each, accumulated in float32 and rounded
+    once.
 
     Works under the transformations that `block_diagonal_attention` names. On a mesh with explicit axes `x` may be
     sharded over batch rows; the weights are gathered.
@@ -136,7 +138,7 @@ def _fused(
     tables = canonical_tables(call, tokens_shape, sequence_offsets, block_lengths, rotary)
     rows = x.reshape(math.prod(tokens_shape), x.shape[-1])
     if call.is_reference:
-        output, _ = _compute(call, rows, w_qkv, bias, tables)
+        output, _, _ = _compute(call, rows, w_qkv, bias, tables)
     else:
         rows, w_qkv, bias, tables = on_common_axes(rows, w_qkv, bias, tables)
         bias = None if bias is None else reverse_only(bias)
@@ -144,31 +146,36 @@ def _fused(
     return output.reshape(*tokens_shape, problem.query_heads, problem.head_dim)
 
 
-def _compute(call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple) -> tuple[Array, Array]:
-    """Attention output [tokens, N, H] and the projected buffer [tokens, (N + 2 K) H]."""
+def _compute(call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple) -> tuple[Array, Array, Statistics]:
+    """Attention output [tokens, N, H], the projected buffer [tokens, (N + 2 K) H], and what the gradients can use."""
     projected = _product("td,dc->tc", x, w_qkv)
     if bias is not None:
         projected = projected + bias.astype(projected.dtype)[None, :]
     projected = checkpoint_name(projected.astype(x.dtype), BLOCK_DIAGONAL_QKV)
-    return differentiable_attention(call, _by_heads(call, projected), None, None, tables), projected
+    output, statistics = attention_and_statistics(call, _by_heads(call, projected), None, None, tables)
+    return output, projected, statistics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project_and_attend(call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple) -> Array:
-    output, _ = _compute(call, x, w_qkv, bias, tables)
+    output, _, _ = _compute(call, x, w_qkv, bias, tables)
     return output
 
 
 def _project_and_attend_forward(
     call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple
 ) -> tuple[Array, tuple]:
-    output, projected = _compute(call, x, w_qkv, bias, tables)
-    return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT), (x, w_qkv, bias, projected, tables)
+    output, projected, statistics = _compute(call, x, w_qkv, bias, tables)
+    output = checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT)
+    if statistics:
+        statistics = (output, checkpoint_name(statistics[1], BLOCK_DIAGONAL_OUTPUT))
+    return output, (x, w_qkv, bias, projected, tables, statistics)
 
 
 def _project_and_attend_backward(call: Call, residuals: tuple, cotangent: Array) -> tuple:
-    x, w_qkv, bias, projected, tables = residuals
-    gradient, _, _ = attention_gradients(call, _by_heads(call, projected), None, None, tables, cotangent)
+    x, w_qkv, bias, projected, tables, statistics = residuals
+    packed = _by_heads(call, projected)
+    gradient, _, _ = attention_gradients(call, packed, None, None, tables, cotangent, statistics)
     gradient = gradient.reshape(projected.shape)
     x_gradient = _product("tc,dc->td", gradient, w_qkv).astype(x.dtype)
     w_gradient = _product("td,tc->dc", x, gradient).astype(x.dtype)

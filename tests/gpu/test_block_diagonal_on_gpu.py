@@ -72,6 +72,28 @@ CASES = {
     "heads of 256, rotary": Case(
         lengths=(150,), rotary=RotaryCase(interleaved=True), is_causal=True, **TILE | {"head_dim": 256}
     ),
+    # The kernels of fused attention.
+    "blocks of 512": Case(lengths=(2048, 2048), **TILE | {"block_size": 512}),
+    "blocks of 512, grouped, causal": Case(lengths=(2048,), is_causal=True, **GROUPED | {"block_size": 512}),
+    "blocks of 1024, heads of 64": Case(lengths=(2048, 2048), **TILE | {"block_size": 1024, "head_dim": 64}),
+    "blocks of 1024, partial, rotary": Case(
+        lengths=(1500, 1500), rotary=RotaryCase(), **GROUPED | {"block_size": 1024}
+    ),
+    "ragged to 2000": Case(
+        lengths=(2000, 1, 0, 300, 63, 1025), layout="lengths", padding=70, **TILE | {"block_size": 2000}
+    ),
+    "ragged to 2000, grouped, causal": Case(
+        lengths=(257, 2000, 0, 64), layout="lengths", padding=3, is_causal=True, **GROUPED | {"block_size": 2000}
+    ),
+    "blocks of 700, packed, rotary": Case(
+        lengths=(1500, 3, 0, 699),
+        layout="offsets",
+        padding=9,
+        is_causal=True,
+        rotary=RotaryCase(tables="explicit"),
+        **TILE | {"block_size": 700, "head_dim": 64},
+    ),
+    "blocks of 300, float32": Case(lengths=(450,), **GROUPED | {"block_size": 300, "dtype": "float32"}),
     "float32": Case(lengths=(130, 130), **GROUPED | {"dtype": "float32"}),
     "float32, packed, rotary": Case(
         lengths=LENGTHS, layout="offsets", padding=4, rotary=RotaryCase(), **TILE | {"dtype": "float32", "head_dim": 64}
@@ -119,6 +141,8 @@ LARGE = {
     "rotary, heads of 64": {"shape": (4, 4096), "heads": (8, 8, 64), "rotary": True},
     "rotary, grouped": {"shape": (4, 4096), "heads": (8, 2, 128), "rotary": False},
     "blocks of 128": {"shape": (4, 4096), "heads": (4, 4, 128), "block_size": 128},
+    "blocks of 1024": {"shape": (4, 4096), "heads": (8, 2, 128), "block_size": 1024, "is_causal": True},
+    "blocks of 1000": {"shape": (4, 4096), "heads": (4, 4, 64), "block_size": 1000},
 }
 
 
@@ -147,7 +171,17 @@ def test_many_tiles_agree_with_array_code(name):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("name", ["packed", "grouped, packed, causal", "rotary, packed, explicit", "windows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "packed",
+        "grouped, packed, causal",
+        "rotary, packed, explicit",
+        "windows",
+        "ragged to 2000",
+        "blocks of 700, packed, rotary",
+    ],
+)
 def test_poison_stays_in_its_block(name, poison):
     """The kernels load whole tiles; what lies past a block's end must not be felt, nor padding anywhere."""
     case = CASES[name]
@@ -162,6 +196,35 @@ def test_poison_stays_in_its_block(name, poison):
     for before, after in zip(clean, dirty, strict=True):
         np.testing.assert_array_equal(np.asarray(before)[~rows], np.asarray(after)[~rows])
         np.testing.assert_array_equal(np.asarray(after)[case.tokens - case.padding :].astype(np.float32), 0.0)
+
+
+def test_many_packed_blocks_of_any_length():
+    """More tokens than one window holds, so that the kernels go through several; and memory that is no square of them.
+
+    One call without the other blocks gives the same for each: no block feels another.
+    """
+    lengths = np.random.default_rng(0).integers(0, 2001, 64).astype(np.int32)
+    tokens = 1 << 16
+    lengths = lengths[np.cumsum(lengths) <= tokens]
+    keys = jax.random.split(jax.random.key(0), 4)
+    operands = [jax.random.normal(k, (tokens, n, 64), jnp.bfloat16) for k, n in zip(keys, (8, 2, 2, 8), strict=True)]
+
+    def run(*operands, **options):
+        attend = functools.partial(block_diagonal_attention, is_causal=True, implementation="triton", **options)
+        return value_and_gradients(attend, *operands)
+
+    packed = jax.jit(functools.partial(run, block_lengths=jnp.asarray(lengths), block_size=2000))
+    together = packed(*operands)
+    assert packed.lower(*operands).compile().memory_analysis().temp_size_in_bytes <= 16 * operands[0].nbytes
+    for index in (0, len(lengths) // 2, len(lengths) - 1):
+        first, length = int(lengths[:index].sum()), int(lengths[index])
+        alone = jax.jit(functools.partial(run, block_size=max(length, 1)))(
+            *(x[first : first + length] for x in operands)
+        )
+        for part, whole in zip(alone, together, strict=True):
+            part, whole = (np.asarray(x, np.float32) for x in (part, whole[first : first + length]))
+            assert np.linalg.norm(part - whole) <= 8e-3 * np.linalg.norm(part)
+    assert not np.asarray(together[0], np.float32)[lengths.sum() :].any()
 
 
 def test_the_default_on_a_gpu_is_triton():

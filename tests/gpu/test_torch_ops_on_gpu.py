@@ -67,6 +67,11 @@ CASES = {
     )
 }
 FULL, PACKED = CASES["full tiles"], CASES["rotary, packed, explicit"]
+# Of which torch and JAX launch other kernels.
+LONG = {
+    name: test_block_diagonal_on_gpu.CASES[name]
+    for name in ("blocks of 512, grouped, causal", "ragged to 2000", "blocks of 700, packed, rotary")
+}
 
 
 def assert_close(actual, expected):
@@ -91,6 +96,16 @@ def test_native_through_jax_and_jax_agree_bitwise(name):
     assert_same_bits(native, in_jax)
     assert_same_bits(results_of(case, GPU, via="jax"), native)
     assert_same_bits(results_of(case, GPU), native)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_blocks(name):
+    """Natively by the chunked kernels, through JAX by those of fused attention: both accurate, both repeatable."""
+    case = LONG[name]
+    for via in (None, "jax"):
+        results = results_of(case, GPU, via=via)
+        support.assert_accurate(case, [jnp.asarray(to_numpy(x)) for x in results], case.operands())
+        assert_same_bits(results_of(case, GPU, via=via), results)
 
 
 @pytest.mark.parametrize(

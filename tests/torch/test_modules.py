@@ -326,7 +326,7 @@ def test_repr_says_what_is_set():
         ),
         ({"num_key_heads": 3}, "`num_heads` must be a multiple of `num_key_heads`, got 4 and 3; query head"),
         ({"head_dim": -1}, "`head_dim` must be a positive integer, got -1"),
-        ({"block_size": 1000}, "`block_size` must be an integer of 1..256, known when tracing, got 1000"),
+        ({"block_size": -1}, "`block_size` must be a positive integer, known when tracing, got -1"),
         ({"scale": -1.0}, "`scale` must be a positive number, known when tracing, got -1.0"),
         ({"is_causal": None}, "`is_causal` must be True or False"),
         ({"via": "triton"}, "`via` must be None or 'jax', got 'triton'"),

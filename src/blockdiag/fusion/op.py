@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from blockdiag._differentiation import on_common_axes
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion.tree import Dim, Leaf, Region, Source, with_leaves
 
@@ -27,7 +28,8 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
         leaves: an array for each of the region's leaves, as its source has it.
         value: the values, as their variable has them.
     """
-    return _attend(call, tuple(leaves), value)
+    leaves, value = on_common_axes(tuple(leaves), value)
+    return _attend(call, leaves, value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

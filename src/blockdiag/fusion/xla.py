@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.tiles import (
     canonical_result,
     leaf_array,
@@ -71,6 +72,8 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
             base = jnp.where(new == -jnp.inf, 0, new)
             total, largest = total * jnp.exp(largest - base) + jnp.exp(logit - base), new
         carry = (largest, total, jnp.zeros((rows, values.shape[1]), dtype))
+        # Under `jax.shard_map` what a loop carries varies over the same axes before it as within.
+        carry, _ = on_common_axes(carry, arrays)
         (largest, total, output), _ = lax.scan(step, carry, tiles_of)
         if region.score is None:
             return output, total
@@ -110,7 +113,8 @@ def backward(
                 rest = iter(some)
                 every = [next(rest) if is_wanted else x for x, is_wanted in zip(whole, wanted, strict=True)]
                 score, weight = _tile(region, dtype, every, keys, count)
-                return jnp.zeros((1, 1), dtype) if score is None else score, weight
+                score = jnp.zeros((1, 1), dtype) if score is None else score
+                return on_common_axes(score, weight, arrays)[:2]
 
             (score, weight), pull = jax.vjp(compute, *floating)
             power = jnp.ones_like(weight) if region.score is None else jnp.exp(score - base)
@@ -135,6 +139,7 @@ def backward(
             jnp.zeros(x.shape, dtype) if is_wanted and leaf.role not in _WITH_KEYS else jnp.zeros((), dtype)
             for x, leaf, is_wanted in zip(given, region.leaves, wanted, strict=True)
         ]
+        start, _ = on_common_axes(start, arrays)
         sums, (tiles, value_tiles) = lax.scan(step, start, _key_tiles(region, given, values, size))
         grads = []
         for leaf, x, is_wanted, total, tile in zip(region.leaves, given, wanted, sums, tiles, strict=True):
@@ -152,7 +157,8 @@ def backward(
             def extras(*some: Any) -> Any:
                 rest = iter(some)
                 every = [next(rest) if is_wanted else x for x, is_wanted in zip(given, wanted, strict=True)]
-                return [jnp.broadcast_to(x, (region.sizes["q"], 1)) for x in _extras(region, every, dtype)]
+                found = [jnp.broadcast_to(x, (region.sizes["q"], 1)) for x in _extras(region, every, dtype)]
+                return on_common_axes(found, arrays)[0]
 
             found, pull = jax.vjp(extras, *floating)
             more = _spread(pull([-jnp.exp(x - base) * delta for x in found]), wanted)

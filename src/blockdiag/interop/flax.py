@@ -35,7 +35,7 @@ def attention_fn(
     within its own block only. The arrays are brought to the module's `dtype` first, or to their common dtype.
 
     Args:
-        block_size: tokens in a block, 1..256; the last block of a sequence may be shorter.
+        block_size: tokens in a block; the last block of a sequence may be shorter.
         rotary: rotary embedding fused into the attention. `input_positions` that a nnx module is called with become its
             positions.
         scale: factor on the scores; 1 / sqrt(H) when None.

@@ -30,17 +30,18 @@ def block_diagonal_attention(
     """Self-attention in which every token attends within its own fixed-size block of its own sequence.
 
     The torch twin of `blockdiag.block_diagonal_attention`: the same arguments and meaning, on CUDA the very same Triton
-    kernels, launched on the current stream without JAX. It is a registered operator: autograd, `torch.compile` with
-    full graphs and dynamic shapes, CUDA graphs, autocast, activation checkpointing and DTensors sharded over batch or
-    heads all work. Only query, key and value are kept for the backward pass. Repeatable bit by bit. Second derivatives
-    raise a NotImplementedError.
+    kernels, launched on the current stream without JAX. (Blocks of more than 256 rows are walked in chunks by the
+    kernels of smaller ones; `via="jax"` has the kernels of fused attention, as JAX.) It is a registered operator:
+    autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast, activation checkpointing and
+    DTensors sharded over batch or heads all work. Only query, key and value are kept for the backward pass. Repeatable
+    bit by bit. Second derivatives raise a NotImplementedError.
 
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
             `block_lengths` describe. float16, bfloat16, float32 or float64, on a CPU or a CUDA device. Tensors that are
             not contiguous (or not aligned to 16 bytes) are copied, in the forward and again in the backward pass.
         key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
-        block_size: rows of a block, 1..256; with `block_lengths` the most rows of a block.
+        block_size: rows of a block, any positive number; with `block_lengths` the most rows of a block.
         sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked
             on the CPU; on a GPU that would wait for the device, and they are taken as JAX takes traced ones.
         block_lengths: int32 [num_blocks], only for packed tensors and instead of `sequence_offsets`.

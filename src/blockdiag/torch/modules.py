@@ -30,7 +30,7 @@ class BlockDiagonalSelfAttention(SelfAttention):
         num_heads: N, query heads.
         num_key_heads: K, key and value heads, a divisor of N; N when None.
         head_dim: H; embed_dim / num_heads when None.
-        block_size: rows of a block, 1..256; with `block_lengths` the most rows of a block.
+        block_size: rows of a block; with `block_lengths` the most rows of a block.
         rotary_max_position: rows of the rotary tables, the most tokens of a sequence; None for no rotary embedding.
         rotary_theta: base of the rotary frequencies.
         rotary_interleaved: whether rotated pairs are (2i, 2i + 1); otherwise they are (i, i + H/2).

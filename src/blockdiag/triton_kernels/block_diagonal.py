@@ -77,8 +77,6 @@ def supports(problem: BlockDiagonalProblem) -> str | None:
     reason = takes_operands(problem.dtype, problem.head_dim)
     if reason is not None:
         return reason
-    if not 1 <= problem.block_size <= 256:
-        return f"the Triton kernels take blocks of 1 to 256 rows, got {problem.block_size}; use implementation='xla'"
     if problem.rotary is not None and problem.rotary.table_dtype not in ("bfloat16", "float16", "float32"):
         return (
             "the Triton kernels take rotary tables of bfloat16, float16 or float32, got "

@@ -3,21 +3,30 @@
 The token axis is laid out in tiles of b rows: by a reshape where every sequence has the same whole number of blocks, by
 padding and a reshape where sequences are equal, and by a gather (and a scatter back) where a tile table says so.
 Query heads that share a key head are an axis of the einsums, so that keys and values are never repeated.
-"""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Of longer blocks scores exist for some keys at a time: the tiles are then the batch of a fused region.
+"""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from blockdiag._dtypes import accumulation_dtype
+from blockdiag.block_layouts import (
+    EqualSequences,
+    RotaryArrays,
+    TileTable,
+    layout_of,
+    operand_tiles,
+    split_heads,
+    turn_operands,
+)
+from blockdiag.fusion import blocks
+from blockdiag.fusion import xla as fused
 from blockdiag.problem import BlockDiagonalProblem
 from blockdiag.rotary import rotate, rotate_back
 
-type RotaryArrays = tuple[Array, Array, Array | None]
+type _Layout = EqualSequences | TileTable
 
 
 def available() -> str | None:
@@ -45,12 +54,30 @@ def forward(
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(query)
-    layout = _layout(problem, tiles)
-    query, key, value = _operand_tiles(layout, query, key, value)
-    query, key, value = _turn(rotate, layout, rotary, query, key, value)
+    if problem.is_long:
+        output, _ = forward_with_log_sum(problem, query, key, value, tiles, rotary)
+        return output
+    layout = layout_of(problem, tiles)
+    query, key, value = operand_tiles(layout, query, key, value)
+    query, key, value = turn_operands(rotate, layout, rotary, query, key, value)
     weights = _weights(layout, query, key)
     output = _product("...kgij,...jkh->...ikgh", weights.astype(value.dtype), value)
-    return layout.from_tiles(output)
+    return _to_tokens(layout, output)
+
+
+def forward_with_log_sum(
+    problem: BlockDiagonalProblem,
+    query: Array,
+    key: Array,
+    value: Array,
+    tiles: Array | None,
+    rotary: RotaryArrays | None,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """Of long blocks the output, and the log-sum-exp of the scores [tokens, N] in float32 or float64."""
+    del interpret
+    return blocks.forward(fused.forward, layout_of(problem, tiles), query, key, value, rotary)
 
 
 def backward(
@@ -61,19 +88,29 @@ def backward(
     tiles: Array | None,
     rotary: RotaryArrays | None,
     output_cotangent: Array,
+    output: Array | None = None,
+    log_sum: Array | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype."""
+    """Gradients of `forward` with respect to query, key and value, in their dtype.
+
+    Of long blocks `output` and `log_sum` are what `forward_with_log_sum` returned, where they were kept.
+    """
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+    if problem.is_long:
+        if output is None or log_sum is None:
+            output, log_sum = forward_with_log_sum(problem, query, key, value, tiles, rotary)
+        layout = layout_of(problem, tiles)
+        return blocks.backward(fused.backward, layout, query, key, value, rotary, output_cotangent, output, log_sum)
     # Without the barrier XLA would find the forward's softmax weights again and keep them, b / H times an operand.
     query, key, value, output_cotangent = jax.lax.optimization_barrier((query, key, value, output_cotangent))
-    layout = _layout(problem, tiles)
-    query, key, value = _operand_tiles(layout, query, key, value)
-    query, key, value = _turn(rotate, layout, rotary, query, key, value)
-    cotangent = layout.to_tiles(_split_heads(problem, output_cotangent))
+    layout = layout_of(problem, tiles)
+    query, key, value = operand_tiles(layout, query, key, value)
+    query, key, value = turn_operands(rotate, layout, rotary, query, key, value)
+    cotangent = layout.to_tiles(split_heads(problem, output_cotangent))
     dtype = value.dtype
 
     weights = _weights(layout, query, key)
@@ -84,131 +121,15 @@ def backward(
     scores_gradient = (weights * (weights_gradient - mean) * problem.scale).astype(dtype)
     query_gradient = _product("...kgij,...jkh->...ikgh", scores_gradient, key)
     key_gradient = _product("...kgij,...ikgh->...jkh", scores_gradient, query)
-    gradients = _turn(rotate_back, layout, rotary, query_gradient, key_gradient, value_gradient)
-    query_gradient, key_gradient, value_gradient = map(layout.from_tiles, gradients)
+    gradients = turn_operands(rotate_back, layout, rotary, query_gradient, key_gradient, value_gradient)
+    query_gradient, key_gradient, value_gradient = (_to_tokens(layout, x) for x in gradients)
     return query_gradient, key_gradient, value_gradient
 
 
-@dataclass(frozen=True)
-class _EqualSequences:
-    """Tiles of equal sequences, back to back: [sequences, tiles per sequence, b, ...], without any gather."""
-
-    problem: BlockDiagonalProblem
-    length: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile, b."""
-        return min(self.problem.block_size, self.length)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every row of every tile is known to belong to a block."""
-        return self.length % self.rows == 0
-
-    @property
-    def lengths(self) -> Array:
-        """Rows that belong to the block, for each tile of a sequence."""
-        position = np.arange(0, self.length, self.rows, dtype=np.int32)
-        return jnp.asarray(np.minimum(self.length - position, self.rows))
-
-    def to_tiles(self, x: Array) -> Array:
-        """[tokens, ...] in tiles, with 0 in rows outside a block; one sequence's rows, [length, ...], too."""
-        x = x.reshape(-1, self.length, *x.shape[1:])
-        x = jnp.pad(x, [(0, 0), (0, -self.length % self.rows)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(x.shape[0], -1, self.rows, *x.shape[2:])
-
-    def from_tiles(self, x: Array) -> Array:
-        """The inverse: [tiles, b, K, (G,) H] as [tokens, heads, H] in the problem's dtype."""
-        x = x.astype(self.problem.dtype)
-        x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.length]
-        return x.reshape(self.problem.tokens, -1, x.shape[-1])
-
-    def table_rows(self, source: str, table: Array, positions: Array | None) -> Array:
-        """Rows of a rotary table [P, H/2] for the rows of the tiles, [tiles, b, 1, H/2]; 0 outside every block."""
-        if positions is not None:
-            rows = _clamped_rows(table, positions)
-        else:
-            # By position, the rows of one sequence serve all sequences, which are the first axis of the layout.
-            count = self.length if source == "sequence" else self.problem.tokens
-            rows = _clamped_rows(table, jnp.arange(count, dtype=jnp.int32)) if count > len(table) else table[:count]
-        return self.to_tiles(rows[:, None, :])
-
-
-@dataclass(frozen=True)
-class _TileTable:
-    """Tiles that lie where a tile table says: [tiles, b, ...], by a gather and a scatter of rows."""
-
-    problem: BlockDiagonalProblem
-    tiles: Array
-    is_full = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile, b."""
-        return min(self.problem.block_size, self.problem.tokens)
-
-    @property
-    def lengths(self) -> Array:
-        """Rows that belong to the block, for each tile; 0 or less where there is none."""
-        return self.tiles[:, 1]
-
-    def rows_of_tiles(self) -> tuple[Array, Array]:
-        """Row of the token axis of each row of each tile, and whether it belongs to the tile's block."""
-        offset = jnp.arange(self.rows, dtype=jnp.int32)[None, :]
-        return jnp.minimum(self.tiles[:, :1] + offset, self.problem.tokens - 1), offset < self.lengths[:, None]
-
-    def to_tiles(self, x: Array) -> Array:
-        """[tokens, ...] in tiles, with 0 in rows outside a block."""
-        return self._select(x[self.rows_of_tiles()[0]])
-
-    def from_tiles(self, x: Array) -> Array:
-        """The inverse: [tiles, b, K, (G,) H] as [tokens, heads, H] in the problem's dtype, 0 outside every block."""
-        row, is_inside = self.rows_of_tiles()
-        row = jnp.where(is_inside, row, self.problem.tokens)
-        x = x.astype(self.problem.dtype).reshape(*row.shape, -1, x.shape[-1])
-        output = jnp.zeros((self.problem.tokens, *x.shape[2:]), x.dtype)
-        return output.at[row].set(x, mode="drop")
-
-    def table_rows(self, source: str, table: Array, positions: Array | None) -> Array:
-        """Rows of a rotary table [P, H/2] for the rows of the tiles, [tiles, b, 1, H/2]; 0 outside every block."""
-        row, _ = self.rows_of_tiles()
-        if positions is not None:
-            row = positions[row]
-        elif source == "sequence":
-            row = self.tiles[:, 2:] + jnp.arange(self.rows, dtype=jnp.int32)[None, :]
-        return self._select(_clamped_rows(table, row)[:, :, None, :])
-
-    def _select(self, x: Array) -> Array:
-        """Rows of tiles, 0 outside a block: not a product, because 0 * NaN would carry a neighbour's NaN in here."""
-        _, is_inside = self.rows_of_tiles()
-        return jnp.where(is_inside.reshape(*is_inside.shape, *[1] * (x.ndim - 2)), x, 0)
-
-
-type _Layout = _EqualSequences | _TileTable
-
-
-def _layout(problem: BlockDiagonalProblem, tiles: Array | None) -> _Layout:
-    if tiles is not None:
-        return _TileTable(problem, tiles)
-    if problem.sequence_length is None:
-        raise ValueError("`tiles` must be a tile table for a problem that is not uniform, got None")
-    return _EqualSequences(problem, problem.sequence_length)
-
-
-def _clamped_rows(table: Array, index: Array) -> Array:
-    return table[jnp.clip(index, 0, table.shape[0] - 1)]
-
-
-def _split_heads(problem: BlockDiagonalProblem, x: Array) -> Array:
-    """[tokens, N, H] as [tokens, K, G, H]."""
-    return x.reshape(x.shape[0], problem.key_heads, problem.group_size, x.shape[-1])
-
-
-def _operand_tiles(layout: _Layout, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """Query [tiles, b, K, G, H], key and value [tiles, b, K, H]."""
-    query = layout.to_tiles(_split_heads(layout.problem, query))
-    return query, layout.to_tiles(key), layout.to_tiles(value)
+def _to_tokens(layout: _Layout, x: Array) -> Array:
+    """Tiles [lead.., b, K, (G,) H] as [tokens, heads, H] in the problem's dtype."""
+    x = layout.to_tokens(x.astype(layout.problem.dtype))
+    return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def _product(subscripts: str, left: Array, right: Array) -> Array:
@@ -234,27 +155,3 @@ def _seen_keys(layout: _Layout, ndim: int) -> Array:
     # A tile without rows looks at its first, all-zero row: a softmax over nothing would be NaN.
     is_seen = offset < jnp.maximum(layout.lengths, 1).reshape((1,) * (ndim - 5) + (-1, 1, 1, 1, 1))
     return is_seen & (offset <= jnp.swapaxes(offset, -1, -2)) if layout.problem.is_causal else is_seen
-
-
-def _turn(
-    turn: Callable[..., Array],
-    layout: _Layout,
-    rotary: RotaryArrays | None,
-    query: Array,
-    key: Array,
-    value: Array,
-) -> tuple[Array, Array, Array]:
-    """Apply `rotate` or `rotate_back` to the tiles of the operands that the problem rotates, each in its own dtype."""
-    options = layout.problem.rotary
-    if options is None or rotary is None:
-        return query, key, value
-    *tables, positions = rotary
-    cos, sin = (layout.table_rows(options.positions, table, positions) for table in tables)
-    if options.query:
-        # One more axis than the tables have: the group.
-        query = turn(query, cos[..., None, :], sin[..., None, :], options.interleaved).astype(query.dtype)
-    if options.key:
-        key = turn(key, cos, sin, options.interleaved).astype(key.dtype)
-    if options.value:
-        value = turn(value, cos, sin, options.interleaved).astype(value.dtype)
-    return query, key, value
