@@ -48,7 +48,8 @@ LONG = 1_000_000_000
 
 def arguments_of(name, seed=0):
     """Inputs of a variant, by name, and cotangents of its outputs."""
-    inputs, cotangent = operands(name, SIZES, seed)
+    with promotion(name):
+        inputs, cotangent = operands(name, SIZES, seed)
     tensors = {key: to_tensor(x, GPU) for key, x in inputs.items()}
     return tensors, [to_tensor(x, GPU) for x in jax.tree.leaves(cotangent)]
 
@@ -87,7 +88,9 @@ def test_variant(name):
         assert np.any(array != 0), result
     poison_free_memory()
     again = value_and_gradients(name, fused, *arguments)
-    assert_same_bits(list(again.values()), list(results.values()))
+    # The gradient of a gathered table is outside of the kernels: XLA scatters it in any order.
+    kept = [key for key in results if key != "gradient of table"]
+    assert_same_bits([again[key] for key in kept], [results[key] for key in kept])
 
 
 @pytest.mark.parametrize("name", ["causal", "evoformer_row"])
