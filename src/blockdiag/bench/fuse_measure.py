@@ -341,7 +341,9 @@ def _use_torch(context: _Context, entry: _Entry, call: TorchCall) -> None:
     if context.settings.device != "cuda" or min(sample_torch(run, 1) for _ in range(2)) >= _SHORT_MS:
         return
     try:
-        entry.run, entry.calls = captured([run] * _CHAINED_CALLS), _CHAINED_CALLS
+        replay = captured([run] * _CHAINED_CALLS)
+        # A graph does not keep what it reads: `run` does.
+        entry.run, entry.calls = lambda kept=run: (replay(), kept)[0], _CHAINED_CALLS
         notes = (call.note, f"timed as a CUDA graph of {_CHAINED_CALLS} calls")
     except recordable_failures() as failure:
         notes = (call.note, f"timed call by call, not as a CUDA graph: {reason_of(failure)}")
