@@ -13,7 +13,8 @@ from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.op import Call, attend
-from blockdiag.fusion.trace import bind, flat_jaxpr, read
+from blockdiag.fusion.pull import place_of
+from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read
 from blockdiag.fusion.tree import NotFusible as NotFusible
 from blockdiag.fusion.tree import Region, Source
 
@@ -99,7 +100,7 @@ class Program:
             self.jaxpr = with_counters(jaxpr, drawn)
             self.regions = find_regions(self.jaxpr.jaxpr)
         if not self.regions:
-            raise NotFusible("there is no product with a softmax of scores; `fuse` is for attention")
+            raise NotFusible(_nothing_found(jaxpr.jaxpr))
 
     def run(self, names: tuple[str, ...] | None) -> Any:
         """The results."""
@@ -162,6 +163,18 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     arrays = [flat[place] for place in places]
     jaxpr, structure = flat_jaxpr(of_arrays, *arrays)
     return Program(jaxpr, arrays, structure)
+
+
+def _nothing_found(jaxpr: core.Jaxpr) -> str:
+    """Why a program has no attention."""
+    whole = "there is no product with a softmax of scores"
+    hidden = hidden_attention(jaxpr)
+    if hidden is None:
+        return f"{whole}; `fuse` is for attention"
+    why = "loops and branches are not opened: fuse what they run"
+    if body_of(hidden) is not None:
+        why = "it has a derivative of its own, which `fuse` would lose"
+    return f"{whole}, but for what may be in `{hidden.primitive.name}` {place_of(hidden)}; {why}"
 
 
 def _sources(region: Region) -> list[Source]:

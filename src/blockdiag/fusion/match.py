@@ -50,7 +50,34 @@ class _Term:
 
 
 class _NoMatch(Exception):
-    """A value is not linear in softmaxes."""
+    """A value is not linear in softmaxes; the message, if there is one, says why."""
+
+
+@dataclass(frozen=True)
+class _Unmatched:
+    """A product neither side of which was found to have probabilities.
+
+    Attributes:
+        weights: the side that was looked at.
+        reason: why it is not linear in softmaxes; empty where that is not known.
+        refused: why it is no function of scores on tiles; empty where that is not known.
+    """
+
+    matcher: "_Matcher"
+    equation: core.JaxprEqn
+    weights: object
+    reason: str
+    refused: str
+
+
+def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
+    """Why attention cannot be fused; None where there seems to be none."""
+    for one in unmatched:
+        if one.matcher.puller.is_attention(one.weights):
+            whole = "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums"
+            return one.reason or f"{whole}, {place_of(one.equation)}"
+    refused = next((one.refused for one in unmatched if one.refused), None)
+    return refused and f"there is no product with a softmax of scores, nor with another function of them: {refused}"
 
 
 def find_regions(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[Region, ...]]:
@@ -60,16 +87,19 @@ def find_regions(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[Region, ...]]:
         NotFusible: there is a softmax of scores before a product, but it breaks a rule.
     """
     found: dict[core.Var, tuple[Region, ...]] = {}
+    unmatched: list[_Unmatched] = []
     users = users_of(jaxpr)
     for equation in jaxpr.eqns:
         if equation.primitive.name != "dot_general":
             continue
         for side in (0, 1):
-            replaced, regions = _regions_of(jaxpr, equation, side)
+            replaced, regions = _regions_of(jaxpr, equation, side, unmatched)
             if regions:
                 replaced, regions = _followed(replaced, regions, users)
                 found[replaced] = regions
                 break
+    if not found and (refusal := _refusal(unmatched)) is not None:
+        raise NotFusible(refusal)
     return found
 
 
@@ -105,9 +135,11 @@ def _merged(given: Sequence[int], shape: Sequence[int], region: Region) -> tuple
     return dims if labels_of(dims) == labels_of(region.out_dims) else None
 
 
-def _regions_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn, side: int) -> tuple[core.Var, tuple[Region, ...]]:
+def _regions_of(
+    jaxpr: core.Jaxpr, equation: core.JaxprEqn, side: int, unmatched: list[_Unmatched]
+) -> tuple[core.Var, tuple[Region, ...]]:
     """The regions of a product one side of which has probabilities, and the variable whose value they are; none where
-    it has not."""
+    it has not, which is added to `unmatched`."""
     replaced = equation.outvars[0]
     contracted, shared = equation.params["dimension_numbers"]
     weights, value = equation.invars[side], equation.invars[1 - side]
@@ -138,17 +170,20 @@ def _regions_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn, side: int) -> tuple[
     for i, axis in enumerate(columns):
         assign(f"d{i}", value=axis)
     matcher = _Matcher(jaxpr, sizes, batch)
+    reason, refused = "", ""
     try:
         terms = matcher.terms(weights, tuple(dims[side]))
         if any(term.softmax is not None and term.softmax.mask is not None for term in terms):
             raise _NoMatch
-    except _NoMatch:
+    except _NoMatch as failure:
+        reason = str(failure)
         divided = matcher.divided(equation, weights, tuple(dims[side]))
         if divided is None:
-            terms = matcher.plain(weights, tuple(dims[side]))
+            terms, refused = matcher.plain(weights, tuple(dims[side]))
         else:
             terms, replaced = [_Term(divided[0], None)], divided[1]
     if not terms:
+        unmatched.append(_Unmatched(matcher, equation, weights, reason, refused))
         return replaced, ()
     weight_axes = [dims[side][axis] for axis in free]
     value_axes = [dims[1 - side][axis] for axis in columns]
@@ -204,6 +239,8 @@ class _Matcher:
         self.producers = producers_of(jaxpr)
         self.sizes = sizes
         self.puller = Puller(jaxpr, sizes, batch)
+        # The first of the weights that a slice has kept.
+        self._first = 0
 
     def terms(self, var: object, dims: tuple[Dim, ...]) -> list[_Term]:
         """Softmaxes and weights whose products add up to a value.
@@ -223,9 +260,13 @@ class _Matcher:
         if name in _MOVES:
             return self.terms(operands[0], self._moved(equation, dims))
         if name == "slice":
-            return self.terms(operands[0], self._sliced(equation, dims))
+            before, self._first = self._first, self._first_column(equation, dims)
+            try:
+                return self.terms(operands[0], self._sliced(equation, dims))
+            finally:
+                self._first = before
         if name not in ELEMENTWISE:
-            raise _NoMatch
+            raise _NoMatch(f"`{name}` of weights cannot be computed a tile at a time, {place_of(equation)}")
         given = [broadcast_dims(x, aval_of(equation.outvars[0]).shape, dims) for x in operands]
         match name:
             case "neg":
@@ -306,16 +347,16 @@ class _Matcher:
         _, inner = self._through_moves(divisor, given)
         return inner == dims[:-1]
 
-    def plain(self, var: object, dims: tuple[Dim, ...]) -> list[_Term]:
-        """A weight without a softmax, where it is a function of scores; else nothing."""
+    def plain(self, var: object, dims: tuple[Dim, ...]) -> tuple[list[_Term], str]:
+        """A weight without a softmax, where it is a function of scores; else nothing, and why."""
         equation = self._producer(var)
         if equation is None or not self.puller.batch or equation.primitive.name == "dot_general":
-            return []
+            return [], ""
         try:
             node = self.puller.node(var, dims)
-        except (NotFusible, Unpullable):
-            return []
-        return [_Term(None, node)] if _has_product(node) else []
+        except (NotFusible, Unpullable) as failure:
+            return [], str(failure)
+        return ([_Term(None, node)] if _has_product(node) else []), ""
 
     @staticmethod
     def _scaled(term: _Term, factor: Node, primitive: core.Primitive) -> _Term:
@@ -377,6 +418,8 @@ class _Matcher:
         ):
             score, more = self._parted(joined, dims)
             extras = [*extras, *more]
+        elif aval_of(power.outvars[0]).shape[dims.index((COLUMNS,))] != self.sizes[COLUMNS]:
+            raise NotFusible(f"`slice` of weights: some of a softmax's keys have no value, {place_of(power)}")
         try:
             node = self.puller.node(score, dims)
         except Unpullable as failure:
@@ -388,17 +431,22 @@ class _Matcher:
     def _parted(self, joined: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[object, list[Node]]:
         """Scores that further logits were joined to, and these."""
         axis, keys = joined.params["dimension"], self.sizes[COLUMNS]
-        scores, extras = None, []
+        scores, extras, first = None, [], 0
         for operand in joined.invars:
             size = aval_of(operand).shape[axis]
-            if size == keys and scores is None:
+            if size == keys and first == self._first:
                 scores = operand
             elif size == 1:
                 extras.append(self.puller.node(operand, (*dims[:axis], (), *dims[axis + 1 :])))
             else:
-                raise _NoMatch
+                scores = None
+                break
+            first += size
         if scores is None:
-            raise _NoMatch
+            raise NotFusible(
+                "`concatenate` of scores: beside those of the keys that have values there may be single logits only, "
+                f"{place_of(joined)}"
+            )
         return scores, extras
 
     def _normalised(self, power: core.JaxprEqn, dims: tuple[Dim, ...]) -> _Softmax:
@@ -473,6 +521,13 @@ class _Matcher:
         while (equation := self._producer(var)) is not None and equation.primitive.name in (*_MOVES, *_PASSES):
             var = equation.invars[0]
         return var
+
+    @staticmethod
+    def _first_column(equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> int:
+        """Where a slice of weights begins."""
+        if COLUMNS not in labels_of(dims):
+            return 0
+        return int(equation.params["start_indices"][dims.index((COLUMNS,))])
 
     def _sliced(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
         """The dims of the operand of a slice: of one index, or of the keys from those and further logits."""

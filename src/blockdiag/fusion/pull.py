@@ -5,22 +5,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
 
-from blockdiag.fusion.trace import aval_of, body_of, constants, evaluate
+from blockdiag.fusion.calls import calls_of
+from blockdiag.fusion.trace import aval_of, body_of, constants
 from blockdiag.fusion.tree import (
     COLUMNS,
     FEATURES,
     ROWS,
     Dim,
+    Function,
     Leaf,
     Node,
     NotFusible,
     Source,
+    Trees,
     number,
     operation,
     source_of,
@@ -55,16 +57,19 @@ class Puller:
     Args:
         jaxpr: flat.
         sizes: of each label; labels of features are added.
+        is_function: its arguments alone may be leaves, even of what has no queries or no keys.
     """
 
-    def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
+    def __init__(
+        self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str], *, is_function: bool = False
+    ) -> None:
+        self._is_function = is_function
         self.producers = producers_of(jaxpr)
         self._constant_of = constants(jaxpr)
         self.sizes = sizes
         self.batch = batch
         self._nodes: dict[Any, Node] = {}
         self._features = itertools.count()
-        self._aliases: dict[core.Var, Any] = {}
         self.leaves: dict[Leaf, Node] = {}
         self.products: set[core.Var] = set()
 
@@ -74,18 +79,11 @@ class Puller:
         Raises:
             NotFusible: it is computed from scores in a way that needs more than a tile of them.
         """
-        operand = self._resolved(operand)
         if isinstance(operand, core.Literal):
             return number(operand.val)
         if (operand, dims) not in self._nodes:
             self._nodes[operand, dims] = self._new_node(operand, dims)
         return self._nodes[operand, dims]
-
-    def _resolved(self, operand: Any) -> Any:
-        """What an operand of a call's body is outside of it."""
-        while isinstance(operand, core.Var) and operand in self._aliases:
-            operand = self._aliases[operand]
-        return operand
 
     def _new_node(self, var: core.Var, dims: tuple[Dim, ...]) -> Node:
         constant = self._number(var)
@@ -93,11 +91,13 @@ class Puller:
             return number(constant)
         labels = labels_of(dims)
         equation = self.producers.get(var)
-        if not {ROWS, COLUMNS} <= labels or equation is None:
+        if equation is None or not (self._is_function or {ROWS, COLUMNS} <= labels):
             return self._leaf(var, dims)
         try:
             return self._computed(equation, dims)
         except Unpullable as failure:
+            if self._is_function:
+                raise
             if self._has_product(var):
                 raise NotFusible(
                     f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
@@ -131,19 +131,63 @@ class Puller:
             return self._product(equation, dims)
         if name == "reduce_sum":
             return self._sum(equation, dims)
-        inner = body_of(equation)
-        if inner is not None and len(equation.outvars) == 1:
-            return self._called(equation, inner, dims)
+        if body_of(equation) is not None and len(equation.outvars) == 1:
+            return self._call(equation, dims)
         raise Unpullable(f"`{name}` of scores cannot be computed a tile at a time")
 
-    def _called(self, equation: core.JaxprEqn, inner: core.ClosedJaxpr, dims: tuple[Dim, ...]) -> Node:
-        """What a call means, with variables of its own."""
-        fresh = jax.make_jaxpr(lambda *given: evaluate(inner.jaxpr, inner.consts, given))(*inner.in_avals)
-        if fresh.consts:
-            raise Unpullable(f"`{equation.primitive.name}` with arrays of its own")
-        self.producers |= producers_of(fresh.jaxpr)
-        self._aliases |= dict(zip(fresh.jaxpr.invars, equation.invars, strict=True))
-        return self.node(fresh.jaxpr.outvars[0], dims)
+    def _call(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+        """A function with a derivative of its own, which it keeps on tiles."""
+        try:
+            function, arguments = self._function(equation, dims)
+        except Unpullable as failure:
+            name = equation.primitive.name
+            raise Unpullable(
+                f"`{name}` has a derivative of its own that cannot be computed a tile at a time: {failure}"
+            ) from None
+        operands = [
+            number(0) if inner is None else self.node(x, inner)
+            for x, inner in zip(equation.invars, arguments, strict=True)
+        ]
+        return Node("call", tuple(operands), function=function)
+
+    def _function(
+        self, equation: core.JaxprEqn, dims: tuple[Dim, ...]
+    ) -> tuple[Function, list[tuple[Dim, ...] | None]]:
+        """What a call applies to tiles, and what the axes of its operands stand for; None for one that is not used."""
+        # What another function calls is differentiated by the rule of that one.
+        calls = calls_of(equation, has_slope=not self._is_function)
+        value = self._trees(calls.value, [dims])
+        arguments = [None if leaf is None else leaf.dims for leaf in value.leaves]
+        if calls.slope is None:
+            return Function(value, (), None, calls.mode), arguments
+        slope = self._trees(calls.slope, [dims] if calls.mode == "jvp" else [arguments[x] for x in calls.places])
+        given = [None if leaf is None else leaf.dims for leaf in slope.leaves]
+        # An argument may be in the value, in the slope, or in both; its tangent lies as it does.
+        seen = list(enumerate(given[: len(arguments)]))
+        if calls.mode == "jvp":
+            seen += zip(calls.places, given[len(arguments) :], strict=True)
+        elif given[-1] not in (None, dims):
+            raise Unpullable("it moves elements")
+        for place, found in seen:
+            arguments[place] = found if arguments[place] is None else arguments[place]
+            if found not in (None, arguments[place]):
+                raise Unpullable("it moves elements")
+        return Function(value, calls.places, slope, calls.mode), arguments
+
+    def _trees(self, jaxpr: core.ClosedJaxpr, dims: Sequence[tuple[Dim, ...] | None]) -> Trees:
+        """The results of a function's program, whose axes stand for `dims`, of its arguments."""
+        puller = Puller(jaxpr.jaxpr, self.sizes, self.batch, is_function=True)
+        roots = []
+        for result, wanted in zip(jaxpr.jaxpr.outvars, dims, strict=True):
+            if wanted is None:
+                raise Unpullable("an argument is not used")
+            roots.append(puller.node(result, wanted))
+        found: dict[Any, Leaf] = {}
+        for leaf in puller.leaves:
+            if leaf.source.key not in jaxpr.jaxpr.invars or leaf.features or leaf.source.key in found:
+                raise Unpullable("it does not work element by element")
+            found[leaf.source.key] = leaf
+        return Trees(tuple(roots), tuple(found.get(x) for x in jaxpr.jaxpr.invars))
 
     def _product(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
         (contracted, shared) = equation.params["dimension_numbers"]
@@ -168,12 +212,15 @@ class Puller:
             return operation(lax.mul_p, *(self.node(x, tuple(side)) for x, side in operands))
         labels = [labels_of(tuple(side)) for side in sides]
         if any({ROWS, COLUMNS} <= x for x in labels):
-            raise Unpullable("a product of scores with something else cannot be computed a tile at a time")
+            raise Unpullable(
+                "`dot_general`: a product of scores with something else cannot be computed a tile at a time"
+            )
         is_swapped = COLUMNS in labels[0]
-        operands = list(zip(map(self._resolved, equation.invars), map(tuple, sides), strict=True))
+        # What is summed has axes, so it is no literal.
+        operands = [(x, tuple(y)) for x, y in zip(equation.invars, sides, strict=True) if isinstance(x, core.Var)]
         query, key = (self._leaf(x, side) for x, side in (operands[::-1] if is_swapped else operands))
         if query.leaf is None or query.leaf.role != "query" or key.leaf is None or key.leaf.role != "key":
-            raise Unpullable("a product that is none of queries and keys")
+            raise Unpullable("`dot_general`: a product that is none of queries and keys")
         self.products.add(equation.outvars[0])
         return Node("product", (query, key))
 
@@ -181,7 +228,7 @@ class Puller:
         """A sum over features, each of which is a tile."""
         axes, shape = equation.params["axes"], aval_of(equation.invars[0]).shape
         if math.prod(shape[axis] for axis in axes) > _MOST_FEATURES:
-            raise Unpullable(f"a sum over more than {_MOST_FEATURES} features that is no product")
+            raise Unpullable(f"`reduce_sum` over more than {_MOST_FEATURES} features that is no product")
         total = None
         for indices in itertools.product(*(range(shape[axis]) for axis in axes)):
             rest, at = iter(dims), dict(zip(axes, indices, strict=True))
@@ -209,7 +256,7 @@ class Puller:
             except Unpullable:
                 source = source_of(source)
                 break
-            source = self._resolved(equation.invars[0])
+            source = equation.invars[0]
         labels = labels_of(dims)
         has_features = any(label.startswith(FEATURES) for label in labels)
         match (ROWS in labels, COLUMNS in labels, has_features):
@@ -232,7 +279,7 @@ class Puller:
 
     def _number(self, var: Any) -> Any:
         """The number that every element is, None where that is not known."""
-        while not isinstance(var := self._resolved(var), core.Literal):
+        while not isinstance(var, core.Literal):
             equation = self.producers.get(var)
             if equation is None:
                 return None
@@ -252,17 +299,33 @@ class Puller:
             NotFusible: there is one.
         """
         for leaf in leaves:
-            seen, waiting = set(), [leaf.source.key]
+            seen: set[int] = set()
+            waiting: list[tuple[Any, core.JaxprEqn | None]] = [(leaf.source.key, None)]
             while waiting:
-                var = waiting.pop()
+                var, below = waiting.pop()
                 if not isinstance(var, core.Var):
                     continue
                 equation = self.producers.get(var)
                 if var in self.products:
-                    raise NotFusible("a number of each row, other than a softmax's, is computed from all of its scores")
+                    what = "a number from all scores of a row or a column, other than a softmax's"
+                    raise NotFusible(what if below is None else f"`{below.primitive.name}`: {what}, {place_of(below)}")
                 if equation is not None and id(equation) not in seen:
                     seen.add(id(equation))
-                    waiting += equation.invars
+                    size = math.prod(aval_of(equation.outvars[0]).shape)
+                    shrinks = any(math.prod(aval_of(x).shape) > size for x in equation.invars)
+                    below = equation if below is None and shrinks else below
+                    waiting += [(x, below) for x in equation.invars]
+
+    def is_attention(self, var: object) -> bool:
+        """Whether a value is computed from exponentials and from something like scores."""
+        seen, waiting, names = set(), [var], set()
+        while waiting:
+            equation = self.producers.get(waiting.pop())  # pyrefly: ignore[bad-argument-type]
+            if equation is not None and id(equation) not in seen:
+                seen.add(id(equation))
+                names.add(equation.primitive.name)
+                waiting += [x for x in equation.invars if isinstance(x, core.Var)]
+        return isinstance(var, core.Var) and bool({"exp", "exp2", "logistic"} & names) and self._has_product(var)
 
     def _has_product(self, var: core.Var) -> bool:
         """Whether a value is computed from a product that is larger than its factors, as scores are."""
@@ -357,7 +420,7 @@ def regrouped(
     """
     if any(isinstance(dim, int) for dim in dims):
         if tuple(x for x in given if x != 1) != tuple(x for x in shape if x != 1):
-            raise Unpullable("a reshape of features")
+            raise Unpullable("`reshape` of features")
         rest = iter(dim for dim, size in zip(dims, shape, strict=True) if size != 1)
         return tuple(() if size == 1 else next(rest) for size in given)
     labels = [label for dim in dims for label in dim]  # pyrefly: ignore[not-iterable]
@@ -366,10 +429,10 @@ def regrouped(
         taken: list[str] = []
         while math.prod(sizes[label] for label in taken) < size:
             if not labels:
-                raise Unpullable("a reshape that divides an axis")
+                raise Unpullable("`reshape` that divides an axis")
             taken.append(labels.pop(0))
         if math.prod(sizes[label] for label in taken) != size:
-            raise Unpullable("a reshape that divides an axis")
+            raise Unpullable("`reshape` that divides an axis")
         found.append(tuple(taken))
     # Labels of size 1 that no axis of the operand needed.
     return tuple(found)

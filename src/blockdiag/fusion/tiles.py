@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockdiag.fusion.tree import Leaf, Node, Region
+from blockdiag.fusion.tree import Function, Leaf, Node, Region, Trees
 
 # Primitives that nodes are made of beside those of the program.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -78,6 +78,8 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
             return lax.dot_general(rows, columns, axes, precision=precision, preferred_element_type=dtype)
     shape = np.broadcast_shapes(*(x.shape for x in inputs))
     given = [jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape) for x in inputs]
+    if node.function is not None:
+        return _called(node.function, given, shape, dtype)
     assert node.primitive is not None
     params = dict(node.params)
     if node.primitive is lax.convert_element_type_p and jnp.issubdtype(params["new_dtype"], jnp.floating):
@@ -88,6 +90,38 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
     if node.primitive in _FUNCTIONS:
         return _FUNCTIONS[node.primitive](*given)
     return node.primitive.bind(*given, **params)
+
+
+def _called(function: Function, tiles: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """A call on tiles of one shape, with its own derivative."""
+
+    def results(trees: Trees, *given: Any) -> list[Any]:
+        pairs = [(leaf, x) for leaf, x in zip(trees.leaves, given, strict=True) if leaf is not None]
+        compute = tile_function(trees.roots, [leaf for leaf, _ in pairs], dtype)
+        return [jnp.broadcast_to(x, shape) for x in compute(*(x for _, x in pairs))]
+
+    def value(*given: Any) -> Any:
+        return results(function.value, *given)[0]
+
+    slope = function.slope
+    if slope is None:
+        return value(*tiles)
+    if function.mode == "jvp":
+        with_tangent = jax.custom_jvp(value)
+
+        @with_tangent.defjvp
+        def tangent(given: Any, tangents: Any) -> tuple[Any, Any]:
+            return with_tangent(*given), results(slope, *given, *(tangents[i] for i in function.places))[0]
+
+        return with_tangent(*tiles)
+    with_cotangents = jax.custom_vjp(value)
+
+    def cotangents(given: Any, cotangent: Any) -> tuple[Any, ...]:
+        found = iter(results(slope, *given, cotangent))
+        return tuple(next(found) if i in function.places else None for i in range(len(given)))
+
+    with_cotangents.defvjp(lambda *given: (value(*given), given), cotangents)
+    return with_cotangents(*tiles)
 
 
 def arrange(array: Any, dims: Sequence[Any], order: Sequence[str], sizes: dict[str, int]) -> Any:

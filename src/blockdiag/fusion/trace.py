@@ -19,7 +19,7 @@ _CALLS = {
     "checkpoint": "jaxpr",
     "remat2": "jaxpr",
 }
-# Calls with a derivative of their own, which is given up only for the sake of a softmax or a product.
+# Calls with a derivative of their own, which is given up only for the sake of a softmax.
 _CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
@@ -59,7 +59,7 @@ def evaluate(
         if replacement is not None:
             with _place(equation):
                 results = replacement(*given)
-        elif inner is not None and (equation.primitive.name in _CALLS or _may_be_attention(inner.jaxpr)):
+        elif inner is not None and (equation.primitive.name in _CALLS or _is_softmax(equation)):
             with _place(equation):
                 results = evaluate(inner.jaxpr, inner.consts, given)
         else:
@@ -121,9 +121,21 @@ def bind(equation: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
     return list(results) if equation.primitive.multiple_results else [results]
 
 
-def _may_be_attention(jaxpr: core.Jaxpr) -> bool:
-    names = set(primitives(jaxpr))
-    return "dot_general" in names or {"reduce_max", "exp"} <= names
+def _is_softmax(equation: core.JaxprEqn) -> bool:
+    """Whether a function with a tangent of its own may be a softmax, of which the tangent is known."""
+    inner = body_of(equation)
+    names = set() if inner is None or equation.primitive.name != "custom_jvp_call" else set(primitives(inner.jaxpr))
+    return {"reduce_max", "exp"} <= names and "dot_general" not in names
+
+
+def hidden_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
+    """An equation with a softmax, or a product, inside: a call with a derivative of its own, a loop or a branch."""
+    for equation in jaxpr.eqns:
+        inner = [x for param in equation.params.values() for x in (param if isinstance(param, tuple) else (param,))]
+        bodies = [x.jaxpr for x in inner if isinstance(x, core.ClosedJaxpr)]
+        if any({"dot_general", "exp"} & set(primitives(body)) for body in bodies):
+            return equation
+    return None
 
 
 def primitives(jaxpr: core.Jaxpr) -> Iterator[str]:

@@ -66,22 +66,54 @@ class Leaf:
 
 
 @dataclass(frozen=True, eq=False)
+class Trees:
+    """A function of tiles, element by element.
+
+    Attributes:
+        roots: its results.
+        leaves: what stands for each of its arguments in them; None for one that is not used.
+    """
+
+    roots: "tuple[Node, ...]"
+    leaves: tuple[Leaf | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function of tiles with a derivative of its own.
+
+    Attributes:
+        value: of its arguments.
+        places: which arguments have a derivative.
+        slope: the tangent of the value, of the arguments and tangents of `places` (jvp); or the cotangents of `places`,
+            of the arguments and the cotangent of the value (vjp). None where there is no derivative.
+        mode: which of both.
+    """
+
+    value: Trees
+    places: tuple[int, ...]
+    slope: Trees | None
+    mode: Literal["jvp", "vjp"]
+
+
+@dataclass(frozen=True, eq=False)
 class Node:
     """A value of the region, for all queries and keys; the same node is one value.
 
     Attributes:
-        kind: a leaf, a number, a product of a query leaf and a key leaf, or an operation.
+        kind: a leaf, a number, a product of a query leaf and a key leaf, an operation, or a call of a function.
         inputs: nodes that it is computed from.
-        leaf, number: of a leaf, of a number.
+        leaf, number, function: of a leaf, of a number, of a call.
         primitive, params: of an operation on tiles, element by element.
     """
 
-    kind: Literal["leaf", "number", "product", "operation"]
+    kind: Literal["leaf", "number", "product", "operation", "call"]
     inputs: "tuple[Node, ...]" = ()
     leaf: Leaf | None = None
     number: Any = None
     primitive: core.Primitive | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+    function: Function | None = None
 
 
 def number(value: Any) -> Node:

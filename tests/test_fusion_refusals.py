@@ -1,0 +1,132 @@
+"""What `fuse` refuses: each message names the primitive, the line and the rule."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import NotFusible, explain, fuse
+
+TOKENS = 24
+
+
+def operands(keys: int = TOKENS) -> list[jax.Array]:
+    generator = np.random.default_rng(0)
+    shapes = [(2, length, 2, 16) for length in (TOKENS, keys, TOKENS)]
+    return [jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def scores_of(query, key):
+    return jnp.einsum("bqnh,bknh->bnqk", query, key)
+
+
+def weighted(weights, value):
+    return jnp.einsum("bnqk,bknh->bqnh", weights, value)
+
+
+def softmax_of(scores):
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def of_scores(change):
+    return lambda query, key, value: weighted(softmax_of(change(scores_of(query, key))), value)
+
+
+def of_weights(change):
+    return lambda query, key, value: weighted(change(softmax_of(scores_of(query, key))), value)
+
+
+def of_more_keys(change):
+    """Of functions that leave out one of 25 keys."""
+    function = of_scores(change)
+    return lambda query, key, value: function(query, jnp.concatenate([key, key[:, :1]], axis=1), value)
+
+
+STANDS_BETWEEN = "cannot be computed a tile at a time; it stands between scores and their softmax, at"
+WHOLE_ROWS = "a number from all scores of a row or a column, other than a softmax's, at"
+OF_SCORES = {
+    "slice": (of_more_keys(lambda scores: scores[..., :-1]), f"`slice` of scores {STANDS_BETWEEN}"),
+    "sort": (of_scores(lambda scores: jnp.sort(scores, axis=-1)), f"`sort` of scores {STANDS_BETWEEN}"),
+    "cumsum": (of_scores(lambda scores: jnp.cumsum(scores, axis=-1)), f"`cumsum` of scores {STANDS_BETWEEN}"),
+    "flip": (of_scores(lambda scores: scores[..., ::-1]), f"`rev` of scores {STANDS_BETWEEN}"),
+    "gather": (of_scores(lambda scores: scores[..., np.arange(TOKENS)[::-1]]), f"`gather` of scores {STANDS_BETWEEN}"),
+    "roll": (of_scores(lambda scores: jnp.roll(scores, 1, axis=-1)), "`concatenate` of scores: "),
+    "mixed heads": (
+        of_scores(lambda scores: jnp.einsum("bnqk,nm->bmqk", scores, jnp.eye(2))),
+        f"`dot_general`: a product of scores with something else {STANDS_BETWEEN}",
+    ),
+    "deviation": (of_scores(lambda scores: scores / scores.std(axis=-1, keepdims=True)), f"`reduce_sum`: {WHOLE_ROWS}"),
+    "softmax twice": (of_scores(softmax_of), f"`reduce_max`: {WHOLE_ROWS}"),
+    "branch": (
+        of_scores(lambda scores: jax.lax.cond(scores[0, 0, 0, 0] > 0, jnp.cos, jnp.sin, scores)),
+        f"`cond` of scores {STANDS_BETWEEN}",
+    ),
+}
+OF_WEIGHTS = {
+    "chosen": (of_weights(lambda weights: jax.lax.top_k(weights, TOKENS)[0]), "`top_k` of weights cannot be computed"),
+    "mixed": (
+        of_weights(lambda weights: jnp.einsum("bnqk,nm->bmqk", weights, jnp.eye(2))),
+        "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums, at",
+    ),
+    "normalised again": (
+        of_weights(lambda weights: weights / jnp.maximum(weights, 0.01).sum(axis=-1, keepdims=True)),
+        f"`reduce_sum`: {WHOLE_ROWS}",
+    ),
+    "over heads": (
+        lambda query, key, value: weighted(jax.nn.softmax(scores_of(query, key), axis=1), value),
+        "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums, at",
+    ),
+    "left out": (
+        lambda query, key, value: weighted(
+            softmax_of(scores_of(query, jnp.concatenate([key, key[:, :1]], axis=1)))[..., :-1], value
+        ),
+        "`slice` of weights: some of a softmax's keys have no value, at",
+    ),
+    "no softmax": (
+        lambda query, key, value: weighted(jnp.tanh(jnp.sort(scores_of(query, key), axis=-1)), value),
+        "nor with another function of them: `sort` of scores cannot be computed a tile at a time",
+    ),
+    "loop": (
+        lambda *inputs: jax.lax.map(lambda one: weighted(softmax_of(scores_of(*one[:2])), one[2]), inputs),
+        "may be in `scan` at",
+    ),
+}
+REFUSED = OF_SCORES | OF_WEIGHTS
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_messages_name_the_primitive_the_line_and_the_rule(name):
+    function, message = REFUSED[name]
+    inputs = [x[:, None] for x in operands()] if name == "loop" else operands()
+    jax.eval_shape(function, *inputs)  # What is refused is a valid function.
+    with pytest.raises(NotFusible, match=re.escape(message)) as failure:
+        fuse(function)(*inputs)
+    assert re.search(r"test_fusion_refusals\.py:\d+", str(failure.value))
+    assert explain(function)(*inputs).reason == str(failure.value)
+
+
+def joined(query, key, value, sink, first: bool):
+    """A logit without a value, before or after the keys', whose weight is dropped from the right or the wrong end."""
+    logits = jnp.broadcast_to(sink[None, :, None, None], (2, 2, TOKENS, 1))
+    weights = softmax_of(jnp.concatenate([logits, scores_of(query, key)], axis=-1))
+    return weighted(weights[..., 1:] if first else weights[..., :-1], value)
+
+
+def test_sinks_are_dropped_from_where_they_are():
+    inputs = (*operands(), jnp.ones(2))
+    fused = fuse(joined)(*inputs, first=True)
+    np.testing.assert_allclose(fused, joined(*inputs, first=True), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotFusible, match=r"`concatenate` of scores: .*test_fusion_refusals"):
+        fuse(joined)(*inputs, first=False)
+
+
+def test_weights_that_are_returned_are_made_beside_the_kernel():
+    def function(query, key, value):
+        weights = softmax_of(scores_of(query, key))
+        return weighted(weights, value), weights
+
+    for one, other in zip(fuse(function)(*operands()), function(*operands()), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert explain(function)(*operands()).outside["exp"] == 1
