@@ -168,7 +168,7 @@ def test_dead_tiles_are_not_visited():
 
 def test_source_is_python_that_reads_what_it_says():
     _, (region,) = regions(causal, *arrays())
-    source = forward_source(region, Tile(32, 16), Lists((), False))
+    source = forward_source(region, Tile(32, 16), Lists((), False, (2, 2)))
     assert source.text.count("tl.dot") == 2
     assert "p_live_tiles" in source.text and "p_value" in source.text
     compile(source.text, "kernel", "exec")
@@ -216,3 +216,23 @@ def test_explanation_reads_masks_but_runs_no_attention():
 def test_explanation_of_what_is_not_fusible():
     found = explain(jnp.tanh)(jnp.ones(3))
     assert found.regions == () and "no product" in str(found)
+
+
+def test_only_gradients_that_are_asked_for_are_computed():
+    """A constant bias of queries by keys has no kernel for its gradient, and constant slopes no sums."""
+
+    def attention(query, key, value, bias):
+        scores = query @ key.mT + bias
+        return jax.nn.softmax(scores) @ value
+
+    (x,) = arrays(1, (2, 40, 16))
+    bias = jnp.ones((1, 40, 40))
+
+    def kernels_of(places):
+        gradient = jax.grad(lambda *args: fuse(attention, implementation="triton")(*args).sum(), argnums=places)
+        jaxpr = str(jax.make_jaxpr(gradient)(x, x, x, bias))
+        return [name for name in ("fused_rows", "fused_columns", "fused_pairs") if name in jaxpr]
+
+    assert kernels_of((0, 1, 2, 3)) == ["fused_rows", "fused_columns", "fused_pairs"]
+    assert kernels_of((0, 1, 2)) == ["fused_rows", "fused_columns"]
+    assert kernels_of((1, 2)) == ["fused_columns"]

@@ -214,7 +214,7 @@ def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | 
     if found is None:
         return None
     counts, order = (np.asarray(found.arrays[name]) for name in ("live_counts", "live_tiles"))
-    live = np.zeros(order.shape, bool)
+    live = np.zeros((*order.shape[:-1], -(-region.sizes["k"] // tile.columns)), bool)
     np.put_along_axis(live, order, np.arange(order.shape[-1]) < counts[..., 1:], -1)
     return live
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.fusion.emit import Printer, Value
-from blockdiag.fusion.factors import factored, has_keys, unmasked
+from blockdiag.fusion.factors import factored, floated, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.tree import Dim, Leaf, Node, Region
@@ -35,10 +35,12 @@ class Lists:
     Attributes:
         labels: batch labels that they differ along.
         has_full: whether those that no mask touches come first, and are counted apart.
+        widths: elements of a list of tiles of keys, and of one of tiles of queries.
     """
 
     labels: tuple[str, ...]
     has_full: bool
+    widths: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,7 @@ class Writer:
         self.emit(f"count = tl.load(p_live_counts{suffix} + line * 2 + 1)")
 
         def with_tile(has_masks: bool) -> None:
-            self.emit(f"tile = tl.load(p_live_tiles{suffix} + line * {tiles} + place)")
+            self.emit(f"tile = tl.load(p_live_tiles{suffix} + line * {lists.widths[rows]} + place)")
             body(has_masks)
 
         first = "0"
@@ -355,8 +357,9 @@ def scores_of(region: Region) -> tuple[tuple[Node | None, Node | None], float]:
     """
     if region.score is None:
         return (None, None), 1.0
-    score, factor = factored(region.score)
-    plain, masks = unmasked(region.score)
+    whole = floated(region.score)
+    score, factor = factored(whole)
+    plain, masks = unmasked(whole)
     plain, same = factored(plain)
     return (score, plain if masks and same == factor else None), factor
 

@@ -28,8 +28,8 @@ class Live:
     Attributes:
         labels: batch labels that they differ along.
         has_full: whether tiles that no mask touches come first in the lists.
-        arrays: by name: "live_counts" [labels.., tq, 2] and "live_tiles" [labels.., tq, tk], for each tile of queries
-            how many tiles of keys there are that no mask touches, and how many in all, and which, in order;
+        arrays: by name: "live_counts" [labels.., tq, 2] and "live_tiles" [labels.., tq, most], for each tile of
+            queries how many tiles of keys there are that no mask touches, and how many in all, and which, in order;
             "live_counts_t" and "live_tiles_t" the other way round. int32.
     """
 
@@ -40,7 +40,8 @@ class Live:
     @property
     def lists(self) -> Lists:
         """What kernels are told."""
-        return Lists(self.labels, self.has_full)
+        widths = (self.arrays["live_tiles"].shape[-1], self.arrays["live_tiles_t"].shape[-1])
+        return Lists(self.labels, self.has_full, widths)
 
 
 def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
@@ -76,6 +77,9 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     for suffix, each in (("", states), ("_t", xp.swapaxes(states, -1, -2))):
         counts = xp.stack([(each == 2).sum(-1), (each > 0).sum(-1)], -1)
         order = xp.argsort(-each, axis=-1, stable=True) if xp is jnp else np.argsort(-each, -1, kind="stable")
+        if xp is np:
+            # Known while tracing: no longer than the longest.
+            order = order[..., : max(1, counts.max())]
         found |= {f"live_counts{suffix}": counts.astype(np.int32), f"live_tiles{suffix}": order.astype(np.int32)}
     return Live(labels, full is not None, {name: jnp.asarray(x) for name, x in found.items()})
 

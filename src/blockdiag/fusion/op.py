@@ -37,27 +37,40 @@ def _attend(call: Call, leaves: tuple[Any, ...], value: Any) -> Any:
     return _forward(call)(*leaves, value)[0]
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """Which of a call's leaves nobody differentiates by."""
+
+    leaves: tuple[bool, ...]
+
+
 def _attend_forward(call: Call, leaves: tuple[Any, ...], value: Any) -> tuple[Any, Any]:
-    output, log_sum = _forward(call)(*leaves, value)
-    return output, (leaves, value, output, log_sum)
+    constant = _Constant(tuple(not x.perturbed for x in leaves))
+    arrays = tuple(x.value for x in leaves)
+    output, log_sum = _forward(call)(*arrays, value.value)
+    return output, (arrays, value.value, output, log_sum, constant)
 
 
 def _attend_backward(call: Call, saved: Any, cotangent: Any) -> tuple[Any, Any]:
-    leaves, value, output, log_sum = saved
+    leaves, value, output, log_sum, constant = saved
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return tuple(None for _ in leaves), None
+    region = call.region
+    marked = {
+        leaf: dataclasses.replace(leaf, is_constant=flag)
+        for leaf, flag in zip(region.leaves, constant.leaves, strict=True)
+    }
+    call = Call(with_leaves(region, marked), call.implementations)
     grads = iter(_backward(call)(*leaves, value, output, log_sum, cotangent))
     found = tuple(
-        next(grads).astype(x.dtype) if is_differentiable(leaf) else None
+        next(grads).astype(x.dtype) if leaf.has_gradient else None
         for leaf, x in zip(call.region.leaves, leaves, strict=True)
     )
     return found, next(grads).astype(value.dtype)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def is_differentiable(leaf: Leaf) -> bool:
-    """Whether a leaf has a gradient."""
-    return bool(jnp.issubdtype(leaf.source.dtype, jnp.floating))
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _forward(call: Call) -> Any:
@@ -84,7 +97,7 @@ def _backward(call: Call) -> Any:
         grads, value_grad = call_implementation(
             "backward", call.region, call.implementations, leaves, value, output, log_sum, cotangent
         )
-        return (*[x for x, leaf in zip(grads, call.region.leaves, strict=True) if is_differentiable(leaf)], value_grad)
+        return (*[x for x, leaf in zip(grads, call.region.leaves, strict=True) if leaf.has_gradient], value_grad)
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
@@ -95,7 +108,7 @@ def _backward(call: Call) -> Any:
         ]
         grads = _backward(Call(mapped, call.implementations))(*operands[:count], *results)
         # Gradients of what is not mapped are already the sum.
-        wanted = [*map(is_differentiable, call.region.leaves), True]
+        wanted = [*(leaf.has_gradient for leaf in call.region.leaves), True]
         flags = [flag for flag, is_wanted in zip(is_mapped[:count], wanted, strict=True) if is_wanted]
         return tuple(
             x if flag else jnp.concatenate([x[None], jnp.zeros((axis_size - 1, *x.shape), x.dtype)])
@@ -117,7 +130,12 @@ def map_region(region: Region, axis_size: int, is_mapped: Sequence[bool]) -> Reg
     for leaf, flag in zip(region.leaves, flags, strict=True):
         leaves[leaf] = leaf
         if flag:
-            leaves[leaf] = Leaf(mapped_source(leaf.source), ((label,), *leaf.dims), leaf.role, (label, *leaf.labels))
+            leaves[leaf] = dataclasses.replace(
+                leaf,
+                source=mapped_source(leaf.source),
+                dims=((label,), *leaf.dims),
+                labels=(label, *leaf.labels),
+            )
     value_dims: tuple[Dim, ...] = ((label,), *region.value_dims) if is_value_mapped else region.value_dims
     value = mapped_source(region.value) if is_value_mapped else region.value
     return with_leaves(

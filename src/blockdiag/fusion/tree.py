@@ -52,12 +52,19 @@ class Leaf:
         dims: of each axis of the source.
         role: what tiles of it are.
         labels: batch labels that it has, in the region's order; it is the same for all others.
+        is_constant: whether nobody asks for its gradient.
     """
 
     source: Source
     dims: tuple[Dim, ...]
     role: Role
     labels: tuple[str, ...]
+    is_constant: bool = False
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it is made of floating numbers whose gradient is asked for."""
+        return not self.is_constant and bool(jax.dtypes.issubdtype(self.source.dtype, np.floating))
 
     @property
     def features(self) -> tuple[str, ...]:

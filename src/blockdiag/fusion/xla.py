@@ -91,10 +91,10 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
 def backward(
     region: Region, leaves: Sequence[Any], value: Any, output: Any, log_sum: Any, cotangent: Any
 ) -> tuple[list[Any], Any]:
-    """The gradients of the leaves, None of those that are no floating numbers, and of the values."""
+    """The gradients of the leaves, None of those that have none, and of the values."""
     dtype = region_dtype(region)
     labels = [*(leaf.labels for leaf in region.leaves), value_labels(region), *[region.batch] * 3]
-    wanted = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    wanted = [leaf.has_gradient for leaf in region.leaves]
 
     def single(*arrays: Any) -> tuple[Any, ...]:
         *given, values, out, logs, grad = arrays

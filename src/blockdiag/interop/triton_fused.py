@@ -141,7 +141,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[list[Any], Any]:
-    """The gradients of the leaves, None of those that are no floating numbers, and of the values."""
+    """The gradients of the leaves, None of those that have none, and of the values."""
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
     wide = jnp.float32
@@ -207,7 +207,7 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
 
 
 def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
-    """The kernels of a backward pass: gradients of all floating leaves and of the values.
+    """The kernels of a backward pass: gradients of the leaves that have any and of the values.
 
     Args:
         region: arranged.
@@ -215,7 +215,7 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
     """
     places: dict[str, list[int]] = collections.defaultdict(list)
     for i, leaf in enumerate(region.leaves):
-        if jnp.issubdtype(leaf.source.dtype, jnp.floating):
+        if leaf.has_gradient:
             places[leaf.role].append(i)
     found = []
     lists: dict[Tile, Live | None] = {}
