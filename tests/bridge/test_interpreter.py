@@ -339,7 +339,15 @@ def test_the_plan_of_a_named_target_is_interpreted():
 
 
 def triton_state():
-    classes = (tl.tensor, tl.core.tensor_descriptor_base, tl.tensor_descriptor, tl.dtype, tl.range, tl.static_range)
+    classes = (
+        tl.tensor,
+        tl.core.tensor_descriptor_base,
+        tl.tensor_descriptor,
+        tl.dtype,
+        tl.block_type,
+        tl.range,
+        tl.static_range,
+    )
     members = [dict(vars(cls)) for cls in (*classes, triton.JITFunction)]
     modules = [dict(vars(module)) for module in (tl, tl.core, tl.math, tl.standard, bridge_kernels)]
     return members, modules, dict(os.environ)

@@ -1,6 +1,7 @@
 """Triton's numpy builder with rounding as on a GPU, arithmetic on bfloat16 and float8, and checked memory."""
 
 import bisect
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -86,6 +87,9 @@ class Builder(InterpreterBuilder):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
+        # Triton's language would compute every sum and product of integers again, wider, for an assertion that is only
+        # made with `debug`.
+        self.options = dataclasses.replace(self.options, sanitize_overflow=False)
         self._memory = memory
 
     # Memory

@@ -13,6 +13,7 @@ import builtins
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -154,6 +155,8 @@ def lent_to(session: Session) -> Iterator[None]:
                     _replace(restore, cls, name, _supplying_method(session, member))
         for name, method in _TENSOR_METHODS.items():
             _replace(restore, tl.tensor, name, method)
+        _replace(restore, tl.tensor, "__init__", _initialise_tensor)
+        _replace(restore, tl.block_type, "__init__", _initialise_block_type(tl.block_type.__init__))
         _replace(restore, tl.dtype, "to_ir", functools.partialmethod(_type_of, tl.dtype.to_ir))
         _replace(restore, tl.range, "__iter__", functools.partialmethod(_iterate_range, session))
         _replace(restore, tl.static_range, "__init__", _initialise_static_range(tl.static_range.__init__))
@@ -233,6 +236,32 @@ _TENSOR_METHODS = {
     "__repr__": _text,
     "T": property(_transposed),
 }
+
+
+@functools.lru_cache(maxsize=1024)
+def _language_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """The shape of a tensor as the kernel language has it, and its number of elements; made once, as it takes long."""
+    return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def _initialise_tensor(tensor: Any, handle: Any, dtype: Any) -> None:
+    tensor.handle, tensor.type, tensor.dtype = handle, dtype, dtype.scalar
+    tensor.shape, tensor.numel = _language_shape(tuple(dtype.shape) if dtype.is_block() else ())
+
+
+def _initialise_block_type(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.lru_cache(maxsize=1024)
+    def checked(shape: tuple[Any, ...]) -> tuple[Any, int, str]:
+        block = object.__new__(tl.block_type)
+        original(block, tl.int1, list(shape))
+        return block.shape, block.numel, f"<{block.shape}, "
+
+    def initialise(block: Any, element_ty: Any, shape: Any) -> None:
+        block.element_ty = element_ty
+        block.shape, block.numel, start_of_name = checked(tuple(shape))
+        block.name = f"{start_of_name}{element_ty}>"
+
+    return initialise
 
 
 def _type_of(dtype: Any, original: Callable[..., Any], builder: Any) -> Any:
