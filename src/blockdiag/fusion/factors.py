@@ -1,13 +1,10 @@
 """What kernels need not compute for each score: positive factors of the whole score, and masks of tiles without any."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from blockdiag.fusion.tree import Node, number
 
@@ -85,59 +82,6 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
         return one if same else replace(one, inputs=inputs)
 
     return rebuilt(node), tuple(found.values())
-
-
-def floated(node: Node) -> Node:
-    """The same node with differences and the like of positions taken as floating numbers, which hold them exactly.
-
-    Integers of each score would be converted one by one, at a quarter of the rate of additions or less.
-    """
-    known: dict[int, Node] = {}
-
-    def rebuilt(one: Node) -> Node:
-        if id(one) not in known:
-            known[id(one)] = converted(one)
-        return known[id(one)]
-
-    def converted(one: Node) -> Node:
-        if one.kind != "operation":
-            return one
-        if getattr(one.primitive, "name", "") == "convert_element_type" and jnp.issubdtype(
-            one.params["new_dtype"], jnp.floating
-        ):
-            (inner,) = one.inputs
-            if inner.kind == "operation" and inner.primitive in _EXACT and _most(inner) is not None:
-                # In the order of a binary operation: each operand is converted where it is still a line.
-                return replace(inner, inputs=tuple(rebuilt(replace(one, inputs=(x,))) for x in inner.inputs))
-        inputs = tuple(map(rebuilt, one.inputs))
-        same = all(new is old for new, old in zip(inputs, one.inputs, strict=True))
-        return one if same else replace(one, inputs=inputs)
-
-    return rebuilt(node)
-
-
-_EXACT = {lax.add_p, lax.sub_p, lax.mul_p, lax.neg_p}
-_MOST_EXACT = 2**24
-
-
-def _most(node: Node) -> int | None:
-    """The largest magnitude that an integer made of positions has; None where it is not known, or no float32."""
-    found: int | None = None
-    if node.kind == "leaf" and node.leaf is not None and node.leaf.source.key is None:
-        found = max(node.leaf.source.shape, default=0) if node.leaf.source.dtype.kind == "i" else None
-    elif node.kind == "number" and node.number.dtype.kind == "i" and np.size(node.number) == 1:
-        found = abs(int(node.number.item()))
-    elif node.kind == "operation" and (node.primitive in _EXACT or _is_copy(node)):
-        parts = [_most(x) for x in node.inputs]
-        if all(x is not None for x in parts):
-            sizes = [x for x in parts if x is not None]
-            found = math.prod(sizes) if node.primitive is lax.mul_p else sum(sizes)
-    return found if found is not None and found < _MOST_EXACT else None
-
-
-def _is_copy(node: Node) -> bool:
-    """Whether a node is an integer as another integer dtype."""
-    return getattr(node.primitive, "name", "") == "convert_element_type" and node.params["new_dtype"].kind == "i"
 
 
 def has_keys(nodes: Sequence[Node]) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.fusion.emit import Printer, Value
-from blockdiag.fusion.factors import factored, floated, has_keys, unmasked
+from blockdiag.fusion.factors import factored, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.tree import Dim, Leaf, Node, Region
@@ -180,11 +180,30 @@ class Writer:
                 self.emit(f"rest_{place} = {rest} // {size}")
                 rest = f"rest_{place}"
 
-    def place_program(self, tiles: int, labels: Sequence[str]) -> None:
-        """`own`: the program's tile, and `i_<label>` of its batch axes. One axis of programs: others are short."""
-        self.emit(f"own = tl.program_id(0) % {tiles}")
-        self.emit(f"cell = tl.program_id(0) // {tiles}")
+    def place_program(self, tiles: int, labels: Sequence[str], *, last_first: bool = False) -> None:
+        """`own`: the program's tile, and `i_<label>` of its batch axes. One axis of programs: others are short.
+
+        Args:
+            last_first: of causal tiles of queries the last ones take longest.
+        """
+        together = self.interleaved(labels) if tiles > 1 else 1
+        program = "tl.program_id(0)"
+        if together > 1:
+            self.emit(f"# {together} heads in turn, as their rows lie side by side in memory.")
+            self.emit(f"own = {program} // {together} % {tiles}")
+            self.emit(f"cell = {program} // {together * tiles} * {together} + {program} % {together}")
+        else:
+            self.emit(f"own = {program} % {tiles}")
+            self.emit(f"cell = {program} // {tiles}")
+        if last_first:
+            self.emit(f"own = {tiles - 1} - own  # the longest first")
         self.decode("cell", labels)
+
+    def interleaved(self, labels: Sequence[str]) -> int:
+        """How many batch indices in a row have neighbouring rows of values, up to 4."""
+        if not labels or self.value_layout.stride(labels[-1]) >= self.value_layout.stride("k"):
+            return 1
+        return math.gcd(4, self.sizes[labels[-1]])
 
     def mask(self, rows: bool, columns: bool, axes: int = 2) -> list[str]:
         found = []
@@ -357,9 +376,8 @@ def scores_of(region: Region) -> tuple[tuple[Node | None, Node | None], float]:
     """
     if region.score is None:
         return (None, None), 1.0
-    whole = floated(region.score)
-    score, factor = factored(whole)
-    plain, masks = unmasked(whole)
+    score, factor = factored(region.score)
+    plain, masks = unmasked(region.score)
     plain, same = factored(plain)
     return (score, plain if masks and same == factor else None), factor
 
@@ -369,7 +387,7 @@ def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> So
     writer = Writer(region, "forward", tile)
     emit = writer.emit
     emit("# One program: a tile of queries against all tiles of keys.")
-    writer.place_program(writer.row_tiles, region.batch)
+    writer.place_program(writer.row_tiles, region.batch, last_first=lists is not None)
     writer.tile_of("q", "own")
     before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
     emit(f"output = tl.zeros([{tile.rows}, {writer.wide}], tl.float32)")

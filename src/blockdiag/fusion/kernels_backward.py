@@ -18,7 +18,7 @@ def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Li
     """The gradients of leaves without keys: a program goes through the keys of a tile of queries."""
     writer = Writer(region, "rows", tile, leaf_grads)
     emit = writer.emit
-    writer.place_program(writer.row_tiles, region.batch)
+    writer.place_program(writer.row_tiles, region.batch, last_first=lists is not None)
     writer.tile_of("q", "own")
     _read_rows(writer)
     before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
