@@ -3,6 +3,7 @@ instructions it has: the test that a kernel fits and runs on the units it was wr
 hardware."""
 
 import contextlib
+import functools
 import io
 import re
 import subprocess
@@ -55,10 +56,8 @@ class Report:
         tensor_memory_columns: of one program, at most 512; 0 where the architecture has none.
         num_warps: warps of one program, those of every partition included.
         partitions: for each warp-specialised region of the kernel, the warps of its partitions beside the default one.
-        ptx, sass: instruction counts. PTX has the keys wgmma, tcgen05.mma, mma.sync, cp.async.bulk.tensor, cp.async,
-            ldmatrix, ex2, atom, f64, trap; SASS has what they became, and local (spill) loads and stores.
-        local_accesses: loads and stores of local memory in the SASS by the number of loops that they lie in, 0 for
-            those outside; empty when there are none. See `sass.loop_depths` for what a loop is.
+        ptx: instruction counts, with the keys wgmma, tcgen05.mma, mma.sync, cp.async.bulk.tensor, cp.async, ldmatrix,
+            ex2, atom, f64, trap.
         global_scratch_bytes: global memory of one program, for descriptors made on the device.
         kernel: Triton's compiled kernel, whose `asm` holds ttir, ttgir, llir, ptx and cubin.
     """
@@ -75,10 +74,25 @@ class Report:
     num_warps: int
     partitions: tuple[tuple[int, ...], ...]
     ptx: Mapping[str, int]
-    sass: Mapping[str, int]
-    local_accesses: Mapping[int, int]
     global_scratch_bytes: int
     kernel: Any
+
+    # Machine code is taken apart where somebody asks: that takes as long as making it.
+    @functools.cached_property
+    def _machine_code(self) -> str:
+        return _disassemble(self.kernel.asm["cubin"])
+
+    @functools.cached_property
+    def sass(self) -> Mapping[str, int]:
+        """Instruction counts of the machine code: what those of the PTX became, and local (spill) loads and stores."""
+        return _count(_SASS_PATTERNS, self._machine_code)
+
+    @functools.cached_property
+    def local_accesses(self) -> Mapping[int, int]:
+        """Loads and stores of local memory in the machine code by the number of loops that they lie in, 0 for those
+        outside; empty when there are none. See `sass.loop_depths` for what a loop is."""
+        # What has no stack frame has no local memory.
+        return _local_accesses(self._machine_code) if self.stack_bytes or self.spill_bytes else {}
 
     @property
     def spill_bytes(self) -> int:
@@ -106,10 +120,10 @@ def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
     limit = shared_limit(target.arch)
     if limit is None:
         raise ValueError(f"`arch` must be one whose shared memory is known, got {target.arch}")
-    compiled = _compile_quietly(plan, target)
+    compiled, printed = _compile_quietly(plan, target)
     asm = compiled.kernel.asm
-    usage = _assemble(asm["ptx"], target.arch)
-    sass = _disassemble(asm["cubin"])
+    # A kernel from Triton's cache on disk was assembled by another process.
+    usage = printed if "registers" in printed else _assemble(asm["ptx"], target.arch)
     return Report(
         name=plan.name,
         arch=target.arch,
@@ -123,17 +137,20 @@ def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
         num_warps=compiled.num_warps,
         partitions=_partitions(asm["ttgir"]),
         ptx=_count(_PTX_PATTERNS, asm["ptx"]),
-        sass=_count(_SASS_PATTERNS, sass),
-        local_accesses=_local_accesses(sass),
         global_scratch_bytes=compiled.global_scratch_bytes,
         kernel=compiled.kernel,
     )
 
 
-def _compile_quietly(plan: LaunchPlan, target: Target) -> CompiledLaunch:
+def _compile_quietly(plan: LaunchPlan, target: Target) -> tuple[CompiledLaunch, str]:
+    """The compiled kernel, and what ptxas said of it where it had to be assembled."""
+    from triton import knobs
+
     # Triton prints the whole PTX when ptxas fails; the exception carries what ptxas said instead.
-    with contextlib.redirect_stdout(io.StringIO()):
-        return compile_plan(plan, target)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, knobs.nvidia.scope():
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = compile_plan(plan, target)
+    return compiled, printed.getvalue()
 
 
 def _assemble(ptx: str, arch: int) -> str:
