@@ -1,5 +1,7 @@
 """Generated kernels, compiled for architectures that are not here."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,10 +19,10 @@ SIZES = Sizes(batch=2, rows=8, query_tokens=256, key_tokens=256, head_dim=64, va
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 
 
-def launches(name: str) -> dict[str, FusedLaunch]:
-    """Every kernel of a variant, forward and backward, by name."""
+def launches(name: str, size: int = 64) -> dict[str, FusedLaunch]:
+    """Every kernel of a variant of a head size, forward and backward, by name."""
     variant = VARIANTS[name]
-    inputs = variant.make_inputs(jax.random.key(0), SIZES)
+    inputs = variant.make_inputs(jax.random.key(0), replace(SIZES, head_dim=size, value_dim=size))
     flat, _ = flat_jaxpr(lambda given: variant.function(**given), inputs)
     ((region,),) = find_regions(flat.jaxpr).values()
     inner, change = triton_fused.arranged(region)
@@ -43,14 +45,18 @@ def launches(name: str) -> dict[str, FusedLaunch]:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("name", ["document", "evoformer_row"])
-def test_kernels_fit_their_architecture(name, arch):
-    found = launches(name)
+@pytest.mark.parametrize(
+    ("name", "size"), [("document", 64), ("evoformer_row", 64), ("document", 128), ("document", 256)]
+)
+def test_kernels_fit_their_architecture(name, size, arch):
+    found = launches(name, size)
     assert len(found) == (4 if name == "evoformer_row" else 3)
     for launch in found.values():
         report = report_of(launch.plan(Target.for_arch(arch)), arch)
         assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
-        assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)
+        if arch > 80 or size <= 128:
+            # Ampere's registers hold the factors of products too.
+            assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)
         assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
         assert report.ptx[MATRIX_UNITS[arch]] > 0, str(report)
 

@@ -20,17 +20,18 @@ class Config:
 
 
 # The fastest on an H200 of those tried, for 16-bit arrays (rows, columns, warps, stages): by kernel and by the most
-# features or columns of values. Biases of queries by keys travel with every tile; with them small tiles win.
+# features or columns of values, 512 where both are above 128 (compiled only, not timed). Biases of
+# queries by keys travel with every tile; with them small tiles win.
 _PLAIN: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
-    "forward": {64: (64, 128, 4, 2), 128: (128, 64, 8, 3), 256: (128, 64, 8, 3)},
-    "rows": {64: (64, 64, 4, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
-    "columns": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 128, 8, 3)},
-    "pairs": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "forward": {64: (64, 128, 4, 2), 128: (128, 64, 8, 3), 256: (128, 64, 8, 3), 512: (64, 64, 8, 2)},
+    "rows": {64: (64, 64, 4, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)},
+    "columns": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 128, 8, 3), 512: (32, 64, 8, 2)},
+    "pairs": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 64, 8, 1)},
 }
 _BIASED: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
-    "forward": {64: (128, 32, 4, 3), 128: (128, 32, 4, 3), 256: (128, 32, 8, 3)},
-    "rows": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (128, 32, 8, 2)},
-    "columns": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (32, 128, 8, 2)},
+    "forward": {64: (128, 32, 4, 3), 128: (128, 32, 4, 3), 256: (128, 32, 8, 3), 512: (64, 64, 8, 2)},
+    "rows": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), 512: (64, 32, 8, 2)},
+    "columns": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (32, 64, 8, 2), 512: (32, 64, 8, 2)},
     "pairs": _PLAIN["pairs"],
 }
 
@@ -46,7 +47,8 @@ def config_of(region: Region, kind: Kind) -> Config:
     else:
         has_bias = any(leaf.role == "score" for leaf in region.leaves)
         table = (_BIASED if has_bias else _PLAIN)[kind]
-        rows, columns, warps, stages = table[next(wide for wide in table if max(features, values) <= wide)]
+        width = 512 if min(features, values) > 128 else max(features, values)
+        rows, columns, warps, stages = table[next(wide for wide in table if width <= wide)]
         if kind == "forward" and not has_bias and features <= 64 < values <= 128:
             warps = 4
     return Config(_fitting(region, rows, columns), warps, stages)
