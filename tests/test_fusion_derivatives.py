@@ -11,7 +11,8 @@ import pytest
 from blockdiag import NotFusible, explain, fuse
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-NAMES = ("xla", pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")))
+NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+NAMES = ("xla", pytest.param("triton", marks=NEEDS_TRITON))
 BOTH = pytest.mark.parametrize("implementation", NAMES)
 
 
@@ -181,3 +182,91 @@ def test_derivatives_of_whole_softmaxes_are_refused(function):
     fused = fuse(function, fallback=True)
     for one, other in zip(gradients(fused)(*operands()), gradients(function)(*operands()), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+# --- second derivatives -------------------------------------------------------------------------------------------
+
+
+def with_sink(query, key, value, bias, sink):
+    """Causal attention with a bias, and a logit without a value."""
+    scores = scores_of(query, key) * query.shape[-1] ** -0.5 + jnp.tanh(bias)[None]
+    scores = jnp.where(jnp.tri(scores.shape[-1], dtype=bool)[None, None], scores, -jnp.inf)
+    logits = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:3], 1))
+    return weighted(jax.nn.softmax(jnp.concatenate([scores, logits], axis=-1), axis=-1)[..., :-1], value)
+
+
+def inputs_with_sink() -> list[jax.Array]:
+    generator = np.random.default_rng(3)
+    shapes = [(1, 24, 2, 16)] * 3 + [(2, 24, 24), (2,)]
+    return [jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def penalty(function, places, *inputs):
+    """A number made of gradients by some of the inputs."""
+    grads = jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), places)(*inputs)
+    return sum(jnp.sum(grad**2) for grad in grads)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "places"),
+    [(None, (0, 1, 2, 3, 4)), ("xla", (0,)), pytest.param("triton", (0, 1, 2, 3, 4), marks=NEEDS_TRITON)],
+)
+def test_second_derivatives(implementation, places):
+    """Gradients of gradients by every input, also by those that the first gradient is not of."""
+    inputs = inputs_with_sink()
+    fused = fuse(with_sink, implementation=implementation)
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(penalty, function, places), (0, 1, 2, 3, 4)))(*inputs)
+        for function in (fused, with_sink)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+def test_third_derivatives_and_vmap_of_second_ones():
+    query, key, value, bias, sink = inputs_with_sink()
+
+    def third(function):
+        def along(x, query):
+            return jnp.sum(jnp.sin(function(query[None] * x, key, value, bias, sink)))
+
+        nested = jax.grad(jax.grad(jax.grad(along)))
+        return jax.jit(jax.vmap(nested, (None, 0)))(jnp.ones(()), jnp.concatenate([query, key]))
+
+    expected = third(with_sink)
+    np.testing.assert_allclose(third(fuse(with_sink)), expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_second_derivatives_of_rows_that_see_no_key_and_of_dropout():
+    """Numbers stay finite, and the mask is that of the forward pass: outputs are linear in values."""
+    query, key, value, *_ = inputs_with_sink()
+
+    def function(query, value, rng):
+        scores = scores_of(query, key)
+        scores = jnp.where((jnp.arange(24) % 3 == 0)[None, None, :, None], -jnp.inf, scores)
+        weights = jax.nn.softmax(scores, axis=-1)
+        return weighted(jnp.where(jax.random.bernoulli(rng, 0.7, weights.shape), weights, 0.0), value)
+
+    fused, rng = jax.jit(fuse(function)), jax.random.key(0)
+    weights = fused(query, jnp.broadcast_to(jnp.eye(24)[None, :, None], (1, 24, 2, 24)), rng).transpose(0, 2, 1, 3)
+
+    def gradient_size(value):
+        return jnp.sum(jax.grad(lambda value: jnp.sum(jnp.sin(fused(query, value, rng))))(value) ** 2)
+
+    def expected_size(value):
+        return jnp.sum(jnp.einsum("bnqk,bqnh->bknh", weights, jnp.cos(weighted(weights, value))) ** 2)
+
+    found, expected = jax.jit(jax.grad(gradient_size))(value), jax.jit(jax.grad(expected_size))(value)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    of_query = jax.grad(lambda x: jnp.sum(jax.grad(lambda y: jnp.sum(fused(y, value, rng)))(x) ** 2))(query)
+    assert np.isfinite(of_query).all() and np.any(of_query != 0)
+
+
+@pytest.mark.parametrize("implementation", (None, *NAMES))
+def test_forward_mode_is_refused(implementation):
+    inputs = inputs_with_sink()
+    fused = fuse(with_sink, implementation=implementation)
+    with pytest.raises(TypeError, match="does not support forward-mode differentiation"):
+        jax.jvp(lambda query: fused(query, *inputs[1:]), inputs[:1], inputs[:1])
+    with pytest.raises(TypeError, match="does not support forward-mode differentiation"):
+        jax.hessian(lambda x: jnp.sum(fused(inputs[0] * x, *inputs[1:])))(jnp.ones(()))

@@ -32,7 +32,9 @@ def fuse[**P, R](
     place instead of its own sequence: equally distributed, and the same in all passes and implementations. The function
     is traced with each call: call it under `jax.jit`.
 
-    Works under `jax.jit`, `grad` (reverse mode, first derivatives), `vmap` and `checkpoint`.
+    Works under `jax.jit` (with donated arguments), `grad` (reverse mode; derivatives of gradients are computed by XLA,
+    which keeps all scores for them), `vmap`, `checkpoint`, `scan`, `export`, jitted `shard_map` over batch and heads,
+    and inside modules of Flax. On a mesh with explicit axes, call it inside `jax.shard_map`.
 
     Args:
         function: of arrays, in pytrees; other arguments are handed on as they are.

@@ -19,6 +19,7 @@ from blockdiag.fusion.emit import Printer, Value
 from blockdiag.fusion.factors import factored, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
+from blockdiag.fusion.trace import tile_jaxpr
 from blockdiag.fusion.tree import Dim, Leaf, Node, Region
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
@@ -296,7 +297,7 @@ class Writer:
         def some(*tiles: Any) -> list[Any]:
             return [x for x in function(*tiles) if x is not None]
 
-        return jax.make_jaxpr(some)(*self.tile_avals())
+        return tile_jaxpr(some, *self.tile_avals())
 
     def evaluate(self, roots: Sequence[Node | None], tiles: Sequence[Value], prefix: str) -> list[Value | None]:
         """Print some nodes."""

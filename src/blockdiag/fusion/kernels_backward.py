@@ -11,6 +11,7 @@ from blockdiag.fusion.emit import Printer, Value
 from blockdiag.fusion.kernels import LOG2_E, Lists, Output, Source, Tile, Writer, cells_of, store_mask
 from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
+from blockdiag.fusion.trace import tile_jaxpr
 from blockdiag.fusion.tree import Dim, Leaf, Region
 
 
@@ -173,7 +174,7 @@ def _gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool, has
     row = jax.ShapeDtypeStruct(writer.turned(tile.rows, 1), np.float32)
     column = jax.ShapeDtypeStruct(writer.turned(1, tile.columns), np.bool_)
     score = jax.ShapeDtypeStruct(shape, np.float32)
-    jaxpr = jax.make_jaxpr(gradients)(writer.tile_avals(), score, row, row, column)
+    jaxpr = tile_jaxpr(gradients, writer.tile_avals(), score, row, row, column)
     arguments = [
         *tiles,
         Value("product", shape),
@@ -208,7 +209,7 @@ def _extra_gradients(writer: Writer, tiles: Sequence[Value]) -> list[Value]:
         return pull([_summed_to(-power * delta, x.shape) for power, x in zip(powers, found, strict=True)])
 
     column = jax.ShapeDtypeStruct((rows, 1), np.float32)
-    jaxpr = jax.make_jaxpr(gradients)(writer.tile_avals(), column, column)
+    jaxpr = tile_jaxpr(gradients, writer.tile_avals(), column, column)
     return Printer(writer.emit, "y", writer.precision).run(
         jaxpr, [*tiles, Value("base", column.shape), Value("delta", column.shape)]
     )

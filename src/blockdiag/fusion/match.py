@@ -25,7 +25,7 @@ from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Leaf, Node, NotFusible, Region, number, operation, source_of
 
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
-_PASSES = ("convert_element_type", "copy", "reduce_precision", "stop_gradient")
+_PASSES = ("convert_element_type", "copy", "pvary", "reduce_precision", "stop_gradient")
 
 
 @dataclass(frozen=True)

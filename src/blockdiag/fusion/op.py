@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockdiag._differentiation import on_common_axes
+from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag.dispatch import call_implementation
+from blockdiag.fusion import xla
 from blockdiag.fusion.tree import Dim, Leaf, Region, Source, with_leaves
 
 
@@ -27,14 +28,25 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
     Args:
         leaves: an array for each of the region's leaves, as its source has it.
         value: the values, as their variable has them.
+
+    Raises:
+        ValueError: an array is sharded over explicit axes of a mesh, and "xla" is not the only implementation.
     """
+    is_sharded = any(axes is not None for x in (*leaves, value) for axes in jax.typeof(x).sharding.spec)
+    if is_sharded and call.implementations != ("xla",):
+        raise ValueError(
+            "`fuse` got arrays that are sharded over explicit axes of a mesh, which its kernels know nothing of; call "
+            'it inside jax.shard_map over batch and heads, or pass implementation="xla"'
+        )
     leaves, value = on_common_axes(tuple(leaves), value)
-    return _attend(call, leaves, value)
+    floating = [reverse_only(x) for x in _chosen(leaves, _floating(call.region))]
+    return _attend(call, tuple(_replaced(leaves, floating, _floating(call.region))), reverse_only(value))[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, leaves: tuple[Any, ...], value: Any) -> Any:
-    return _forward(call)(*leaves, value)[0]
+def _attend(call: Call, leaves: tuple[Any, ...], value: Any) -> tuple[Any, Any]:
+    """The result, and the log-sum-exp, which is for the backward pass alone: it has no gradient."""
+    return _forward(call)(*leaves, value)
 
 
 @jax.tree_util.register_static
@@ -48,13 +60,14 @@ class _Constant:
 def _attend_forward(call: Call, leaves: tuple[Any, ...], value: Any) -> tuple[Any, Any]:
     constant = _Constant(tuple(not x.perturbed for x in leaves))
     arrays = tuple(x.value for x in leaves)
-    output, log_sum = _forward(call)(*arrays, value.value)
-    return output, (arrays, value.value, output, log_sum, constant)
+    # Gradients that are differentiated need these as functions of the arrays.
+    output, log_sum = _attend(call, arrays, value.value)
+    return (output, log_sum), (arrays, value.value, output, log_sum, constant)
 
 
-def _attend_backward(call: Call, saved: Any, cotangent: Any) -> tuple[Any, Any]:
+def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, Any]:
     leaves, value, output, log_sum, constant = saved
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+    if isinstance(cotangents[0], jax.custom_derivatives.SymbolicZero):
         return tuple(None for _ in leaves), None
     region = call.region
     marked = {
@@ -62,15 +75,68 @@ def _attend_backward(call: Call, saved: Any, cotangent: Any) -> tuple[Any, Any]:
         for leaf, flag in zip(region.leaves, constant.leaves, strict=True)
     }
     call = Call(with_leaves(region, marked), call.implementations)
-    grads = iter(_backward(call)(*leaves, value, output, log_sum, cotangent))
-    found = tuple(
-        next(grads).astype(x.dtype) if leaf.has_gradient else None
-        for leaf, x in zip(call.region.leaves, leaves, strict=True)
-    )
-    return found, next(grads).astype(value.dtype)
+    grads, value_grad = _gradients(call, leaves, value, output, log_sum, cotangents[0])
+    return tuple(_replaced([None] * len(leaves), grads, _with_gradient(call.region))), value_grad
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(call: Call, leaves: Any, value: Any, output: Any, log_sum: Any, cotangent: Any) -> tuple[Any, Any]:
+    """The gradients of the leaves that have one, and of the values."""
+    *grads, value_grad = _backward(call)(*leaves, value, output, log_sum, cotangent)
+    like = _chosen(leaves, _with_gradient(call.region))
+    return [grad.astype(x.dtype) for grad, x in zip(grads, like, strict=True)], value_grad.astype(value.dtype)
+
+
+def _gradients_forward(call: Call, *operands: Any) -> tuple[Any, Any]:
+    return _gradients(call, *operands), operands
+
+
+def _gradients_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Derivatives of gradients, of any order, by XLA, which then keeps all scores.
+
+    The result and the log-sum-exp follow from leaves and values: what they contribute is in the gradients of these.
+    """
+    leaves, value, output, log_sum, cotangent = saved
+    region = call.region
+
+    def gradients(floating: Sequence[Any], value: Any, cotangent: Any) -> tuple[Any, Any]:
+        whole = _replaced(leaves, floating, _floating(region))
+
+        def result(wanted: Sequence[Any], value: Any) -> Any:
+            return xla.forward(region, _replaced(whole, wanted, _with_gradient(region)), value)[0]
+
+        return jax.vjp(result, _chosen(whole, _with_gradient(region)), value)[1](cotangent)
+
+    _, pull = jax.vjp(gradients, _chosen(leaves, _floating(region)), value, cotangent)
+    grads, value_grad, cotangent_grad = pull(cotangents)
+    of_leaves = tuple(_replaced([None] * len(leaves), grads, _floating(region)))
+    return of_leaves, value_grad, jnp.zeros_like(output), jnp.zeros_like(log_sum), cotangent_grad
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+def _floating(region: Region) -> list[bool]:
+    """Which leaves are made of floating numbers."""
+    return [bool(jnp.issubdtype(leaf.source.dtype, jnp.floating)) for leaf in region.leaves]
+
+
+def _with_gradient(region: Region) -> list[bool]:
+    """Which leaves have a gradient that is asked for."""
+    return [leaf.has_gradient for leaf in region.leaves]
+
+
+def _chosen(arrays: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+    return [x for x, flag in zip(arrays, flags, strict=True) if flag]
+
+
+def _replaced(arrays: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+    """Arrays with others in the place of those that are chosen."""
+    rest = iter(chosen)
+    return [next(rest) if flag else x for x, flag in zip(arrays, flags, strict=True)]
 
 
 def _forward(call: Call) -> Any:

@@ -37,7 +37,7 @@ ELEMENTWISE = frozenset({
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 })  # fmt: skip
 # The same value, seen otherwise.
-_SAME = frozenset({"copy", "copy_p", "reduce_precision", "optimization_barrier"})
+_SAME = frozenset({"copy", "copy_p", "reduce_precision", "optimization_barrier", "pvary"})
 
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 # Elements of an array that is looked at while tracing.
@@ -247,6 +247,9 @@ class Puller:
                 size, dtype = equation.params["shape"][at], np.dtype(equation.params["dtype"])
                 source, dims = Source(None, (size,), dtype), (dims[at],)
                 break
+            if name == "pvary" and equation is not None and isinstance(equation.invars[0], core.Var):
+                source = equation.invars[0]
+                continue
             if equation is None or name not in _MOVES or isinstance(equation.invars[0], core.Literal):
                 is_small = math.prod(aval_of(source).shape) <= _MOST_CONSTANTS
                 source = source_of(source, self._constant_of(source) if is_small else None)
@@ -283,7 +286,7 @@ class Puller:
             equation = self.producers.get(var)
             if equation is None:
                 return None
-            if equation.primitive.name not in ("broadcast_in_dim", "reshape", "convert_element_type"):
+            if equation.primitive.name not in ("broadcast_in_dim", "reshape", "convert_element_type", "pvary"):
                 constant = self._constant_of(var) if math.prod(aval_of(var).shape) == 1 else None
                 return None if constant is None else constant.reshape(())
             if equation.primitive.name == "convert_element_type":

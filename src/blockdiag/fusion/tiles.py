@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.tree import Function, Leaf, Node, Region, Trees
 
 # Primitives that nodes are made of beside those of the program.
@@ -78,6 +79,7 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
             return lax.dot_general(rows, columns, axes, precision=precision, preferred_element_type=dtype)
     shape = np.broadcast_shapes(*(x.shape for x in inputs))
     given = [jnp.broadcast_to(x.reshape((1,) * (len(shape) - x.ndim) + x.shape), shape) for x in inputs]
+    given = on_common_axes(*given)
     if node.function is not None:
         return _called(node.function, given, shape, dtype)
     assert node.primitive is not None

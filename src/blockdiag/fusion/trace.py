@@ -31,6 +31,12 @@ def flat_jaxpr(function: Callable[..., Any], *arguments: Any) -> tuple[core.Clos
     return flat, structure
 
 
+def tile_jaxpr(function: Callable[..., Any], *shapes: Any) -> core.ClosedJaxpr:
+    """The program of a function of tiles, which no mesh of devices has a part in, wherever it is traced."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(function)(*shapes)
+
+
 def body_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
     """What a call means, None of other equations."""
     name = equation.primitive.name
@@ -94,7 +100,8 @@ def constants(jaxpr: core.Jaxpr) -> Callable[[Any], np.ndarray | None]:
             known[var] = None
             if equation is not None and all(x is not None for x in given) and not _has_keys(equation):
                 with jax.ensure_compile_time_eval():
-                    results = bind(equation, given)
+                    # Under `jax.shard_map` a constant is told to vary over axes of the mesh; it stays what it is.
+                    results = given if equation.primitive.name == "pvary" else bind(equation, given)
                 known.update({out: np.asarray(x) for out, x in zip(equation.outvars, results, strict=True)})
         return known[var]
 
