@@ -4,6 +4,8 @@ The interpreter hands out device and shared memory filled with NaN, so an elemen
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from blockdiag.pallas_kernels.block_diagonal_forward import default_schedule as 
 from blockdiag.pallas_kernels.pipeline import SHARED_BUDGET_BYTES
 from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
 from blockdiag.reference import block_diagonal as reference
+from tests.support import compiled_quickly
 
 BLOCK_SIZE = 64
 # The largest error, relative to the largest element: one rounding of the result and one of P or dS before a product.
@@ -58,12 +61,21 @@ def make_arrays(problem: BlockDiagonalProblem, seed: int = 0) -> tuple[jax.Array
     )
 
 
-def run(implementation, problem: BlockDiagonalProblem, arrays: tuple[jax.Array, ...], **options) -> list[jax.Array]:
+def compute(implementation, problem: BlockDiagonalProblem, query, key, value, cotangent, **options) -> list[jax.Array]:
     """Output, dQ, dK and dV."""
-    query, key, value, cotangent = arrays
     output = implementation.forward(problem, query, key, value, None, None, **options)
     gradients = implementation.backward(problem, query, key, value, None, None, cotangent, **options)
     return [output, *gradients]
+
+
+@functools.cache
+def compiled(implementation, problem: BlockDiagonalProblem, **options) -> Callable[..., list[jax.Array]]:
+    """The same of arrays, compiled once for all tests of a problem."""
+    return compiled_quickly(functools.partial(compute, implementation, problem, **options))
+
+
+def run(implementation, problem: BlockDiagonalProblem, arrays: tuple[jax.Array, ...], **options) -> list[jax.Array]:
+    return compiled(implementation, problem, **options)(*arrays)
 
 
 def expected(problem: BlockDiagonalProblem, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
@@ -153,31 +165,38 @@ def test_kernels_are_available_where_jax_has_mosaic_gpu():
 
 @pytest.mark.parametrize(
     ("consumers", "key_stages", "query_stages", "programs", "key_heads"),
-    [(1, 1, 1, 2, 3), (2, 3, 3, 1, 3), (3, 3, 3, 1, 3), (3, 4, 4, 2, 3), (1, 2, 3, 1, 1), (2, 3, 4, 1, 1)],
+    [(1, 1, 1, 2, 3), (2, 3, 3, 1, 3), (3, 4, 4, 2, 3), (1, 2, 3, 1, 1), (2, 3, 4, 1, 1)],
 )
 def test_results_do_not_depend_on_the_schedule(consumers, key_stages, query_stages, programs, key_heads):
     problem = make_problem(3, 3, key_heads, is_causal=True)
-    arrays = query, key, value, cotangent = make_arrays(problem)
+    arrays = make_arrays(problem)
     stages = {"consumers": consumers, "key_stages": key_stages, "query_stages": query_stages}
     options = {"interpret": True, "programs": programs}
-    output = forward_call(problem, query, key, value, schedule=ForwardSchedule(**stages), **options)
-    schedule = BackwardSchedule(**stages, separate_scores=consumers != 3)
-    gradients = backward_call(problem, query, key, value, cotangent, schedule=schedule, **options)
-    for result, want in zip((output, *gradients), run(block_diagonal, problem, arrays, interpret=True), strict=True):
+
+    @compiled_quickly
+    def scheduled(query, key, value, cotangent):
+        output = forward_call(problem, query, key, value, schedule=ForwardSchedule(**stages), **options)
+        schedule = BackwardSchedule(**stages, separate_scores=consumers != 3)
+        return output, *backward_call(problem, query, key, value, cotangent, schedule=schedule, **options)
+
+    for result, want in zip(scheduled(*arrays), run(block_diagonal, problem, arrays, interpret=True), strict=True):
         assert (result == want).all()
 
 
 def test_a_second_run_gives_the_same_bits():
-    problem = make_problem(2, 4, 2)
+    problem = SUPPORTED["grouped"]
     arrays = make_arrays(problem)
     first, second = (run(block_diagonal, problem, arrays, interpret=True) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert (one == other).all()
 
 
+POISONED = make_problem(3, 1, 1)
+
+
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 def test_poison_in_one_block_stays_there(poison):
-    problem = make_problem(3, 1, 1)
+    problem = POISONED
     arrays = make_arrays(problem)
     poisoned = tuple(array.at[BLOCK_SIZE : 2 * BLOCK_SIZE].set(poison) for array in arrays)
     clean = run(block_diagonal, problem, arrays, interpret=True)
@@ -225,7 +244,7 @@ def test_results_vary_over_the_axes_of_a_shard_map_as_the_inputs_do():
     mesh = jax.make_mesh((1,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def body(*arrays):
-        results = run(block_diagonal, problem, arrays, interpret=True)
+        results = compute(block_diagonal, problem, *arrays, interpret=True)
         assert all(jax.typeof(result).manual_axis_type.varying == {"shards"} for result in results)
         return tuple(results)
 
