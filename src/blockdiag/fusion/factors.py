@@ -10,6 +10,8 @@ from blockdiag.fusion.tree import Node, number
 
 # A score that is at most this is masked.
 MASKED = -1e9
+# A row whose scores are all at most this sees no key: masked ones may have been added to others.
+NO_KEY = -5e8
 _LOWEST = float(np.finfo(np.float32).min)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.fusion.emit import Printer, Value
-from blockdiag.fusion.factors import factored, has_keys, unmasked
+from blockdiag.fusion.factors import NO_KEY, factored, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.trace import tile_jaxpr
@@ -412,13 +412,14 @@ def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> So
         emit(f"largest *= {writer.factor * LOG2_E}")
         rest = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
         _add_extras(writer, rest)
-        emit("norm = tl.where(total == 0, 0.0, 1.0 / total)  # rows that see no key are 0")
+        emit("is_empty = total == 0  # rows that see no key are 0")
+        emit("norm = tl.where(is_empty, 0.0, 1.0 / total)")
         emit("output *= norm[:, None]")
         if weight_of_rows is not None:
             (weight,) = writer.evaluate([weight_of_rows], rest, "w")
             assert weight is not None
             emit(f"output *= {weight.name}")
-        emit('log_sum = tl.where(total == 0, float("-inf"), (largest + tl.log2(total)) * 0.6931471805599453)')
+        emit('log_sum = tl.where(is_empty, float("-inf"), (largest + tl.log2(total)) * 0.6931471805599453)')
     else:
         emit(f"log_sum = tl.zeros([{tile.rows}], tl.float32)")
     emit(f"tl.store(p_output + {place}, output.to(p_output.dtype.element_ty){store_mask(masks)})")
@@ -439,7 +440,8 @@ def _add_tile(writer: Writer, score: Value | None, weight: Value | None, masks: 
         if masks:
             emit(f'score = tl.where({masks[0]}, score, float("-inf"))')
         emit("new = tl.maximum(largest, tl.max(score, 1))")
-        emit(f'base = tl.where(new == float("-inf"), 0.0, new) * {writer.factor * LOG2_E}  # rows that saw nothing yet')
+        no_key = NO_KEY / writer.factor
+        emit(f"base = tl.where(new <= {no_key}, 0.0, new) * {writer.factor * LOG2_E}  # rows that saw nothing yet")
         emit(f"shrink = tl.exp2(largest * {writer.factor * LOG2_E} - base)")
         emit(f"power = tl.exp2(score * {writer.factor * LOG2_E} - base[:, None])")
         emit("total = total * shrink + tl.sum(power, 1)")

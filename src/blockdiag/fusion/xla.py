@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from blockdiag._differentiation import on_common_axes
+from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.tiles import (
     canonical_result,
     leaf_array,
@@ -58,7 +59,7 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
                 power = jnp.ones((rows, size), dtype)
             else:
                 new = jnp.maximum(largest, score.max(axis=1))
-                base = jnp.where(new == -jnp.inf, 0, new)
+                base = jnp.where(new <= NO_KEY, 0, new)
                 power = jnp.exp(score - base[:, None])
                 shrink = jnp.exp(largest - base)
                 total, output, largest = total * shrink + power.sum(1), output * shrink[:, None], new
@@ -78,10 +79,10 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
         if region.score is None:
             return output, total
         # Rows that see nothing are 0.
-        norm = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
-        return output * norm[:, None], jnp.where(
-            total == 0, -jnp.inf, largest + jnp.log(jnp.where(total == 0, 1, total))
-        )
+        is_empty = total == 0
+        total = jnp.where(is_empty, 1, total)
+        norm = jnp.where(is_empty, 0, 1 / total)
+        return output * norm[:, None], jnp.where(is_empty, -jnp.inf, largest + jnp.log(total))
 
     arrays = _canonical(region, leaves, value)
     output, log_sum = mapped(single, labels, region.batch)(*arrays)
