@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from blockdiag import explain, fuse
+from blockdiag.fusion.api import trace
 from blockdiag.fusion.draws import counter_bits
 from tests.support import largest_error
 
@@ -256,6 +257,29 @@ def test_draws_in_float64():
         np.testing.assert_allclose(
             fused(*inputs, rng), np.einsum("bnqk,bknh->bqnh", weights, inputs[2]), rtol=1e-12, atol=1e-12
         )
+
+
+@NEEDS_TRITON
+def test_kernels_compile():
+    """For Hopper: no register is spilled in a loop, and products stay those of matrix units."""
+    from blockdiag.triton_kernels.plan import Target
+    from tests.plans_support import report_of
+    from tests.test_fusion_plans import launches_of
+
+    inputs = [jnp.zeros((2, 256, 4, 64), jnp.bfloat16)] * 3
+
+    def narrow(query, key, value, rng):
+        weights = softmax_of(query, key)
+        keep = jax.random.bernoulli(rng, 1 - RATE, weights.shape)
+        return jnp.einsum("bnqk,bknh->bqnh", jnp.where(keep, weights / (1 - RATE), 0), value)
+
+    ((region,),) = trace(narrow, (*inputs, jax.random.key(0)), {}).regions.values()
+    for launch in launches_of(region).values():
+        report = report_of(launch.plan(Target.for_arch(90)), 90)
+        assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)
+        assert report.ptx["f64"] == 0 and report.ptx["wgmma"] > 0, str(report)
+        # Bits are shifted as unsigned numbers.
+        assert "shr.u32" in report.kernel.asm["ptx"], str(report)
 
 
 # --- Flax ---------------------------------------------------------------------------------------------------------

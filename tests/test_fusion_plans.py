@@ -10,6 +10,7 @@ from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.trace import flat_jaxpr
+from blockdiag.fusion.tree import Region
 from blockdiag.interop import triton_fused
 from blockdiag.interop.triton_fused import FusedLaunch
 from blockdiag.triton_kernels.plan import Target, TensorSpec
@@ -25,6 +26,11 @@ def launches(name: str, size: int = 64) -> dict[str, FusedLaunch]:
     inputs = variant.make_inputs(jax.random.key(0), replace(SIZES, head_dim=size, value_dim=size))
     flat, _ = flat_jaxpr(lambda given: variant.function(**given), inputs)
     ((region,),) = find_regions(flat.jaxpr).values()
+    return launches_of(region)
+
+
+def launches_of(region: Region) -> dict[str, FusedLaunch]:
+    """Every kernel of a region, forward and backward, by name."""
     inner, change = triton_fused.arranged(region)
     leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in inner.leaves]
     found: dict[str, FusedLaunch] = {}
