@@ -96,7 +96,8 @@ class _Draw:
     is_floating: bool = True
 
     def __call__(self, generator: np.random.Generator, sizes: Sizes) -> Array:
-        return jnp.asarray(self.sample(generator, sizes), sizes.dtype if self.is_floating else None)
+        drawn = self.sample(generator, sizes)
+        return jnp.asarray(drawn.astype(jnp.dtype(sizes.dtype)) if self.is_floating else drawn)
 
 
 def _normal(axes: str, scale: float = 1.0, mean: float = 0.0) -> _Draw:
