@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from blockdiag.bench.gallery_cases import select_variants, shape_text, timed_sizes
-from blockdiag.bench.gallery_page import heading_of, recorded_times, times_of, write_gallery
+from blockdiag.bench.gallery_cases import SHOWN, select_variants, shape_text, timed_sizes
+from blockdiag.bench.gallery_page import explanation_of, heading_of, recorded_times, times_of, write_gallery
 from blockdiag.bench.records import GalleryTiming, merge_rows, write_rows
 from blockdiag.cli.app import app
 from blockdiag.fusion.gallery import GROUPS, VARIANTS, Sizes
@@ -70,6 +72,19 @@ def test_pictures_are_those_of_the_page_and_the_same_again(written, tmp_path):
     first, second = ((folder / "gallery" / "sliding_window.png").read_bytes() for folder in (written, tmp_path))
     assert first == second
     assert first.startswith(b"\x89PNG") and len(first) < 10_000
+
+
+def test_picture_has_the_tiles():
+    region = explanation_of(VARIANTS["causal_tril"]).regions[0]
+    rows = SHOWN.query_tokens // region.tile[0], SHOWN.key_tokens // region.tile[1]
+    assert region.visited.shape == rows and 0.4 < 1 - region.visited.mean() < 0.5
+    axis = Figure().add_subplot()
+    region.plot(axis)
+    (image,) = axis.images
+    assert image.get_extent() == [0, SHOWN.key_tokens, SHOWN.query_tokens, 0]
+    colours = image.get_array().reshape(-1, 3)
+    dark = np.asarray((colours == colours.min(axis=0)).all(axis=1)).reshape(rows)
+    np.testing.assert_array_equal(dark, region.visited)
 
 
 def test_committed_page_is_of_this_code():

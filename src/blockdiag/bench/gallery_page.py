@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from blockdiag.bench.gallery_cases import SHOWN
 from blockdiag.bench.plots import new_figure
@@ -22,7 +21,6 @@ NOT_MEASURED = "-"
 
 # Kernels may depend on the GPU that they are planned for.
 _ARCHITECTURE = 90
-_VISITED, _SKIPPED = (0.0, 0.447, 0.698), (0.92, 0.92, 0.92)
 
 _INTRODUCTION = """\
 # Gallery of variants
@@ -108,12 +106,9 @@ def picture_of(explanation: Explanation) -> RegionReport | None:
 def draw_tiles(region: RegionReport, path: Path) -> None:
     """The tiles of the first batch index as a small PNG file, the same bytes each time."""
     figure, (axis,) = new_figure(1, 2.0, 2.0)
-    tiles = np.array([list(line) for line in region.picture.splitlines()]) == "#"
-    queries, keys = region.sizes["q"], region.sizes["k"]
-    colours = np.where(tiles[..., None], _VISITED, _SKIPPED)
-    axis.imshow(colours, interpolation="nearest", aspect="auto", extent=(0, keys, queries, 0))
-    axis.set_xticks([0, keys])
-    axis.set_yticks([0, queries])
+    region.plot(axis)
+    axis.set_xticks([0, region.sizes["k"]])
+    axis.set_yticks([0, region.sizes["q"]])
     axis.tick_params(labelsize=6)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100, metadata={"Software": None})

@@ -17,6 +17,8 @@ from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.trace import bind, read
 from blockdiag.fusion.tree import Node, NotFusible, Region
 
+_VISITED_COLOUR, _SKIPPED_COLOUR = (0.0, 0.447, 0.698), (0.92, 0.92, 0.92)
+
 
 @dataclass(frozen=True)
 class LeafReport:
@@ -74,11 +76,21 @@ class RegionReport:
         return 0.0 if self.live is None else 1 - float(self.live.mean())
 
     @property
+    def visited(self) -> np.ndarray:
+        """Which tiles of the first batch index are visited, bool [tiles of queries, tiles of keys]."""
+        rows, columns = (-(-self.sizes[axis] // size) for axis, size in zip("qk", self.tile, strict=True))
+        return np.ones((rows, columns), bool) if self.live is None else self.live.reshape(-1, rows, columns)[0]
+
+    @property
     def picture(self) -> str:
         """The tiles of the first batch index, a line for each tile of queries: # visited, . skipped."""
-        rows, columns = (-(-self.sizes[axis] // size) for axis, size in zip("qk", self.tile, strict=True))
-        live = np.ones((rows, columns), bool) if self.live is None else self.live.reshape(-1, rows, columns)[0]
-        return "\n".join("".join("#" if x else "." for x in row) for row in live)
+        return "\n".join("".join("#" if x else "." for x in row) for row in self.visited)
+
+    def plot(self, axis: Any) -> None:
+        """Draw the tiles of the first batch index into axes of matplotlib, visited ones dark, queries downwards."""
+        queries, keys = self.sizes["q"], self.sizes["k"]
+        colours = np.where(self.visited[..., None], _VISITED_COLOUR, _SKIPPED_COLOUR)
+        axis.imshow(colours, interpolation="nearest", aspect="auto", extent=(0, keys, queries, 0))
 
     def __str__(self) -> str:
         axes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
