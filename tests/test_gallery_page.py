@@ -91,6 +91,7 @@ def test_committed_page_is_of_this_code():
     """All but what the compiler makes of it, which takes long: `python -m blockdiag gallery` writes it."""
     text = PAGE.read_text()
     assert list(sections(text)) == list(VARIANTS)
+    assert not re.search(r"/[^ ]*/[^ ]*\.py:", text), "a path of the machine that wrote it"
     places = [text.index(heading_of(variant)) for variant in VARIANTS.values()]
     assert places == sorted(places)
     assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == list(GROUPS)

@@ -1,6 +1,7 @@
 """The gallery as a page of the documentation: each variant's code, the tiles it visits, its kernels, its times."""
 
 import inspect
+import re
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,8 @@ def section_of(variant: Variant, explanation: Explanation, rows: Sequence[Galler
     if picture_of(explanation) is not None:
         lines += [f"![Tiles of {variant.name}]({PICTURES}/{variant.name}.png)", ""]
     reasons = dict.fromkeys(row.note for row in rows if row.variant == variant.name and row.note)
-    refused = [f"Not fused: {explanation.reason}."] if explanation.reason else []
+    # Of a place in the source, the file's name is enough.
+    refused = [f"Not fused: {re.sub(r'/[^ :]*/', '', explanation.reason)}."] if explanation.reason else []
     lines += [f"{reason}\n" for reason in (*refused, *(f"Times: {reason}." for reason in reasons))]
     return "\n".join(lines)
 
