@@ -151,13 +151,13 @@ def test_biases_keep_their_axes():
     assert labels["column"] == batch[:2] and labels["score"] == (batch[0], batch[2])
 
 
-def _traced(variant):
-    program = trace(variant.function, (), variant.make_inputs(jax.random.key(0), Sizes()))
+def _traced(variant, dtype=jnp.float32):
+    program = trace(variant.function, (), variant.make_inputs(jax.random.key(0), Sizes(dtype=dtype)))
     return program, [region for found in program.regions.values() for region in found]
 
 
-def live_counts(name, tile):
-    program, (region, *_) = _traced(VARIANTS[name])
+def live_counts(name, tile, dtype=jnp.float32):
+    program, (region, *_) = _traced(VARIANTS[name], dtype)
     inner, change = triton_fused.arranged(region)
     known = dict(zip(program.jaxpr.jaxpr.invars, program.arguments, strict=True))
     leaves = [known.get(leaf.source.key, np.zeros(leaf.source.shape, leaf.source.dtype)) for leaf in region.leaves]
@@ -170,6 +170,13 @@ def test_dead_tiles_are_not_visited():
     np.testing.assert_array_equal(live_counts("causal", Tile(8, 8)), [1, 2, 3, 4, 5])
     assert live_counts("vanilla", Tile(8, 8)) is None
     np.testing.assert_array_equal(live_counts("alibi", Tile(8, 8)), [[1, 2, 3, 4, 5]] * 4)
+
+
+def test_masks_that_a_dtype_rounds_still_kill_tiles():
+    """-1e9 is -998244352 in bfloat16."""
+    counts = live_counts("document", Tile(8, 8), jnp.bfloat16)
+    np.testing.assert_array_equal(counts, live_counts("document", Tile(8, 8)))
+    assert counts.min() < 5
 
 
 def test_source_is_python_that_reads_what_it_says():

@@ -8,8 +8,8 @@ import numpy as np
 
 from blockdiag.fusion.tree import Node, number
 
-# A score that is at most this is masked.
-MASKED = -1e9
+# A score that is at most this is masked: -1e9 in any dtype, which bfloat16 rounds to -998244352.
+MASKED = -9e8
 # A row whose scores are all at most this sees no key: masked ones may have been added to others.
 NO_KEY = -5e8
 _LOWEST = float(np.finfo(np.float32).min)
@@ -88,14 +88,17 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
 
 def has_keys(nodes: Sequence[Node]) -> bool:
     """Whether any node depends on keys."""
-    return any(_reaches_keys(node) for node in nodes)
-
-
-def _reaches_keys(node: Node) -> bool:
-    if node.kind == "leaf":
-        assert node.leaf is not None
-        return node.leaf.role in ("key", "column", "score")
-    return any(map(_reaches_keys, node.inputs))
+    seen: set[int] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.leaf is not None and node.leaf.role in ("key", "column", "score"):
+            return True
+        waiting += node.inputs
+    return False
 
 
 def _number(node: Node) -> float | None:

@@ -47,7 +47,7 @@ class Live:
 def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
     """The tiles that a region needs; None where it needs all.
 
-    A tile is dead where every score in it is at most -1e9 whatever queries and keys are. What numbers alone decide is
+    A tile is dead where every score in it is at most -9e8 whatever queries and keys are. What numbers alone decide is
     decided while tracing.
 
     Args:
@@ -63,7 +63,7 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     score = bounds(program, extents)[0]
     if isinstance(score.high, np.ndarray) and (score.high > MASKED).all():
         return None
-    states = tile_states(score)
+    states = tile_states(score, dead_below=MASKED)
     full = _untouched(writer, extents)
     xp: Any = jnp if isinstance(states, jax.Array) or isinstance(full, jax.Array) else np
     shape = (*np.broadcast_shapes(states.shape, () if full is None else full.shape)[:-2], *writer.tile_counts)

@@ -65,7 +65,7 @@ class Puller:
     ) -> None:
         self._is_function = is_function
         self.producers = producers_of(jaxpr)
-        self._constant_of = constants(jaxpr)
+        self._constant_of = constants(jaxpr, _MOST_CONSTANTS)
         self.sizes = sizes
         self.batch = batch
         self._nodes: dict[Any, Node] = {}

@@ -1,6 +1,7 @@
 """Programs as flat lists of equations: calls inside are inlined where an attention may hide in them."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -86,8 +87,12 @@ def _place(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     return source_info_util.user_context(equation.source_info.traceback)
 
 
-def constants(jaxpr: core.Jaxpr) -> Callable[[Any], np.ndarray | None]:
-    """A function of variables that gives the value of those that no argument has a part in, None for others."""
+def constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | None]:
+    """A function of variables that gives the value of those that no argument has a part in, None for others.
+
+    Args:
+        most: elements of an array that is computed for that: larger ones count as not known.
+    """
     producers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     known: dict[Any, np.ndarray | None] = {}
 
@@ -98,7 +103,7 @@ def constants(jaxpr: core.Jaxpr) -> Callable[[Any], np.ndarray | None]:
             equation = producers.get(var)
             given = [None] if equation is None else [value_of(x) for x in equation.invars]
             known[var] = None
-            if equation is not None and all(x is not None for x in given) and not _has_keys(equation):
+            if equation is not None and all(x is not None for x in given) and _is_known(equation, most):
                 with jax.ensure_compile_time_eval():
                     # Under `jax.shard_map` a constant is told to vary over axes of the mesh; it stays what it is.
                     results = given if equation.primitive.name == "pvary" else bind(equation, given)
@@ -108,9 +113,10 @@ def constants(jaxpr: core.Jaxpr) -> Callable[[Any], np.ndarray | None]:
     return value_of
 
 
-def _has_keys(equation: core.JaxprEqn) -> bool:
-    """Whether an equation gives keys of random numbers, which are no arrays of NumPy."""
-    return any(jnp.issubdtype(aval_of(x).dtype, jax.dtypes.extended) for x in equation.outvars)
+def _is_known(equation: core.JaxprEqn, most: int) -> bool:
+    """Whether an equation gives small arrays; keys of random numbers are no arrays of NumPy."""
+    avals = [aval_of(x) for x in equation.outvars]
+    return not any(jnp.issubdtype(x.dtype, jax.dtypes.extended) or math.prod(x.shape) > most for x in avals)
 
 
 def aval_of(operand: Any) -> jax.core.ShapedArray:
