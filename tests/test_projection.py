@@ -18,7 +18,7 @@ from blockdiag import (
     rotary_tables,
 )
 from blockdiag.interop import compile_target
-from tests.support import value_and_gradients
+from tests.support import compiled_quickly, value_and_gradients
 
 HEADS, KEY_HEADS, HEAD_DIM, MODEL = 4, 2, 8, 16
 COLUMNS = (HEADS + 2 * KEY_HEADS) * HEAD_DIM
@@ -56,19 +56,26 @@ def options_of(kind: str, tokens: int) -> dict:
     }[kind]
 
 
+def compiled_gradients(function, **options):
+    """Output and gradients, as one program."""
+    return compiled_quickly(functools.partial(value_and_gradients, functools.partial(function, **options)))
+
+
+@functools.cache
+def three_parts(kind: str, with_bias: bool) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Operands, and what three parts give for them."""
+    x, w_qkv, bias, cotangent = operands(*((20,) if kind in ("packed", "lengths") else (2, 20)))
+    arrays = (x, w_qkv, bias, cotangent) if with_bias else (x, w_qkv, cotangent)
+    return arrays, compiled_gradients(separate, **options_of(kind, 20))(*arrays)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("kind", ["plain", "causal", "rotary", "packed", "lengths"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_equals_three_parts(implementation, kind, with_bias):
-    tokens_shape = (20,) if kind in ("packed", "lengths") else (2, 20)
-    x, w_qkv, bias, cotangent = operands(*tokens_shape)
-    inputs = (x, w_qkv, bias) if with_bias else (x, w_qkv)
-    options = options_of(kind, 20)
-    actual = jax.jit(
-        functools.partial(value_and_gradients, functools.partial(fused, implementation=implementation, **options))
-    )
-    expected = jax.jit(functools.partial(value_and_gradients, functools.partial(separate, **options)))
-    for a, e in zip(actual(*inputs, cotangent), expected(*inputs, cotangent), strict=True):
+    arrays, expected = three_parts(kind, with_bias)
+    actual = compiled_gradients(fused, implementation=implementation, **options_of(kind, 20))(*arrays)
+    for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-5)
 
 
@@ -76,9 +83,9 @@ def test_equals_three_parts(implementation, kind, with_bias):
 def test_low_precision_is_as_good_as_three_parts(dtype):
     exact_inputs = operands(2, 40)
     rounded = operands(2, 40, dtype=dtype)
-    exact = value_and_gradients(fused, *(x.astype(jnp.float32) for x in rounded))
-    actual = value_and_gradients(fused, *rounded)
-    rough = value_and_gradients(separate, *rounded)
+    exact = compiled_gradients(fused)(*(x.astype(jnp.float32) for x in rounded))
+    actual = compiled_gradients(fused)(*rounded)
+    rough = compiled_gradients(separate)(*rounded)
     assert len(exact_inputs) == len(rounded)
     for a, r, e in zip(actual, rough, exact, strict=True):
         assert a.dtype == dtype
@@ -132,7 +139,7 @@ def test_forward_mode_names_the_implementation_to_use():
 def test_explicit_shardings():
     """Batch rows are computed where they are; gathered weights get the sum of their gradients."""
     x, w_qkv, bias, cotangent = operands(4, 12)
-    expected = value_and_gradients(fused, x, w_qkv, bias, cotangent)
+    expected = compiled_gradients(fused)(x, w_qkv, bias, cotangent)
     kinds = (jax.sharding.AxisType.Explicit,)
     with jax.set_mesh(jax.make_mesh((4,), ("x",), axis_types=kinds, devices=jax.devices("cpu"))):
         x, cotangent, w_qkv = (jax.device_put(array, P("x")) for array in (x, cotangent, w_qkv))
@@ -154,8 +161,9 @@ def test_no_tokens():
 def test_nothing_leaks_between_sequences():
     """NaN in one sequence reaches the weight's gradient, as it must, but no other sequence's output or gradient."""
     x, w_qkv, bias, cotangent = operands(2, 20)
-    clean = value_and_gradients(fused, x, w_qkv, bias, cotangent)
-    dirty = value_and_gradients(fused, x.at[1].set(jnp.nan), w_qkv, bias, cotangent)
+    run = compiled_gradients(fused)
+    clean = run(x, w_qkv, bias, cotangent)
+    dirty = run(x.at[1].set(jnp.nan), w_qkv, bias, cotangent)
     for before, after in zip(clean[:2], dirty[:2], strict=True):
         np.testing.assert_array_equal(before[0], after[0])
 
@@ -164,10 +172,10 @@ def test_nothing_leaks_between_sequences():
 def test_kernels_read_and_write_the_projected_buffer(block_size):
     """One tile, and chunks, whose two backward launches share the buffer. No part is copied out or put together."""
     tensors = operands(20)
-    results = {}
-    for implementation in ("triton", "xla"):
-        function = functools.partial(fused, block_size=block_size, implementation=implementation)
-        results[implementation] = value_and_gradients(function, *tensors)
+    results = {
+        implementation: compiled_gradients(fused, block_size=block_size, implementation=implementation)(*tensors)
+        for implementation in ("triton", "xla")
+    }
     for actual, expected in zip(results["triton"], results["xla"], strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from blockdiag import BLOCK_DIAGONAL_OUTPUT, Rotary, block_diagonal_attention, rotary_tables
 from blockdiag.dispatch import IMPLEMENTATIONS
 from blockdiag.interop import compile_target
-from tests.support import Case, RotaryCase, value_and_gradients
+from tests.support import Case, RotaryCase, compiled_quickly, value_and_gradients
 
 attend = functools.partial(block_diagonal_attention, block_size=8)
 
@@ -39,21 +39,43 @@ def loop(function, in_axes, *arrays):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
+# Unmapped calls of one function are compiled once for every way to map it.
+compiled_once = functools.cache(compiled_quickly)
+
+
+def assert_mapped_is_looped(function, in_axes, *arrays):
+    """`jax.vmap` of a function means what `loop` does; each of both is compiled as one program."""
+    mapped = compiled_quickly(jax.vmap(function, in_axes))(*arrays)
+    assert_close(mapped, loop(compiled_once(function), in_axes, *arrays))
+
+
 # --- vmap ---------------------------------------------------------------------------------------------------------
 
 
+def attend_and_gradients(query, key, value):
+    return value_and_gradients(attend, query, key, value, jnp.cos(query))
+
+
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 0, 2), (0, None, None), (None, 0, None), (None, None, 1)])
-@pytest.mark.parametrize("transform", ["value", "gradients"])
-def test_vmap_of_batched_operands(in_axes, transform):
+@pytest.mark.parametrize("function", [attend, attend_and_gradients], ids=["value", "gradients"])
+def test_vmap_of_batched_operands(in_axes, function):
     shapes = ((2, 11, 4, 8), (2, 11, 2, 8), (2, 11, 2, 8))
     arrays = random_arrays(*(s if a is None else (*s[:a], 3, *s[a:]) for s, a in zip(shapes, in_axes, strict=True)))
+    assert_mapped_is_looped(function, in_axes, *arrays)
 
-    def function(query, key, value):
-        if transform == "value":
-            return attend(query, key, value)
-        return value_and_gradients(attend, query, key, value, jnp.cos(query))
 
-    assert_close(jax.vmap(function, in_axes)(*arrays), loop(function, in_axes, *arrays))
+@functools.cache
+def packed_gradients(tables):
+    """Output and gradients of a packed call with tables of some kind."""
+
+    def function(query, key, value, offsets, cos, sin, positions):
+        rotary = Rotary(
+            cos, sin, positions=positions if tables == "explicit" else None, per_token="per token" in tables
+        )
+        call = functools.partial(attend, sequence_offsets=offsets, rotary=None if tables == "none" else rotary)
+        return value_and_gradients(call, query, key, value, jnp.sin(query))
+
+    return function
 
 
 @pytest.mark.parametrize("offsets_axis", [0, None])
@@ -67,16 +89,8 @@ def test_vmap_of_packed_operands_and_tables(offsets_axis, tables):
     tables_axis = 0 if "mapped" in tables else None
     positions = jnp.asarray(np.random.default_rng(2).integers(0, 30, (3, 23)), jnp.int32)
 
-    def function(query, key, value, offsets, cos, sin, positions):
-        rotary = Rotary(
-            cos, sin, positions=positions if tables == "explicit" else None, per_token="per token" in tables
-        )
-        call = functools.partial(attend, sequence_offsets=offsets, rotary=None if tables == "none" else rotary)
-        return value_and_gradients(call, query, key, value, jnp.sin(query))
-
     in_axes = (0, 0, 0, offsets_axis, tables_axis, tables_axis, 0)
-    arrays = (query, key, value, offsets, cos, sin, positions)
-    assert_close(jax.vmap(function, in_axes)(*arrays), loop(function, in_axes, *arrays))
+    assert_mapped_is_looped(packed_gradients(tables), in_axes, query, key, value, offsets, cos, sin, positions)
 
 
 @pytest.mark.parametrize("case_rotary", [None, "position", "token"])
@@ -104,13 +118,10 @@ def test_tables_too_short_for_traced_offsets_clamp_alike_under_vmap():
     cos, sin = random_arrays((2, 5, 4), (2, 5, 4), seed=1)
     offsets = jnp.asarray([0, 20], jnp.int32)
 
-    @jax.jit
     def function(query, key, value, offsets, cos, sin):
         return attend(query, key, value, sequence_offsets=offsets, rotary=Rotary(cos, sin))
 
-    in_axes = (0, 0, 0, None, 0, 0)
-    arrays = (query, key, value, offsets, cos, sin)
-    assert_close(jax.vmap(function, in_axes)(*arrays), loop(function, in_axes, *arrays))
+    assert_mapped_is_looped(function, (0, 0, 0, None, 0, 0), query, key, value, offsets, cos, sin)
 
 
 def test_nested_vmap_and_block_lengths():
@@ -121,9 +132,9 @@ def test_nested_vmap_and_block_lengths():
         return attend(query, key, value, block_lengths=lengths)
 
     inner_axes, outer_axes = (0, 0, None, 0), (0, None, 0, None)
-    actual = jax.vmap(jax.vmap(function, inner_axes), outer_axes)(query, key, value, lengths)
-    expected = loop(functools.partial(loop, function, inner_axes), outer_axes, query, key, value, lengths)
-    assert_close(actual, expected)
+    actual = compiled_quickly(jax.vmap(jax.vmap(function, inner_axes), outer_axes))(query, key, value, lengths)
+    one = compiled_quickly(function)
+    assert_close(actual, loop(functools.partial(loop, one, inner_axes), outer_axes, query, key, value, lengths))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -134,8 +145,8 @@ def test_gradient_of_vmap_with_shared_key_and_value(packed):
     mapped = jax.vmap(call, (0, None, None))
     looped = functools.partial(loop, call, (0, None, None))
     assert_close(
-        value_and_gradients(mapped, query, key, value, cotangent),
-        value_and_gradients(looped, query, key, value, cotangent),
+        compiled_quickly(functools.partial(value_and_gradients, mapped))(query, key, value, cotangent),
+        compiled_quickly(functools.partial(value_and_gradients, looped))(query, key, value, cotangent),
     )
 
 
@@ -437,19 +448,43 @@ def explicit_mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "y"), P("x", None, "y"), P(("x", "y")), P()])
-@pytest.mark.parametrize("is_jitted", [False, True])
-def test_explicit_shardings(spec, implementation, is_jitted):
-    """Each device computes its batch rows and heads; results are sharded as the operands are."""
-    query, key, value, cotangent = random_arrays((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (4, 12, 4, 8))
+@functools.cache
+def unsharded(implementation):
+    """Operands of `test_explicit_shardings`, a function of them, and its results on one device."""
+    operands = random_arrays((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (4, 12, 4, 8))
     rotary = Rotary(*random_arrays((4, 12, 4), (4, 12, 4), seed=1), per_token=True)
     call = functools.partial(attend, rotary=rotary, implementation=implementation)
     compute = functools.partial(value_and_gradients, call)
-    expected = compute(query, key, value, cotangent)
+    return operands, compute, compiled_quickly(compute)(*operands)
+
+
+# Every two of the three choices in some test: all combinations of them take a minute.
+@pytest.mark.parametrize(
+    ("spec", "implementation", "is_jitted"),
+    [
+        (P("x"), None, True),
+        (P("x"), "xla", False),
+        (P("x"), "reference", True),
+        (P(None, None, "y"), None, False),
+        (P(None, None, "y"), "xla", True),
+        (P(None, None, "y"), "reference", True),
+        (P("x", None, "y"), None, True),
+        (P("x", None, "y"), "xla", True),
+        (P("x", None, "y"), "reference", False),
+        (P(("x", "y")), None, False),
+        (P(("x", "y")), "xla", True),
+        (P(("x", "y")), "reference", True),
+        (P(), None, False),
+        (P(), "xla", True),
+        (P(), "reference", True),
+    ],
+)
+def test_explicit_shardings(spec, implementation, is_jitted):
+    """Each device computes its batch rows and heads; results are sharded as the operands are."""
+    operands, compute, expected = unsharded(implementation)
     compute = jax.jit(compute) if is_jitted else compute
     with jax.set_mesh(explicit_mesh()):
-        operands = [jax.device_put(x, spec) for x in (query, key, value, cotangent)]
+        operands = [jax.device_put(x, spec) for x in operands]
         actual = compute(*operands)
     for a, operand in zip(actual, (operands[0], *operands[:3]), strict=True):
         assert jax.typeof(a).sharding.spec == jax.typeof(operand).sharding.spec

@@ -66,8 +66,14 @@ def matrix_instructions(report):
     return sum(report.ptx[name] for name in ("wgmma", "tcgen05.mma", "mma.sync"))
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-@pytest.mark.parametrize("name", PROBLEMS)
+# What differs most from sm_80's kernels, whose instructions sm_120 has with less shared memory.
+CONSUMER = ("h128", "h128-half", "h64-all-rotated", "b128-h128", "b64-h256-half", "fp32-h128")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [(name, arch) for name in PROBLEMS for arch in (80, 90, 100, 120) if arch < 120 or name in CONSUMER],
+)
 def test_plan_fits_its_architecture(name, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None
