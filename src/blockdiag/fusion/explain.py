@@ -17,6 +17,8 @@ from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.trace import bind, read
 from blockdiag.fusion.tree import Node, NotFusible, Region
 
+__all__ = ["Explanation", "LeafReport", "RegionReport", "explain"]
+
 _VISITED_COLOUR, _SKIPPED_COLOUR = (0.0, 0.447, 0.698), (0.92, 0.92, 0.92)
 
 

@@ -18,6 +18,8 @@ from blockdiag.fusion import gallery_masks as masks
 from blockdiag.fusion import gallery_scores as scores
 from blockdiag.fusion import gallery_structures as structures
 
+__all__ = ["GROUPS", "VARIANTS", "Sizes", "Variant"]
+
 
 @dataclass(frozen=True)
 class Sizes:

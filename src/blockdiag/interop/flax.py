@@ -18,6 +18,8 @@ from blockdiag.block_diagonal import block_diagonal_attention
 from blockdiag.moba import moba_attention
 from blockdiag.rotary import Rotary, apply_rotary
 
+__all__ = ["attention_fn", "moba_attention_fn"]
+
 
 def attention_fn(
     *,

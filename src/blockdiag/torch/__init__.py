@@ -22,4 +22,24 @@ from blockdiag.torch._rotary import rotary_tables as rotary_tables
 from blockdiag.torch.moba_modules import MoBASelfAttention as MoBASelfAttention
 from blockdiag.torch.modules import BlockDiagonalSelfAttention as BlockDiagonalSelfAttention
 
+__all__ = [
+    "BlockDiagonalSelfAttention",
+    "MoBASelfAttention",
+    "Rotary",
+    "Routing",
+    "append_to_pages",
+    "apply_rotary",
+    "block_diagonal_attention",
+    "block_diagonal_attention_bhsd",
+    "fuse",
+    "fused_qkv_block_attention",
+    "key_convolution",
+    "merge_attention_states",
+    "moba_attention",
+    "moba_paged_attention",
+    "moba_routing",
+    "paged_attention",
+    "rotary_tables",
+]
+
 _sharding.register_where_imported()
