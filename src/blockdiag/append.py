@@ -94,6 +94,10 @@ def append_to_pages(
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         TypeError: the call is differentiated.
 
+    References:
+        Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+        Caches of eight bits: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from blockdiag import append_to_pages

@@ -28,6 +28,17 @@ BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
 output of each attention call, so that the backward pass does not run the forward kernel again. (The backward kernel
 itself needs no output: it starts from query, key and value. Of blocks of more than 256 rows it does, and needs their
 log-sum-exp, which has the same name.)
+
+Example:
+    >>> import functools
+    >>> import jax
+    >>> import blockdiag
+    >>> policy = jax.checkpoint_policies.save_only_these_names(blockdiag.BLOCK_DIAGONAL_OUTPUT)
+    >>> @functools.partial(jax.checkpoint, policy=policy)
+    ... def total(x):
+    ...     return blockdiag.block_diagonal_attention(x, x, x, block_size=16).sum()
+    >>> jax.grad(total)(jax.numpy.ones((40, 2, 16))).shape
+    (40, 2, 16)
 """
 
 
@@ -87,6 +98,12 @@ def block_diagonal_attention(
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        Attention within blocks of tokens: the local attention of Liu et al., "Generating Wikipedia by Summarizing Long
+        Sequences" (2018). Fixed blocks of packed sequences, with the rotary embedding fused: the block attention of
+        Meta's ads_model_kernel_library (2026). Blocks of more than 256 rows: FlashAttention of Dao et al. (2022). Fewer
+        key heads: Ainslie et al., "GQA" (2023).
 
     Example:
         >>> import jax

@@ -65,6 +65,9 @@ def key_convolution(
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
 
+    References:
+        Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
+
     Example:
         >>> import jax
         >>> from blockdiag import key_convolution

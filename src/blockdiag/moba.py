@@ -30,10 +30,33 @@ MOBA_OUTPUT = "blockdiag_moba_output"
 `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(blockdiag.MOBA_OUTPUT, blockdiag.MOBA_ROUTING))`
 keeps what the backward pass of each attention call needs besides query, key and value, so that neither the routing nor
 the attention is computed again.
+
+Example:
+    >>> import functools
+    >>> import jax
+    >>> import blockdiag
+    >>> names = (blockdiag.MOBA_OUTPUT, blockdiag.MOBA_ROUTING)
+    >>> @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    ... def total(x):
+    ...     return blockdiag.moba_attention(x, x, x, block_size=16, top_k=2).sum()
+    >>> jax.grad(total)(jax.numpy.ones((40, 2, 16))).shape
+    (40, 2, 16)
 """
 
 MOBA_ROUTING = "blockdiag_moba_routing"
-"""Name of the routing, as block-major lists, for rematerialisation policies; see `MOBA_OUTPUT`."""
+"""Name of the routing, as block-major lists, for rematerialisation policies; see `MOBA_OUTPUT`.
+
+Example:
+    >>> import functools
+    >>> import jax
+    >>> import blockdiag
+    >>> policy = jax.checkpoint_policies.save_only_these_names(blockdiag.MOBA_ROUTING)
+    >>> attend = functools.partial(blockdiag.moba_attention, block_size=16, top_k=2)
+    >>> attend = jax.checkpoint(attend, policy=policy)
+    >>> x = jax.ShapeDtypeStruct((40, 2, 16), jax.numpy.bfloat16)
+    >>> jax.eval_shape(jax.grad(lambda x: attend(x, x, x).sum()), x).shape
+    (40, 2, 16)
+"""
 
 
 @overload
@@ -126,7 +149,8 @@ def moba_attention(
             offset belong to no sequence, give 0 and get zero gradients. Known values are checked, which outside
             `jax.jit` waits until they are computed. Traced ones cannot be: offsets are clipped to [0, T], and one below
             its predecessor counts as equal to it.
-        key_sequence_offsets: the same for rows of `key` and `value`, equally many; `sequence_offsets` when None.
+        key_sequence_offsets: int32 [num_sequences + 1], the same for rows of `key` and `value`; `sequence_offsets` when
+            None.
         routing: which blocks each query sees, instead of those that suit it best, from `moba_routing` or made or edited
             by hand; with indices [B, T, N, top_k] or [T, N, top_k]. See `Routing`.
         key_mask: bool [B, S] or [S], True for keys that take part. Others are not seen and do not count in the mean key
@@ -144,6 +168,10 @@ def moba_attention(
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Small blocks, and lists of queries
+        by block: Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
 
     Example:
         >>> import jax
@@ -204,6 +232,9 @@ def moba_routing(
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025).
 
     Example:
         >>> import jax

@@ -131,6 +131,10 @@ def moba_paged_attention(
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         TypeError: the call is differentiated.
 
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025), over the pages of Kwon et al.,
+        "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from blockdiag import moba_paged_attention

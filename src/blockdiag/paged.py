@@ -138,8 +138,8 @@ def paged_attention(
         local_window_size: how many keys before and after its own position a query sees at most, as in
             `jax.nn.dot_product_attention`: one integer, or (left, right), None for no bound.
         logits_soft_cap: scores s become ``cap * tanh(s / cap)``; positive.
-        sinks: [N], a logit of each query head that takes part in the softmax without a value; it is computed in float32
-            and counted in the log-sum-exp. A query that sees no key has its sink's logit there.
+        sinks: [N], floating, a logit of each query head that takes part in the softmax without a value; it is computed
+            in float32 and counted in the log-sum-exp. A query that sees no key has its sink's logit there.
         key_scale, value_scale: what keys and values are to be multiplied by: a number, or float32 of shape [], [B, K],
             or [P, page_size, K], one factor for each token and head in pages like those of the cache. They cost a
             multiplication of scores, weights or outputs; keys and values are never written.
@@ -163,6 +163,11 @@ def paged_attention(
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         TypeError: the call is differentiated.
+
+    References:
+        Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+        Splits: Flash-Decoding of Dao et al. (2023). The soft cap as in Gemma 2 (2024), sinks as in gpt-oss (2025).
+        Layout of the pages as FlashInfer's NHD, Ye et al. (2025).
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -220,10 +225,10 @@ def merge_attention_states(
     Computed in float32 (float64 for float64 outputs), and plain `jax.numpy`: every transformation applies.
 
     Args:
-        outputs: normalised outputs of each part, a sequence of arrays [..., V] of one shape, or those stacked along a
-            leading axis.
-        lses: their natural log-sum-exps [...], likewise. Where one is -inf the part saw nothing, and its output, NaN
-            too, plays no part.
+        outputs: normalised outputs of each part, a sequence of arrays [..., V] of one shape and one floating dtype, or
+            those stacked along a leading axis.
+        lses: their natural log-sum-exps [...], floating, likewise. Where one is -inf the part saw nothing, and its
+            output, NaN too, plays no part.
 
     Returns:
         The merged output [..., V] in the dtype of `outputs`, and its log-sum-exp [...] in float32 (float64). Where no
@@ -231,6 +236,10 @@ def merge_attention_states(
 
     Raises:
         ValueError: there are no parts, or their shapes or dtypes do not match.
+
+    References:
+        Merging by log-sum-exps: the cascade of FlashInfer, Ye et al. (2025), from the online softmax of Milakov and
+        Gimelshein (2018).
 
     Example:
         >>> import jax.numpy as jnp

@@ -26,7 +26,20 @@ from blockdiag.block_diagonal import (
 from blockdiag.rotary import Rotary
 
 BLOCK_DIAGONAL_QKV = "blockdiag_block_diagonal_qkv"
-"""Name of the projected query | key | value buffer for rematerialisation policies, beside `BLOCK_DIAGONAL_OUTPUT`."""
+"""Name of the projected query | key | value buffer for rematerialisation policies, beside `BLOCK_DIAGONAL_OUTPUT`.
+
+Example:
+    >>> import functools
+    >>> import jax
+    >>> import blockdiag
+    >>> policy = jax.checkpoint_policies.save_only_these_names(blockdiag.BLOCK_DIAGONAL_QKV)
+    >>> @functools.partial(jax.checkpoint, policy=policy)
+    ... def total(x, w_qkv):
+    ...     sizes = {"query_heads": 2, "key_heads": 1, "head_dim": 16}
+    ...     return blockdiag.fused_qkv_block_attention(x, w_qkv, block_size=16, **sizes).sum()
+    >>> jax.grad(total)(jax.numpy.ones((40, 8)), jax.numpy.ones((8, 64))).shape
+    (40, 8)
+"""
 
 
 def fused_qkv_block_attention(
@@ -72,6 +85,19 @@ def fused_qkv_block_attention(
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        The projections of multi-head attention as one matrix: Vaswani et al., "Attention Is All You Need" (2017), laid
+        out as `in_proj_weight` of `torch.nn.MultiheadAttention` (transposed). The attention: see
+        `block_diagonal_attention`.
+
+    Example:
+        >>> import jax
+        >>> from blockdiag import fused_qkv_block_attention
+        >>> x = jax.random.normal(jax.random.key(0), (1, 40, 8))
+        >>> w_qkv = jax.random.normal(jax.random.key(1), (8, (4 + 2 * 2) * 16))
+        >>> fused_qkv_block_attention(x, w_qkv, query_heads=4, key_heads=2, head_dim=16, block_size=16).shape
+        (1, 40, 4, 16)
     """
     x, w_qkv = jnp.asarray(x), jnp.asarray(w_qkv)
     bias = None if bias is None else jnp.asarray(bias)

@@ -43,6 +43,18 @@ class Rotary:
 
     Raises:
         ValueError: `apply_to` is empty or names something else. The tables are checked by the call that uses them.
+
+    References:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), whose pairs are
+        `interleaved`; pairs of the two halves as in GPT-NeoX (2022).
+
+    Example:
+        >>> import jax
+        >>> from blockdiag import Rotary, block_diagonal_attention, rotary_tables
+        >>> rotary = Rotary(*rotary_tables(max_position=64, head_dim=16), apply_to=["query", "key"])
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 16))
+        >>> block_diagonal_attention(query, key, value, block_size=16, rotary=rotary).shape
+        (1, 40, 2, 16)
     """
 
     cos: Float[Array, "*rows half"]
@@ -69,14 +81,23 @@ def rotary_tables(
     Args:
         max_position: rows P of the tables, at least 1.
         head_dim: H, even.
-        theta: base of the frequencies, positive.
+        theta: base of the frequencies, positive; angles are in radians.
         dtype: dtype of the tables.
 
     Returns:
-        cos and sin, each [P, H/2].
+        cos and sin, each [P, H/2] in `dtype`.
 
     Raises:
         ValueError: an argument is out of range.
+
+    References:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
+
+    Example:
+        >>> from blockdiag import rotary_tables
+        >>> cos, sin = rotary_tables(max_position=64, head_dim=16)
+        >>> cos.shape, sin.dtype
+        ((64, 8), dtype('float32'))
     """
     angles = rotary_angles(max_position, head_dim, theta)
     return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
@@ -103,6 +124,18 @@ def apply_rotary(
 
     Raises:
         ValueError: the shapes do not fit together.
+
+    References:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), whose pairs are
+        `interleaved`; pairs of the two halves as in GPT-NeoX (2022).
+
+    Example:
+        >>> import jax
+        >>> from blockdiag import apply_rotary, rotary_tables
+        >>> x = jax.random.normal(jax.random.key(0), (1, 40, 2, 16))
+        >>> rotated = apply_rotary(x, *rotary_tables(max_position=40, head_dim=16))
+        >>> rotated.shape, bool((rotated[:, 0] == x[:, 0]).all())
+        ((1, 40, 2, 16), True)
     """
     half = check_rotation(x, cos, sin)
     cos, sin = (jnp.broadcast_to(table[..., None, :], (*x.shape[:-2], 1, half)) for table in (cos, sin))

@@ -36,6 +36,22 @@ class Routing:
             `moba_routing` first the query's own block, in causal calls, then the others by falling score.
         block_size: keys of a block.
         num_blocks: blocks of the longest possible sequence, ceil(S / block_size) for keys with S tokens.
+
+    References:
+        What is chosen: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Lists by block: Xiao
+        et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
+
+    Example:
+        >>> import dataclasses
+        >>> import jax
+        >>> from blockdiag import moba_attention, moba_routing
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 48, 2, 16))
+        >>> routing = moba_routing(query, key, block_size=16, top_k=2)
+        >>> routing.indices.shape, routing.num_blocks, routing.indices[0, 0].tolist()
+        ((48, 2, 2), 3, [0, -1])
+        >>> own_block = dataclasses.replace(routing, indices=routing.indices.at[..., 1].set(-1))
+        >>> moba_attention(query, key, value, block_size=16, top_k=2, routing=own_block).shape
+        (48, 2, 16)
     """
 
     indices: Int[Array, "*batch T N k"]
@@ -54,8 +70,18 @@ class Routing:
             top_k: how many blocks of each query there is room for; num_blocks when None. The last k blocks are taken
                 where a traced pattern has more.
 
+        Returns:
+            The routing, indices int32 [B, T, N, k] or [T, N, k]; the blocks of a query from the last to the first.
+
         Raises:
             ValueError: an argument is wrong, or a known pattern has a query with more than `top_k` blocks.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from blockdiag import Routing
+            >>> pattern = jnp.tri(3, dtype=bool)[:, None]
+            >>> Routing.from_pattern(pattern, block_size=16).indices[:, 0].tolist()
+            [[0, -1, -1], [1, 0, -1], [2, 1, 0]]
         """
         if getattr(pattern, "dtype", None) != np.dtype(bool) or pattern.ndim not in (3, 4):
             raise ValueError(
@@ -77,7 +103,18 @@ class Routing:
         return cls(indices, check_moba_block_size(block_size), num_blocks)
 
     def to_pattern(self) -> Bool[Array, "*batch T N num_blocks"]:
-        """Whether each query names each block, bool [B, T, N, num_blocks] or [T, N, num_blocks]."""
+        """Whether each query names each block.
+
+        Returns:
+            bool [B, T, N, num_blocks] or [T, N, num_blocks].
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from blockdiag import Routing
+            >>> indices = jnp.asarray([[[0, -1]], [[1, 0]]], jnp.int32)
+            >>> Routing(indices, block_size=16, num_blocks=3).to_pattern().tolist()
+            [[[True, False, False]], [[True, True, False]]]
+        """
         block = jnp.arange(self.num_blocks, dtype=jnp.int32)
         block = block.reshape(*[1] * (self.indices.ndim - 1), self.num_blocks, 1)
         return jnp.any(self.indices[..., None, :] == block, axis=-1)
@@ -96,6 +133,14 @@ class Routing:
 
         Raises:
             ValueError: `sequence_offsets` is wrong, or the lists are too long for int32 offsets.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from blockdiag import Routing
+            >>> routing = Routing(jnp.asarray([[[[0]], [[1]], [[1]]]], jnp.int32), block_size=16, num_blocks=2)
+            >>> offsets, counts, rows = routing.to_block_lists()
+            >>> counts.tolist(), rows.tolist()
+            ([[[1, 2]]], [0, 1, 2])
         """
         *tokens_shape, num_heads, top_k = self.indices.shape
         tokens = math.prod(tokens_shape)
@@ -142,15 +187,27 @@ class Routing:
         query, the last ones are taken. Queries beyond the end of their sequence are ignored.
 
         Args:
-            offsets, counts, rows: the lists, of any integer dtype; they must not overlap.
+            offsets, counts: [num_sequences, N, num_blocks], of any integer dtype.
+            rows: [entries], of any integer dtype. Lists must not overlap.
             num_queries: T, tokens of a sequence, or of all packed sequences together.
             block_size: keys of a block.
             top_k: how many blocks of each query there is room for.
             sequence_offsets: int32 [num_sequences + 1] for packed sequences; the result is then [T, N, k], otherwise
                 [num_sequences, T, N, k].
 
+        Returns:
+            The routing, indices int32 [num_sequences, T, N, k], or [T, N, k] with `sequence_offsets`.
+
         Raises:
             ValueError: an argument is wrong, or known lists name more than `top_k` blocks for a query.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from blockdiag import Routing
+            >>> routing = Routing(jnp.asarray([[[[0]], [[1]], [[1]]]], jnp.int32), block_size=16, num_blocks=2)
+            >>> lists = routing.to_block_lists()
+            >>> Routing.from_block_lists(*lists, num_queries=3, block_size=16, top_k=1).indices.tolist()
+            [[[[0]], [[1]], [[1]]]]
         """
         offsets, counts, rows = (
             _as_int32(x, name) for x, name in ((offsets, "offsets"), (counts, "counts"), (rows, "rows"))

@@ -95,6 +95,10 @@ def append_to_pages(
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         TypeError: autograd follows one of the tensors.
 
+    References:
+        Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+        Caches of eight bits: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+
     Example:
         >>> import torch
         >>> from blockdiag.torch import append_to_pages

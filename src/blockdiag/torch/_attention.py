@@ -62,6 +62,12 @@ def block_diagonal_attention(
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
 
+    References:
+        Attention within blocks of tokens: the local attention of Liu et al., "Generating Wikipedia by Summarizing Long
+        Sequences" (2018). Fixed blocks of packed sequences, with the rotary embedding fused: the block attention of
+        Meta's ads_model_kernel_library (2026). Blocks of more than 256 rows: FlashAttention of Dao et al. (2022). Fewer
+        key heads: Ainslie et al., "GQA" (2023).
+
     Example:
         >>> import torch
         >>> from blockdiag.torch import block_diagonal_attention
@@ -92,15 +98,28 @@ def block_diagonal_attention_bhsd(
     where they are contiguous themselves (each head is then a sequence of its own). Other tensors are copied once.
 
     Args:
-        query: [B, N, T, H].
-        key, value: [B, K, T, H].
+        query: [B, N, T, H]. float16, bfloat16, float32 or float64, on a CPU or a CUDA device.
+        key, value: [B, K, T, H] in the dtype of `query`, N a multiple of K.
         block_size, rotary, scale, is_causal, implementation, via: as for `block_diagonal_attention`.
 
     Returns:
-        [B, N, T, H]: contiguous where the operands are, else a transposed view of a contiguous [B, T, N, H].
+        [B, N, T, H] in the dtype of `query`: contiguous where the operands are, else a transposed view of a contiguous
+        [B, T, N, H].
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        As of `block_diagonal_attention`: Liu et al. (2018) and Meta's ads_model_kernel_library (2026).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import block_diagonal_attention_bhsd
+        >>> query, key, value = torch.randn(3, 1, 4, 40, 16)
+        >>> output = block_diagonal_attention_bhsd(query, key, value, block_size=40)
+        >>> torch.allclose(output, torch.nn.functional.scaled_dot_product_attention(query, key, value), atol=1e-5)
+        True
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
@@ -146,7 +165,7 @@ def fused_qkv_block_attention(
     between the products and the attention.
 
     Args:
-        x: [B, T, D], or packed [T, D].
+        x: [B, T, D], or packed [T, D]. float16, bfloat16, float32 or float64, on a CPU or a CUDA device.
         w_qkv: [D, (N + 2 K) H] in the dtype of `x`, columns query | key | value, each head by head.
         bias: [(N + 2 K) H] in the dtype of `x`, or None.
         query_heads: N, a multiple of `key_heads`.
@@ -156,11 +175,23 @@ def fused_qkv_block_attention(
             `block_diagonal_attention`.
 
     Returns:
-        The attention output [B, T, N, H] or [T, N, H].
+        The attention output [B, T, N, H] or [T, N, H] in the dtype of `x` (autocast's dtype under autocast).
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        The projections of multi-head attention as one matrix: Vaswani et al., "Attention Is All You Need" (2017), laid
+        out as `in_proj_weight` of `torch.nn.MultiheadAttention` (transposed). The attention: see
+        `block_diagonal_attention`.
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import fused_qkv_block_attention
+        >>> x, w_qkv = torch.randn(1, 40, 8), torch.randn(8, (4 + 2 * 2) * 16)
+        >>> fused_qkv_block_attention(x, w_qkv, query_heads=4, key_heads=2, head_dim=16, block_size=16).shape
+        torch.Size([1, 40, 4, 16])
     """
     x, w_qkv = _autocast(x, w_qkv)
     bias = None if bias is None else _autocast(bias)[0]

@@ -91,7 +91,8 @@ def moba_attention(
         is_causal: whether a token attends only to itself and earlier tokens.
         sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked
             on the CPU; on a GPU that would wait for the device, and they are taken as JAX takes traced ones.
-        key_sequence_offsets: the same for rows of `key` and `value`, equally many; `sequence_offsets` when None.
+        key_sequence_offsets: int32 [num_sequences + 1], the same for rows of `key` and `value`; `sequence_offsets` when
+            None.
         routing: which blocks each query sees, instead of those that suit it best, from `moba_routing` or made or edited
             by hand; with indices [B, T, N, top_k] or [T, N, top_k]. See `Routing`.
         key_mask: bool [B, S] or [S], True for keys that take part. Others are not seen and do not count in the mean key
@@ -112,6 +113,10 @@ def moba_attention(
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Small blocks, and lists of queries
+        by block: Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
 
     Example:
         >>> import torch
@@ -180,6 +185,9 @@ def moba_routing(
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025).
 
     Example:
         >>> import torch

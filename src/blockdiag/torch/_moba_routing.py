@@ -28,6 +28,24 @@ class Routing:
             `moba_routing` first the query's own block, in causal calls, then the others by falling score.
         block_size: keys of a block.
         num_blocks: blocks of the longest possible sequence, ceil(S / block_size) for keys with S tokens.
+
+    References:
+        What is chosen: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Lists by block: Xiao
+        et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
+
+    Example:
+        >>> import dataclasses
+        >>> import torch
+        >>> from blockdiag.torch import moba_attention, moba_routing
+        >>> query, key, value = torch.randn(3, 48, 2, 16)
+        >>> routing = moba_routing(query, key, block_size=16, top_k=2)
+        >>> routing.indices.shape, routing.num_blocks, routing.indices[0, 0].tolist()
+        (torch.Size([48, 2, 2]), 3, [0, -1])
+        >>> indices = routing.indices.clone()
+        >>> indices[..., 1] = -1
+        >>> own_block = dataclasses.replace(routing, indices=indices)
+        >>> moba_attention(query, key, value, block_size=16, top_k=2, routing=own_block).shape
+        torch.Size([48, 2, 16])
     """
 
     indices: torch.Tensor
@@ -44,8 +62,18 @@ class Routing:
             top_k: how many blocks of each query there is room for; num_blocks when None. The last k blocks are taken
                 where a pattern on a GPU has more.
 
+        Returns:
+            The routing, indices int32 [B, T, N, k] or [T, N, k]; the blocks of a query from the last to the first.
+
         Raises:
             ValueError: an argument is wrong, or a pattern on the CPU has a query with more than `top_k` blocks.
+
+        Example:
+            >>> import torch
+            >>> from blockdiag.torch import Routing
+            >>> pattern = torch.ones(3, 3, dtype=torch.bool).tril()[:, None]
+            >>> Routing.from_pattern(pattern, block_size=16).indices[:, 0].tolist()
+            [[0, -1, -1], [1, 0, -1], [2, 1, 0]]
         """
         if getattr(pattern, "dtype", None) != torch.bool or pattern.ndim not in (3, 4):
             raise ValueError(
@@ -66,7 +94,18 @@ class Routing:
         return cls(indices, check_moba_block_size(block_size), num_blocks)
 
     def to_pattern(self) -> torch.Tensor:
-        """Whether each query names each block, bool [B, T, N, num_blocks] or [T, N, num_blocks]."""
+        """Whether each query names each block.
+
+        Returns:
+            bool [B, T, N, num_blocks] or [T, N, num_blocks].
+
+        Example:
+            >>> import torch
+            >>> from blockdiag.torch import Routing
+            >>> indices = torch.tensor([[[0, -1]], [[1, 0]]], dtype=torch.int32)
+            >>> Routing(indices, block_size=16, num_blocks=3).to_pattern().tolist()
+            [[[True, False, False]], [[True, True, False]]]
+        """
         pattern = torch.zeros(
             (*self.indices.shape[:-1], self.num_blocks + 1), dtype=torch.bool, device=self.indices.device
         )
@@ -91,6 +130,14 @@ class Routing:
 
         Raises:
             ValueError: `sequence_offsets` is wrong, or the lists are too long for int32 offsets.
+
+        Example:
+            >>> import torch
+            >>> from blockdiag.torch import Routing
+            >>> routing = Routing(torch.tensor([[[[0]], [[1]], [[1]]]], dtype=torch.int32), block_size=16, num_blocks=2)
+            >>> offsets, counts, rows = routing.to_block_lists()
+            >>> counts.tolist(), rows.tolist()
+            ([[[1, 2]]], [0, 1, 2])
         """
         *tokens_shape, num_heads, top_k = self.indices.shape
         tokens, device = math.prod(tokens_shape), self.indices.device
@@ -147,8 +194,19 @@ class Routing:
             sequence_offsets: int32 [num_sequences + 1] for packed sequences; the result is then [T, N, k], otherwise
                 [num_sequences, T, N, k].
 
+        Returns:
+            The routing, indices int32 [num_sequences, T, N, k], or [T, N, k] with `sequence_offsets`.
+
         Raises:
             ValueError: an argument is wrong, or lists on the CPU name more than `top_k` blocks for a query.
+
+        Example:
+            >>> import torch
+            >>> from blockdiag.torch import Routing
+            >>> routing = Routing(torch.tensor([[[[0]], [[1]], [[1]]]], dtype=torch.int32), block_size=16, num_blocks=2)
+            >>> lists = routing.to_block_lists()
+            >>> Routing.from_block_lists(*lists, num_queries=3, block_size=16, top_k=1).indices.tolist()
+            [[[[0]], [[1]], [[1]]]]
         """
         offsets, counts, rows = (
             _as_int32(x, name) for x, name in ((offsets, "offsets"), (counts, "counts"), (rows, "rows"))

@@ -30,6 +30,22 @@ class Rotary:
         per_token: whether the tables hold one row per token rather than one per position.
         interleaved: whether pairs are (2i, 2i + 1); otherwise they are (i, i + H/2).
         apply_to: which of "query", "key" and "value" are rotated. A rotated value is not rotated back in the output.
+
+    Raises:
+        ValueError: a table is no tensor, or `apply_to` is empty or names something else. Shapes, dtypes and devices are
+            checked by the call that uses the tables.
+
+    References:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), whose pairs are
+        `interleaved`; pairs of the two halves as in GPT-NeoX (2022).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import Rotary, block_diagonal_attention, rotary_tables
+        >>> rotary = Rotary(*rotary_tables(max_position=64, head_dim=16), apply_to=["query", "key"])
+        >>> query, key, value = torch.randn(3, 1, 40, 2, 16)
+        >>> block_diagonal_attention(query, key, value, block_size=16, rotary=rotary).shape
+        torch.Size([1, 40, 2, 16])
     """
 
     cos: torch.Tensor
@@ -57,7 +73,18 @@ class Rotary:
     def from_letters(
         cls, letters: str, cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor | None
     ) -> "Rotary | None":
-        """The embedding that the arguments of an operator stand for; None for none."""
+        """The embedding that the arguments of an operator stand for.
+
+        Args:
+            letters: of "qkv" what is rotated, "i" where pairs are interleaved, "t" where tables are per token.
+            cos, sin, positions: see `Rotary`; None for none.
+
+        Returns:
+            The embedding, None for none.
+
+        Raises:
+            ValueError: tables that are given are no tensors.
+        """
         if not letters or cos is None or sin is None:
             return None
         return cls(
@@ -97,14 +124,23 @@ def rotary_tables(
     Args:
         max_position: rows P of the tables, at least 1.
         head_dim: H, even.
-        theta: base of the frequencies, positive.
+        theta: base of the frequencies, positive; angles are in radians.
         dtype, device: of the tables.
 
     Returns:
-        cos and sin, each [P, H/2].
+        cos and sin, each [P, H/2] in `dtype`.
 
     Raises:
         ValueError: an argument is out of range.
+
+    References:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
+
+    Example:
+        >>> from blockdiag.torch import rotary_tables
+        >>> cos, sin = rotary_tables(max_position=64, head_dim=16)
+        >>> cos.shape, sin.dtype
+        (torch.Size([64, 8]), torch.float32)
     """
     angles = torch.from_numpy(rotary_angles(max_position, head_dim, theta))
     return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
@@ -125,6 +161,18 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inter
 
     Raises:
         ValueError: the shapes do not fit together.
+
+    References:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), whose pairs are
+        `interleaved`; pairs of the two halves as in GPT-NeoX (2022).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import apply_rotary, rotary_tables
+        >>> x = torch.randn(1, 40, 2, 16)
+        >>> rotated = apply_rotary(x, *rotary_tables(max_position=40, head_dim=16))
+        >>> rotated.shape, torch.equal(rotated[:, 0], x[:, 0])
+        (torch.Size([1, 40, 2, 16]), True)
     """
     half = check_rotation(x, cos, sin)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
