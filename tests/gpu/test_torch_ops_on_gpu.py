@@ -326,7 +326,7 @@ def test_tile_table_of_lengths(name):
 
 # Streams and graphs
 
-LONG = 200_000_000  # cycles that the device sleeps: a tenth of a second
+LONG_SLEEP = 200_000_000  # cycles that the device sleeps: a tenth of a second
 
 
 @pytest.mark.parametrize("via", [None, "jax"])
@@ -340,7 +340,7 @@ def test_current_stream_is_respected(name, via):
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(LONG)
+        torch.cuda._sleep(LONG_SLEEP)
         for target, source in zip(late, operands, strict=True):
             target.copy_(source)
         results = value_and_gradients(function, *late)
@@ -361,7 +361,7 @@ def test_two_streams_at_once():
     for _ in range(10):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(LONG // 100 * (1 + index))
+                torch.cuda._sleep(LONG_SLEEP // 100 * (1 + index))
                 results[index].append(value_and_gradients(function, *inputs[index]))
     torch.cuda.synchronize()
     for found, wanted in zip(results, expected, strict=True):

@@ -120,6 +120,9 @@ def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
         array = leaf.source.constant
     elif leaf.source.dtype.kind == "b":
         array = array != 0
+    if leaf.role == "score" and isinstance(array, jax.Array):
+        # A mask that a program holds as a constant: XLA would reduce it while compiling, for many seconds.
+        array = jax.lax.optimization_barrier(array)
     whole = leaf_array(leaf, array, region.batch, region.sizes)
     sizes = [region.sizes[label] if label in leaf.labels else 1 for label in region.batch]
     last = {"row": [region.sizes["q"]], "column": [region.sizes["k"]], "scalar": []}.get(
