@@ -13,7 +13,7 @@ usage: ./do COMMAND [ARGUMENTS]
   gpu-test   the tests that need a CUDA GPU; arguments go to pytest
   doctor     what this machine has, and which implementations can run on it
   bench      benchmarks (needs a CUDA GPU)
-  docs       build the documentation into build/docs
+  docs       run the notebooks and build the documentation into build/docs
   setup      only install everything that the tests need
 
 A Python 3.12, 3.13 or 3.14 is looked for on PATH, among pyenv's versions and through uv; PYTHON=/path/to/python decides.
@@ -129,8 +129,10 @@ gpu-test)
     exec .venv/bin/python -m pytest -m "gpu or multigpu" "$@"
     ;;
 docs)
-    install docs,flax
-    exec .venv/bin/python -m sphinx -W --keep-going -b html docs build/docs "$@"
+    is_installed "$test_extras" || install docs
+    # Notebooks run as on a machine without a GPU, and the site is the same everywhere.
+    export JAX_PLATFORMS=cpu
+    exec .venv/bin/python -m sphinx -W --keep-going -n -b html -d build/doctrees docs build/docs "$@"
     ;;
 setup)
     install "$test_extras"
