@@ -124,7 +124,7 @@ def draw_pool(axes, allocator, lengths, title):
     for sequence in range(SEQUENCES):
         for order, page in enumerate(allocator.table[sequence, : allocator.held[sequence]]):
             axes.text(page, -0.7, str(order), ha="center", fontsize=8)
-    axes.set_title(title, pad=14)
+    axes.set_title(title, pad=18)
     axes.set_xlabel("page; the number above is its place in its sequence")
 
 
