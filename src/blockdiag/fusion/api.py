@@ -11,6 +11,7 @@ from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.draws import drawn_by, with_counters
+from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.pull import place_of
@@ -37,19 +38,25 @@ def fuse[**P, R](
     and inside modules of Flax. On a mesh with explicit axes, call it inside `jax.shard_map`.
 
     Args:
-        function: of arrays, in pytrees; other arguments are handed on as they are.
+        function: of arrays of any shape, in pytrees; other arguments are handed on as they are. Queries, keys and
+            values are float16, bfloat16, float32 or float64 (which the kernels do not take).
         implementation: None: the Triton kernels where the program is lowered for CUDA, and a scan over tiles of keys
             elsewhere; "triton", "xla", or a sequence of them: the first that can compute a region. "reference" is the
             function as it stands.
         fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons.
 
     Returns:
-        A function of the same arguments.
+        A function of the same arguments, with the shapes and dtypes of the results that `function` has.
 
     Raises:
         ValueError: `implementation` has an unknown name.
         NotFusible: (when called) there is no attention in it, or one that breaks a rule; the message names the rule and
             the line.
+        NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
+
+    References:
+        Attention by tiles: FlashAttention of Dao et al. (2022). Variants as programs: FlexAttention of Dong et al.
+        (2024). Finding them in the equations of a function: Flashlight of You et al. (2025), for PyTorch.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -124,7 +131,8 @@ class Program:
                 continue
             regions = self.regions.get(equation.outvars[0])
             if regions is None:
-                results = bind(equation, [read(known, x) for x in equation.invars])
+                given = [read(known, x) for x in equation.invars]
+                results = [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
             else:
                 parts = [compute(region, *_operands(region, known)) for region in regions]
                 results = [functools.reduce(jnp.add, parts)]

@@ -31,6 +31,16 @@ class LeafReport:
         labels: the batch axes that it has; it is the same along the others.
         shape, dtype: of the array, as it lies in memory.
         is_known: whether its elements are known while tracing.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import explain
+        >>> def attention(query, key, value):
+        ...     return jax.nn.softmax(query @ key.mT) @ value
+        >>> x = jax.ShapeDtypeStruct((2, 256, 64), jnp.bfloat16)
+        >>> leaf = explain(attention)(x, x, x).regions[0].leaves[0]
+        >>> leaf.role, leaf.shape, leaf.dtype, leaf.is_known
+        ('query', (2, 256, 64), 'bfloat16', False)
     """
 
     role: str
@@ -53,10 +63,21 @@ class RegionReport:
         tile: rows and columns of a tile of scores, forward.
         live: bool [.., tiles of queries, tiles of keys], which tiles are visited; None where all are, or where that
             follows from arrays which the explanation was not given.
-        flops: of the forward products, of the tiles that are visited.
-        read_bytes: of the leaves and values, each once.
+        flops: floating-point operations of the forward products, of the tiles that are visited; a multiplication and an
+            addition are two.
+        read_bytes: bytes of the leaves and values, each once.
         kernels: source of each kernel by name; empty where the kernels cannot compute the region, see `declined`.
         declined: why the kernels cannot; None where they can.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import explain
+        >>> def attention(query, key, value):
+        ...     return jax.nn.softmax(query @ key.mT) @ value
+        >>> x = jax.ShapeDtypeStruct((2, 256, 64), jnp.bfloat16)
+        >>> region = explain(attention)(x, x, x).regions[0]
+        >>> region.has_softmax, region.skipped, region.flops, region.read_bytes
+        (True, 0.0, 33554432, 196608)
     """
 
     sizes: Mapping[str, int]
@@ -89,7 +110,11 @@ class RegionReport:
         return "\n".join("".join("#" if x else "." for x in row) for row in self.visited)
 
     def plot(self, axis: Any) -> None:
-        """Draw the tiles of the first batch index into axes of matplotlib, visited ones dark, queries downwards."""
+        """Draw the tiles of the first batch index, visited ones dark, queries downwards.
+
+        Args:
+            axis: `matplotlib.axes.Axes`; its units are tokens, keys to the right.
+        """
         queries, keys = self.sizes["q"], self.sizes["k"]
         colours = np.where(self.visited[..., None], _VISITED_COLOUR, _SKIPPED_COLOUR)
         axis.imshow(colours, interpolation="nearest", aspect="auto", extent=(0, keys, queries, 0))
@@ -117,6 +142,18 @@ class Explanation:
         regions: what becomes kernels.
         outside: how many equations of each primitive are computed as they stand.
         reason: why the function is not fusible; None where it is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import explain
+        >>> def attention(query, key, value):
+        ...     return jax.nn.softmax(query @ key.mT) @ value
+        >>> x = jax.ShapeDtypeStruct((2, 256, 64), jnp.bfloat16)
+        >>> explanation = explain(attention)(x, x, x)
+        >>> len(explanation.regions), dict(explanation.outside), explanation.reason
+        (1, {}, None)
+        >>> print(explain(jnp.sin)(x))
+        not fusible: there is no product with a softmax of scores; `fuse` is for attention
     """
 
     regions: tuple[RegionReport, ...]
@@ -140,17 +177,33 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
     """A function of the same arguments that says what `fuse` makes of the call, and runs nothing of it but masks.
 
     Args:
-        function: the function, or what `fuse` made of it.
+        function: the function, or what `fuse` made of it. Arrays of its arguments may be `jax.ShapeDtypeStruct`; then
+            it is not known which tiles a mask that depends on them leaves out.
+
+    Returns:
+        A function of the same arguments that returns an `Explanation`.
+
+    Raises:
+        Exception: (when called) what `function` itself raises. A `NotFusible` is the `reason` of the explanation.
+
+    References:
+        FlashAttention of Dao et al. (2022), whose tiles are what is counted and drawn; see `fuse`.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from blockdiag import explain
         >>> def attention(query, key, value):
-        ...     scores = query @ key.mT + jnp.where(jnp.tri(query.shape[-2], dtype=bool), 0, -jnp.inf)
+        ...     scores = jnp.where(jnp.tri(query.shape[-2], dtype=bool), query @ key.mT, -jnp.inf)
         ...     return jax.nn.softmax(scores) @ value
-        >>> x = jnp.ones((2, 256, 64))
-        >>> print(explain(attention)(x, x, x).regions[0].leaves[-1].role)
-        key
+        >>> x = jax.ShapeDtypeStruct((2, 128, 64), jnp.float32)
+        >>> region = explain(attention)(x, x, x).regions[0]
+        >>> region.tile
+        (32, 32)
+        >>> print(region.picture)
+        #...
+        ##..
+        ###.
+        ####
     """
 
     plain = getattr(function, "__wrapped__", function) if hasattr(function, "fallbacks") else function

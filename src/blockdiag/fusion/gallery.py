@@ -23,9 +23,23 @@ __all__ = ["GROUPS", "VARIANTS", "Sizes", "Variant"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a variant's inputs. Self-attention has `query_tokens` keys too; `rows` are those of 5-D variants.
+    """Sizes of a variant's inputs.
 
-    `query_heads` must be a multiple of `key_heads`, which grouped variants use, and `head_dim` a multiple of 4.
+    Attributes:
+        batch: B, sequences.
+        rows: R, of variants with five axes.
+        query_tokens: T, queries of a sequence; in self-attention keys too.
+        key_tokens: S, keys of a sequence.
+        query_heads: N, a multiple of `key_heads`.
+        key_heads: K, which grouped variants use.
+        head_dim: H, a multiple of 4.
+        value_dim: V.
+        dtype: of the floating inputs.
+
+    Example:
+        >>> from blockdiag.fusion.gallery import Sizes
+        >>> Sizes(batch=1, query_tokens=64).shape("BTNH")
+        (1, 64, 4, 16)
     """
 
     batch: int = 2
@@ -39,7 +53,18 @@ class Sizes:
     dtype: DTypeLike = jnp.float32
 
     def shape(self, axes: str) -> tuple[int, ...]:
-        """The size of each axis, named by a letter (see `_axis_sizes`) or a digit, which is the size itself."""
+        """The size of each axis.
+
+        Args:
+            axes: a letter for each axis, as above, or a digit, which is the size itself. M is 2 N, E is H / 2, W is
+                2 V, J is N V, P is 4 and U is 32.
+
+        Returns:
+            The shape.
+
+        Raises:
+            KeyError: a letter stands for nothing.
+        """
         named = self._axis_sizes
         return tuple(int(axis) if axis.isdigit() else named[axis] for axis in axes)
 
@@ -75,6 +100,18 @@ class Variant:
         differentiable: names of the floating inputs.
         note: one sentence for the documentation.
         options: further arguments for thousands of tokens, where the function's own are for dozens.
+
+    References:
+        Among the variants are those that FlexAttention, Dong et al. (2024), and Flashlight, You et al. (2025), are
+        shown with.
+
+    Example:
+        >>> import jax
+        >>> from blockdiag.fusion.gallery import VARIANTS, Sizes
+        >>> variant = VARIANTS["causal"]
+        >>> inputs = variant.make_inputs(jax.random.key(0), Sizes(query_tokens=24))
+        >>> variant.differentiable, variant.function(**inputs).shape
+        (('query', 'key', 'value'), (2, 24, 4, 16))
     """
 
     name: str
@@ -456,4 +493,23 @@ _STRUCTURES = (
 )
 
 GROUPS: dict[str, tuple[Variant, ...]] = {"Masks": _MASKS, "Scores and biases": _SCORES, "Structures": _STRUCTURES}
+"""The variants as the documentation shows them.
+
+Example:
+    >>> from blockdiag.fusion.gallery import GROUPS
+    >>> list(GROUPS)
+    ['Masks', 'Scores and biases', 'Structures']
+"""
+
 VARIANTS: dict[str, Variant] = {variant.name: variant for group in GROUPS.values() for variant in group}
+"""All variants by name.
+
+Example:
+    >>> from blockdiag import explain
+    >>> from blockdiag.fusion.gallery import VARIANTS, Sizes
+    >>> import jax
+    >>> variant = VARIANTS["alibi"]
+    >>> explanation = explain(variant.function)(**variant.make_inputs(jax.random.key(0), Sizes()))
+    >>> len(explanation.regions), explanation.reason
+    (1, None)
+"""

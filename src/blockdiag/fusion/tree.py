@@ -18,7 +18,17 @@ ROWS, COLUMNS, FEATURES = "q", "k", "f"
 
 
 class NotFusible(NotImplementedError):
-    """A function has no attention that can become one kernel; the message says which rule it breaks, and where."""
+    """A function has no attention that can become one kernel; the message says which rule it breaks, and where.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from blockdiag import NotFusible, fuse
+        >>> try:
+        ...     fuse(jnp.sin)(jnp.zeros(3))
+        ... except NotFusible as failure:
+        ...     print(failure)
+        there is no product with a softmax of scores; `fuse` is for attention
+    """
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ def wrap_torch(fn: Callable[..., Any], *, result: Any = None, device: str | torc
             returns 64-bit results while JAX has no 64-bit types; or when the results are not as announced.
         TypeError: from calls, when `fn` returns something other than tensors, or an array has a dtype unknown to torch.
 
+    References:
+        `jax.pure_callback` (2022), and `jax.custom_vjp` for the gradient.
+
     Example:
         >>> import jax
         >>> import jax.numpy as jnp

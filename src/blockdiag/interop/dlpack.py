@@ -73,8 +73,8 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
     [B, T, N, H] with that layout. A 64-bit dtype crosses where JAX has 64-bit types on (`jax.enable_x64`).
 
     Args:
-        tensor: on the CPU or a CUDA device, of a dtype that both frameworks have (bool, integers of 8 to 64 bits,
-            bfloat16, float16, float32, float64, complex, float8). Must not require grad.
+        tensor: of any shape, on the CPU or a CUDA device, of a dtype that both frameworks have (bool, integers of 8 to
+            64 bits, bfloat16, float16, float32, float64, complex, float8). Must not require grad.
         copy: allow one copy, row-major and owned by JAX alone, of what cannot be shared: strided slices, broadcast
             dimensions, conjugate and negative views, and memory that is not aligned. A tensor that can be shared is
             shared all the same.
@@ -89,6 +89,9 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
         ValueError: when it requires grad, is sparse or nested, lies on a device or has a dtype that JAX does not share,
             has 64 bits while JAX has not, or, without `copy`, cannot be shared. The message says what to do.
         RuntimeError: while the current CUDA stream is being captured into a graph, and in a forked process.
+
+    References:
+        DLPack, the open structure of tensors in memory (2017).
 
     Example:
         >>> import torch
@@ -121,7 +124,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     """The torch tensor on the same memory as `array`: same shape, dtype, device and layout, no copy.
 
     Args:
-        array: a concrete array on one device, the CPU or a CUDA GPU, of a dtype that torch has.
+        array: a concrete array of any shape on one device, the CPU or a CUDA GPU, of a dtype that torch has.
 
     Returns:
         The tensor. It does not require grad. JAX takes the memory to be immutable: writing to the tensor changes
@@ -132,6 +135,9 @@ def to_torch(array: jax.Array) -> torch.Tensor:
             dtype without a torch counterpart.
         ValueError: when it is spread over several devices, deleted, or on a device that torch does not share.
         RuntimeError: while the current CUDA stream is being captured into a graph, and in a forked process.
+
+    References:
+        DLPack, the open structure of tensors in memory (2017).
 
     Example:
         >>> import jax.numpy as jnp

@@ -46,11 +46,18 @@ def attention_fn(
         implementation: as for `block_diagonal_attention`.
 
     Returns:
-        The attention function. It raises NotImplementedError, with what to do instead, where it cannot compute what the
-        module asks for: dropout of attention weights in training, sowing of attention weights, replaced einsums, key
-        and value of another length than query (cross attention, decoding with a cache), and a mask that would remove
-        any of the pairs of tokens that share a block. A mask that leaves all of those pairs in changes nothing and is
-        accepted; this can be checked only of a concrete mask, so a mask traced by `jax.jit` is refused.
+        The attention function, whose result has the dtype that the arrays are brought to. A mask that leaves in all
+        pairs of tokens that share a block changes nothing and is accepted; this can be checked only of a concrete mask.
+
+    Raises:
+        NotImplementedError: (when called) it cannot compute what the module asks for; the message says what to do
+            instead. So it is with dropout of attention weights in training, sowing of attention weights, replaced
+            einsums, key and value of another length than query (cross attention, decoding with a cache), a mask that
+            would remove any of the pairs of tokens that share a block, and a mask traced by `jax.jit`.
+        ValueError: (when called) an argument is wrong; the message names it, its value and the remedy.
+
+    References:
+        As of `block_diagonal_attention`: Liu et al. (2018) and Meta's ads_model_kernel_library (2026).
 
     Example:
         >>> import jax.numpy as jnp
@@ -135,10 +142,16 @@ def moba_attention_fn(
     Returns:
         The attention function. A mask that depends on keys only, of shape [*batch, 1, 1, S], takes keys out: they are
         not seen and do not count in choosing blocks; it may be traced. Of other masks a concrete one is accepted that
-        removes nothing (but what `is_causal` removes), and changes nothing. The function raises NotImplementedError,
-        with what to do instead, where it cannot compute what the module asks for: other masks, dropout of attention
-        weights in training, sowing of attention weights, replaced einsums, and, where it is causal, keys of another
-        length than queries (decoding with a cache).
+        removes nothing (but what `is_causal` removes), and changes nothing.
+
+    Raises:
+        NotImplementedError: (when called) it cannot compute what the module asks for; the message says what to do
+            instead. So it is with other masks, dropout of attention weights in training, sowing of attention weights,
+            replaced einsums, and, where it is causal, keys of another length than queries (decoding with a cache).
+        ValueError: (when called) an argument is wrong; the message names it, its value and the remedy.
+
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025).
 
     Example:
         >>> import jax.numpy as jnp

@@ -22,9 +22,25 @@ from blockdiag.interop.targets import compile_target as compile_target
 from blockdiag.interop.targets import overriding_target, session_target
 from blockdiag.triton_kernels.plan import KernelSpec, LaunchPlan, Target, TensorSpec
 
-# Pass as `jax.export.export(..., disabled_checks=EXPORT_DISABLED_CHECKS)`. JAX gives no guarantee for this custom call
-# across its versions: load an exported function with the jaxlib that wrote it.
 EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(jaxlib_launcher.CALL_TARGET),)
+"""What `jax.export.export` takes as `disabled_checks=` for functions with a Triton kernel in them.
+
+JAX gives no guarantee for this custom call across its versions: load an exported function with the jaxlib that wrote
+it.
+
+Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from blockdiag import block_diagonal_attention
+    >>> from blockdiag.interop import EXPORT_DISABLED_CHECKS, compile_target
+    >>> x = jax.ShapeDtypeStruct((64, 2, 16), jnp.bfloat16)
+    >>> export = jax.export.export(
+    ...     jax.jit(block_diagonal_attention), platforms=["cuda"], disabled_checks=EXPORT_DISABLED_CHECKS
+    ... )
+    >>> with compile_target(90):
+    ...     exported = export(x, x, x)
+    >>> exported.platforms
+    ('cuda',)
+"""
 
 
 def available() -> str | None:

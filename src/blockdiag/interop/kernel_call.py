@@ -29,9 +29,26 @@ class TensorDescriptor:
     """Hands an array to a kernel as a host-made TMA descriptor instead of a pointer.
 
     Attributes:
-        array: the described array, dense and row-major.
-        block_shape: the tile that one `load` of the kernel reads.
+        array: the described array, of any shape and dtype, dense and row-major.
+        block_shape: the tile that one `load` of the kernel reads, in elements, as many sizes as `array` has axes.
         layout: the shared-memory layout of a Gluon kernel's tile; None for a Triton kernel.
+
+    References:
+        The tensor memory accelerator of NVIDIA's Hopper architecture (2022).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import triton, triton.language as tl
+        >>> from blockdiag.interop import TensorDescriptor, triton_call
+        >>> @triton.jit
+        ... def copy_kernel(d_x, p_out):
+        ...     x = d_x.load([0, 0])
+        ...     tl.store(p_out + tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :], x)
+        >>> x = jnp.arange(128.0).reshape(8, 16)
+        >>> described = TensorDescriptor(x, (8, 16))
+        >>> is_cpu = jax.default_backend() == "cpu"
+        >>> bool((triton_call(described, kernel=copy_kernel, out_shape=x, grid=1, interpret=is_cpu) == x).all())
+        True
     """
 
     array: Any
@@ -60,41 +77,13 @@ def triton_call(
     (with `blockdiag.interop.EXPORT_DISABLED_CHECKS`); for `grad` and `vmap` wrap the call in `jax.custom_vjp` and
     `jax.custom_batching.custom_vmap`.
 
-    Example, in a Python file (Triton reads a kernel's source from it)::
-
-        import jax
-        import jax.numpy as jnp
-        import triton
-        import triton.language as tl
-
-        from blockdiag.interop import triton_call
-
-        @triton.jit
-        def scale_kernel(p_x, p_out, num_elements, factor, BLOCK: tl.constexpr):
-            o_element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-            m_element = o_element < num_elements
-            x = tl.load(p_x + o_element, mask=m_element)
-            tl.store(p_out + o_element, x * factor, mask=m_element)
-
-        @jax.jit
-        def scale(x):
-            return triton_call(
-                x,
-                kernel=scale_kernel,
-                out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-                grid=lambda meta: triton.cdiv(x.size, meta["BLOCK"]),
-                num_elements=x.size,
-                factor=2.5,
-                BLOCK=128,
-                interpret=jax.default_backend() == "cpu",
-            )
-
-        print(scale(jnp.arange(5.0)))
+    The kernel has to be in a Python file, since Triton reads its source.
 
     Args:
-        *args: arrays (passed as pointers), `TensorDescriptor`s, scalars, or compile-time values where the kernel says
-            `tl.constexpr`. Python ints become i32, or i64 where they do not fit; Python floats become fp32, never fp64;
-            a `blockdiag.triton_kernels.plan.Scalar` spells a type out. None may stand for an optional pointer.
+        *args: arrays of any shape and dtype (passed as pointers), `TensorDescriptor`s, scalars, or compile-time values
+            where the kernel says `tl.constexpr`. Python ints become i32, or i64 where they do not fit; Python floats
+            become fp32, never fp64; a `blockdiag.triton_kernels.plan.Scalar` spells a type out. None may stand for an
+            optional pointer.
         kernel: the kernel.
         out_shape: pytree of objects with `shape` and `dtype`, the outputs; the result has the same structure.
         grid: one to three sizes, or a function of a mapping of all compile-time values (and num_warps, num_stages,
@@ -106,9 +95,40 @@ def triton_call(
         interpret: run in Triton's interpreter on the host, on any platform; slow.
         **named: further arguments by parameter name.
 
+    Returns:
+        The outputs, in the structure of `out_shape`, with its shapes and dtypes.
+
     Raises:
         TypeError: for names that are no parameters, missing arguments, or values of unusable types.
         ValueError: for grids and aliases that make no sense.
+
+    References:
+        The function of this name in jax-triton (2022).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import triton, triton.language as tl
+        >>> from blockdiag.interop import triton_call
+        >>> @triton.jit
+        ... def scale_kernel(p_x, p_out, num_elements, factor, BLOCK: tl.constexpr):
+        ...     o_element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        ...     m_element = o_element < num_elements
+        ...     x = tl.load(p_x + o_element, mask=m_element)
+        ...     tl.store(p_out + o_element, x * factor, mask=m_element)
+        >>> @jax.jit
+        ... def scale(x):
+        ...     return triton_call(
+        ...         x,
+        ...         kernel=scale_kernel,
+        ...         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        ...         grid=lambda meta: triton.cdiv(x.size, meta["BLOCK"]),
+        ...         num_elements=x.size,
+        ...         factor=2.5,
+        ...         BLOCK=128,
+        ...         interpret=jax.default_backend() == "cpu",
+        ...     )
+        >>> scale(jnp.arange(3.0)).tolist()
+        [0.0, 2.5, 5.0]
     """
     leaves, tree = jax.tree.flatten(out_shape)
     outputs = tuple(TensorSpec(tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in leaves)

@@ -14,20 +14,31 @@ def compile_target(arch: int, *, num_sms: int | None = None) -> Any:
     """A context manager inside which traced launches are compiled for compute capability `arch`, whatever devices there
     are.
 
-    Use it to lower or export for a GPU that is not here:
-
-    >>> import jax
-    >>> with compile_target(90):
-    ...     lowered = jax.jit(lambda x: x + 1).trace(1.0).lower(lowering_platforms=("cuda",))
-
-    The target becomes part of the traced call, and JAX traces anew under another target.
+    Use it to lower or export for a GPU that is not here, which needs Triton and JAX's CUDA plugin, and no driver. The
+    target becomes part of the traced call, and JAX traces anew under another target.
 
     Args:
         arch: compute capability as an integer: 80, 86, 89, 90, 100, 103, 120, ...
         num_sms: streaming multiprocessors of the part, which size persistent grids; None takes the usual part's.
 
+    Returns:
+        A context manager.
+
     Raises:
         ValueError: when `arch` is unknown and `num_sms` is not given.
+
+    References:
+        Lowering for a platform that is not there: `jax.export` (2024).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import block_diagonal_attention
+        >>> from blockdiag.interop import compile_target
+        >>> x = jax.ShapeDtypeStruct((64, 2, 16), jnp.bfloat16)
+        >>> with compile_target(90):
+        ...     lowered = jax.jit(block_diagonal_attention).trace(x, x, x).lower(lowering_platforms=("cuda",))
+        >>> "triton_kernel_call_ffi" in lowered.as_text()
+        True
     """
     return _override(Target.for_arch(arch) if num_sms is None else Target(arch, num_sms))
 

@@ -78,8 +78,12 @@ def wrap_jax(
         RuntimeError: from a second derivative: the backward program itself is not differentiable in torch. Wrap
             `jax.grad(fn)` instead.
 
+    References:
+        DLPack, the open structure of tensors in memory (2017), and `torch.autograd.Function`.
+
     Example:
-        >>>         >>> import torch
+        >>> import jax.numpy as jnp
+        >>> import torch
         >>> from blockdiag.interop import wrap_jax
         >>> norm = wrap_jax(lambda x: jnp.sqrt(jnp.sum(x * x)))
         >>> x = torch.tensor([3.0, 4.0], requires_grad=True)

@@ -48,6 +48,10 @@ def fuse(
         NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
         TypeError: (when called) an argument is neither an array nor hashable.
 
+    References:
+        Attention by tiles: FlashAttention of Dao et al. (2022). Variants as programs: FlexAttention of Dong et al.
+        (2024). Finding them in the equations of a function: Flashlight of You et al. (2025), for PyTorch.
+
     Example:
         >>> import jax, jax.numpy as jnp, torch
         >>> from blockdiag.torch import fuse

@@ -56,6 +56,10 @@ class MoBASelfAttention(SelfAttention):
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
 
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025); the convolution of the keys: Xiao et
+        al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025). Rotary embedding: Su et al., "RoFormer" (2021).
+
     Example:
         >>> import torch
         >>> from blockdiag.torch import MoBASelfAttention

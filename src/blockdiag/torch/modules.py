@@ -44,6 +44,10 @@ class BlockDiagonalSelfAttention(SelfAttention):
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
 
+    References:
+        Multi-head attention: Vaswani et al., "Attention Is All You Need" (2017). Within blocks: Liu et al. (2018), see
+        `block_diagonal_attention`. Rotary embedding: Su et al., "RoFormer" (2021).
+
     Example:
         >>> import torch
         >>> from blockdiag.torch import BlockDiagonalSelfAttention
