@@ -37,8 +37,8 @@ def fuse[**P, R](
     and inside modules of Flax. On a mesh with explicit axes, call it inside `jax.shard_map`.
 
     Args:
-        function: of arrays of any shape, in pytrees; other arguments are handed on as they are. Queries, keys and
-            values are float16, bfloat16, float32 or float64 (which the kernels do not take).
+        function: of arrays of any shape and dtype, in pytrees; the Triton kernels take none of 64 bits. Other arguments
+            are handed on as they are.
         implementation: None: the Triton kernels where the program is lowered for CUDA, and a scan over tiles of keys
             elsewhere; "triton", "xla", or a sequence of them: the first that can compute a region. "reference" is the
             function as it stands.
