@@ -66,6 +66,87 @@ def test_all_lists_what_is_public(module):
     assert sorted(package.__all__) == sorted(set(package.__all__) | set(getattr(package, "_HOMES", {})))
 
 
+GOOD = """Twice x.
+
+Args:
+    x: float32 [N], what is doubled.
+
+Returns:
+    float32 [N].
+
+Raises:
+    ValueError: never.
+
+References:
+    Euclid (1956).
+
+Example:
+    >>> 1 + 1
+    2
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "gap"),
+    [
+        ("", "", None),
+        (GOOD, "", "no docstring"),
+        ("    2\n", "", "no `Example:` with a result"),
+        ("(1956)", "", "no `References:` with a year"),
+        ("    x: float32 [N], what is doubled.", "", "described are [], there are ['x']"),
+        ("x: float32 [N]", "x, y: float32 [N]", "described are ['x', 'y'], there are ['x']"),
+        ("x: float32 [N]", "x: float32", "no shape of `x`"),
+        ("x: float32 [N]", "x: [N]", "no dtype of `x`"),
+        ("x: float32 [N]", "x: see `y`", None),
+        ("Raises:", "Errors:", "no `Raises:`"),
+        ("Returns:", "Gives:", "no `Returns:`"),
+    ],
+)
+def test_gaps_of_a_function_are_found(old, new, gap):
+    def double(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    double.__doc__ = GOOD.replace(old, new) if old else GOOD
+    found = list(callable_gaps(double))
+    assert found == [] if gap is None else gap in found
+
+
+def test_gaps_of_classes_are_found():
+    @dataclasses.dataclass
+    class Pair:
+        first: torch.Tensor
+        second: int
+
+        def swapped(self) -> "Pair":
+            return self
+
+    assert list(callable_gaps(Pair)) == ["no docstring"]
+    Pair.__doc__ = """Two.
+
+Attributes:
+    first: float32 [N].
+    second: a number.
+
+References:
+    Euclid (1956).
+
+Example:
+    >>> 2
+    2
+"""
+    assert list(callable_gaps(Pair)) == ["swapped: no docstring"]
+    Pair.__doc__ = Pair.__doc__.replace("second: a number", "third: a number").replace("float32 [N]", "bytes")
+    wrong = "described are ['first', 'third'], there are ['first', 'second']"
+    assert list(callable_gaps(Pair))[:3] == [wrong, "no shape of `first`", "no dtype of `first`"]
+
+
+def test_wrong_examples_are_found():
+    assert run_examples(">>> 1 + 1\n2\n", "right") == ""
+    assert "Expected:\n    3" in run_examples(">>> 1 + 1\n3\n", "wrong")
+    assert "NameError" in run_examples(">>> pytest\n", "with the names of its module")
+    assert list(constant_gaps("")) == ["no docstring below its assignment", "no example with a result"]
+
+
 def docstring(value: Any) -> str:
     """What is written at a definition; nothing that it inherits, nor what `dataclass` writes."""
     text = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
