@@ -40,6 +40,7 @@ default_role = "code"
 add_module_names = False
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
 # Names that share a description stay together.
 napoleon_use_param = False
 napoleon_custom_sections = [("Attributes", "params_style")]

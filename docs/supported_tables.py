@@ -1,0 +1,353 @@
+"""Tables of what each implementation computes, asked of the implementations themselves.
+
+Every implementation declares what it takes: its `supports` gives None for a call that it can compute, otherwise the
+reason. This script asks for calls that differ in one thing from a usual one, and writes the answers between the markers
+of the operations' pages. `python docs/supported_tables.py` writes; `--check` fails where a page says something else.
+"""
+
+import argparse
+import functools
+import importlib
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from blockdiag import dispatch
+from blockdiag.append_problem import AppendProblem
+from blockdiag.fusion.api import trace
+from blockdiag.key_convolution_problem import MAX_SIZE, KeyConvolutionProblem
+from blockdiag.moba_paged_problem import MoBAPagedProblem
+from blockdiag.moba_problem import MoBAProblem
+from blockdiag.paged_problem import PagedProblem
+from blockdiag.problem import MOST_TILE_ROWS, BlockDiagonalProblem, RotaryProblem
+
+DOCS = Path(__file__).parent
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+HEADS = range(1, 321)
+
+type Call = Any
+type Supports = Callable[[Call], str | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: calls that differ in one thing.
+
+    Attributes:
+        label: what differs.
+        calls: the calls by how they are told apart: numbers, or words; one call named "" for what can or cannot be.
+    """
+
+    label: str
+    calls: Mapping[int | str, Call]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the implementations of an operation take.
+
+    Attributes:
+        marker: name between the markers of the page.
+        page: the page's file name.
+        operation: type of the operation's problems.
+        native: module whose `supports` the torch operator asks on CUDA; None where it asks that of "triton".
+        rows: makes the rows; whether calls are supported is not asked before the table is written.
+    """
+
+    marker: str
+    page: str
+    operation: type
+    native: str | None
+    rows: Callable[[], Sequence[Row]]
+
+
+def _changed(problem: Call, field: str, values: Iterable[int | str]) -> dict[int | str, Call]:
+    """Calls with each of some values in a field."""
+    return {value: replace(problem, **{field: value}) for value in values}
+
+
+def _flag(problem: Call, **changes: Any) -> dict[int | str, Call]:
+    return {"": replace(problem, **changes)}
+
+
+def _block_diagonal() -> list[Row]:
+    usual = BlockDiagonalProblem(
+        tokens=4096, sequence_length=1024, num_tiles=64, block_size=64, query_heads=8, key_heads=8, head_dim=64,
+        dtype="bfloat16", is_causal=False, scale=0.125,
+    )  # fmt: skip
+    rotary = RotaryProblem(
+        interleaved=False, query=True, key=True, value=False, table_rows=1024, table_dtype="float32",
+        positions="sequence",
+    )  # fmt: skip
+
+    def blocks(sizes: Iterable[int]) -> dict[int | str, Call]:
+        return {
+            size: replace(usual, tokens=8 * size, sequence_length=4 * size, num_tiles=8, block_size=size)
+            for size in sizes
+        }
+
+    return [
+        Row("dtype", _changed(usual, "dtype", FLOATS)),
+        Row("H", _changed(usual, "head_dim", HEADS)),
+        Row("H, grouped heads", _changed(replace(usual, key_heads=2), "head_dim", HEADS)),
+        Row(f"`block_size` up to {MOST_TILE_ROWS}", blocks(range(1, MOST_TILE_ROWS + 1))),
+        Row("longer blocks", {"": blocks([4096])[4096]}),
+        Row("a shorter last block", _flag(usual, tokens=4000, sequence_length=1000)),
+        Row("packed sequences, `block_lengths`", _flag(usual, sequence_length=None)),
+        Row("`is_causal`", _flag(usual, is_causal=True)),
+        Row("rotary embedding", _flag(usual, rotary=rotary)),
+        Row("rotary, interleaved pairs", _flag(usual, rotary=replace(rotary, interleaved=True))),
+        Row("rotary, `positions`", _flag(usual, rotary=replace(rotary, positions="explicit"))),
+        Row("rotary, of values", _flag(usual, rotary=replace(rotary, value=True))),
+        Row("rotary tables", {t: replace(usual, rotary=replace(rotary, table_dtype=t)) for t in FLOATS}),
+    ]
+
+
+def _moba() -> list[Row]:
+    usual = MoBAProblem(
+        query_tokens=8192, key_tokens=8192, query_heads=8, key_heads=8, head_dim=64, dtype="bfloat16", block_size=128,
+        num_blocks=64, slots=7, is_causal=True, has_key_mask=False, scale=0.125,
+    )  # fmt: skip
+    return [
+        Row("dtype", _changed(usual, "dtype", FLOATS)),
+        Row("H", _changed(usual, "head_dim", HEADS)),
+        Row("grouped heads", _flag(usual, key_heads=2)),
+        Row("`block_size`", _changed(usual, "block_size", (16, 48, 128, 1024, 4096))),
+        Row("`top_k` of 1 to 64", {"": replace(usual, slots=63)}),
+        Row("`is_causal=False`", _flag(usual, is_causal=False, slots=8)),
+        Row("`key_mask`", _flag(usual, has_key_mask=True)),
+        Row("packed sequences", _flag(usual, has_padding=True)),
+        Row("keys of another length", _flag(usual, query_tokens=100)),
+    ]
+
+
+def _key_convolution() -> list[Row]:
+    usual = KeyConvolutionProblem(
+        tokens=8192, key_heads=2, head_dim=64, size=3, groups=1, dtype="bfloat16", weights_dtype="bfloat16",
+        activation="silu", has_residual=True, sequence_length=1024, tile_rows=64, num_tiles=128,
+    )  # fmt: skip
+    return [
+        Row("dtype of keys and weights", {t: replace(usual, dtype=t, weights_dtype=t) for t in FLOATS}),
+        Row("float32 weights of 16-bit keys", _flag(usual, weights_dtype="float32")),
+        Row("size", _changed(usual, "size", range(1, MAX_SIZE + 1))),
+        Row("H", _changed(usual, "head_dim", HEADS)),
+        Row("packed sequences", _flag(usual, sequence_length=None)),
+        Row("no activation, no residual", _flag(usual, activation=None, has_residual=False)),
+    ]
+
+
+def _usual_paged() -> PagedProblem:
+    return PagedProblem(
+        batch=8, query_tokens=1, query_heads=8, key_heads=2, head_dim=64, value_dim=64, query_dtype="bfloat16",
+        key_dtype="bfloat16", value_dtype="bfloat16", output_dtype="bfloat16", num_pages=1024, page_size=16,
+        max_pages=128, scale=0.125,
+    )  # fmt: skip
+
+
+def _caches(usual: PagedProblem) -> list[Row]:
+    """Rows about dtypes, of attention with and without blocks."""
+
+    def of(query: str, cache: str) -> PagedProblem:
+        output = "bfloat16" if query in EIGHT_BITS else query
+        return replace(usual, query_dtype=query, key_dtype=cache, value_dtype=cache, output_dtype=output)
+
+    return [
+        Row("dtype of queries and cache", {dtype: of(dtype, dtype) for dtype in FLOATS}),
+        Row("8-bit cache, 16-bit queries", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BITS}),
+        Row("8-bit cache, float32 queries", {dtype: of("float32", dtype) for dtype in EIGHT_BITS}),
+        Row("8-bit cache and queries", {dtype: of(dtype, dtype) for dtype in EIGHT_BITS}),
+        Row("keys of 8 bits, values of 16", _flag(of("bfloat16", "bfloat16"), key_dtype="float8_e4m3fn")),
+    ]
+
+
+def _paged() -> list[Row]:
+    usual = _usual_paged()
+    return [
+        *_caches(usual),
+        Row("H", _changed(usual, "head_dim", HEADS)),
+        Row("head size of values", _changed(usual, "value_dim", HEADS)),
+        Row("`page_size`", _changed(usual, "page_size", (1, 7, 16, 64, 1000))),
+        Row("T", _changed(usual, "query_tokens", (1, 8, 64, 500))),
+        Row("scales", {how: replace(usual, value_scale=how) for how in ("head", "token")}),
+        Row("windows", _flag(usual, window=(127, 0))),
+        Row("soft caps", _flag(usual, soft_cap=30.0)),
+        Row("sinks", _flag(usual, has_sinks=True)),
+        Row("`is_causal=False`", _flag(usual, is_causal=False)),
+        Row("contiguous caches", _flag(usual, has_page_table=False, num_pages=8, max_pages=1)),
+        Row("splits, `split_size`", _flag(usual, num_splits=8, split_size=256)),
+    ]
+
+
+def _append() -> list[Row]:
+    usual = AppendProblem(
+        tokens=8, batch=8, query_tokens=1, key_heads=2, head_dim=64, value_dim=64, dtype="bfloat16",
+        key_dtype="bfloat16", value_dtype="bfloat16", num_pages=1024, page_size=16, max_pages=128,
+    )  # fmt: skip
+    rotary = RotaryProblem(
+        interleaved=False, query=True, key=True, value=False, table_rows=2048, table_dtype="float32",
+        positions="sequence",
+    )  # fmt: skip
+
+    def of(dtype: str, cache: str) -> AppendProblem:
+        return replace(usual, dtype=dtype, key_dtype=cache, value_dtype=cache)
+
+    return [
+        Row("dtype of keys, values and cache", {dtype: of(dtype, dtype) for dtype in FLOATS}),
+        Row("8-bit cache, 16-bit keys", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BITS}),
+        Row("8-bit cache, float32 keys", {dtype: of("float32", dtype) for dtype in EIGHT_BITS}),
+        Row("H", _changed(usual, "head_dim", (1, 3, 64, 80, 256, 512, 1024, 1025))),
+        Row("packed tokens", _flag(usual, query_tokens=None, has_query_lengths=True)),
+        Row("rotary embedding", _flag(usual, rotary=rotary)),
+        Row("rotary tables", {t: replace(usual, rotary=replace(rotary, table_dtype=t)) for t in FLOATS}),
+        Row("scales", {how: replace(of("bfloat16", EIGHT_BITS[0]), key_scale=how) for how in ("head", "token")}),
+        Row("mean keys of blocks", _flag(usual, block_size=128, max_blocks=16)),
+    ]
+
+
+def _moba_paged() -> list[Row]:
+    paged = _usual_paged()
+
+    def of(paged: PagedProblem, **changes: int) -> MoBAPagedProblem:
+        return replace(MoBAPagedProblem(paged=paged, block_size=128, max_blocks=16, slots=7), **changes)
+
+    return [
+        *(Row(row.label, {name: of(call) for name, call in row.calls.items()}) for row in _caches(paged)),
+        Row("H", {size: of(replace(paged, head_dim=size)) for size in HEADS}),
+        Row("`page_size`", {size: of(replace(paged, page_size=size)) for size in (1, 7, 16, 64, 1000)}),
+        Row("`block_size`", {size: of(paged, block_size=size) for size in (16, 48, 128, 1024, 4096)}),
+        Row("T", {tokens: of(replace(paged, query_tokens=tokens)) for tokens in (1, 8, 64)}),
+    ]
+
+
+def _fused() -> list[Row]:
+    def of(dtype: str = "bfloat16", head_dim: int = 64, value_dim: int = 64, tokens: int = 256) -> Call:
+        shapes = [(1, tokens, 2, head_dim), (1, tokens, 2, head_dim), (1, tokens, 2, value_dim)]
+        with jax.enable_x64(dtype == "float64"):
+            arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+            (regions,) = trace(_attention, tuple(arrays), {}).regions.values()
+        return regions[0]
+
+    sizes = (1, 8, 20, 64, 100, 128, 200, 256, 257, 320)
+    return [
+        Row("dtype", {dtype: of(dtype) for dtype in FLOATS}),
+        Row("head size", {size: of(head_dim=size, value_dim=size) for size in sizes}),
+        Row("head size of values", {size: of(value_dim=size) for size in sizes}),
+        Row("any number of tokens", {"": of(tokens=77)}),
+        Row("no tokens", {"": of(tokens=0)}),
+    ]
+
+
+def _attention(query: Any, key: Any, value: Any) -> Any:
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * 0.125
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+
+
+_REGION = next(operation for operation, name in dispatch.OPERATION_NAMES.items() if name == "fuse")
+_KERNELS = "blockdiag.triton_kernels"
+TABLES = (
+    Table("supported", "block_diagonal.md", BlockDiagonalProblem, f"{_KERNELS}.block_diagonal", _block_diagonal),
+    Table("supported", "moba.md", MoBAProblem, f"{_KERNELS}.moba", _moba),
+    Table("supported-convolution", "moba.md", KeyConvolutionProblem, f"{_KERNELS}.key_convolution", _key_convolution),
+    Table("supported", "decode.md", PagedProblem, f"{_KERNELS}.paged", _paged),
+    Table("supported-append", "decode.md", AppendProblem, f"{_KERNELS}.append", _append),
+    Table("supported-moba", "decode.md", MoBAPagedProblem, f"{_KERNELS}.moba_paged", _moba_paged),
+    Table("supported", "fusion.md", _REGION, None, _fused),
+)
+
+
+def section(table: Table) -> str:
+    """The table in Markdown, and the reasons of those that decline."""
+    implementations = dispatch.OPERATIONS[table.operation]
+    # Whether triton is installed here is not asked: that is a matter of the machine.
+    columns: dict[str, Supports] = {f"`{name}`": x.load().supports for name, x in implementations.items()}
+    where = ["CUDA; a CPU's interpreter" if x.has_interpreter else "everywhere" for x in implementations.values()]
+    if table.native is not None:
+        columns["torch on CUDA"] = importlib.import_module(table.native).supports
+        where.append("CUDA")
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|", f"| runs on | {' | '.join(where)} |"]
+    reasons: dict[str, list[str]] = {}
+    for row in table.rows():
+        cells = []
+        for column, supports in columns.items():
+            answers = {name: supports(call) for name, call in row.calls.items()}
+            cells.append(_cell(answers))
+            declined = [reason for reason in answers.values() if reason is not None]
+            if declined:
+                reasons.setdefault(declined[-1], []).append(column)
+        lines.append(f"| {row.label} | {' | '.join(cells)} |")
+    if reasons:
+        lines += ["", "What they say where they decline, each to the last call of a row that it does not take:", ""]
+    for reason, by in reasons.items():
+        text = f"- {' and '.join(dict.fromkeys(by))}: {reason}."
+        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _cell(answers: Mapping[int | str, str | None]) -> str:
+    """What of a row is supported, in words."""
+    names = list(answers)
+    taken = [name for name, reason in answers.items() if reason is None]
+    if names == [""]:
+        return "yes" if taken else "no"
+    if not taken:
+        return "none"
+    if not all(isinstance(name, int) for name in names):
+        return ", ".join(str(name) for name in taken)
+    return "any" if taken == names else _numbers(taken, names)
+
+
+def _numbers(taken: Sequence[Any], asked: Sequence[Any]) -> str:
+    """Numbers as a range, or as multiples, where they are one among those that were asked for."""
+    if len(taken) == 1:
+        return str(taken[0])
+    low, high = taken[0], taken[-1]
+    if taken == [number for number in asked if low <= number <= high]:
+        return f"up to {high}" if low == asked[0] else f"{low} to {high}"
+    for step in range(high, 1, -1):
+        if taken == [number for number in asked if low <= number <= high and number % step == 0]:
+            return f"multiples of {step}, {low} to {high}"
+    return ", ".join(map(str, taken))
+
+
+def with_section(text: str, marker: str, content: str) -> str:
+    """A page's text with new content between its markers.
+
+    Raises:
+        ValueError: the page has not the markers once each.
+    """
+    start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
+    if text.count(start) != 1 or text.count(end) != 1:
+        raise ValueError(f"the page must have {start} and {end} once each")
+    return re.sub(f"{start}.*{end}", lambda _: f"{start}\n{content}\n{end}", text, flags=re.DOTALL)
+
+
+def written(page: Path) -> str:
+    """A page's text with its tables as they should be."""
+    tables = [table for table in TABLES if table.page == page.name]
+    return functools.reduce(lambda text, x: with_section(text, x.marker, section(x)), tables, page.read_text())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the tables, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail where a page shows something else")
+    is_check = parser.parse_args(arguments).check
+    for name in dict.fromkeys(table.page for table in TABLES):
+        page = DOCS / name
+        text = written(page)
+        if is_check and text != page.read_text():
+            sys.exit(f"{name} is not what the implementations declare; run python docs/supported_tables.py")
+        if not is_check:
+            page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
