@@ -11,6 +11,7 @@ from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.draws import drawn_by, with_counters
+from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.pull import place_of
@@ -130,7 +131,8 @@ class Program:
                 continue
             regions = self.regions.get(equation.outvars[0])
             if regions is None:
-                results = bind(equation, [read(known, x) for x in equation.invars])
+                given = [read(known, x) for x in equation.invars]
+                results = [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
             else:
                 parts = [compute(region, *_operands(region, known)) for region in regions]
                 results = [functools.reduce(jnp.add, parts)]

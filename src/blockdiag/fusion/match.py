@@ -162,10 +162,12 @@ def _regions_of(
     free = [axis for axis, dim in enumerate(dims[side]) if dim == ()]
     if not free:
         return replaced, ()
-    for i, axis in enumerate(free[:-1]):
+    # Keys are read once for each tile of rows, so that these lie along the longest axis that values lack.
+    rows = max(reversed(free), key=lambda axis: aval_of(weights).shape[axis])
+    for i, axis in enumerate(axis for axis in free if axis != rows):
         assign(f"g{i}", weights=axis)
         batch.append(f"g{i}")
-    assign(ROWS, weights=free[-1])
+    assign(ROWS, weights=rows)
     columns = [axis for axis, dim in enumerate(dims[1 - side]) if dim == ()]
     for i, axis in enumerate(columns):
         assign(f"d{i}", value=axis)
