@@ -45,6 +45,11 @@ class Implementation:
         name: what `implementation=` calls it.
         module: import path of the module with its functions.
         has_interpreter: whether it runs on a CPU only through an interpreter of its kernels, when asked for by name.
+
+    Example:
+        >>> from blockdiag.dispatch import IMPLEMENTATIONS
+        >>> list(IMPLEMENTATIONS), IMPLEMENTATIONS["xla"].why_unavailable()
+        (['reference', 'xla', 'triton', 'pallas'], None)
     """
 
     name: str
@@ -60,7 +65,14 @@ class Implementation:
         return self.load().available()
 
     def decline(self, problem: Problem) -> str | None:
-        """None where this implementation can compute `problem`; otherwise a sentence with the reason and the remedy."""
+        """Why this implementation cannot compute a call.
+
+        Args:
+            problem: the call.
+
+        Returns:
+            None where it can; otherwise a sentence with the reason and the remedy.
+        """
         return self.why_unavailable() or self.load().supports(problem)
 
 
@@ -155,14 +167,45 @@ CUDA_DEFAULTS = ("triton",)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a call: `cuda` where it is lowered for CUDA, `elsewhere` on any other platform."""
+    """Who computes a call.
+
+    Attributes:
+        cuda: where it is lowered for CUDA.
+        elsewhere: on any other platform.
+
+    Example:
+        >>> from blockdiag.dispatch import IMPLEMENTATIONS, Choice
+        >>> choice = Choice(cuda=IMPLEMENTATIONS["triton"], elsewhere=IMPLEMENTATIONS["xla"])
+        >>> choice.cuda.name
+        'triton'
+    """
 
     cuda: Implementation
     elsewhere: Implementation
 
 
 def capabilities(problem: Problem) -> dict[str, str | None]:
-    """Every implementation by name: None where it can compute `problem` in this process, otherwise the reason."""
+    """What each implementation of an operation says to a call.
+
+    Args:
+        problem: the call.
+
+    Returns:
+        By name None where the implementation can compute the call in this process, otherwise the reason.
+
+    Raises:
+        KeyError: `problem` is of no operation.
+
+    Example:
+        >>> from blockdiag.dispatch import capabilities
+        >>> from blockdiag.problem import BlockDiagonalProblem
+        >>> sizes = {"tokens": 128, "query_heads": 2, "key_heads": 2, "head_dim": 64, "sequence_length": 128}
+        >>> options = {"dtype": "float64", "block_size": 64, "num_tiles": 2, "is_causal": False, "scale": 0.125}
+        >>> problem = BlockDiagonalProblem(**sizes, **options)
+        >>> reasons = capabilities(problem)
+        >>> reasons["xla"] is None, "float64" in reasons["pallas"]
+        (True, True)
+    """
     return {name: implementation.decline(problem) for name, implementation in OPERATIONS[type(problem)].items()}
 
 
@@ -193,8 +236,20 @@ def resolve(problem: Problem, names: tuple[str, ...] | None) -> Choice:
         problem: the call.
         names: None for the default of each platform, or the names to try, first to last.
 
+    Returns:
+        The choice.
+
     Raises:
         NotImplementedError: none of `names` can compute `problem`; the message holds every reason.
+
+    Example:
+        >>> from blockdiag.dispatch import resolve
+        >>> from blockdiag.problem import BlockDiagonalProblem
+        >>> sizes = {"tokens": 128, "query_heads": 2, "key_heads": 2, "head_dim": 64, "sequence_length": 128}
+        >>> options = {"dtype": "float64", "block_size": 64, "num_tiles": 2, "is_causal": False, "scale": 0.125}
+        >>> problem = BlockDiagonalProblem(**sizes, **options)
+        >>> resolve(problem, ("triton", "reference")).cuda.name
+        'reference'
     """
     implementations = OPERATIONS[type(problem)]
     if _is_empty(problem):

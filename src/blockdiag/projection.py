@@ -37,7 +37,8 @@ Example:
     ... def total(x, w_qkv):
     ...     sizes = {"query_heads": 2, "key_heads": 1, "head_dim": 16}
     ...     return blockdiag.fused_qkv_block_attention(x, w_qkv, block_size=16, **sizes).sum()
-    >>> jax.grad(total)(jax.numpy.ones((40, 8)), jax.numpy.ones((8, 64))).shape
+    >>> x, w_qkv = (jax.ShapeDtypeStruct(shape, jax.numpy.bfloat16) for shape in ((40, 8), (8, 64)))
+    >>> jax.eval_shape(jax.grad(total), x, w_qkv).shape
     (40, 8)
 """
 

@@ -45,13 +45,13 @@ class Routing:
         >>> import dataclasses
         >>> import jax
         >>> from blockdiag import moba_attention, moba_routing
-        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 48, 2, 16))
-        >>> routing = moba_routing(query, key, block_size=16, top_k=2)
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 100, 4, 32))
+        >>> routing = moba_routing(query, key, block_size=16, top_k=3)
         >>> routing.indices.shape, routing.num_blocks, routing.indices[0, 0].tolist()
-        ((48, 2, 2), 3, [0, -1])
-        >>> own_block = dataclasses.replace(routing, indices=routing.indices.at[..., 1].set(-1))
-        >>> moba_attention(query, key, value, block_size=16, top_k=2, routing=own_block).shape
-        (48, 2, 16)
+        ((100, 4, 3), 7, [0, -1, -1])
+        >>> own_block = dataclasses.replace(routing, indices=routing.indices.at[..., 1:].set(-1))
+        >>> moba_attention(query, key, value, block_size=16, top_k=3, routing=own_block).shape
+        (100, 4, 32)
     """
 
     indices: Int[Array, "*batch T N k"]

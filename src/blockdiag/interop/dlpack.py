@@ -158,6 +158,11 @@ def release_finished() -> None:
 
     Every crossing does this too, in passing. Call it where a large tensor was the last to cross. It never waits: what a
     device has not passed yet stays, until the next call.
+
+    Example:
+        >>> from blockdiag.interop.dlpack import release_finished
+        >>> release_finished() is None
+        True
     """
     # Events cannot be asked during a capture.
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

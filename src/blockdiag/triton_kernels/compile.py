@@ -71,7 +71,13 @@ _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
 class KernelCompileError(RuntimeError):
-    """A kernel that the compiler refuses, or that asks for more of a resource than the architecture has."""
+    """A kernel that the compiler refuses, or that asks for more of a resource than the architecture has.
+
+    Example:
+        >>> from blockdiag.triton_kernels.compile import KernelCompileError
+        >>> issubclass(KernelCompileError, RuntimeError)
+        True
+    """
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,6 +49,8 @@ class Report:
     """What a kernel compiled for `arch` uses.
 
     Attributes:
+        name: of the plan.
+        arch: compute capability as an integer, 90 for sm_90.
         registers: of one thread.
         spill_store_bytes, spill_load_bytes: local memory traffic of one thread for registers that did not fit.
         stack_bytes: local memory of one thread, for spills and indexed arrays.
@@ -60,6 +62,27 @@ class Report:
             ex2, atom, f64, trap.
         global_scratch_bytes: global memory of one program, for descriptors made on the device.
         kernel: Triton's compiled kernel, whose `asm` holds ttir, ttgir, llir, ptx and cubin.
+
+    Example:
+        >>> import triton, triton.language as tl
+        >>> from blockdiag.triton_kernels.offline import inspect_plan
+        >>> from blockdiag.triton_kernels.plan import Constexpr, LaunchPlan, Pointer, TensorSpec
+        >>> @triton.jit
+        ... def copy_kernel(p_x, p_out, BLOCK: tl.constexpr):
+        ...     o_element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        ...     tl.store(p_out + o_element, tl.load(p_x + o_element))
+        >>> array = TensorSpec((256,), "float32")
+        >>> plan = LaunchPlan(
+        ...     name="copy",
+        ...     kernel=copy_kernel,
+        ...     grid=(2, 1, 1),
+        ...     inputs=(array,),
+        ...     outputs=(array,),
+        ...     arguments={"p_x": Pointer("input", 0), "p_out": Pointer("output", 0), "BLOCK": Constexpr(128)},
+        ... )
+        >>> report = inspect_plan(plan, 90)
+        >>> report.arch, report.num_warps, report.spill_bytes, report.ptx["wgmma"]
+        (90, 4, 0, 0)
     """
 
     name: str
@@ -112,9 +135,37 @@ class Report:
 def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
     """Compiles `plan` for `arch` (80, 90, 100, 120, ...) without a GPU and reports what the kernel uses.
 
+    Args:
+        plan: the launch.
+        arch: compute capability as an integer, or a `Target`.
+
+    Returns:
+        The report.
+
     Raises:
         KernelCompileError: with ptxas's own words when it refuses the kernel, or when shared or tensor memory exceed
             what the architecture has.
+        ValueError: it is not known how much shared memory `arch` has.
+
+    Example:
+        >>> import triton, triton.language as tl
+        >>> from blockdiag.triton_kernels.offline import inspect_plan
+        >>> from blockdiag.triton_kernels.plan import Constexpr, LaunchPlan, Pointer, TensorSpec
+        >>> @triton.jit
+        ... def copy_kernel(p_x, p_out, BLOCK: tl.constexpr):
+        ...     o_element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        ...     tl.store(p_out + o_element, tl.load(p_x + o_element))
+        >>> array = TensorSpec((256,), "float32")
+        >>> plan = LaunchPlan(
+        ...     name="copy",
+        ...     kernel=copy_kernel,
+        ...     grid=(2, 1, 1),
+        ...     inputs=(array,),
+        ...     outputs=(array,),
+        ...     arguments={"p_x": Pointer("input", 0), "p_out": Pointer("output", 0), "BLOCK": Constexpr(128)},
+        ... )
+        >>> inspect_plan(plan, 100).local_accesses
+        {}
     """
     target = arch if isinstance(arch, Target) else Target.for_arch(arch)
     limit = shared_limit(target.arch)

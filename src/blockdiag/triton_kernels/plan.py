@@ -18,7 +18,17 @@ _USUAL_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160,
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype name ("bfloat16", "float32", "int32", ...) of one dense, row-major array."""
+    """Shape and dtype of one dense, row-major array.
+
+    Attributes:
+        shape: elements along each axis.
+        dtype: "bfloat16", "float32", "int32", ...
+
+    Example:
+        >>> from blockdiag.triton_kernels.plan import TensorSpec
+        >>> TensorSpec((2, 3), "bfloat16")
+        TensorSpec(shape=(2, 3), dtype='bfloat16')
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -31,6 +41,11 @@ class Target:
     Attributes:
         arch: compute capability as an integer, 90 for sm_90.
         num_sms: streaming multiprocessors; sizes persistent grids. Results never depend on it.
+
+    Example:
+        >>> from blockdiag.triton_kernels.plan import Target
+        >>> Target.for_arch(90)
+        Target(arch=90, num_sms=132)
     """
 
     arch: int
@@ -38,7 +53,17 @@ class Target:
 
     @classmethod
     def for_arch(cls, arch: int) -> "Target":
-        """The usual part of an architecture, for offline compilation."""
+        """The usual part of an architecture, for offline compilation.
+
+        Args:
+            arch: compute capability as an integer: 80, 86, 89, 90, 100, 103 or 120.
+
+        Returns:
+            The target.
+
+        Raises:
+            ValueError: `arch` is none of these.
+        """
         if arch not in _USUAL_MULTIPROCESSORS:
             raise ValueError(
                 f"`arch` must be one of {sorted(_USUAL_MULTIPROCESSORS)}, got {arch}; "
@@ -49,7 +74,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer to the first element of an input or output, 16-byte aligned."""
+    """A pointer to the first element of an input or output, 16-byte aligned.
+
+    Attributes:
+        role: "input" or "output".
+        index: of the array among the plan's inputs or outputs.
+
+    Example:
+        >>> from blockdiag.triton_kernels.plan import Pointer
+        >>> Pointer("input", 0)
+        Pointer(role='input', index=0)
+    """
 
     role: Role
     index: int
@@ -60,7 +95,16 @@ class Descriptor:
     """A host-made TMA tensor descriptor over an input or output viewed as a dense row-major array of `shape`.
 
     Attributes:
+        role: "input" or "output".
+        index: of the array among the plan's inputs or outputs.
+        shape: elements along each axis of the array as it is viewed.
+        block_shape: elements along each axis of the tile that one load or store moves.
         layout: the shared-memory layout object of a Gluon kernel's descriptor; None for a Triton kernel's.
+
+    Example:
+        >>> from blockdiag.triton_kernels.plan import Descriptor
+        >>> Descriptor("input", 0, shape=(128, 64), block_shape=(32, 64)).strides
+        (64, 1)
     """
 
     role: Role
@@ -80,7 +124,17 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scalar:
-    """A run-time scalar with its type spelled out: an untyped Python float would make a kernel compute in fp64."""
+    """A run-time scalar with its type spelled out: an untyped Python float would make a kernel compute in fp64.
+
+    Attributes:
+        value: the number. Two are equal if their bits are.
+        dtype: "i1", "i32", "i64" or "fp32".
+
+    Example:
+        >>> from blockdiag.triton_kernels.plan import Scalar
+        >>> Scalar(0.0, "fp32") == Scalar(-0.0, "fp32")
+        False
+    """
 
     value: int | float | bool
     dtype: ScalarType
@@ -98,10 +152,17 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constexpr:
-    """A compile-time value: int, float, bool, str, None, a triton dtype, or another hashable value a kernel
-    understands.
+    """A compile-time value.
 
     Values of different types are different (1, 1.0 and True compile differently), and floats compare by their bits.
+
+    Attributes:
+        value: int, float, bool, str, None, a triton dtype, or another hashable value that a kernel understands.
+
+    Example:
+        >>> from blockdiag.triton_kernels.plan import Constexpr
+        >>> Constexpr(1) == Constexpr(1), Constexpr(1) == Constexpr(True)
+        (True, False)
     """
 
     value: Any
@@ -122,7 +183,19 @@ type Argument = Pointer | Descriptor | Scalar | Constexpr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOptions:
-    """What Triton's compiler is asked for, beside the source."""
+    """What Triton's compiler is asked for, beside the source.
+
+    Attributes:
+        num_warps: warps of a program, of 32 threads each.
+        num_stages: iterations of a loop whose loads are in flight at once.
+        num_ctas: thread blocks of a cluster that computes a program.
+        maxnreg: the most registers of a thread; None leaves it to the compiler.
+
+    Example:
+        >>> from blockdiag.triton_kernels.plan import CompileOptions
+        >>> CompileOptions(num_warps=8).num_stages
+        3
+    """
 
     num_warps: int = 4
     num_stages: int = 3
@@ -142,6 +215,25 @@ class LaunchPlan:
         arguments: every parameter of the kernel by name, in the kernel's own order.
         options: compile options.
         aliases: (input index, output index) pairs that are one buffer: the output starts as the input's content.
+
+    Example:
+        >>> import triton, triton.language as tl
+        >>> from blockdiag.triton_kernels.plan import Constexpr, LaunchPlan, Pointer, TensorSpec
+        >>> @triton.jit
+        ... def copy_kernel(p_x, p_out, BLOCK: tl.constexpr):
+        ...     o_element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        ...     tl.store(p_out + o_element, tl.load(p_x + o_element))
+        >>> array = TensorSpec((256,), "float32")
+        >>> plan = LaunchPlan(
+        ...     name="copy",
+        ...     kernel=copy_kernel,
+        ...     grid=(2, 1, 1),
+        ...     inputs=(array,),
+        ...     outputs=(array,),
+        ...     arguments={"p_x": Pointer("input", 0), "p_out": Pointer("output", 0), "BLOCK": Constexpr(128)},
+        ... )
+        >>> list(plan.arguments) == plan.kernel.arg_names
+        True
     """
 
     name: str
@@ -176,12 +268,36 @@ def named_arguments(
 
 @runtime_checkable
 class KernelSpec(Protocol):
-    """A hashable launch that still waits for its target: outputs are known at trace time, the plan at lowering."""
+    """A hashable launch that still waits for its target: outputs are known at trace time, the plan at lowering.
+
+    Example:
+        >>> from blockdiag.triton_kernels.plan import KernelSpec
+        >>> isinstance("a string", KernelSpec)
+        False
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What profilers show."""
+        ...
+
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]: ...
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The arrays that the launch reads."""
+        ...
+
     @property
-    def outputs(self) -> tuple[TensorSpec, ...]: ...
-    def plan(self, target: Target) -> LaunchPlan: ...
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The arrays that it writes."""
+        ...
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch.
+
+        Args:
+            target: the GPU it is for.
+
+        Returns:
+            The plan, with these inputs and outputs.
+        """
+        ...
