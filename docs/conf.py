@@ -14,8 +14,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 project = "blockdiag"
 copyright = "the authors of blockdiag"
-extensions = ["mathml", "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["_extensions", "conf.py"]
+extensions = ["dark_images", "mathml", "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+# Python files are notebooks, but for these.
+exclude_patterns = ["_extensions", "conf.py", "supported_tables.py"]
 source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}
 
 # A reference that leads nowhere is a warning, and `./do docs` makes warnings errors. What is documented elsewhere
