@@ -38,6 +38,7 @@ myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 default_role = "code"
+smartquotes = False
 add_module_names = False
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
