@@ -107,6 +107,7 @@ Example:
         ("x: float32 [N]", "x: see `y`", None),
         ("Raises:", "Errors:", "no `Raises:`"),
         ("Returns:", "Gives:", "no `Returns:`"),
+        ("Twice x", "Several `x`es", "`x`es."),
     ],
 )
 def test_gaps_of_a_function_are_found(old, new, gap):
@@ -226,6 +227,7 @@ def constant_gaps(text: str) -> Iterator[str]:
     """What the docstring of a constant lacks."""
     if not text:
         yield "no docstring below its assignment"
+    yield from glued_code(text)
     if not any(example.want for example in doctest.DocTestParser().get_examples(text)):
         yield "no example with a result"
 
@@ -236,6 +238,8 @@ def callable_gaps(value: Callable[..., Any], *, has_source: bool = True) -> Iter
     if not text:
         yield "no docstring"
         return
+    if inspect.isclass(value):
+        yield from glued_code(text)
     sections = sections_of(text)
     examples = doctest.DocTestParser().get_examples("\n".join(sections.get("Example", ())))
     if not any(example.want for example in examples):
@@ -264,11 +268,20 @@ def callable_gaps(value: Callable[..., Any], *, has_source: bool = True) -> Iter
         yield from (f"{name}: {gap}" for gap in function_gaps(method, docstring(method)))
 
 
+def glued_code(text: str) -> Iterator[str]:
+    """Code in backticks that a letter follows: reStructuredText does not take it for code."""
+    parts = re.split(r"(`+[^`]+`+)", "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(">")))
+    for code, following in zip(parts[1::2], parts[2::2], strict=True):
+        if re.match(r"\w", following):
+            yield f"{code}{following[:3]}"
+
+
 def function_gaps(function: Callable[..., Any], text: str) -> Iterator[str]:
     """What the docstring of a function, method or property lacks, but for its example."""
     if not text:
         yield "no docstring"
         return
+    yield from glued_code(text)
     sections = sections_of(text)
     parameters = {name: x.annotation for name, x in inspect.signature(function).parameters.items()}
     taken = {name: x for name, x in parameters.items() if name not in ("self", "cls")}

@@ -80,10 +80,10 @@ def triton_call(
     The kernel has to be in a Python file, since Triton reads its source.
 
     Args:
-        *args: arrays of any shape and dtype (passed as pointers), `TensorDescriptor`s, scalars, or compile-time values
-            where the kernel says `tl.constexpr`. Python ints become i32, or i64 where they do not fit; Python floats
-            become fp32, never fp64; a `blockdiag.triton_kernels.plan.Scalar` spells a type out. None may stand for an
-            optional pointer.
+        *args: arrays of any shape and dtype (passed as pointers), or each in a `TensorDescriptor`; scalars; and
+            compile-time values where the kernel says `tl.constexpr`. Python ints become i32, or i64 where they do
+            not fit; Python floats become fp32, never fp64; a `blockdiag.triton_kernels.plan.Scalar` spells a type out.
+            None may stand for an optional pointer.
         kernel: the kernel.
         out_shape: pytree of objects with `shape` and `dtype`, the outputs; the result has the same structure.
         grid: one to three sizes, or a function of a mapping of all compile-time values (and num_warps, num_stages,
