@@ -354,19 +354,6 @@ def test_tables_have_a_line_for_what_was_measured():
     assert fuse_reasons(rows) == ["jax-cudnn (fwd, fwd+bwd): failed: no bias"]
 
 
-def test_figure_is_a_small_file(tmp_path):
-    pytest.importorskip("matplotlib")
-    from blockdiag.bench.fuse_plots import draw_fuse, draw_times
-
-    rows = [row for case in FUSE_CASES.values() for row in both_passes(case, 0.4, 1.5)]
-    rows += [row for case in FUSE_CASES.values() for row in both_passes(case, 0.5, 1.7, PEER)]
-    (path,) = draw_fuse(rows, tmp_path)
-    assert path.name == "fuse_times.png" and 0 < path.stat().st_size < 150_000
-    assert draw_fuse(both_passes(SMALL, 1.0, 2.0, PEER), tmp_path) == []
-    with pytest.raises(ValueError, match="no measured time"):
-        draw_times(both_passes(SMALL, None, None), tmp_path / "none.png", caption="")
-
-
 def test_command_keeps_rows_and_replaces_none_by_what_was_not_run(monkeypatch, tmp_path):
     from rich.console import Console
 

@@ -138,22 +138,6 @@ def test_what_must_run_is_judged_by_running():
     assert any("runs" in verdict.name and verdict.is_met for verdict in judge_moba(rows))
 
 
-def test_plots_are_small_files(tmp_path):
-    pytest.importorskip("matplotlib")
-    from blockdiag.bench.moba_plots import draw_moba
-
-    rows = [
-        timing(case, pass_name, name, 1.0 + index, floor_ms=0.5, extra_bytes=2**28, peak_bytes=2**30)
-        for case in MOBA_CASES
-        for pass_name in MOBA_PASSES
-        for index, name in enumerate(("triton", "torch-fa2"))
-    ]
-    paths = draw_moba([*rows, *recorded_rows(), timing("n8k", "fwd", "torch-cudnn", None)], tmp_path)
-    assert [path.name for path in paths] == ["moba_latency.png", "moba_memory.png", "moba_passes.png"]
-    assert all(0 < path.stat().st_size < 150_000 for path in paths)
-    assert draw_moba(recorded_rows(), tmp_path) == []
-
-
 @pytest.fixture(scope="module")
 def computed():
     """Operands, routing and results of a small case."""

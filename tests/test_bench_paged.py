@@ -152,16 +152,6 @@ def test_tables_have_a_line_for_what_was_measured():
     assert paged_reasons(rows) == ["xla, b32_8k_bf16_p1: failed: no memory"]
 
 
-def test_plots_are_small_files(tmp_path):
-    pytest.importorskip("matplotlib")
-    from blockdiag.bench.paged_plots import draw_paged
-
-    paths = draw_paged([*all_rows(), *recorded_rows()], tmp_path)
-    assert [path.name for path in paths] == ["paged_decode.png", "paged_splits.png"]
-    assert all(0 < path.stat().st_size < 150_000 for path in paths)
-    assert draw_paged(recorded_rows(), tmp_path) == []
-
-
 def drawn(case: PagedCase):
     """Arrays of the first call, on the CPU."""
     return case_arrays(case, make_pool(case, seed=0, device="cpu"), seed=0)

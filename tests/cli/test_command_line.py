@@ -53,10 +53,10 @@ def test_unknown_option_is_an_error():
 def test_missing_package_is_named(monkeypatch):
     for module in ("demo", "training_report"):
         monkeypatch.delitem(sys.modules, f"blockdiag.cli.{module}", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
-    assert "matplotlib" in str(result.exception)
+    assert "rich" in str(result.exception)
     assert "pip install" in str(result.exception)
 
 

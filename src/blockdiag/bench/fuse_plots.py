@@ -1,74 +1,122 @@
-"""The figure of fused functions: times of every implementation by case, forward and both passes side by side."""
+"""Pictures of fused functions: times over the floor by case, and the gallery's factors over XLA."""
 
+import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from blockdiag.bench.fuse_cases import FUSE_CASES, FUSE_PASSES
 from blockdiag.bench.fuse_targets import OURS
-from blockdiag.bench.plots import new_figure
-from blockdiag.bench.records import FuseTiming
+from blockdiag.bench.plot_style import (
+    LOOKS,
+    Dot,
+    NothingToDraw,
+    Theme,
+    caption_of,
+    draw_over_floor,
+    frame,
+    legend_above,
+    log_axis,
+    new_figure,
+    size_name,
+)
+from blockdiag.bench.records import FuseTiming, GalleryTiming
 
-# Okabe and Ito's palette; markers tell the implementations apart without it.
-_STYLES: dict[str, dict[str, Any]] = {
-    "jax-jit": {"label": "jax.jit (XLA)", "color": "#E69F00", "marker": "s"},
-    "torch-compile": {"label": "torch.compile", "color": "#999999", "marker": "^"},
-    "jax-cudnn": {"label": "jax.nn cuDNN", "color": "#009E73", "marker": "v"},
-    "torch-flex": {"label": "FlexAttention", "color": "#CC79A7", "marker": "D"},
-    OURS: {"label": "blockdiag.fuse (JAX)", "color": "#0072B2", "marker": "o"},
-}
-_FLOOR = "#D55E00"
-_TITLES = {"fwd": "forward, ms", "fwd+bwd": "forward and backward, ms"}
+_TITLES = {"fwd": "forward", "fwd+bwd": "forward and backward"}
+_GROUP_NAMES = {"evoformer": "row attention", "diff": "differential", "softcap": "soft cap", "alibi": "ALiBi"}
 
 
-def draw_times(rows: Sequence[FuseTiming], path: Path, *, caption: str) -> None:
-    """Milliseconds, a line per case and a mark per implementation; further left is better.
+def draw_times(rows: Sequence[FuseTiming], theme: Theme) -> Any:
+    """Time over floor of every implementation in every case, forward and both passes side by side.
 
     Raises:
-        ValueError: when no row holds a time.
+        NothingToDraw: when no row of this library holds a time and a floor.
     """
-    timed = [row for row in rows if row.median_ms is not None]
-    if not timed:
-        raise ValueError("`rows` hold no measured time; nothing can be drawn")
-    measured = {row.case for row in timed}
-    cases = [name for name in FUSE_CASES if name in measured] + sorted(measured - FUSE_CASES.keys())
-    figure, axes = new_figure(2, 10.0, 1.6 + 0.2 * len(cases))
+    ours = [row for row in rows if row.implementation == OURS and row.median_ms and row.floor_ms]
+    if not ours:
+        raise NothingToDraw(f"`rows` hold no time of {OURS!r} with its floor; nothing can be drawn")
+    floors = {(row.case, row.pass_name): row.floor_ms or 1.0 for row in ours}
+    names = {row.case: _case_name(row) for row in ours}
+    cases = [name for name in FUSE_CASES if name in names] + sorted(names.keys() - FUSE_CASES.keys())
+    # Cases of one function stand together.
+    groups = list(dict.fromkeys(row.group for row in ours))
+    by_case = {row.case: row.group for row in ours}
+    cases.sort(key=lambda case: groups.index(by_case[case]))
+    figure, axes = new_figure(2, 9.0, 1.7 + 0.215 * len(cases))
+    frame(
+        figure,
+        "blockdiag.fuse: kernels of plain jax.numpy",
+        below="Time over the floor (dashed): the longer of what the products and the compulsory bytes take at the "
+        "rates of the same run. What is missing did not fit or was not run.",
+        note=f"bfloat16, medians, batch x tokens, query heads/key heads. {caption_of(ours[0])}",
+    )
     for axis, pass_name in zip(axes, FUSE_PASSES, strict=True):
-        shown = [row for row in timed if row.pass_name == pass_name]
-        for place, case in enumerate(cases):
-            times = [row.median_ms for row in shown if row.case == case and row.median_ms is not None]
-            if times:
-                axis.plot([min(times), max(times)], [place, place], color="#DDDDDD", linewidth=1, zorder=1)
-        for name, style in _STYLES.items():
-            points = [(row.median_ms, cases.index(row.case)) for row in shown if row.implementation == name]
-            if points:
-                axis.plot(*zip(*points, strict=True), linestyle="none", markersize=5, **style)
-        floors = {cases.index(row.case): row.floor_ms for row in shown if row.floor_ms is not None}
-        if floors:
-            axis.plot(
-                list(floors.values()), list(floors), "|", color=_FLOOR, markersize=9, label="floor: products and bytes"
+        dots = [
+            Dot(
+                names[row.case],
+                row.implementation,
+                row.median_ms / floors[row.case, pass_name],
+                f"{row.median_ms:.2f} ms" if row.implementation == OURS else "",
             )
-        axis.set_xscale("log")
-        axis.set_title(_TITLES[pass_name], fontsize=9, loc="left")
-        axis.grid(alpha=0.3, axis="x", which="both", linewidth=0.5)
-        axis.set_yticks(range(len(cases)), cases)
-        axis.set_ylim(len(cases) - 0.4, -0.6)
-        axis.tick_params(labelsize=7)
+            for row in rows
+            if row.pass_name == pass_name
+            and row.median_ms is not None
+            and row.implementation in LOOKS
+            and (row.case, pass_name) in floors
+        ]
+        draw_over_floor(axis, [names[case] for case in cases], dots, theme)
+        axis.set_title(_TITLES[pass_name])
     axes[1].tick_params(labelleft=False)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=6, fontsize=7, frameon=False)
-    figure.supxlabel(caption, fontsize=7)
-    figure.savefig(path, dpi=110)
+    legend_above(figure, axes, columns=5)
+    return figure
 
 
-def draw_fuse(rows: Sequence[FuseTiming], folder: Path) -> list[Path]:
-    """Every figure that the rows allow; returns the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    timed = [row for row in rows if row.implementation == OURS and row.median_ms is not None]
-    if not timed:
-        return []
-    row = timed[0]
-    caption = f"{row.device}, driver {row.driver}, jax {row.jax}, torch {row.torch}, triton {row.triton}, {row.date}"
-    path = folder / "fuse_times.png"
-    draw_times([one for one in rows if one.device == row.device], path, caption=f"{caption}; bfloat16, medians")
-    return [path]
+def _case_name(row: FuseTiming) -> str:
+    name = _GROUP_NAMES.get(row.group, row.group)
+    if row.group == "evoformer":
+        return f"{name} {row.batch} x {row.rows} x {row.tokens}, heads of {row.head_dim}"
+    heads = f"heads of {row.head_dim}" if row.group == "diff" else f"{row.query_heads}/{row.key_heads}"
+    return f"{name} {row.batch} x {size_name(row.tokens)}, {heads}"
+
+
+def draw_gallery(rows: Sequence[GalleryTiming], theme: Theme) -> Any:
+    """How many times as long XLA takes for each variant of the gallery, forward and both passes side by side.
+
+    Raises:
+        NothingToDraw: when no row has both times.
+    """
+    factors = {(row.variant, row.pass_name): row.speed_up for row in rows if row.speed_up is not None}
+    if not factors:
+        raise NothingToDraw("`rows` hold no variant with times of both; nothing can be drawn")
+    best = {variant: max(x for (one, _), x in factors.items() if one == variant) for variant, _ in factors}
+    variants = sorted(best, key=lambda variant: factors.get((variant, "fwd"), best[variant]))
+    figure, (axis,) = new_figure(1, 9.0, 1.6 + 0.135 * len(variants))
+    medians = [
+        f"{title} {statistics.median([x for (_, one), x in factors.items() if one == name]):.1f}x"
+        for name, title in _TITLES.items()
+        if any(one == name for _, one in factors)
+    ]
+    frame(
+        figure,
+        f"Gallery of {len(variants)} attention variants: times faster than jax.jit",
+        below=f"XLA's time for the function as it stands over that of the fused one. Medians: {', '.join(medians)}.",
+        note=f"{rows[0].dtype}, medians of both in one process. {caption_of(rows[0])}",
+    )
+    styles = (("fwd", theme.ours, "o"), ("fwd+bwd", theme.series[1], "D"))
+    for place, variant in enumerate(variants):
+        ends = [factors[variant, name] for name, *_ in styles if (variant, name) in factors]
+        axis.plot([min(1.0, *ends), max(1.0, *ends)], [place, place], color=theme.faint, linewidth=1, zorder=1)
+    for name, colour, marker in styles:
+        points = [
+            (factors[variant, name], place) for place, variant in enumerate(variants) if (variant, name) in factors
+        ]
+        if points:
+            arguments = {"color": colour, "marker": marker, "markersize": 4.5, "linestyle": "none"}
+            axis.plot(*zip(*points, strict=True), label=_TITLES[name], **arguments)
+    axis.axvline(1.0, color=theme.floor, linestyle="--", linewidth=1.2, label="as fast as XLA")
+    log_axis(axis, "x", subs=(1.0, 2.0, 5.0), unit="x")
+    axis.set_yticks(range(len(variants)), variants)
+    axis.tick_params(axis="y", labelsize=6.5, length=0)
+    axis.set_ylim(-0.8, len(variants) - 0.2)
+    axis.grid(axis="x")
+    legend_above(figure, [axis], columns=3)
+    return figure

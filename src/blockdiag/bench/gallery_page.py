@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from blockdiag.bench.gallery_cases import SHOWN
-from blockdiag.bench.plots import new_figure
+from blockdiag.bench.plot_style import new_figure
 from blockdiag.bench.records import GalleryTiming, read_rows
 from blockdiag.fusion.explain import Explanation, RegionReport, explain
 from blockdiag.fusion.gallery import GROUPS, VARIANTS, Variant

@@ -1,165 +1,148 @@
-"""Figures drawn from the benchmark's CSV rows: small PNG files in colours that colour-blind readers can tell apart."""
+"""Every picture of the project: what it is called, which rows it is drawn from, who draws it.
 
-from collections.abc import Sequence
+The rows come from CSV files that were recorded before, so that drawing needs no GPU.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdiag.bench.records import ErrorRow, Timing
-
-# Okabe and Ito's palette. Position and labels carry the identity; colour only groups.
-_OURS, _JAX, _TORCH, _FLOOR = "#0072B2", "#E69F00", "#999999", "#D55E00"
-_OUR_NAMES = ("triton", "pallas", "xla", "triton-torch", "triton-rope-apart")
-LABELS = {
-    "triton": "blockdiag (JAX)",
-    "pallas": "blockdiag Pallas (JAX)",
-    "xla": "blockdiag XLA (JAX)",
-    "triton-torch": "blockdiag (torch launch)",
-    "triton-rope-apart": "blockdiag, rotary apart",
-    "torch-fa2": "FlashAttention 2 (SDPA)",
-    "torch-cudnn": "cuDNN (SDPA)",
-    "torch-efficient": "mem-efficient (SDPA)",
-    "torch-varlen": "varlen_attn (torch)",
-    "torch-flex-64": "FlexAttention, 64",
-    "torch-flex-128": "FlexAttention, 128",
-    "jax-einsum": "einsum (XLA)",
-    "jax-cudnn": "jax.nn cuDNN",
-}
+from blockdiag.bench.plot_style import LOOKS, NothingToDraw, Theme, save_picture
+from blockdiag.bench.records import (
+    ErrorRow,
+    FuseTiming,
+    GalleryTiming,
+    MoBATiming,
+    PagedTiming,
+    Timing,
+    read_rows,
+)
+from blockdiag.bench.training_records import LossRow, RecallRow, RoutingRow
 
 
-def new_figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure drawn without any window system, and its axes side by side."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+@dataclass(frozen=True)
+class Source:
+    """A CSV file.
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, columns, index + 1) for index in range(columns)]
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=8)
-    return figure, axes
-
-
-def _colour(name: str) -> str:
-    if name in _OUR_NAMES:
-        return _OURS
-    return _JAX if name.startswith("jax-") else _TORCH
-
-
-def draw_case(rows: Sequence[Timing], path: Path) -> None:
-    """Times of one case, forward and backward side by side, with the floor as a line; lower is better.
-
-    Raises:
-        ValueError: when no row of the case holds a time.
+    Attributes:
+        file: its name in the folder of results.
+        kind: of its rows.
+        command: what writes it.
     """
-    measured = [row for row in rows if row.median_ms is not None]
-    if not measured:
-        raise ValueError("`rows` hold no measured time; nothing can be drawn")
-    figure, axes = new_figure(2, 8.0, 0.9 + 0.28 * len({row.implementation for row in measured}))
-    order = sorted({row.implementation for row in measured}, key=lambda name: _total(measured, name), reverse=True)
-    for axis, pass_name in zip(axes, ("fwd", "bwd"), strict=True):
-        found = {row.implementation: row for row in measured if row.pass_name == pass_name}
-        times = [found[name].median_ms if name in found else 0.0 for name in order]
-        axis.barh([LABELS.get(name, name) for name in order], times, color=[_colour(name) for name in order])
-        for height, name in enumerate(order):
-            axis.annotate(
-                f" {found[name].median_ms:.2f}" if name in found else " not run",
-                (times[height], height),
-                va="center",
-                fontsize=7,
-            )
-        floor = next((row.floor_ms for row in found.values() if row.floor_ms), None)
-        if floor is not None:
-            axis.axvline(floor, color=_FLOOR, linestyle="--", linewidth=1, label="bytes at copy bandwidth")
-        axis.margins(x=0.16)
-        axis.set_title(f"{measured[0].case}: {pass_name}, ms", fontsize=9, loc="left")
-    axes[1].tick_params(labelleft=False)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=7, frameon=False, loc="outside upper right")
-    figure.supxlabel(_caption(measured[0]), fontsize=7)
-    figure.savefig(path, dpi=110)
+
+    file: str
+    kind: type
+    command: str
 
 
-def _total(rows: Sequence[Timing], name: str) -> float:
-    """What bars are ordered by: the whole time, or the forward's where that is all there is."""
-    times = {row.pass_name: row.median_ms or 0.0 for row in rows if row.implementation == name}
-    return times.get("fwd+bwd") or times.get("fwd", 0.0) + times.get("bwd", 0.0)
+BLOCKS = Source("block_diagonal.csv", Timing, "bench block_diagonal")
+ERRORS = Source("block_diagonal_errors.csv", ErrorRow, "bench block_diagonal")
+MOBA = Source("moba.csv", MoBATiming, "bench moba")
+PAGED = Source("paged.csv", PagedTiming, "bench paged")
+FUSE = Source("fuse.csv", FuseTiming, "bench fuse")
+GALLERY = Source("gallery.csv", GalleryTiming, "bench gallery")
+LOSSES = Source("losses.csv", LossRow, "demo --csv")
+ROUTING = Source("routing.csv", RoutingRow, "demo --attention moba --csv")
+RECALL = Source("recall.csv", RecallRow, "recall --csv")
 
 
-def _caption(row: Timing | ErrorRow) -> str:
-    return f"{row.device}, driver {row.driver}, jax {row.jax}, torch {row.torch}, triton {row.triton}, {row.date}"
+@dataclass(frozen=True)
+class Picture:
+    """A picture.
 
-
-def draw_floor(rows: Sequence[Timing], path: Path, implementation: str = "triton") -> None:
-    """Time over floor of one implementation in every case: 1 is a copy's bandwidth.
-
-    Raises:
-        ValueError: when it was measured nowhere.
+    Attributes:
+        name: of its files, without the theme's suffix.
+        op: the benchmark that draws it, "" for those that `bench all` alone draws.
+        sources: whose rows `draw` takes, in this order, before the theme.
+        draw: "module:function" of this package; raises NothingToDraw where the rows hold nothing of it.
     """
-    mine = [row for row in rows if row.implementation == implementation and row.ratio_to_floor is not None]
-    if not mine:
-        raise ValueError(f"`rows` hold no measured time of {implementation!r}; nothing can be drawn")
-    cases = list(dict.fromkeys(row.case for row in mine))
-    figure, (axis,) = new_figure(1, 6.5, 0.9 + 0.42 * len(cases))
-    for shift, pass_name, colour in ((0.2, "fwd", _OURS), (-0.2, "bwd", _JAX)):
-        found = {row.case: row.ratio_to_floor for row in mine if row.pass_name == pass_name}
-        heights = [index + shift for index, case in enumerate(reversed(cases)) if case in found]
-        values = [found[case] for case in reversed(cases) if case in found]
-        axis.barh(heights, values, height=0.38, color=colour, label=pass_name)
-        for height, value in zip(heights, values, strict=True):
-            axis.annotate(f" {value:.3f}", (value, height), va="center", fontsize=7)
-    axis.set_yticks(range(len(cases)), list(reversed(cases)))
-    axis.axvline(1.0, color=_FLOOR, linestyle="--", linewidth=1)
-    axis.set_title(f"{LABELS.get(implementation, implementation)}: time over floor", fontsize=9, loc="left")
-    axis.legend(fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(1.0, 0.0))
-    axis.margins(x=0.08)
-    figure.supxlabel(_caption(mine[0]), fontsize=7)
-    figure.savefig(path, dpi=110)
+
+    name: str
+    op: str
+    sources: tuple[Source, ...]
+    draw: str
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What makes the figure."""
+        module, _, name = self.draw.partition(":")
+        return getattr(importlib.import_module(f"blockdiag.bench.{module}"), name)
 
 
-def draw_errors(rows: Sequence[ErrorRow], path: Path) -> None:
-    """Mean error of each tensor against float64, one group of bars per tensor, one panel per case.
+PICTURES = (
+    Picture("overview", "", (BLOCKS, MOBA, PAGED, FUSE), "overview_plots:draw_overview"),
+    Picture("masks", "", (), "mask_plots:draw_masks"),
+    Picture("roofline", "", (BLOCKS, MOBA, PAGED, FUSE), "roofline_plots:draw_roofline"),
+    Picture("block_diagonal_times", "block_diagonal", (BLOCKS,), "block_diagonal_plots:draw_times"),
+    Picture("block_diagonal_errors", "block_diagonal", (ERRORS,), "block_diagonal_plots:draw_errors"),
+    Picture("moba_lengths", "moba", (MOBA,), "moba_plots:draw_lengths"),
+    Picture("moba_passes", "moba", (MOBA,), "moba_plots:draw_passes"),
+    Picture("moba_routing", "", (ROUTING,), "training_plots:draw_routing"),
+    Picture("moba_recall", "", (RECALL,), "training_plots:draw_recall"),
+    Picture("paged_decode", "paged", (PAGED,), "paged_plots:draw_decode"),
+    Picture("paged_splits", "paged", (PAGED,), "paged_plots:draw_splits"),
+    Picture("paged_short", "paged", (PAGED,), "paged_plots:draw_short"),
+    Picture("fuse_times", "fuse", (FUSE,), "fuse_plots:draw_times"),
+    Picture("gallery", "gallery", (GALLERY,), "fuse_plots:draw_gallery"),
+    Picture("losses", "", (LOSSES,), "training_plots:draw_losses"),
+)
 
-    Raises:
-        ValueError: when no row holds an error.
+
+@dataclass(frozen=True)
+class Drawn:
+    """What `draw_pictures` did.
+
+    Attributes:
+        paths: the files, a light and a dark one for each picture.
+        left_out: sentences about pictures that could not be drawn.
     """
-    measured = [row for row in rows if row.mean_error is not None]
-    if not measured:
-        raise ValueError("`rows` hold no measured error; nothing can be drawn")
-    cases = list(dict.fromkeys(row.case for row in measured))[:4]
-    figure, axes = new_figure(len(cases), 2.6 * len(cases) + 1.0, 2.8)
-    palette = (_OURS, _TORCH, _JAX, _FLOOR, "#009E73", "#CC79A7")
-    names = list(dict.fromkeys(row.implementation for row in measured))
-    for axis, case in zip(axes, cases, strict=True):
-        mine = [row for row in measured if row.case == case]
-        tensors = list(dict.fromkeys(row.tensor for row in mine))
-        here = [name for name in names if any(row.implementation == name for row in mine)]
-        for index, name in enumerate(here):
-            errors = {row.tensor: row.mean_error for row in mine if row.implementation == name}
-            values = [errors.get(tensor) or 0.0 for tensor in tensors]
-            offsets = [place + (index - (len(here) - 1) / 2) * 0.8 / len(here) for place in range(len(tensors))]
-            colour = palette[names.index(name) % len(palette)]
-            axis.bar(offsets, values, width=0.8 / len(here), color=colour, label=LABELS.get(name, name))
-        axis.set_xticks(range(len(tensors)), tensors)
-        axis.set_title(case, fontsize=9, loc="left")
-    axes[0].set_ylabel("mean error against float64", fontsize=8)
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), fontsize=7, frameon=False, loc="outside right upper")
-    figure.supxlabel(_caption(measured[0]), fontsize=7)
-    figure.savefig(path, dpi=110)
+
+    paths: tuple[Path, ...]
+    left_out: tuple[str, ...]
 
 
-def draw_all(timings: Sequence[Timing], errors: Sequence[ErrorRow], folder: Path) -> list[Path]:
-    """Every figure that the rows allow; returns the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for case in dict.fromkeys(row.case for row in timings if row.median_ms is not None):
-        paths.append(folder / f"block_diagonal_{case}.png")
-        draw_case([row for row in timings if row.case == case], paths[-1])
-    if any(row.implementation == "triton" and row.ratio_to_floor is not None for row in timings):
-        paths.append(folder / "block_diagonal_floor.png")
-        draw_floor(timings, paths[-1])
-    if any(row.mean_error is not None for row in errors):
-        paths.append(folder / "block_diagonal_errors.png")
-        draw_errors(errors, paths[-1])
-    return paths
+def pictures_of(op: str) -> list[Picture]:
+    """The pictures of a benchmark; of "all" every one."""
+    return [picture for picture in PICTURES if op in ("all", picture.op)]
+
+
+def of_one_device(rows: Sequence[Any]) -> list[Any]:
+    """Rows of the device that was measured last, and figures of others that no run measures."""
+    measured = [row for row in rows if not _is_recorded(row)]
+    return [row for row in rows if _is_recorded(row) or row.device == measured[-1].device]
+
+
+def _is_recorded(row: Any) -> bool:
+    return LOOKS[row.implementation].line != "-" if getattr(row, "implementation", None) in LOOKS else False
+
+
+def draw_pictures(pictures: Iterable[Picture], results: Path, folder: Path) -> Drawn:
+    """Draw pictures from the CSV files of `results` into `folder`.
+
+    A picture whose file is missing, or holds nothing to draw, is left out and named.
+    """
+    rows: dict[Source, list[Any]] = {}
+    paths: list[Path] = []
+    left_out: list[str] = []
+    for picture in pictures:
+        missing = [source for source in picture.sources if not (results / source.file).exists()]
+        if missing:
+            commands = " and ".join(dict.fromkeys(f"python -m blockdiag {source.command}" for source in missing))
+            names = ", ".join(source.file for source in missing)
+            left_out.append(f"{picture.name}: {results} has no {names}; {commands} writes it")
+            continue
+        for source in picture.sources:
+            if source not in rows:
+                rows[source] = of_one_device(read_rows(results / source.file, source.kind))
+        found = [rows[source] for source in picture.sources]
+
+        def draw(theme: Theme, picture: Picture = picture, found: list[list[Any]] = found) -> Any:
+            return picture.function(*found, theme)
+
+        try:
+            paths += save_picture(draw, folder, picture.name)
+        except NothingToDraw as nothing:
+            left_out.append(f"{picture.name}: {nothing}")
+    return Drawn(tuple(paths), tuple(left_out))

@@ -338,7 +338,7 @@ def _text(value: Any) -> str:
     return " ".join(str(value).split())
 
 
-def write_rows(path: Path, kind: type, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, kind: type, rows: Iterable[Any]) -> None:
     """Write rows of one kind with a header; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,11 +34,11 @@ from blockdiag.bench.report import (
     verdict_table,
 )
 from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times, judge_torch_host
-from blockdiag.cli.bench_fuse import FUSE_NAMES, draw_fuse_figures, measure_fuse, smoke_fuse
+from blockdiag.cli.bench_fuse import FUSE_NAMES, measure_fuse, smoke_fuse
 from blockdiag.cli.bench_gallery import FILE as GALLERY_FILE
 from blockdiag.cli.bench_gallery import measure_gallery, smoke_gallery
-from blockdiag.cli.bench_moba import CASE_NAMES, draw_moba_figures, measure_moba, smoke_moba
-from blockdiag.cli.bench_paged import GROUP_NAMES, draw_paged_figures, measure_paged, smoke_paged
+from blockdiag.cli.bench_moba import CASE_NAMES, measure_moba, smoke_moba
+from blockdiag.cli.bench_paged import GROUP_NAMES, measure_paged, smoke_paged
 
 if TYPE_CHECKING:
     from blockdiag.bench.implementations import Implementation
@@ -49,6 +50,7 @@ DEFAULT_OUTPUT = Path("benchmarks/results")
 class Op(StrEnum):
     """What can be measured."""
 
+    ALL = "all"
     BLOCK_DIAGONAL = "block_diagonal"
     MOBA = "moba"
     PAGED = "paged"
@@ -57,6 +59,9 @@ class Op(StrEnum):
     FUSE = "fuse"
 
 
+CHECKS = {Op.MOBA: smoke_moba, Op.PAGED: smoke_paged, Op.GALLERY: smoke_gallery, Op.FUSE: smoke_fuse}
+"""Small checks for a CPU, of ops that have their own."""
+MEASURES = {Op.MOBA: measure_moba, Op.PAGED: measure_paged, Op.FUSE: measure_fuse}
 BUDGETS = {Op.PAGED: 130.0, Op.GALLERY: 360.0, Op.FUSE: 510.0}
 """Seconds, of ops that do not need what the others do."""
 
@@ -64,7 +69,10 @@ BUDGETS = {Op.PAGED: 130.0, Op.GALLERY: 360.0, Op.FUSE: 510.0}
 def bench(
     op: Annotated[Op, typer.Argument(help="The op to measure.")] = Op.BLOCK_DIAGONAL,
     output: Annotated[
-        Path | None, typer.Option(help=f"Folder of the CSV files and plots; {DEFAULT_OUTPUT} unless given.")
+        Path | None, typer.Option(help=f"Folder of the CSV files; {DEFAULT_OUTPUT} unless given.")
+    ] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(help="Folder of the pictures; that of the CSV files unless given.")
     ] = None,
     cases: Annotated[
         str | None,
@@ -74,7 +82,10 @@ def bench(
         ),
     ] = None,
     baselines: Annotated[str | None, typer.Option(help="Comma-separated names of baselines, or none.")] = None,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw figures from the CSV files.")] = False,
+    plot: Annotated[
+        bool,
+        typer.Option("--plot", help="Draw the pictures of the op from the CSV files; alone where there is no GPU."),
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per implementation and pass.")] = 25,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     budget_seconds: Annotated[
@@ -90,8 +101,10 @@ def bench(
     """Time block-diagonal, MoBA, paged or fused attention beside baselines, or torch operators on the host.
 
     Every timing is gated by a check against float64, interleaved with the others of its case, and shown beside the
-    copy bandwidth of the same run. On a machine without a GPU, or with --smoke, a small check of the XLA path runs
-    instead.
+    copy bandwidth of the same run. `all` measures one op after the other, with their own cases and baselines.
+
+    On a machine without a GPU, or with --smoke, a small check of the XLA path runs instead; and with --plot nothing is
+    measured there: pictures are drawn from the CSV files.
     """
     # This process shares its GPU between JAX and torch, so JAX must not take most of its memory up front. The setting
     # is read when JAX starts its backend, which nothing has done yet.
@@ -99,16 +112,45 @@ def bench(
     console = make_console()
     import jax
 
-    if smoke or jax.default_backend() != "gpu":
-        with jax.default_device(jax.devices("cpu")[0]):
-            checks = {Op.MOBA: smoke_moba, Op.PAGED: smoke_paged, Op.GALLERY: smoke_gallery, Op.FUSE: smoke_fuse}
-            checks.get(op, _smoke)(console, output)
-        return
-    deadline = time.monotonic() + (budget_seconds or BUDGETS.get(op, 270.0))
+    if op is Op.ALL and (cases or baselines):
+        raise SystemExit("bench all takes neither --cases nor --baselines; name one op with them")
+    ops = [one for one in Op if one is not Op.ALL] if op is Op.ALL else [op]
     folder = output or DEFAULT_OUTPUT
+    if smoke or jax.default_backend() != "gpu":
+        if smoke or not plot:
+            with jax.default_device(jax.devices("cpu")[0]):
+                # Host times of torch operators have no small check of their own; that of block_diagonal stands for it.
+                for check in dict.fromkeys(CHECKS.get(one, _smoke) for one in ops):
+                    check(console, output)
+    else:
+        for one in ops:
+            seconds = budget_seconds or BUDGETS.get(one, 270.0)
+            _measure_op(one, console, folder, Choices(cases, baselines, rounds, seed, time.monotonic() + seconds))
+    if plot:
+        _draw(console, op, folder, pictures or folder)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Options of what is measured.
+
+    Attributes:
+        cases, baselines: comma-separated names; None is all of the op.
+        deadline: `time.monotonic` seconds after which nothing new is begun.
+    """
+
+    cases: str | None
+    baselines: str | None
+    rounds: int
+    seed: int
+    deadline: float
+
+
+def _measure_op(op: Op, console: Console, folder: Path, choices: Choices) -> None:
+    """Measures one op on this machine's GPU and keeps its rows."""
+    options = {"rounds": choices.rounds, "seed": choices.seed, "deadline": choices.deadline}
     if op is Op.GALLERY:
-        path = folder / GALLERY_FILE
-        measure_gallery(console, path, variants=cases, rounds=rounds, seed=seed, deadline=deadline)
+        measure_gallery(console, folder / GALLERY_FILE, variants=choices.cases, **options)
         return
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("bench compares with PyTorch, which is not installed; try: pip install 'blockdiag[torch]'")
@@ -119,33 +161,19 @@ def bench(
     if op is Op.TORCH:
         _torch_host(console, folder)
         return
-    if op is Op.FUSE:
-        measure_fuse(console, folder, cases=cases, baselines=baselines, rounds=rounds, seed=seed, deadline=deadline)
-        if plot:
-            draw_fuse_figures(console, folder)
-        return
-    if op is Op.MOBA:
-        measure_moba(console, folder, cases=cases, baselines=baselines, rounds=rounds, seed=seed, deadline=deadline)
-        if plot:
-            draw_moba_figures(console, folder)
-        return
-    if op is Op.PAGED:
-        measure_paged(console, folder, cases=cases, baselines=baselines, rounds=rounds, seed=seed, deadline=deadline)
-        if plot:
-            draw_paged_figures(console, folder)
+    if op in MEASURES:
+        MEASURES[op](console, folder, cases=choices.cases, baselines=choices.baselines, **options)
         return
     from blockdiag.bench.measure import Settings, find_implementations
 
     try:
-        selected = select_cases(cases)
-        ours, others = find_implementations(baselines)
+        selected = select_cases(choices.cases)
+        ours, others = find_implementations(choices.baselines)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    settings = Settings(deadline=deadline, rounds=rounds, seed=seed, say=console.print)
+    settings = Settings(deadline=choices.deadline, rounds=choices.rounds, seed=choices.seed, say=console.print)
     _measure(console, folder, selected, [*ours, *others], settings)
     console.print(f"{op.value}: CSV files are in {folder}")
-    if plot:
-        _draw(console, folder)
 
 
 def _smoke(console: Console, output: Path | None) -> None:
@@ -256,13 +284,13 @@ def _errors(console: Console, folder: Path, where: Environment, cases: Sequence[
     return rows
 
 
-def _draw(console: Console, folder: Path) -> None:
-    """Figures from the CSV files."""
-    from blockdiag.bench.plots import draw_all
-    from blockdiag.bench.records import read_rows
+def _draw(console: Console, op: Op, results: Path, folder: Path) -> None:
+    """Pictures of an op, or all, from the CSV files."""
+    from blockdiag.bench.plots import draw_pictures, pictures_of
 
-    errors = folder / "block_diagonal_errors.csv"
-    paths = draw_all(
-        read_rows(folder / "block_diagonal.csv", Timing), read_rows(errors, ErrorRow) if errors.exists() else [], folder
-    )
-    console.print("plots: " + ", ".join(str(path) for path in paths))
+    drawn = draw_pictures(pictures_of(op.value), results, folder)
+    for path in drawn.paths:
+        console.print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
+    for sentence in drawn.left_out:
+        console.print(f"left out: {sentence}")
+    console.print(f"{len(drawn.paths)} pictures in {folder}")

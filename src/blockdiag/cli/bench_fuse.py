@@ -103,14 +103,6 @@ def measure_fuse(
     console.print(f"fuse: {folder / FILE}, {time.monotonic() - began:.0f} s")
 
 
-def draw_fuse_figures(console: Console, folder: Path) -> None:
-    """Figures from the CSV file."""
-    from blockdiag.bench.fuse_plots import draw_fuse
-
-    paths = draw_fuse(read_rows(folder / FILE, FuseTiming), folder)
-    console.print("plots: " + ", ".join(str(path) for path in paths))
-
-
 def _compile_ahead(console: Console, cases: Sequence[FuseCase], settings: "FuseSettings") -> "Ahead":
     """Every kernel of every case, and FlexAttention's, by many processes at once."""
     from blockdiag.bench.fuse_ahead import compile_ahead

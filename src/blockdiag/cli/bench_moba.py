@@ -98,14 +98,6 @@ def measure_moba(
     console.print(f"moba: {folder / FILE}, finished {time.monotonic() - deadline:+.0f} s from the end of the budget")
 
 
-def draw_moba_figures(console: Console, folder: Path) -> None:
-    """Figures from the CSV file."""
-    from blockdiag.bench.moba_plots import draw_moba
-
-    paths = draw_moba(read_rows(folder / FILE, MoBATiming), folder)
-    console.print("plots: " + ", ".join(str(path) for path in paths))
-
-
 def _compile_ahead(console: Console, cases: Sequence[MoBACase]) -> None:
     """Every kernel of every case, by many processes at once."""
     from blockdiag.bench.moba_kernels import compile_ahead

@@ -93,14 +93,6 @@ def measure_paged(
     console.print(f"paged: {folder / FILE}, {time.monotonic() - began:.0f} s")
 
 
-def draw_paged_figures(console: Console, folder: Path) -> None:
-    """Figures from the CSV file."""
-    from blockdiag.bench.paged_plots import draw_paged
-
-    paths = draw_paged(read_rows(folder / FILE, PagedTiming), folder)
-    console.print("plots: " + ", ".join(str(path) for path in paths))
-
-
 def _compile_ahead(console: Console, cases: Sequence[PagedCase]) -> None:
     """Every kernel of every case, by many processes at once."""
     from blockdiag.bench.moba_kernels import compile_ahead

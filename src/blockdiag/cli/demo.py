@@ -14,7 +14,7 @@ from rich.table import Table
 from blockdiag.cli import language_model
 from blockdiag.cli.demo_moba import run_moba_demo
 from blockdiag.cli.language_model import AttentionFunction, LanguageModel, Settings, Training
-from blockdiag.cli.training_report import save_plot, train_with_progress
+from blockdiag.cli.training_report import save_plot, train_with_progress, write_losses
 
 OURS = "block_diagonal_attention"
 BASELINE = "jax.nn.dot_product_attention"
@@ -77,6 +77,9 @@ def demo(
     ] = None,
     device: Annotated[DeviceKind, typer.Option(help="Where to run; auto is what JAX prefers.")] = DeviceKind.AUTO,
     output: Annotated[Path, typer.Option(help="Where the plot of both losses is saved.")] = Path("blockdiag-demo.png"),
+    csv: Annotated[
+        Path | None, typer.Option(help="Folder to which losses (of moba routing, too) are written as CSV files.")
+    ] = None,
     implementation: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,7 +100,7 @@ def demo(
     chosen = _device(device)
     if attention is AttentionKind.MOBA:
         names = tuple(implementation) if implementation else None
-        if not run_moba_demo(console, chosen, steps=steps, output=output, implementation=names):
+        if not run_moba_demo(console, chosen, steps=steps, output=output, csv=csv, implementation=names):
             raise typer.Exit(code=1)
         return
     settings = CPU_SETTINGS if chosen.platform == "cpu" else GPU_SETTINGS
@@ -117,7 +120,9 @@ def demo(
         trainings = _train_all(console, settings, attentions)
         checks = compare(settings, trainings, attentions)
     console.print(_results_table(trainings))
-    save_plot(trainings, output)
+    save_plot(trainings, attention.value, chosen, output)
+    if csv is not None:
+        write_losses(trainings, attention.value, chosen, csv / "losses.csv")
     console.print(f"Losses of both are drawn in {output}.", highlight=False)
     for check in checks:
         verdict = "[green]agree[/green]" if check.passed else "[bold red]DISAGREE[/bold red]"

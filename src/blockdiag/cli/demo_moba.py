@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from blockdiag.bench.records import write_rows
+from blockdiag.bench.training_records import RoutingRow
 from blockdiag.cli import language_model, moba_model
 from blockdiag.cli.language_model import Training
 from blockdiag.cli.moba_model import LayerStatistics, MoBALanguageModel, MoBASettings
-from blockdiag.cli.training_report import save_plot, train_with_progress
+from blockdiag.cli.training_report import save_plot, train_with_progress, where_of, write_losses
 
 MOBA = "moba_attention"
 DENSE = "dense causal attention"
@@ -36,9 +38,15 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3}
 
 
 def run_moba_demo(
-    console: Console, device: jax.Device, *, steps: int | None, output: Path, implementation: tuple[str, ...] | None
+    console: Console,
+    device: jax.Device,
+    *,
+    steps: int | None,
+    output: Path,
+    csv: Path | None,
+    implementation: tuple[str, ...] | None,
 ) -> bool:
-    """Train both models, print losses and routing, save the plot; whether the check passed."""
+    """Train both models, print losses and routing, save the plot and, in the folder `csv`, both; whether all agreed."""
     settings = CPU_SETTINGS if device.platform == "cpu" else GPU_SETTINGS
     if steps is not None:
         settings = dataclasses.replace(settings, steps=steps)
@@ -56,10 +64,13 @@ def run_moba_demo(
     with jax.default_device(device):
         trainings = train_with_progress(console, settings, make)
         statistics = routing_of(trainings[MOBA], settings, implementation)
+        if csv is not None:
+            write_losses(trainings, "moba", device, csv / "losses.csv")
+            write_routing(trainings[MOBA], settings, implementation, device, csv / "routing.csv")
         difference = difference_with_all_blocks(trainings[MOBA], settings, implementation)
     console.print(losses_table(settings, trainings))
     console.print(statistics_table(statistics))
-    save_plot(trainings, output)
+    save_plot(trainings, "moba", device, output)
     console.print(f"Losses of both are drawn in {output}.", highlight=False)
     tolerance = TOLERANCES[settings.dtype]
     # Written so that NaN does not pass.
@@ -80,6 +91,33 @@ def routing_of(
     _, text = language_model.split_text(language_model.english_text())
     (batch,) = language_model.batches(text, settings, count=1, seed=settings.seed + 1)
     return moba_model.routing_statistics(training.model, jnp.asarray(batch[:, :-1]), settings, implementation)
+
+
+def write_routing(
+    training: Training, settings: MoBASettings, implementation: tuple[str, ...] | None, device: jax.Device, path: Path
+) -> None:
+    """Writes how the queries of each block of one held-out sequence route, in every layer and head."""
+    _, text = language_model.split_text(language_model.english_text())
+    (batch,) = language_model.batches(text, settings, count=1, seed=settings.seed + 1)
+    shares = moba_model.routing_shares(training.model, jnp.asarray(batch[:1, :-1]), settings, implementation)
+    where = where_of(device)
+    rows = [
+        RoutingRow(
+            layer=layer,
+            head=head,
+            query_block=query_block,
+            key_block=key_block,
+            block_size=settings.block_size,
+            top_k=settings.top_k,
+            share=float(share[head, query_block, key_block]),
+            **where,
+        )
+        for layer, share in enumerate(shares)
+        for head in range(share.shape[0])
+        for query_block in range(share.shape[1])
+        for key_block in range(query_block + 1)
+    ]
+    write_rows(path, RoutingRow, rows)
 
 
 def difference_with_all_blocks(

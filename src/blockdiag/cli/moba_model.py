@@ -212,3 +212,22 @@ def _statistics(routing: Routing, own_weight: np.ndarray, settings: MoBASettings
         distinct=float(np.mean(distinct)),
         available=int(own[-1]),
     )
+
+
+def routing_shares(
+    model: MoBALanguageModel, tokens: Int[Array, "1 T"], settings: MoBASettings, implementation: Implementation
+) -> list[np.ndarray]:
+    """Of the queries of each block, the share that sees each block, per layer, float64 [N, blocks, blocks]."""
+    operands = nnx.jit(lambda model, tokens: model.operands(tokens))(model, tokens)
+    options = {"block_size": settings.block_size, "implementation": implementation}
+    shares = []
+    for query, key, _ in operands:
+        indices = np.asarray(moba_routing(query, key, top_k=settings.top_k, **options).indices)[0]  # [T, N, k]
+        seen = (indices[..., None] == np.arange(settings.num_blocks)).any(axis=2)  # [T, N, blocks]
+        padding = settings.num_blocks * settings.block_size - len(seen)
+        counts = np.pad(seen, ((0, padding), (0, 0), (0, 0))).reshape(
+            settings.num_blocks, settings.block_size, *seen.shape[1:]
+        )
+        queries = np.minimum(settings.block_size, len(seen) - settings.block_size * np.arange(settings.num_blocks))
+        shares.append(np.moveaxis(counts.sum(axis=1) / queries[:, None, None], 1, 0))
+    return shares

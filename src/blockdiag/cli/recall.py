@@ -1,18 +1,23 @@
 """`python -m blockdiag recall`: needles in real text, and whether MoBA's routing finds the blocks that hold them."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import typer
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from blockdiag.bench.plot_style import LIGHT, save_one
+from blockdiag.bench.records import write_rows
+from blockdiag.bench.training_plots import draw_recall
+from blockdiag.bench.training_records import RecallRow
 from blockdiag.cli import recall_experiment
 from blockdiag.cli.recall_experiment import Recall, RecallSettings, by_keys
+from blockdiag.cli.training_report import where_of
 
 SETTINGS = RecallSettings()
 
@@ -23,6 +28,7 @@ def recall(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each kind of keys.")] = SETTINGS.steps,
     seed: Annotated[int, typer.Option(help="Seed of needles, vectors and training.")] = SETTINGS.seed,
     output: Annotated[Path, typer.Option(help="Where the plot is saved.")] = Path("blockdiag-recall.png"),
+    csv: Annotated[Path | None, typer.Option(help="Folder to which the rows are written as recall.csv.")] = None,
 ) -> None:
     """Hide needles in real text, and see whether MoBA's routing finds the blocks that hold them.
 
@@ -42,7 +48,11 @@ def recall(
     )
     rows = recall_experiment.run_recall(settings, say=lambda line: console.print(line, highlight=False))
     console.print(recall_table(rows))
-    save_recall_plot(rows, output)
+    where = where_of(jax.devices()[0])
+    recorded = [RecallRow(**dataclasses.asdict(row), **where) for row in rows]
+    save_one(functools.partial(draw_recall, recorded), LIGHT, output)
+    if csv is not None:
+        write_rows(csv / "recall.csv", RecallRow, recorded)
     largest_error = max(row.error for row in rows)
     console.print(
         "SNR: the score of the needle's block less that of another one, mean over standard deviation. Predicted for "
@@ -74,32 +84,3 @@ def recall_table(rows: Sequence[Recall]) -> Table:
                 end_section=index == len(found) - 1,
             )
     return table
-
-
-def save_recall_plot(rows: Sequence[Recall], path: Path) -> None:
-    """Ratios and accuracies by block size: measured with markers, predicted dashed."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    ratios, accuracies = figure.subplots(1, 2)
-    colours = ("#D55E00", "#999999", "#56B4E9", "#0072B2", "#009E73", "#CC79A7")
-    for (kind, found), colour in zip(by_keys(rows).items(), colours, strict=False):
-        sizes = [row.block_size for row in found]
-        measured: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "label": kind}
-        predicted: dict[str, Any] = {"color": colour, "linestyle": "--", "linewidth": 1}
-        ratios.plot(sizes, [row.snr for row in found], **measured)
-        ratios.plot(sizes, [row.predicted_snr for row in found], **predicted)
-        accuracies.errorbar(sizes, [row.accuracy for row in found], yerr=[row.error for row in found], **measured)
-        accuracies.plot(sizes, [row.predicted_accuracy for row in found], **predicted)
-    first = next(iter(by_keys(rows).values()))
-    sizes = [row.block_size for row in first]
-    accuracies.plot(sizes, [row.chance for row in first], color="black", linestyle=":", linewidth=1, label="chance")
-    for axes, title in ((ratios, "signal-to-noise ratio of block scores"), (accuracies, "needle's block is chosen")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_xlabel("keys of a block, at constant attended tokens")
-        axes.set_title(title + " (dashed: predicted)", fontsize=9, loc="left")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    ratios.set_yscale("log")
-    accuracies.legend(fontsize=7, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

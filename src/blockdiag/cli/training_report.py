@@ -1,14 +1,21 @@
-"""Trains the models of the demos under progress bars, and draws their losses."""
+"""Trains the models of the demos under progress bars, draws their losses, and keeps them as CSV files."""
 
+import dataclasses
+import datetime
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from blockdiag.bench.plot_style import LIGHT, save_one
+from blockdiag.bench.records import read_rows, write_rows
+from blockdiag.bench.training_plots import draw_losses
+from blockdiag.bench.training_records import LossRow
 from blockdiag.cli import language_model
 from blockdiag.cli.language_model import Settings, Training
 
@@ -36,21 +43,33 @@ def train_with_progress(
     return trainings
 
 
-def save_plot(trainings: dict[str, Training], path: Path) -> None:
+def save_plot(trainings: Mapping[str, Training], demo: str, device: jax.Device, path: Path) -> None:
     """Draws the training losses of all models over their steps."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    # The first curve is wide and the second one dashed, because curves that agree lie on each other.
-    styles: tuple[dict[str, Any], ...] = (
-        {"linewidth": 4, "color": "#9ecae1"},
-        {"linewidth": 1.2, "color": "#08306b", "linestyle": "--"},
-    )
-    for (name, training), style in zip(trainings.items(), styles, strict=True):
-        bits = [loss / math.log(2.0) for loss in training.losses]
-        axes.plot(range(1, len(bits) + 1), bits, label=f"{name}, {training.tokens_per_second:,.0f} tokens/s", **style)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("training loss [bits per byte]")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    rows = [
+        dataclasses.replace(row, attention=f"{name}, {training.tokens_per_second:,.0f} tokens/s")
+        for name, training in trainings.items()
+        for row in loss_rows({name: training}, demo, device)
+    ]
+    save_one(functools.partial(draw_losses, rows), LIGHT, path)
+
+
+def where_of(device: jax.Device) -> dict[str, str]:
+    """What a row says about where it was made: device, version of JAX, date."""
+    return {"device": device.device_kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
+
+
+def write_losses(trainings: Mapping[str, Training], demo: str, device: jax.Device, path: Path) -> None:
+    """Writes the losses of a demo over those of the same demo that the file holds."""
+    older: list[LossRow] = read_rows(path, LossRow) if path.exists() else []
+    kept = [row for row in older if row.demo != demo]
+    write_rows(path, LossRow, [*kept, *loss_rows(trainings, demo, device)])
+
+
+def loss_rows(trainings: Mapping[str, Training], demo: str, device: jax.Device) -> list[LossRow]:
+    """A row per step of every model."""
+    where = where_of(device)
+    return [
+        LossRow(demo=demo, attention=name, step=step, loss=loss, **where)
+        for name, training in trainings.items()
+        for step, loss in enumerate(training.losses, start=1)
+    ]
