@@ -132,7 +132,7 @@ docs)
     is_installed "$test_extras" || install docs
     # Notebooks run as on a machine without a GPU, and the site is the same everywhere.
     export JAX_PLATFORMS=cpu
-    exec .venv/bin/python -m sphinx -W --keep-going -n -b html -d build/doctrees docs build/docs "$@"
+    exec .venv/bin/python -m sphinx -j auto -W --keep-going -n -b html -d build/doctrees docs build/docs "$@"
     ;;
 setup)
     install "$test_extras"
