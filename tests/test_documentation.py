@@ -12,9 +12,11 @@ from blockdiag.bench.records import MoBATiming, PagedTiming, Timing, read_rows, 
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# test_examples_ranking.py runs the ranking models, test_examples_decode.py the one that generates text.
-LONG_EXAMPLES = ("ranking_data", "ranking_model", "torch_ranking_model", "decode")
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in LONG_EXAMPLES)
+# Those that tests/test_examples_*.py run, in processes of their own.
+LONG_EXAMPLES = ("*ranking*", "decode.py", "*language*", "*evoformer*")
+EXAMPLES = sorted(
+    path for path in (ROOT / "examples").glob("*.py") if not any(path.match(pattern) for pattern in LONG_EXAMPLES)
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,8 +30,11 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-# torch's own code, which torch.compile imports.
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.stem)
+# test_quickstarts.py runs those, without what their readers have not installed.
+RUN_HERE = [page for page in PAGES if python_blocks(page) and not page.stem.startswith("quickstart_")]
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_examples_of_page_run(page, tmp_path):
     # Triton reads a kernel's source from its file.
     script = tmp_path / f"{page.stem}_examples.py"

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2, uses_mma_sync
-from blockdiag.triton_kernels.moba_routing import CENTROID_ROWS
+
+# Rows of keys that a centroid takes in at a time; it fixes the order of its sum.
+CENTROID_ROWS = 16
 
 # Spans that the query axis is cut into for counting, at most, and the fewest rows of one.
 _MOST_SPANS = 256

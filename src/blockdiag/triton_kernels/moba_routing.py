@@ -11,9 +11,6 @@ float32 accumulator. The order of every sum is fixed; only how tensor cores roun
 import triton
 import triton.language as tl
 
-# Rows of keys that a centroid takes in at a time; it fixes the order of its sum.
-CENTROID_ROWS = 16
-
 
 @triton.jit
 def moba_centroids(key, p_mask, p_blocks, p_centroids,
