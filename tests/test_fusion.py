@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
+from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.kernels import Lists, Tile, forward_source
@@ -249,3 +250,17 @@ def test_only_gradients_that_are_asked_for_are_computed():
     assert kernels_of((0, 1, 2, 3)) == ["fused_rows", "fused_columns", "fused_pairs"]
     assert kernels_of((0, 1, 2)) == ["fused_rows", "fused_columns"]
     assert kernels_of((1, 2)) == ["fused_columns"]
+
+
+@pytest.mark.parametrize("name", ["causal", "document", "vanilla"])
+def test_source_is_what_is_launched(name):
+    variant = VARIANTS[name]
+    inputs = variant.make_inputs(jax.random.key(0), Sizes())
+    fused = fuse(variant.function, implementation="triton")
+    specs: dict[object, None] = {}
+    traced = jax.jit(lambda inputs: jax.vjp(lambda query: fused(**inputs | {"query": query}), inputs["query"]))
+    collect_specs(traced.trace(inputs).jaxpr.jaxpr, specs)
+    launched = {spec.source.text for spec in specs}
+    source = explain(variant.function)(**inputs).source
+    assert launched and all(text in source for text in launched)
+    assert ("live_tiles" in source) == (name != "vanilla")

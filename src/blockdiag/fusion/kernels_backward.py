@@ -19,7 +19,7 @@ def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Li
     """The gradients of leaves without keys: a program goes through the keys of a tile of queries."""
     writer = Writer(region, "rows", tile, leaf_grads)
     emit = writer.emit
-    writer.place_program(writer.row_tiles, region.batch, last_first=lists is not None)
+    writer.place_program(writer.row_tiles, region.batch, last_first=lists is not None, through=None if lists else "k")
     writer.tile_of("q", "own")
     _read_rows(writer)
     before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
@@ -52,7 +52,7 @@ def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists:
     # With keys first, probabilities are a product's first factor as they are.
     writer = Writer(region, "columns", tile, leaf_grads, flipped=True)
     emit = writer.emit
-    writer.place_program(writer.key_tiles, labels)
+    writer.place_program(writer.key_tiles, labels, through=None if lists else "q")
     writer.tile_of("k", "own")
     writer.read_value()
     fixed = {

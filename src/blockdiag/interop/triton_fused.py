@@ -244,9 +244,18 @@ def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Li
 
 
 def kernels(region: Region) -> list[Kernel]:
-    """All kernels of a region, forward first, without lists of tiles."""
-    inner, _ = arranged(region)
-    return [forward_kernel(inner, None), *backward_kernels(inner, None)]
+    """All kernels of a region, forward first, as a program launches them; lists made from arrays have shapes only."""
+    inner, change = arranged(region)
+    found: list[Kernel] = []
+
+    def collect(leaves: Sequence[Any], value: Any) -> None:
+        arrays = arrays_by_name(change, leaves, value)
+        found.extend([forward_kernel(inner, arrays), *backward_kernels(inner, arrays)])
+
+    sources = [*(leaf.source for leaf in region.leaves), region.value]
+    *leaves, value = [jax.ShapeDtypeStruct(source.shape, source.dtype) for source in sources]
+    jax.eval_shape(collect, leaves, value)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
