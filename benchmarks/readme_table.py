@@ -1,4 +1,4 @@
-"""Writes the figures that README.md, docs/moba.md and docs/decode.md give, from the benchmark's CSV files.
+"""Writes the figures that README.md, benchmarks/README.md and pages of docs/ give, from the benchmark's CSV files.
 
 python benchmarks/readme_table.py            # rewrites the sections of these pages between their markers
 python benchmarks/readme_table.py --check    # fails if a section is not what the CSV files say
@@ -7,12 +7,13 @@ python benchmarks/readme_table.py --check    # fails if a section is not what th
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from blockdiag.bench.records import MoBATiming, PagedTiming, Timing, read_rows
+from blockdiag.bench.fuse_plots import case_name
+from blockdiag.bench.records import FuseTiming, GalleryTiming, MoBATiming, PagedTiming, Timing, read_rows
+from blockdiag.bench.speedup_table import behind_section, summary_section
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -71,7 +72,7 @@ def _origin(row: Timing) -> str:
         "the others rotate before they attend, in eager PyTorch or by XLA. "
         f"{row.device}, driver {row.driver}, jax {row.jax}, Triton {row.triton}, torch {row.torch}, {row.date}; "
         "medians, the implementations of a case interleaved in one process, by "
-        "`python -m blockdiag bench block_diagonal`; [all figures](benchmarks/results/block_diagonal.csv)."
+        "`python -m blockdiag bench block_diagonal`; [all figures](results/block_diagonal.csv)."
     )
     return _filled(text)
 
@@ -117,7 +118,6 @@ def _both_passes(times: Times, case: str, name: str) -> float | None:
 
 # MoBA: all lengths have the shape of the first case, two sequences but for the longest.
 MOBA_CASES = ("n8k", "n16k", "n32k", "n64k", "n128k")
-MOBA_README_CASE = "n64k"
 MOBA_LONGEST_CASE = "n512k_b1"
 MOBA_PASSES = ("routing", "fwd", "bwd", "fwd+bwd")
 FLASH_MOBA = "flashmoba-measured"
@@ -157,32 +157,15 @@ def moba_section(rows: Iterable[MoBATiming]) -> str:
     return "\n".join([*lines, "", _filled(remarks)] if remarks else lines)
 
 
-def moba_sentence(rows: Iterable[MoBATiming]) -> str:
-    """The text between the second markers of the README."""
-    times = _moba_times(rows)
-    ours = times.get((MOBA_README_CASE, "fwd+bwd", OURS))
-    flash = times.get((MOBA_README_CASE, "fwd+bwd", FLASH_MOBA))
-    if ours is None or flash is None:
-        raise ValueError(
-            f"the results hold no time of {OURS!r} or {FLASH_MOBA!r} for {MOBA_README_CASE!r}; run python -m blockdiag "
-            "bench moba"
-        )
-    return _filled(
-        f"On an {ours.device} it takes {ours.median_ms:.1f} ms forward and backward for {_shape(ours, tokens=True)}, "
-        f"where FlashMoBA was measured at {flash.median_ms:.1f} ms; [docs/moba.md](docs/moba.md) has the other lengths."
-    )
-
-
 def _moba_times(rows: Iterable[MoBATiming]) -> MoBATimes:
     return {(row.case, row.pass_name, row.implementation): row for row in rows if row.median_ms is not None}
 
 
-def _shape(row: MoBATiming, *, tokens: bool = False) -> str:
+def _shape(row: MoBATiming) -> str:
     heads = f"{row.query_heads} heads of {row.head_dim}"
     if row.key_heads != row.query_heads:
         heads += f", {row.key_heads} key heads"
-    length = f" of {row.tokens:,} tokens" if tokens else ""
-    return f"{row.batch} sequences{length}, {heads}, blocks of {row.block_size} and `top_k={row.top_k}`"
+    return f"{row.batch} sequences, {heads}, blocks of {row.block_size} and `top_k={row.top_k}`"
 
 
 def _longest(times: MoBATimes) -> str | None:
@@ -368,6 +351,49 @@ def _splits_lines(rows: Iterable[PagedTiming]) -> list[str]:
     return lines
 
 
+# Fused functions: what stands beside them.
+FUSE_COLUMNS = {
+    OURS: "`fuse`",
+    "torch-flex": "FlexAttention",
+    "jax-cudnn": "cuDNN (`jax.nn`)",
+    "jax-jit": "XLA",
+    "torch-compile": "torch.compile",
+}
+
+
+def fuse_section(rows: Iterable[FuseTiming]) -> str:
+    """The text between the markers of docs/fusion.md: forward, and both passes, of every case."""
+    rows = list(rows)
+    times = {(row.case, row.pass_name, row.implementation): row for row in rows if row.median_ms is not None}
+    ours = {row.case: row for row in rows if (row.case, "fwd", OURS) in times and row.implementation == OURS}
+    if not ours:
+        raise ValueError(f"the results hold no times of {OURS!r}; run python -m blockdiag bench fuse")
+    first = next(iter(ours.values()))
+    origin = (
+        "Milliseconds, forward / forward and backward, medians of `benchmarks/results/fuse.csv`; batch x tokens, query "
+        "heads/key heads of 64. The floor is the longer of what the products and the compulsory bytes take at the "
+        "rates of the same run. A dash: it did not fit, cannot, or was not run. "
+        f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, "
+        f"{first.date}, bfloat16."
+    )
+    headings = [FUSE_COLUMNS[OURS], "floor", *(title for name, title in FUSE_COLUMNS.items() if name != OURS)]
+    lines = [_filled(origin), "", "| | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
+    for case, row in ours.items():
+        cells = []
+        for name in FUSE_COLUMNS:
+            found = [times.get((case, pass_name, name)) for pass_name in ("fwd", "fwd+bwd")]
+            cells.append(_pair([one and one.median_ms for one in found]))
+            if name == OURS:
+                cells.append(_pair([one and one.floor_ms for one in found]))
+        lines.append(f"| {case_name(row)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _pair(milliseconds: Iterable[float | None]) -> str:
+    found = ["-" if one is None else f"{one:#.3g}".rstrip(".") for one in milliseconds]
+    return "-" if set(found) == {"-"} else " / ".join(found)
+
+
 def _filled(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
@@ -378,22 +404,28 @@ class Section:
 
     Attributes:
         page: the file that holds it, between `<!-- name:start -->` and `<!-- name:end -->`.
-        results: the CSV file with rows of type `kind`.
-        write: makes the text of the rows.
+        sources: the CSV files and the types of their rows.
+        write: makes the text of the rows of each.
     """
 
     page: Path
     name: str
-    results: Path
-    kind: type
-    write: Callable[[Sequence[Any]], str]
+    sources: Mapping[Path, type]
+    write: Callable[..., str]
 
 
+BLOCKS = {RESULTS / "block_diagonal.csv": Timing}
+MOBA = {RESULTS / "moba.csv": MoBATiming}
+PAGED = {RESULTS / "paged.csv": PagedTiming}
+FUSE = {RESULTS / "fuse.csv": FuseTiming}
+GALLERY = {RESULTS / "gallery.csv": GalleryTiming}
 SECTIONS = (
-    Section(ROOT / "README.md", "figures", RESULTS / "block_diagonal.csv", Timing, section),
-    Section(ROOT / "README.md", "moba", RESULTS / "moba.csv", MoBATiming, moba_sentence),
-    Section(ROOT / "docs" / "moba.md", "moba", RESULTS / "moba.csv", MoBATiming, moba_section),
-    Section(ROOT / "docs" / "decode.md", "decode", RESULTS / "paged.csv", PagedTiming, decode_section),
+    Section(ROOT / "README.md", "figures", BLOCKS | MOBA | PAGED | FUSE, summary_section),
+    Section(ROOT / "README.md", "behind", BLOCKS | MOBA | PAGED | FUSE | GALLERY, behind_section),
+    Section(ROOT / "benchmarks" / "README.md", "block_diagonal", BLOCKS, section),
+    Section(ROOT / "docs" / "moba.md", "moba", MOBA, moba_section),
+    Section(ROOT / "docs" / "decode.md", "decode", PAGED, decode_section),
+    Section(ROOT / "docs" / "fusion.md", "fuse", FUSE, fuse_section),
 )
 
 
@@ -412,7 +444,8 @@ def generate() -> dict[Path, str]:
     for one in SECTIONS:
         page = pages.get(one.page) or one.page.read_text(encoding="utf-8")
         # What was not measured yet has an empty section.
-        text = one.write(read_rows(one.results, one.kind)) if one.results.exists() else ""
+        is_measured = all(path.exists() for path in one.sources)
+        text = one.write(*(read_rows(path, kind) for path, kind in one.sources.items())) if is_measured else ""
         pages[one.page] = with_section(page, one.name, text)
     return pages
 

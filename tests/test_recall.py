@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from blockdiag.bench.records import read_rows
+from blockdiag.bench.training_records import RecallRow
 from blockdiag.cli import recall_experiment
 from blockdiag.cli.app import app
 from blockdiag.cli.language_model import english_text, split_text
@@ -120,8 +122,13 @@ def test_command_prints_the_table_and_saves_a_plot(monkeypatch, tmp_path, rows):
     flat = [row for found in rows.values() for row in found]
     monkeypatch.setattr(recall_experiment, "run_recall", lambda settings, say: flat)
     plot = tmp_path / "folder" / "recall.png"
-    result = CliRunner().invoke(app, ["recall", "--trials", "2", "--output", str(plot)], env={"COLUMNS": "120"})
+    result = CliRunner().invoke(
+        app, ["recall", "--trials", "2", "--output", str(plot), "--csv", str(tmp_path)], env={"COLUMNS": "120"}
+    )
     assert result.exit_code == 0, result.output
+    kept = read_rows(tmp_path / "recall.csv", RecallRow)
+    assert [(row.keys, row.block_size) for row in kept] == [(row.keys, row.block_size) for row in flat]
+    assert [row.accuracy for row in kept] == pytest.approx([row.accuracy for row in flat], rel=1e-5)
     for expected in ("words", "bytes, convolved 3", "SNR", f"{flat[0].accuracy:.3f}", "2B)"):
         assert expected in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")

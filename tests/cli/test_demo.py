@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
+from blockdiag.bench.records import read_rows, write_rows
+from blockdiag.bench.training_records import LossRow
 from blockdiag.cli import app as command_line
 from blockdiag.cli import demo, language_model
 from blockdiag.cli.language_model import Settings
@@ -103,12 +105,23 @@ def run_demo(*arguments: str):
 def test_command_prints_both_results_and_saves_a_plot(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "CPU_SETTINGS", TINY)
     plot = tmp_path / "folder" / "losses.png"
-    result = run_demo("--steps", "2", "--device", "cpu", "--output", str(plot), "--implementation", "xla")
+    other = LossRow(
+        demo="moba", attention="moba_attention", step=1, loss=2.0, device="cpu", jax="1.0", date="2026-01-02"
+    )
+    write_rows(tmp_path / "losses.csv", LossRow, [other])
+    arguments = ["--output", str(plot), "--csv", str(tmp_path), "--implementation", "xla"]
+    result = run_demo("--steps", "2", "--device", "cpu", *arguments)
     assert result.exit_code == 0, result.output
     for expected in (demo.OURS, demo.BASELINE, "bits per byte", "tokens/s", "With the same weights", "Trained apart"):
         assert expected in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert plot.stat().st_size < 100_000
+    kept, *rows = read_rows(tmp_path / "losses.csv", LossRow)
+    assert kept == other
+    assert [(row.attention, row.step) for row in rows] == [
+        (name, step) for name in (demo.OURS, demo.BASELINE) for step in (1, 2)
+    ]
+    assert all(4.0 < row.loss < 8.0 for row in rows)
 
 
 def test_command_fails_when_losses_disagree(monkeypatch, tmp_path, trainings):

@@ -10,6 +10,8 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from blockdiag import Routing
+from blockdiag.bench.records import read_rows
+from blockdiag.bench.training_records import LossRow, RoutingRow
 from blockdiag.cli import app as command_line
 from blockdiag.cli import demo_moba, language_model, moba_model
 from blockdiag.cli.moba_model import MoBALanguageModel, MoBASettings
@@ -111,12 +113,23 @@ def run_demo(*arguments: str):
 def test_command_prints_losses_and_routing_and_saves_a_plot(monkeypatch, tmp_path):
     monkeypatch.setattr(demo_moba, "CPU_SETTINGS", dataclasses.replace(TINY, layers=1))
     plot = tmp_path / "losses.png"
-    result = run_demo("--steps", "2", "--device", "cpu", "--output", str(plot), "--implementation", "xla")
+    arguments = ["--output", str(plot), "--csv", str(tmp_path), "--implementation", "xla"]
+    result = run_demo("--steps", "2", "--device", "cpu", *arguments)
     assert result.exit_code == 0, result.output
     for expected in (demo_moba.MOBA, demo_moba.DENSE, "bits/byte", "<= 32", "<= 80", "weight on own block", "of 4"):
         assert expected in result.output
     assert "agrees" in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
+    losses = read_rows(tmp_path / "losses.csv", LossRow)
+    assert [(row.attention, row.step) for row in losses] == [
+        (name, step) for name in (demo_moba.MOBA, demo_moba.DENSE) for step in (1, 2)
+    ]
+    routing = read_rows(tmp_path / "routing.csv", RoutingRow)
+    assert {row.share for row in routing if row.query_block == row.key_block} == {1.0}
+    for query_block in range(TINY.num_blocks):
+        for head in range(TINY.heads):
+            seen = sum(row.share for row in routing if (row.head, row.query_block) == (head, query_block))
+            assert seen == pytest.approx(min(query_block + 1, TINY.top_k))
 
 
 def test_command_fails_when_all_blocks_are_not_dense(monkeypatch, tmp_path):

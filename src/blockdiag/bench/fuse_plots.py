@@ -35,7 +35,7 @@ def draw_times(rows: Sequence[FuseTiming], theme: Theme) -> Any:
     if not ours:
         raise NothingToDraw(f"`rows` hold no time of {OURS!r} with its floor; nothing can be drawn")
     floors = {(row.case, row.pass_name): row.floor_ms or 1.0 for row in ours}
-    names = {row.case: _case_name(row) for row in ours}
+    names = {row.case: case_name(row) for row in ours}
     cases = [name for name in FUSE_CASES if name in names] + sorted(names.keys() - FUSE_CASES.keys())
     # Cases of one function stand together.
     groups = list(dict.fromkeys(row.group for row in ours))
@@ -70,7 +70,8 @@ def draw_times(rows: Sequence[FuseTiming], theme: Theme) -> Any:
     return figure
 
 
-def _case_name(row: FuseTiming) -> str:
+def case_name(row: FuseTiming) -> str:
+    """What a case is called in pictures and tables."""
     name = _GROUP_NAMES.get(row.group, row.group)
     if row.group == "evoformer":
         return f"{name} {row.batch} x {row.rows} x {row.tokens}, heads of {row.head_dim}"

@@ -12,7 +12,7 @@ _PASS_THROUGH = {
 
 app = typer.Typer(
     name="python -m blockdiag",
-    help="Block-diagonal attention for JAX.",
+    help="Block-sparse attention for JAX and PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
