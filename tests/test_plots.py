@@ -13,11 +13,14 @@ from blockdiag.bench.block_diagonal_plots import draw_times
 from blockdiag.bench.moba_plots import draw_lengths
 from blockdiag.bench.plot_style import (
     DARK,
+    FAR,
     LIGHT,
     LOOKS,
     THEMES,
+    Dot,
     NothingToDraw,
     colour_of,
+    draw_over_floor,
     new_figure,
     save_one,
     size_name,
@@ -161,6 +164,16 @@ def test_block_diagonal_times_are_over_the_floor():
         if (row.implementation, row.pass_name) == ("torch-fa2", "fwd") and row.ratio_to_floor
     ]
     assert sorted(shown) == pytest.approx(sorted(expected))
+
+
+def test_marks_far_from_the_floor_stand_at_the_end_with_their_number():
+    _, (axis,) = new_figure(1, 4.0, 2.0)
+    dots = [Dot("window", "triton", 3.0, "0.10 ms"), Dot("window", "jax-jit", 300.0), Dot("window", "torch-fa2", 400.0)]
+    draw_over_floor(axis, ["window"], dots, LIGHT)
+    (ours,), (first,), (second,) = (lines_of(axis)[LOOKS[dot.implementation].label][0] for dot in dots)
+    assert ours == 3.0 < FAR < first < second < 2.5 * FAR
+    assert [text.get_text() for text in axis.texts if text.get_text()] == ["0.10 ms", "300x", "400x"]
+    assert [axis.xaxis.get_major_formatter()(value, None) for value in (1.0, 20.0, 50.0)] == ["1", "20", ""]
 
 
 def test_roofline_counts_block_diagonal_products():

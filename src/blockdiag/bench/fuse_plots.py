@@ -46,7 +46,7 @@ def draw_times(rows: Sequence[FuseTiming], theme: Theme) -> Any:
         figure,
         "blockdiag.fuse: kernels of plain jax.numpy",
         below="Time over the floor (dashed): the longer of what the products and the compulsory bytes take at the "
-        "rates of the same run. What is missing did not fit or was not run.",
+        "rates of the same run. Missing: did not fit or was not run.",
         note=f"bfloat16, medians, batch x tokens, query heads/key heads. {caption_of(ours[0])}",
     )
     for axis, pass_name in zip(axes, FUSE_PASSES, strict=True):

@@ -6,7 +6,7 @@ them. Every picture is drawn once for light pages and once for dark ones: `name.
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -239,17 +239,36 @@ class Dot:
         implementation: one of `LOOKS`.
         over_floor: where it lies.
         text: written at the end of its line; empty is nothing.
+        far: `over_floor` as text, where it is beyond `FAR`.
     """
 
     case: str
     implementation: str
     over_floor: float
     text: str = ""
+    far: str = ""
+
+
+FAR = 24.0
+"""Times over the floor that would leave no room for the others."""
+
+
+def _far_at_the_end(dots: Sequence[Dot]) -> list[Dot]:
+    """The dots of a case, those beyond `FAR` side by side behind it."""
+    far = sorted((dot for dot in dots if dot.over_floor > FAR), key=lambda dot: dot.over_floor)
+    moved = [
+        replace(dot, over_floor=FAR * 1.55 ** (index + 0.5), far=f"{dot.over_floor:.0f}x")
+        for index, dot in enumerate(far)
+    ]
+    return [dot for dot in dots if dot.over_floor <= FAR] + moved
 
 
 def draw_over_floor(axis: Any, cases: Sequence[str], dots: Iterable[Dot], theme: Theme) -> None:
-    """A line per case and a mark per implementation, at its time over the floor of the case: further left is better."""
-    dots = list(dots)
+    """A line per case and a mark per implementation, at its time over the floor of the case: further left is better.
+
+    Marks beyond `FAR` stand at the end of their line, with their number.
+    """
+    dots = [placed for case in cases for placed in _far_at_the_end([dot for dot in dots if dot.case == case])]
     for place, case in enumerate(cases):
         values = [dot.over_floor for dot in dots if dot.case == case]
         if values:
@@ -260,6 +279,9 @@ def draw_over_floor(axis: Any, cases: Sequence[str], dots: Iterable[Dot], theme:
             places = [cases.index(dot.case) for dot in found]
             axis.plot([dot.over_floor for dot in found], places, linestyle="none", **marks(name, theme))
     for dot in dots:
+        if dot.over_floor > FAR:
+            where = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+            axis.annotate(dot.far, (dot.over_floor, cases.index(dot.case)), fontsize=6, color=theme.muted, **where)
         if dot.text:
             place = 1.015, cases.index(dot.case)
             where = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
@@ -267,6 +289,9 @@ def draw_over_floor(axis: Any, cases: Sequence[str], dots: Iterable[Dot], theme:
     axis.axvline(1.0, color=theme.floor, linestyle="--", linewidth=1.2, zorder=2)
     axis.set_xlim(0.8, 1.15 * max([1.0, *(dot.over_floor for dot in dots)]))
     log_axis(axis, "x", subs=(1.0, 2.0, 5.0))
+    ticks = axis.xaxis.get_major_formatter()
+    # Behind the last mark that stands at its place there is no scale.
+    axis.xaxis.set_major_formatter(lambda value, place: ticks(value, place) if value <= FAR else "")
     axis.grid(axis="x", which="major")
     axis.set_yticks(range(len(cases)), cases)
     axis.tick_params(axis="y", length=0)

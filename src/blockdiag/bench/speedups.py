@@ -117,12 +117,12 @@ def paged_speedups(rows: Sequence[PagedTiming]) -> list[SpeedUp]:
         if ours.implementation == NATIVE and ours.median_us:
             key = ours.workload, ours.cache, ours.page_size
             others = {
-                row.implementation: row.median_us
+                row.implementation: (row.median_us or 0.0) / 1e3
                 for row in decode
                 if (row.workload, row.cache, row.page_size) == key and _is_comparable(row.implementation)
             }
-            other = min(others, key=lambda name: others[name] or 0.0) if others else None
-            time = (others[other] or 0.0) / 1e3 if other else None
+            other = min(others, key=lambda name: others[name]) if others else None
+            time = others[other] if other else None
             workload = f"{ours.batch} x {ours.kv_length:,} keys, {CACHE_LABELS[ours.cache]}, pages of {ours.page_size}"
             floor = None if ours.floor_us is None else ours.floor_us / 1e3
             found.append(SpeedUp("paged decode", workload, "one query", ours.median_us / 1e3, floor, other, time))
@@ -137,8 +137,9 @@ def contiguous_factors(rows: Sequence[PagedTiming]) -> dict[str, float]:
     decode = [row for row in rows if row.group == "decode" and row.median_us and row.cache == "bfloat16"]
     factors = {}
     for ours in decode:
-        dense = [row.median_us for row in decode if row.workload == ours.workload and row.page_size is None]
-        if ours.implementation == NATIVE and ours.page_size == 64 and dense:
+        beside = [row for row in decode if row.workload == ours.workload and row.page_size is None]
+        dense = [row.median_us for row in beside if row.median_us]
+        if ours.implementation == NATIVE and ours.page_size == 64 and ours.median_us and dense:
             factors[f"{ours.batch} x {ours.kv_length:,}"] = min(dense) / ours.median_us
     return factors
 
