@@ -93,6 +93,15 @@ def area_under_curve(labels: np.ndarray, scores: np.ndarray) -> float:
     return float(np.mean((difference > 0) + 0.5 * (difference == 0)))
 
 
+def linear_scores(table: Table) -> np.ndarray:
+    """Scores of the held-out rows by least squares on the features: what a model must be compared with."""
+    inputs, held_out = (
+        np.concatenate([rows, np.ones((len(rows), 1), np.float32)], axis=1)
+        for rows in (table.features, table.held_out_features)
+    )
+    return held_out @ np.linalg.lstsq(inputs, table.labels, rcond=None)[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
     """What came out of a training.
@@ -114,6 +123,8 @@ class Training:
         last = np.mean(self.losses[-10:])
         print(f"{len(self.losses)} steps: loss {self.losses[0]:.4f} at first, {last:.4f} over the last ten")
         print(f"held-out rows: AUC {area:.4f}, accuracy {accuracy:.4f}")
+        linear = area_under_curve(table.held_out_labels, linear_scores(table))
+        print(f"the same rows by a linear fit: AUC {linear:.4f}")
         print(f"{self.rows_per_second:.0f} rows/s")
         if path is not None:
             path.write_text(json.dumps(self.losses))

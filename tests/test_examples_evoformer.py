@@ -15,7 +15,7 @@ import pytest
 from blockdiag import explain
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-STEPS = {"evoformer": 40, "torch_evoformer": 5}
+STEPS = {"evoformer": 25, "torch_evoformer": 5}
 
 
 def run(name, *arguments, device="cpu"):

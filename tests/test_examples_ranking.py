@@ -110,3 +110,16 @@ def test_area_under_curve(ranking_data):
     labels = np.array([0, 1, 0, 1])
     assert ranking_data.area_under_curve(labels, np.array([1.0, 2.0, 0.0, 3.0])) == 1.0
     assert ranking_data.area_under_curve(labels, np.array([0.0, 0.0, 1.0, 1.0])) == 0.5
+
+
+def test_linear_fit(ranking_data):
+    """A label that is a linear function of the features is ranked without a mistake, noise no better than by chance."""
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(400, 5)).astype(np.float32)
+    labels = (features @ np.arange(5) > 0).astype(np.float32)
+    table = ranking_data.Table(features[:200], labels[:200], features[200:], labels[200:])
+    assert ranking_data.area_under_curve(table.held_out_labels, ranking_data.linear_scores(table)) > 0.99
+    noise = ranking_data.Table(
+        features[:200], generator.integers(0, 2, 200).astype(np.float32), features[200:], labels[200:]
+    )
+    assert 0.2 < ranking_data.area_under_curve(noise.held_out_labels, ranking_data.linear_scores(noise)) < 0.8

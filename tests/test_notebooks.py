@@ -9,6 +9,8 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*.py"))
 
+EXPECTED = {"block_diagonal", "fuse_your_own", "jax_and_torch", "moba_routing", "paged_decode"}
+
 
 @pytest.fixture
 def usual_settings(monkeypatch):
@@ -45,3 +47,7 @@ def test_notebook_is_one(notebook):
         assert all(line.startswith("#") for line in cell.splitlines()[1:] if line), cell
     assert 5 <= len(prose) < len(cells)
     assert len(re.findall(r"^\s*(?:assert |np\.testing\.)", text, flags=re.MULTILINE)) >= 4
+
+
+def test_all_notebooks_are_found():
+    assert {path.stem for path in NOTEBOOKS} >= EXPECTED
