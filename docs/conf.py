@@ -11,6 +11,8 @@ _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE / "_extensions"), str(_HERE.parent / "src")]
 # Notebooks are run as on any machine: by the CPU, without a message about a GPU that is not there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of their time would be XLA's optimizations, of programs that run once on a few tokens.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 project = "blockdiag"
 copyright = "the authors of blockdiag"
