@@ -1,5 +1,6 @@
 """The notebooks of the documentation run, with the checks inside them, and draw pictures."""
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -10,6 +11,17 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*.py"))
 
 EXPECTED = {"block_diagonal", "fuse_your_own", "jax_and_torch", "moba_routing", "paged_decode"}
+# Calls that a cell may end with, as they return None.
+RETURN_NOTHING = {
+    "print",
+    "draw_mask",
+    "draw_pool",
+    "set_visible",
+    "set_yscale",
+    "show",
+    "assert_allclose",
+    "assert_close",
+}
 
 
 @pytest.fixture
@@ -51,3 +63,14 @@ def test_notebook_is_one(notebook):
 
 def test_all_notebooks_are_found():
     assert {path.stem for path in NOTEBOOKS} >= EXPECTED
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_end_without_a_value(notebook):
+    """The last expression of a cell would be shown in the notebook, as the address of a legend, say."""
+    _, *cells = re.split(r"^# %%.*\n", notebook.read_text(), flags=re.MULTILINE)
+    code = [cell for cell in cells if not all(line.startswith("#") for line in cell.splitlines() if line)]
+    for cell in code:
+        last = ast.parse(cell).body[-1]
+        if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
+            assert ast.unparse(last.value.func).split(".")[-1] in RETURN_NOTHING, ast.unparse(last)

@@ -240,8 +240,8 @@ axes.loglog(lengths, np.array(operator_bytes) / 2**20, color=BLUE, marker="o", l
 axes.set_xscale("log", base=2)
 axes.set_xticks(lengths, [str(tokens) for tokens in lengths])
 axes.set(xlabel="tokens", ylabel="MiB", title=f"temporary memory on {jax.devices()[0].platform}")
-axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False)
+axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # Times are another matter, and one of GPUs: `python -m blockdiag bench block_diagonal` measures them, and the README

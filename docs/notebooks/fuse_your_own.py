@@ -154,8 +154,8 @@ for function, colour, marker, label in ((document_attention, ORANGE, "s", "as wr
 axes.set_xscale("log", base=2)
 axes.set_xticks(lengths, [str(tokens) for tokens in lengths])
 axes.set(xlabel="tokens", ylabel="MiB", title=f"temporary memory on {jax.devices()[0].platform}")
-axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False)
+axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # ## The kernels

@@ -126,7 +126,7 @@ axes.imshow(palette[state], aspect="auto", interpolation="nearest", extent=(0, p
 for label, colour in (("seen", BLUE), ("has the query's word, and is not seen", ORANGE), ("neither", GREY)):
     axes.plot([], [], "s", color=colour, label=label)
 axes.set(xlabel=f"block of {BLOCK} keys", ylabel="query", title=f"routing of a text, {TOP_K} blocks for each query")
-axes.legend(loc="upper right")
+_ = axes.legend(loc="upper right")
 
 # %% [markdown]
 # Of the words that occur in exactly one earlier block, how many find it? Only queries that have more blocks than they
@@ -274,11 +274,11 @@ for axes, column, title in ((ratios, 1, "signal-to-noise ratio"), (recalls, 0, "
     axes.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
     axes.set(xlabel="keys of a block", title=title)
     axes.spines[["top", "right"]].set_visible(False)
-ratios.set_yscale("log")
 chance = [(ATTENDED // size - 1) / (LONG // size - 1) for size in BLOCK_SIZES]
 recalls.plot(BLOCK_SIZES, chance, ":", color="grey", label="blind choice")
 recalls.set_ylim(0, 1)
 recalls.legend(frameon=False)
+ratios.set_yscale("log")
 
 # %% [markdown]
 # ## Neighbours that are alike
