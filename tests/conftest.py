@@ -22,7 +22,7 @@ hypothesis.settings.register_profile(
     "blockdiag",
     deadline=None,  # an example that meets new shapes compiles
     derandomize=True,
-    max_examples=20,
+    max_examples=10,  # each compiles a program or two
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("blockdiag")

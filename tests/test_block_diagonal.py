@@ -120,7 +120,7 @@ def test_drawn_values(implementation, data):
 
 
 @pytest.mark.parametrize("implementation", INTERPRETED)
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(data=st.data())
 def test_drawn_values_in_interpreters(implementation, data):
     """Kernels take what they declare, and say what they do not take."""

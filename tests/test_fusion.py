@@ -264,3 +264,18 @@ def test_source_is_what_is_launched(name):
     source = explain(variant.function)(**inputs).source
     assert launched and all(text in source for text in launched)
     assert ("live_tiles" in source) == (name != "vanilla")
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 40, 16), (2, 1, 40, 16), (1, 1, 40, 16), (40, 16)], ids=str)
+def test_softmax_divided_after_the_product_along_axes_of_one(shape):
+    def divided(query, key, value):
+        scores = query @ key.mT * query.shape[-1] ** -0.5
+        powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return (powers @ value) / powers.sum(-1, keepdims=True)
+
+    def gradients(function):
+        return jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1, 2))
+
+    given = jax.random.normal(jax.random.key(0), (3, *shape))
+    for found, expected in zip(gradients(fuse(divided))(*given), gradients(divided)(*given), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

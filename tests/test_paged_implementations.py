@@ -189,7 +189,7 @@ def test_drawn_cases(implementation, case):
     assert_accurate(case, case.results(implementation))
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(case=cases())
 def test_drawn_cases_of_kernels(case):
     assert_accurate(case, case.results("triton"))

@@ -165,7 +165,7 @@ def test_kernels_are_available_where_jax_has_mosaic_gpu():
 
 @pytest.mark.parametrize(
     ("consumers", "key_stages", "query_stages", "programs", "key_heads"),
-    [(1, 1, 1, 2, 3), (2, 3, 3, 1, 3), (3, 4, 4, 2, 3), (1, 2, 3, 1, 1), (2, 3, 4, 1, 1)],
+    [(1, 1, 1, 2, 3), (3, 4, 4, 2, 3), (2, 3, 4, 1, 1)],
 )
 def test_results_do_not_depend_on_the_schedule(consumers, key_stages, query_stages, programs, key_heads):
     problem = make_problem(3, 3, key_heads, is_causal=True)

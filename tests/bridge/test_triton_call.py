@@ -1,11 +1,5 @@
 """`triton_call`: how arguments are bound, typed and refused, and its documented example."""
 
-import inspect
-import os
-import subprocess
-import sys
-import textwrap
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,13 +166,3 @@ def test_scalars_are_typed():
 def test_wrong_calls_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_the_documented_example_runs(tmp_path, pytestconfig):
-    documentation = inspect.getdoc(triton_call)
-    block = documentation.split("::\n", 1)[1].split("Args:")[0]
-    file = tmp_path / "example.py"
-    file.write_text(textwrap.dedent(block))
-    environment = os.environ | {"PYTHONPATH": str(pytestconfig.rootpath / "src")}
-    result = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[ 0.   2.5  5.   7.5 10. ]"

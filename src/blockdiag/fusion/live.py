@@ -16,9 +16,12 @@ from blockdiag.fusion.tiles import leaf_array
 from blockdiag.fusion.trace import primitives
 from blockdiag.fusion.tree import Leaf, Region
 
-# What can make a score small whatever queries and keys are; a bias that is added to it cannot.
-_KILLERS = frozenset({"select_n", "min", "clamp"})
+# What can rule a score out whatever queries and keys are; a bias that is only added to it is taken not to.
+_KILLERS = frozenset({"select_n", "min", "clamp", "eq", "ne", "lt", "le", "gt", "ge"})
 _NOTHING_KNOWN = Interval(-math.inf, math.inf)
+# Products of queries and keys are taken to be within this, so that adding -1e9 rules a score out. A softmax has no use
+# for larger ones: neighbouring float32 numbers are 4 apart there.
+_LARGEST_PRODUCT = 2.0**25
 
 
 @dataclass(frozen=True)
@@ -47,23 +50,25 @@ class Live:
 def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
     """The tiles that a region needs; None where it needs all.
 
-    A tile is dead where every score in it is at most -9e8 whatever queries and keys are. What numbers alone decide is
+    A tile is dead where every score in it is at most -9e8 whatever queries and keys are, products of up to 2^25 in
+    magnitude; without a softmax, where every weight is 0 whatever floating arrays hold. What numbers alone decide is
     decided while tracing.
 
     Args:
         arrays: by name, "leaf0", ... as the region has them.
     """
-    if region.score is None:
+    root = region.weight if region.score is None else region.score
+    if root is None:
         return None
     writer = Writer(region, "forward", tile)
-    program = writer.tile_program([region.score])
+    program = writer.tile_program([root])
     if _KILLERS.isdisjoint(primitives(program.jaxpr)):
         return None
     extents = [_extent(region, leaf, arrays.get(f"leaf{i}"), tile) for i, leaf in enumerate(region.leaves)]
-    score = bounds(program, extents)[0]
-    if isinstance(score.high, np.ndarray) and (score.high > MASKED).all():
+    found = bounds(program, extents)[0]
+    states = _nonzero(found) if region.score is None else tile_states(found, dead_below=MASKED)
+    if isinstance(states, np.ndarray) and states.all():
         return None
-    states = tile_states(score, dead_below=MASKED)
     full = _untouched(writer, extents)
     xp: Any = jnp if isinstance(states, jax.Array) or isinstance(full, jax.Array) else np
     shape = (*np.broadcast_shapes(states.shape, () if full is None else full.shape)[:-2], *writer.tile_counts)
@@ -82,6 +87,12 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
             order = order[..., : max(1, counts.max())]
         found |= {f"live_counts{suffix}": counts.astype(np.int32), f"live_tiles{suffix}": order.astype(np.int32)}
     return Live(labels, full is not None, {name: jnp.asarray(x) for name, x in found.items()})
+
+
+def _nonzero(weight: Interval) -> Any:
+    """Which tiles may have weights other than 0: int8, as `tile_states` has them."""
+    is_zero = (weight.low == 0) & (weight.high == 0)
+    return (~is_zero).astype(np.int8)
 
 
 def _untouched(writer: Writer, extents: list[Interval]) -> Any:
@@ -103,9 +114,14 @@ def _untouched(writer: Writer, extents: list[Interval]) -> Any:
 
 def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
     """The interval of a leaf on each tile."""
-    is_dense = leaf.role == "score" and leaf.source.dtype.kind in "fV"
-    if leaf.role in ("query", "key") or is_dense:
+    if leaf.role in ("query", "key"):
         # Reading all of it costs more than it tells.
+        features = math.prod(region.sizes[label] for label in leaf.features)
+        most = math.sqrt(_LARGEST_PRODUCT / max(1, features))
+        return Interval(-most, most)
+    is_floating = leaf.source.dtype.kind in "fV" and leaf.source.key is not None
+    if is_floating and (leaf.role == "score" or region.score is None):
+        # A weight that happens to be 0 still has a derivative.
         return _NOTHING_KNOWN
     if leaf.source.key is None and leaf.role != "scalar":
         # Positions are known while tracing.

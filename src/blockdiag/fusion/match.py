@@ -171,6 +171,12 @@ def _regions_of(
     columns = [axis for axis, dim in enumerate(dims[1 - side]) if dim == ()]
     for i, axis in enumerate(columns):
         assign(f"d{i}", value=axis)
+    weight_axes = [dims[side][axis] for axis in free]
+    value_axes = [dims[1 - side][axis] for axis in columns]
+    out_dims = tuple(
+        [dims[side][axis] for axis in shared[side]]
+        + (weight_axes + value_axes if side == 0 else value_axes + weight_axes)
+    )
     matcher = _Matcher(jaxpr, sizes, batch)
     reason, refused = "", ""
     try:
@@ -179,20 +185,15 @@ def _regions_of(
             raise _NoMatch
     except _NoMatch as failure:
         reason = str(failure)
-        divided = matcher.divided(equation, weights, tuple(dims[side]))
+        divided = matcher.divided(equation, out_dims, weights, tuple(dims[side]))
         if divided is None:
             terms, refused = matcher.plain(weights, tuple(dims[side]))
         else:
-            terms, replaced = [_Term(divided[0], None)], divided[1]
+            softmax, replaced, out_dims = divided
+            terms = [_Term(softmax, None)]
     if not terms:
         unmatched.append(_Unmatched(matcher, equation, weights, reason, refused))
         return replaced, ()
-    weight_axes = [dims[side][axis] for axis in free]
-    value_axes = [dims[1 - side][axis] for axis in columns]
-    out_dims = tuple(
-        [dims[side][axis] for axis in shared[side]]
-        + (weight_axes + value_axes if side == 0 else value_axes + weight_axes)
-    )
     regions = []
     for term in terms:
         score = None if term.softmax is None else term.softmax.score
@@ -322,32 +323,55 @@ class _Matcher:
         score = operation(lax.select_n_p, predicate, number(-np.inf), softmax.score)
         return _Term(_Softmax(score, softmax.extras), term.weight)
 
-    def divided(self, product: core.JaxprEqn, var: object, dims: tuple[Dim, ...]) -> tuple[_Softmax, core.Var] | None:
-        """The softmax whose sum a product of exponentials is divided by, and the quotient."""
-        power_var = self._skip(var)
+    def divided(
+        self, product: core.JaxprEqn, out_dims: tuple[Dim, ...], var: object, dims: tuple[Dim, ...]
+    ) -> tuple[_Softmax, core.Var, tuple[Dim, ...]] | None:
+        """The softmax whose sum a product of exponentials is divided by, the quotient, and the quotient's dims."""
+        try:
+            power_var, dims = self._through_moves(var, dims)
+        except _NoMatch:
+            return None
         power = self._producer(power_var)
         if power is None or power.primitive.name != "exp":
             return None
         for quotient in self.producers.values():
-            if quotient.primitive.name != "div" or self._skip(quotient.invars[0]) is not product.outvars[0]:
+            if quotient.primitive.name != "div" or isinstance(quotient.invars[1], core.Literal):
                 continue
+            whole = self._with_ones(quotient.invars[0], product.outvars[0], out_dims)
             total = self._producer(self._skip_moves(quotient.invars[1]))
-            if total is None or total.primitive.name != "reduce_sum" or self._skip(total.invars[0]) is not power_var:
+            if whole is None or total is None or total.primitive.name != "reduce_sum":
                 continue
             axes = total.params["axes"]
-            if len(axes) == 1 and dims[axes[0]] == (COLUMNS,) and self._follows_rows(quotient, dims, axes[0]):
-                return self._score(power, dims, (), None), quotient.outvars[0]
+            if self._skip(total.invars[0]) is not power_var or len(axes) != 1 or dims[axes[0]] != (COLUMNS,):
+                continue
+            given = broadcast_dims(quotient.invars[1], aval_of(quotient.outvars[0]).shape, whole)
+            _, inner = self._through_moves(quotient.invars[1], given)
+            if inner == dims[: axes[0]] + dims[axes[0] + 1 :]:
+                return self._score(power, dims, (), None), quotient.outvars[0], whole
         return None
 
-    def _follows_rows(self, quotient: core.JaxprEqn, dims: tuple[Dim, ...], axis: int) -> bool:
-        """Whether a quotient's divisor is the sum of each row, for all columns: its axes but the last are the rows'."""
-        whole = aval_of(quotient.outvars[0]).shape
-        divisor = quotient.invars[1]
-        if isinstance(divisor, core.Literal) or len(whole) != len(dims) or axis != len(dims) - 1:
-            return False
-        given = broadcast_dims(divisor, whole, (*dims[:-1], ("d0",)))
-        _, inner = self._through_moves(divisor, given)
-        return inner == dims[:-1]
+    def _with_ones(self, var: object, product: core.Var, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
+        """The dims of a product's result to which axes of size 1 may have been added; None of anything else."""
+        if self._skip(var) is product:
+            return dims
+        added = self._producer(self._skip(var))
+        if added is None or added.primitive.name not in _MOVES or self._skip(added.invars[0]) is not product:
+            return None
+        given, shape = aval_of(product).shape, aval_of(added.outvars[0]).shape
+        rest = list(zip(given, dims, strict=True))
+        found: list[Dim] = []
+        for size in shape:
+            if rest and rest[0][0] == size:
+                found.append(rest.pop(0)[1])
+            elif size == 1:
+                found.append(())
+            else:
+                return None
+        try:
+            moved = self._moved(added, tuple(found))
+        except _NoMatch:
+            return None
+        return tuple(found) if not rest and moved == dims else None
 
     def plain(self, var: object, dims: tuple[Dim, ...]) -> tuple[list[_Term], str]:
         """A weight without a softmax, where it is a function of scores; else nothing, and why."""

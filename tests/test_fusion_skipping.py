@@ -1,0 +1,113 @@
+"""Tiles that masks other than `where(mask, score, -inf)` rule out: added ones, and those of weights without softmax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import explain, fuse
+
+TOKENS, HEADS, SIZE = 200, 1, 16
+
+
+def products(query, key):
+    return jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+
+
+def distance(query):
+    positions = jnp.arange(query.shape[1])
+    return positions[:, None] - positions[None, :]
+
+
+def added(query, key, value):
+    scores = products(query, key) + jnp.where(distance(query) >= 0, 0.0, -1e9)[None, None]
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+
+def lowest_added(query, key, value):
+    lowest = float(jnp.finfo(query.dtype).min)
+    scores = products(query, key) + jnp.where(distance(query) >= 0, 0.0, lowest)[None, None]
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+
+def window_by_factor(query, key, value):
+    bias = (1 - (jnp.abs(distance(query)) <= 20).astype(query.dtype)) * -1e9
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None, None], axis=-1), value)
+
+
+def sigmoid(query, key, value):
+    weights = jnp.where((distance(query) >= 0)[None, None], jax.nn.sigmoid(products(query, key)), 0)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def decay(query, key, value, rate):
+    """rate [N]."""
+    away = jnp.maximum(distance(query), 0).astype(query.dtype)
+    weights = products(query, key) * jnp.tril(jnp.exp(-jnp.exp(rate)[:, None, None] * away[None]))[None]
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def learned_mask(query, key, value, keep):
+    """keep [S]: 0 for some tiles, and still with a derivative there."""
+    weights = jax.nn.sigmoid(products(query, key)) * jnp.clip(keep, -1.0, 1.0)[None, None, None]
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+SKIPPED = dict.fromkeys((added, lowest_added, window_by_factor, sigmoid, decay), 0.2)
+
+
+def operands(function):
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, TOKENS, HEADS, SIZE))
+    if function is decay:
+        return query, key, value, jnp.array([-2.0])
+    if function is learned_mask:
+        return query, key, value, jnp.where(jnp.arange(TOKENS) < 128, 0.0, 0.5)
+    return query, key, value
+
+
+@pytest.mark.parametrize("function", SKIPPED, ids=lambda function: function.__name__)
+def test_tiles_are_skipped(function):
+    (region,) = explain(function)(*operands(function)).regions
+    assert region.skipped >= SKIPPED[function]
+    rows, columns = region.tile
+    weights = np.asarray(distance(jnp.ones((1, TOKENS))))
+    needed = np.abs(weights) <= 20 if function is window_by_factor else weights >= 0
+    for row, line in enumerate(region.live.reshape(-1, *region.live.shape[-2:])[0]):
+        for column, is_visited in enumerate(line):
+            tile = needed[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
+            assert is_visited or not tile.any()
+
+
+@pytest.mark.parametrize(
+    "function", [lowest_added, window_by_factor, decay, learned_mask], ids=lambda function: function.__name__
+)
+def test_results_and_gradients(function):
+    given = operands(function)
+    cotangent = jax.random.normal(jax.random.key(1), given[0].shape)
+
+    def both(function, *given):
+        output, pull = jax.vjp(function, *given)
+        return output, pull(cotangent)
+
+    found = jax.jit(functools.partial(both, fuse(function, implementation="triton")))(*given)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(both, function))(*given)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5 * max(1.0, float(jnp.abs(other).max())))
+
+
+def test_weights_that_happen_to_be_zero_are_computed():
+    (region,) = explain(learned_mask)(*operands(learned_mask)).regions
+    assert region.live is None
+
+
+def test_what_is_added_as_an_array_of_floats_is_not_looked_at():
+    def biased(query, key, value, bias):
+        """bias [T, S]."""
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None, None], axis=-1), value)
+
+    bias = jnp.where(jnp.tri(TOKENS, dtype=bool), 0.0, -1e9)
+    (region,) = explain(biased)(*operands(biased), bias).regions
+    assert region.skipped == 0
