@@ -14,9 +14,9 @@ from rich.table import Table
 from blockdiag.bench.plot_style import LIGHT, save_one
 from blockdiag.bench.records import write_rows
 from blockdiag.bench.training_plots import draw_recall
-from blockdiag.bench.training_records import RecallRow
+from blockdiag.bench.training_records import Recall, RecallRow
 from blockdiag.cli import recall_experiment
-from blockdiag.cli.recall_experiment import Recall, RecallSettings, by_keys
+from blockdiag.cli.recall_experiment import RecallSettings, by_keys
 from blockdiag.cli.training_report import where_of
 
 SETTINGS = RecallSettings()

@@ -27,6 +27,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from blockdiag import key_convolution, moba_routing
+from blockdiag.bench.training_records import Recall
 from blockdiag.cli.language_model import VOCABULARY, english_text, split_text
 
 
@@ -77,32 +78,6 @@ class Retrieval(NamedTuple):
     key: Float[Array, "trials context H"]
     position: Int[np.ndarray, " trials"]
     length: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Recall:
-    """What was found for one kind of keys and one block size.
-
-    Attributes:
-        keys: which keys.
-        block_size, top_k: B and k.
-        accuracy: share of queries whose chosen blocks hold the needle, from `moba_routing`.
-        predicted_accuracy: the same from `predicted_snr`, for independent normal noise.
-        snr: mean difference between the score of the needle's block and another's, over its standard deviation.
-        predicted_snr: what the formula says.
-        chance: accuracy of blocks chosen blindly.
-        error: standard error of `accuracy`.
-    """
-
-    keys: str
-    block_size: int
-    top_k: int
-    accuracy: float
-    predicted_accuracy: float
-    snr: float
-    predicted_snr: float
-    chance: float
-    error: float
 
 
 def run_recall(settings: RecallSettings, *, say: Callable[[str], None] = lambda line: None) -> list[Recall]:

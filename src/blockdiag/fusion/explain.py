@@ -15,7 +15,7 @@ from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
 from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.trace import bind, read
-from blockdiag.fusion.tree import Node, NotFusible, Region
+from blockdiag.fusion.tree import NotFusible, Region, nodes_of
 
 __all__ = ["Explanation", "LeafReport", "RegionReport", "explain"]
 
@@ -310,14 +310,7 @@ def _masks(program: Program) -> dict[Any, Any]:
 
 def _products(region: Region) -> int:
     """How many products of queries and keys a score, or a weight, has."""
-    seen: dict[int, Node] = {}
-    waiting = [x for x in (region.score, region.weight) if x is not None]
-    while waiting:
-        node = waiting.pop()
-        if id(node) not in seen:
-            seen[id(node)] = node
-            waiting += node.inputs
-    return sum(node.kind == "product" for node in seen.values())
+    return sum(node.kind == "product" for node in nodes_of(region.score, region.weight))
 
 
 def _indented(text: str) -> str:

@@ -1,12 +1,11 @@
 """What kernels need not compute for each score: positive factors of the whole score, and masks of tiles without any."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
-from blockdiag.fusion.tree import Node, number
+from blockdiag.fusion.tree import Node, leaves_of, number
 
 # A score that is at most this is masked: -1e9 in any dtype, which bfloat16 rounds to -998244352.
 MASKED = -9e8
@@ -86,19 +85,9 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
     return rebuilt(node), tuple(found.values())
 
 
-def has_keys(nodes: Sequence[Node]) -> bool:
+def has_keys(*nodes: Node) -> bool:
     """Whether any node depends on keys."""
-    seen: set[int] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if node.leaf is not None and node.leaf.role in ("key", "column", "score"):
-            return True
-        waiting += node.inputs
-    return False
+    return any(leaf.role in ("key", "column", "score") for leaf in leaves_of(*nodes))
 
 
 def _number(node: Node) -> float | None:

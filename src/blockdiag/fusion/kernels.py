@@ -413,7 +413,7 @@ def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> So
         emit(f'largest = tl.full([{tile.rows}], float("-inf"), tl.float32)')
         emit(f"total = tl.zeros([{tile.rows}], tl.float32)")
     weight_of_rows = None
-    if region.score is not None and region.weight is not None and not has_keys([region.weight]):
+    if region.score is not None and region.weight is not None and not has_keys(region.weight):
         weight_of_rows = region.weight
     in_loop = None if weight_of_rows is not None else region.weight
 

@@ -22,7 +22,19 @@ from blockdiag.fusion.pull import (
     users_of,
 )
 from blockdiag.fusion.trace import aval_of
-from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Leaf, Node, NotFusible, Region, number, operation, source_of
+from blockdiag.fusion.tree import (
+    COLUMNS,
+    ROWS,
+    Dim,
+    Node,
+    NotFusible,
+    Region,
+    leaves_of,
+    nodes_of,
+    number,
+    operation,
+    source_of,
+)
 
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 _PASSES = ("convert_element_type", "copy", "pvary", "reduce_precision", "stop_gradient")
@@ -217,26 +229,6 @@ def _regions_of(
     return replaced, tuple(regions)
 
 
-def leaves_of(*roots: Node | None) -> tuple[Leaf, ...]:
-    """The leaves of trees, each once, in the order in which they are met."""
-    found: dict[Leaf, None] = {}
-    seen: set[int] = set()
-
-    def visit(node: Node) -> None:
-        if id(node) in seen:
-            return
-        seen.add(id(node))
-        if node.leaf is not None:
-            found[node.leaf] = None
-        for inner in node.inputs:
-            visit(inner)
-
-    for root in roots:
-        if root is not None:
-            visit(root)
-    return tuple(found)
-
-
 class _Matcher:
     def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
         self.producers = producers_of(jaxpr)
@@ -382,7 +374,7 @@ class _Matcher:
             node = self.puller.node(var, dims)
         except (NotFusible, Unpullable) as failure:
             return [], str(failure)
-        return ([_Term(None, node)] if _has_product(node) else []), ""
+        return ([_Term(None, node)] if any(x.kind == "product" for x in nodes_of(node)) else []), ""
 
     @staticmethod
     def _scaled(term: _Term, factor: Node, primitive: core.Primitive) -> _Term:
@@ -591,16 +583,3 @@ class _Matcher:
 
     def _producer(self, var: object) -> core.JaxprEqn | None:
         return self.producers.get(var) if isinstance(var, core.Var) else None
-
-
-def _has_product(root: Node) -> bool:
-    seen: set[int] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if node.kind == "product":
-            return True
-        if id(node) not in seen:
-            seen.add(id(node))
-            waiting += node.inputs
-    return False

@@ -1,6 +1,6 @@
 """What a fused region is made of: leaves in memory, and trees of operations on tiles of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -169,6 +169,23 @@ class Region:
     value_dims: tuple[Dim, ...]
     out_dims: tuple[Dim, ...]
     dtype: np.dtype[Any]
+
+
+def nodes_of(*roots: Node | None) -> Iterator[Node]:
+    """The nodes of trees, each once, in the order in which they are met."""
+    seen: set[int] = set()
+    waiting = [root for root in reversed(roots) if root is not None]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            waiting += reversed(node.inputs)
+
+
+def leaves_of(*roots: Node | None) -> tuple[Leaf, ...]:
+    """The leaves of trees, each once, in the order in which they are met."""
+    return tuple(dict.fromkeys(node.leaf for node in nodes_of(*roots) if node.leaf is not None))
 
 
 def with_leaves(region: Region, replaced: Mapping[Leaf, Leaf], **changes: Any) -> Region:
