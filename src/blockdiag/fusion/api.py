@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
+from blockdiag.fusion.distances import with_made
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.match import find_regions
@@ -110,6 +111,7 @@ class Program:
             self.regions = find_regions(self.jaxpr.jaxpr)
         if not self.regions:
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
+        self.jaxpr = with_made(self.jaxpr, [region for found in self.regions.values() for region in found])
 
     def run(self, names: tuple[str, ...] | None) -> Any:
         """The results."""

@@ -27,12 +27,14 @@ _PLAIN: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "rows": {64: (64, 64, 4, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)},
     "columns": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 128, 8, 3), 512: (16, 64, 8, 2)},
     "pairs": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 64, 8, 1)},
+    "diagonals": {64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 64, 8, 2), 512: (64, 64, 8, 1)},
 }
 _BIASED: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "forward": {64: (128, 32, 4, 3), 128: (128, 32, 4, 3), 256: (128, 32, 8, 3), 512: (64, 64, 8, 2)},
     "rows": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), 512: (64, 32, 8, 2)},
     "columns": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (32, 64, 8, 2), 512: (16, 64, 8, 2)},
     "pairs": _PLAIN["pairs"],
+    "diagonals": _PLAIN["diagonals"],
 }
 
 
@@ -51,7 +53,10 @@ def config_of(region: Region, kind: Kind) -> Config:
         rows, columns, warps, stages = table[next(wide for wide in table if width <= wide)]
         if kind == "forward" and not has_bias and features <= 64 < values <= 128:
             warps = 4
-    return Config(_fitting(region, rows, columns), warps, stages)
+    tile = _fitting(region, rows, columns)
+    if kind == "diagonals":
+        tile = Tile(*[min(tile.rows, tile.columns)] * 2)
+    return Config(tile, warps, stages)
 
 
 def _fitting(region: Region, rows: int, columns: int) -> Tile:
@@ -75,7 +80,7 @@ def shared_bytes(region: Region, kind: Kind, config: Config) -> tuple[int, int]:
     match kind:
         case "columns":
             return columns * per_column + 2 * scores * width, rows * per_row + bias * scores
-        case "pairs":
+        case "pairs" | "diagonals":
             return scores * width, rows * per_row + columns * per_column
     return rows * per_row + scores * width, columns * per_column + bias * scores
 

@@ -27,7 +27,8 @@ class LeafReport:
     """An array that a region reads.
 
     Attributes:
-        role: "query" and "key" of products; "row", "column", "score" and "scalar" have queries, keys, both or neither.
+        role: "query" and "key" of products; "row", "column", "score" and "scalar" have queries, keys, both or neither;
+            "distance" is a function of their difference.
         labels: the batch axes that it has; it is the same along the others.
         shape, dtype: of the array, as it lies in memory.
         is_known: whether its elements are known while tracing.
@@ -271,7 +272,8 @@ def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | 
     """The tiles that are visited, where that is known."""
     arrays = {}
     for i, leaf in enumerate(region.leaves):
-        is_read = leaf.role not in ("query", "key") and not (leaf.role == "score" and leaf.source.dtype.kind in "fV")
+        is_bias = leaf.role in ("score", "distance") and leaf.source.dtype.kind in "fV"
+        is_read = leaf.role not in ("query", "key") and not is_bias
         if not is_read or leaf.source.key is None or leaf.source.constant is not None:
             continue
         if leaf.source.key not in known:

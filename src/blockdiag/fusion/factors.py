@@ -87,7 +87,7 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
 
 def has_keys(*nodes: Node) -> bool:
     """Whether any node depends on keys."""
-    return any(leaf.role in ("key", "column", "score") for leaf in leaves_of(*nodes))
+    return any(leaf.role in ("key", "column", "score", "distance") for leaf in leaves_of(*nodes))
 
 
 def _number(node: Node) -> float | None:

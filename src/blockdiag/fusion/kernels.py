@@ -20,10 +20,10 @@ from blockdiag.fusion.factors import NO_KEY, factored, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.trace import tile_jaxpr
-from blockdiag.fusion.tree import Dim, Leaf, Node, Region
+from blockdiag.fusion.tree import DISTANCE, Dim, Leaf, Node, Region
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
-Kind = Literal["forward", "rows", "columns", "pairs"]
+Kind = Literal["forward", "rows", "columns", "pairs", "diagonals"]
 
 LOG2_E = 1.4426950408889634
 # Of 50 MB of L2 on Hopper, of which half is near each multiprocessor; less than that, for what else is read.
@@ -149,7 +149,7 @@ class Writer:
                 return self.turned(self.tile.rows, 1)
             case "column":
                 return self.turned(1, self.tile.columns)
-            case "score":
+            case "score" | "distance":
                 return self.turned(self.tile.rows, self.tile.columns)
         return 1, 1
 
@@ -263,6 +263,9 @@ class Writer:
                 self.emit(f"{name} = (tl.load({at}){widen}){self.column}")
             case "score":
                 at = f"{self.times('r_q' + self.row, 'q', layout)} + {self.times('r_k' + self.column, 'k', layout)}"
+                self.emit(f"{name} = tl.load(p_{name} + {base} + {at}){widen}")
+            case "distance":
+                at = f"(r_q{self.row} - r_k{self.column} + {self.keys - 1}) * {layout.stride(DISTANCE)}"
                 self.emit(f"{name} = tl.load(p_{name} + {base} + {at}){widen}")
             case "scalar":
                 self.emit(f"{name} = tl.load(p_{name} + {base}){widen}")

@@ -21,7 +21,7 @@ def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Li
     emit = writer.emit
     writer.place_program(writer.row_tiles, region.batch, last_first=lists is not None, through=None if lists else "k")
     writer.tile_of("q", "own")
-    _read_rows(writer)
+    read_rows(writer)
     before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
     for i in leaf_grads:
         shape = writer.tile_shape(region.leaves[i])
@@ -30,14 +30,14 @@ def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Li
     def body(has_masks: bool) -> None:
         writer.tile_of("k", "tile")
         tiles = [before[i] if i in before else writer.read(i) for i in range(len(region.leaves))]
-        _add(writer, _gradients(writer, tiles, wants_power=False, has_masks=has_masks))
+        add_gradients(writer, print_gradients(writer, tiles, wants_power=False, has_masks=has_masks))
 
     writer.through(lists, body)
-    _times_factor(writer)
+    times_factor(writer)
     if region.extras:
         # Extras have no keys.
         tiles = [before.get(i, Value("0", writer.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
-        _add(writer, _extra_gradients(writer, tiles))
+        add_gradients(writer, _extra_gradients(writer, tiles))
     for i in leaf_grads:
         _store_gradient(writer, i, region.batch)
     return writer.source(writer.row_tiles * cells_of(region, region.batch))
@@ -66,10 +66,10 @@ def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists:
 
     def body(has_masks: bool) -> None:
         writer.tile_of("q", "tile")
-        _read_rows(writer)
+        read_rows(writer)
         tiles = [fixed[i] if i in fixed else writer.read(i) for i in range(len(region.leaves))]
-        *grads, power = _gradients(writer, tiles, wants_power=True, has_masks=has_masks)
-        _add(writer, grads)
+        *grads, power = print_gradients(writer, tiles, wants_power=True, has_masks=has_masks)
+        add_gradients(writer, grads)
         emit(
             f"sum_value = tl.dot({writer.whole(power)}.to(cotangent.dtype), cotangent, sum_value, "
             f'input_precision="{writer.precision}")'
@@ -83,7 +83,7 @@ def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists:
         writer.loop(f"for other in range({cells_of(region, others)}):", cells)
     else:
         writer.through(lists, body, rows=True)
-    _times_factor(writer)
+    times_factor(writer)
     for i in leaf_grads:
         _store_gradient(writer, i, labels)
     _store_value(writer, labels)
@@ -105,17 +105,17 @@ def pairs_source(region: Region, tile: Tile, place: int) -> Source:
     def body() -> None:
         if others:
             writer.decode("other", others)
-        _read_rows(writer)
+        read_rows(writer)
         tiles = [fixed[i] if i in fixed else writer.read(i) for i in range(len(region.leaves))]
-        _add(writer, _gradients(writer, tiles, wants_power=False, has_masks=True))
+        add_gradients(writer, print_gradients(writer, tiles, wants_power=False, has_masks=True))
 
     writer.loop(f"for other in range({cells_of(region, others)}):", body)
-    _times_factor(writer)
+    times_factor(writer)
     _store_gradient(writer, place, leaf.labels)
     return writer.source(writer.row_tiles * writer.key_tiles * cells_of(region, leaf.labels))
 
 
-def _read_rows(writer: Writer) -> None:
+def read_rows(writer: Writer) -> None:
     """Load a tile of the result's cotangent, and what the softmax left."""
     place, masks = writer.result_place()
     writer.emit(f"cotangent = tl.load(p_cotangent + {place}{writer.masked(masks)})")
@@ -129,7 +129,7 @@ def _read_rows(writer: Writer) -> None:
     writer.emit(f"delta = tl.load(p_delta + {writer.row_place()}{writer.masked(mask)}){writer.row}")
 
 
-def _gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool, has_masks: bool) -> list[Value]:
+def print_gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool, has_masks: bool) -> list[Value]:
     """Print the gradients of the leaves asked for, but for the factor, and what the values' one is made of."""
     region, tile = writer.region, writer.tile
     if writer.kind != "columns":
@@ -185,7 +185,7 @@ def _gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool, has
     return Printer(writer.emit, "x", writer.precision).run(jaxpr, arguments)
 
 
-def _times_factor(writer: Writer) -> None:
+def times_factor(writer: Writer) -> None:
     """What the score was divided by, once for all tiles."""
     if writer.factor != 1:
         for i in writer.leaf_grads:
@@ -220,7 +220,7 @@ def _summed_to(x: Any, shape: tuple[int, ...]) -> Any:
     return x.sum(axes, keepdims=True) if axes else x
 
 
-def _add(writer: Writer, grads: Sequence[Value]) -> None:
+def add_gradients(writer: Writer, grads: Sequence[Value]) -> None:
     for place, grad in zip(writer.leaf_grads, grads, strict=True):
         writer.emit(f"sum{place} += {grad.name}")
 

@@ -120,7 +120,7 @@ def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
         most = math.sqrt(_LARGEST_PRODUCT / max(1, features))
         return Interval(-most, most)
     is_floating = leaf.source.dtype.kind in "fV" and leaf.source.key is not None
-    if is_floating and (leaf.role == "score" or region.score is None):
+    if is_floating and (leaf.role in ("score", "distance") or region.score is None):
         # A weight that happens to be 0 still has a derivative.
         return _NOTHING_KNOWN
     if leaf.source.key is None and leaf.role != "scalar":
@@ -140,8 +140,23 @@ def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
         # A mask that a program holds as a constant: XLA would reduce it while compiling, for many seconds.
         array = jax.lax.optimization_barrier(array)
     whole = leaf_array(leaf, array, region.batch, region.sizes)
+    if leaf.role == "distance":
+        return _distance_extent(region, whole, tile)
     sizes = [region.sizes[label] if label in leaf.labels else 1 for label in region.batch]
     last = {"row": [region.sizes["q"]], "column": [region.sizes["k"]], "scalar": []}.get(
         leaf.role, list(whole.shape[-2:])
     )
     return tile_extent(whole.reshape(sizes + last), leaf.role, tile.rows, tile.columns)
+
+
+def _distance_extent(region: Region, whole: Any, tile: Tile) -> Interval:
+    """The interval of whole numbers or booleans by distance [labels.., distances]."""
+    xp: Any = np if isinstance(whole, np.ndarray) else jnp
+    rows, keys = region.sizes["q"], region.sizes["k"]
+    first_row = np.arange(0, rows, tile.rows)[:, None, None]
+    last_key = np.arange(tile.columns - 1, keys + tile.columns - 1, tile.columns)[None, :, None]
+    seen = first_row - last_key + np.arange(tile.rows + tile.columns - 1) + keys - 1
+    found = whole[..., seen.clip(0, rows + keys - 2)]
+    ends = (xp.all, xp.any) if whole.dtype == bool else (xp.min, xp.max)
+    low, high = (end(found, axis=-1) for end in ends)
+    return Interval(low, high)

@@ -11,9 +11,11 @@ from jax import lax
 from jax.extend import core, source_info_util
 
 from blockdiag.fusion.calls import calls_of
+from blockdiag.fusion.distances import Distances
 from blockdiag.fusion.trace import aval_of, body_of, constants
 from blockdiag.fusion.tree import (
     COLUMNS,
+    ELEMENTWISE,
     FEATURES,
     ROWS,
     Dim,
@@ -23,19 +25,12 @@ from blockdiag.fusion.tree import (
     NotFusible,
     Source,
     Trees,
+    Unpullable,
     number,
     operation,
     source_of,
 )
 
-# What works element by element.
-ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
-    "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
-    "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "one_minus_square", "or", "pow", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-})  # fmt: skip
 # The same value, seen otherwise.
 _SAME = frozenset({"copy", "copy_p", "reduce_precision", "optimization_barrier", "pvary"})
 
@@ -45,10 +40,6 @@ _MOST_CONSTANTS = 2**22
 
 # Features that are summed one by one where they are no product of a query and a key.
 _MOST_FEATURES = 64
-
-
-class Unpullable(Exception):
-    """The labels of a value say nothing about what it is computed from."""
 
 
 class Puller:
@@ -65,6 +56,7 @@ class Puller:
     ) -> None:
         self._is_function = is_function
         self.producers = producers_of(jaxpr)
+        self._distances = Distances(self.producers, sizes)
         self._constant_of = constants(jaxpr, _MOST_CONSTANTS)
         self.sizes = sizes
         self.batch = batch
@@ -98,12 +90,26 @@ class Puller:
         except Unpullable as failure:
             if self._is_function:
                 raise
+            found = self._by_distance(var, dims)
+            if found is not None:
+                return found
             if self._has_product(var):
                 raise NotFusible(
                     f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
                 ) from None
         # Made by the program as it stands, and read in tiles.
         return self._leaf(var, dims)
+
+    def _by_distance(self, var: core.Var, dims: tuple[Dim, ...]) -> Node | None:
+        """The leaf that a function of q - k alone is; None of other values."""
+        try:
+            source, dims = self._distances.source(var, dims)
+        except Unpullable:
+            return None
+        self.producers |= {out: equation for equation in source.made for out in equation.outvars}
+        labels = labels_of(dims)
+        leaf = Leaf(source, dims, "distance", tuple(label for label in self.batch if label in labels))
+        return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
 
     def _computed(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
         name, params = equation.primitive.name, equation.params

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from blockdiag._differentiation import on_common_axes
-from blockdiag.fusion.tree import Function, Leaf, Node, Region, Trees
+from blockdiag.fusion.tree import DISTANCE, Function, Leaf, Node, Region, Trees
 
 # Primitives that nodes are made of beside those of the program.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -142,11 +142,11 @@ def arrange(array: Any, dims: Sequence[Any], order: Sequence[str], sizes: dict[s
 
 def leaf_order(leaf: Leaf, batch: Sequence[str]) -> list[str]:
     """The order of a leaf's labels: batch labels, then those of its tile."""
-    return [*batch, "q", "k", *leaf.features]
+    return [*batch, "q", "k", DISTANCE, *leaf.features]
 
 
 def leaf_array(leaf: Leaf, array: Any, batch: Sequence[str], sizes: dict[str, int]) -> Any:
-    """A leaf as [labels.., rows or 1, columns or 1], or [labels.., rows or columns, features]."""
+    """A leaf as [labels.., rows or 1, columns or 1], [labels.., rows or columns, features] or [labels.., distances]."""
     array = arrange(array, leaf.dims, leaf_order(leaf, batch), sizes)
     lead = array.shape[: len(leaf.labels)]
     match leaf.role:

@@ -8,13 +8,30 @@ import jax
 import numpy as np
 from jax.extend import core
 
-Role = Literal["query", "key", "row", "column", "score", "scalar"]
-"""What a leaf's tile is: [q, f] and [k, f] operands of products, [q], [k], [q, k], or one number of each batch."""
+Role = Literal["query", "key", "row", "column", "score", "distance", "scalar"]
+"""What a leaf's tile is: [q, f] and [k, f] operands of products, [q], [k], [q, k], [q, k] of which every element is a
+function of q - k, or one number of each batch."""
 
 Dim = tuple[str, ...] | int
 """What an axis of an array stands for: labels, the first one slowest (none: size 1), or one index of it."""
 
 ROWS, COLUMNS, FEATURES = "q", "k", "f"
+DISTANCE = "distance"
+"""The label of an axis that has q - k, from 1 - keys to queries - 1."""
+
+
+# What works element by element.
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "one_minus_square", "or", "pow", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+})  # fmt: skip
+
+
+class Unpullable(Exception):
+    """The labels of a value say nothing about what it is computed from."""
 
 
 class NotFusible(NotImplementedError):
@@ -38,12 +55,14 @@ class Source:
     Attributes:
         key: the variable of the program that it is; None for 0, 1, 2, ...
         constant: its elements, where they are known while tracing.
+        made: equations that make it of variables of the program; empty where the program has them.
     """
 
     key: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     constant: np.ndarray | None = field(default=None, compare=False)
+    made: tuple[core.JaxprEqn, ...] = field(default=(), compare=False)
 
 
 def source_of(var: core.Var, constant: np.ndarray | None = None) -> Source:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from blockdiag._differentiation import on_common_axes
+from blockdiag.fusion.diagonals import distance_tile
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.tiles import (
     canonical_result,
@@ -235,6 +236,10 @@ def _merge(region: Region, given: Sequence[Any], tile: Sequence[Any]) -> list[An
 
 def _tile(region: Region, dtype: Any, tiles: Sequence[Any], keys: Any, count: int) -> tuple[Any, Any]:
     """Scores and weights [rows, keys of the tile] or broadcastable, without what lies beyond the keys."""
+    tiles = [
+        distance_tile(x, keys[0], region.sizes["q"], count, keys.size) if leaf.role == "distance" else x
+        for leaf, x in zip(region.leaves, tiles, strict=True)
+    ]
     score, weight = tile_function((region.score, region.weight), region.leaves, dtype)(*tiles)
     is_key = (keys < count)[None, :]
     weight = jnp.ones((1, 1), dtype) if weight is None else weight

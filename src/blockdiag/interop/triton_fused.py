@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from blockdiag.fusion.configs import Config, config_of, shared_bytes, widest
+from blockdiag.fusion.diagonals import distance_gradient
 from blockdiag.fusion.emit import NotPrintable
 from blockdiag.fusion.kernels import Kind, Lists, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
+from blockdiag.fusion.kernels_diagonals import diagonals_source
 from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
 from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.tiles import (
@@ -234,6 +236,8 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
     add("columns", lambda tile, lists: columns_source(region, tile, columns, lists))
     for i in places["score"]:
         add("pairs", lambda tile, lists, i=i: pairs_source(region, tile, i))
+    for i in places["distance"]:
+        add("diagonals", lambda tile, lists, i=i: diagonals_source(region, tile, i))
     return found
 
 
@@ -280,6 +284,8 @@ class _Change:
         leaf = region.leaves[place]
         if dims == leaf.dims and not self.leaves[place]:
             return grad
+        if leaf.role == "distance":
+            return distance_gradient(region, leaf, array, grad)
         inner = self.inner.leaves[place]
         if dims == inner.dims:
             canonical = grad

@@ -1,0 +1,446 @@
+"""Values of queries by keys that are functions of q - k alone, such as biases of relative positions.
+
+An array [.., T, S] that is gathered from a table by distance, or made by a small network of it, has T + S - 1 numbers
+in each head. Here the same equations are applied to these distances in place of all pairs: along the axis of queries an
+array has T + S - 1 distances, along that of keys it has one element. Regions then read the number of q - k where they
+need it, and of the gradient the sums along diagonals.
+
+Why not the indices themselves, in the kernel: the logarithms of T5's buckets are some twenty operations for each
+element, and a table's gradient would need a comparison for each element and row of the table. One load for each element
+and one sum for each diagonal do for every function of the distance, whatever it is made of, and its derivative is JAX's
+own, on T + S - 1 numbers.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from blockdiag._differentiation import on_common_axes
+from blockdiag.fusion.trace import aval_of
+from blockdiag.fusion.tree import COLUMNS, DISTANCE, ELEMENTWISE, ROWS, Dim, Region, Source, Unpullable
+
+_SAME = frozenset({"copy", "copy_p", "stop_gradient", "pvary", "pcast", "reduce_precision"})
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+# Whole numbers up to this are exact in float32.
+_EXACT = 2**24
+
+type _Arrays = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Which axes of a value are queries and keys; None where it has not, or is the same for all."""
+
+    rows: int | None
+    columns: int | None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return self.rows is not None or self.columns is not None
+
+    def through(self, find: Callable[[int], int | None]) -> "_Axes":
+        """The axes of an operand."""
+        return _Axes(*(None if axis is None else find(axis) for axis in (self.rows, self.columns)))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A value on distances.
+
+    Attributes:
+        compute: the array from those of the program, its axes of queries and keys as the module says.
+        is_still: whether it is the same at all positions.
+        number: what it is, where it is a number.
+    """
+
+    compute: Callable[[_Arrays], Any]
+    is_still: bool
+    number: Any = None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """rows * q + columns * k + offset + rest.
+
+    Attributes:
+        rest: a value that is the same at all positions.
+    """
+
+    rows: int
+    columns: int
+    offset: int
+    rest: _Made | None = None
+
+
+class Distances:
+    """Functions of q - k in a program.
+
+    Args:
+        producers: of each variable the equation that computes it.
+        sizes: of labels; that of distances is added.
+    """
+
+    def __init__(self, producers: Mapping[core.Var, core.JaxprEqn], sizes: dict[str, int]) -> None:
+        self._producers = producers
+        self._sizes = sizes
+        self._known: dict[tuple[core.Var, _Axes], _Made | _Line] = {}
+        self._read: dict[core.Var, None] = {}
+
+    def source(self, var: core.Var, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
+        """The numbers of a value whose axes stand for `dims`, by distance, and what their axes stand for.
+
+        Raises:
+            Unpullable: it depends on the positions of queries and keys otherwise than by their difference.
+        """
+        if (ROWS,) not in dims or (COLUMNS,) not in dims or 1 in (self._rows, self._keys):
+            raise Unpullable("no axes of queries and keys")
+        self._sizes[DISTANCE] = self._rows + self._keys - 1
+        axes = _Axes(dims.index((ROWS,)), dims.index((COLUMNS,)))
+        self._read = {}
+        made = self._made(var, axes)
+
+        def compute(*arrays: Any) -> Any:
+            array = made.compute(dict(zip(read, arrays, strict=True)))
+            array = lax.broadcast_in_dim(array, shape, range(len(shape)))
+            return jnp.moveaxis(lax.squeeze(array, (axes.columns,)), _without(axes.rows, axes.columns), -1)
+
+        shape = self._shape(var, axes)
+        read = list(self._read)
+        closed = jax.make_jaxpr(compute)(*(var.aval for var in read))
+        if closed.consts or not closed.jaxpr.eqns:
+            raise Unpullable("arrays of numbers")
+        found = dict(zip(closed.jaxpr.invars, read, strict=True))
+        equations = tuple(
+            equation.replace(invars=[x if isinstance(x, core.Literal) else found.get(x, x) for x in equation.invars])
+            for equation in closed.jaxpr.eqns
+        )
+        (result,) = closed.jaxpr.outvars
+        aval = aval_of(result)
+        rest = tuple(dim for axis, dim in enumerate(dims) if axis not in (axes.rows, axes.columns))
+        return Source(result, tuple(aval.shape), np.dtype(aval.dtype), made=equations), (*rest, (DISTANCE,))
+
+    @property
+    def _rows(self) -> int:
+        return self._sizes[ROWS]
+
+    @property
+    def _keys(self) -> int:
+        return self._sizes[COLUMNS]
+
+    def _shape(self, operand: Any, axes: _Axes) -> tuple[int, ...]:
+        """Of a value on distances."""
+        sizes = {axes.columns: 1, axes.rows: self._rows + self._keys - 1}
+        return tuple(sizes.get(axis, size) for axis, size in enumerate(aval_of(operand).shape))
+
+    def _made(self, operand: Any, axes: _Axes) -> _Made:
+        """A value on distances, which is no line of other slopes than 1 and -1 any more."""
+        value = self._value(operand, axes)
+        return self._of_line(value, aval_of(operand), axes) if isinstance(value, _Line) else value
+
+    def _of_line(self, line: _Line, aval: Any, axes: _Axes) -> _Made:
+        if line.rows != -line.columns or axes.rows is None:
+            raise Unpullable("positions that are not subtracted from each other")
+        least, slope, offset = 1 - self._keys, line.rows, line.offset
+        count, rank, axis, dtype, rest = self._rows + self._keys - 1, len(aval.shape), axes.rows, aval.dtype, line.rest
+
+        def compute(arrays: _Arrays) -> Any:
+            shape = [1] * rank
+            shape[axis] = count
+            numbers = lax.broadcasted_iota(np.int32, shape, axis)
+            numbers = (numbers + np.int32(least)) * np.int32(slope) + np.int32(offset)
+            numbers = lax.convert_element_type(numbers, dtype)
+            return numbers if rest is None else _applied(lax.add_p, [numbers, rest.compute(arrays)], {})
+
+        return _Made(compute, is_still=False)
+
+    def _value(self, operand: Any, axes: _Axes) -> _Made | _Line:
+        if isinstance(operand, core.Literal):
+            value = np.asarray(operand.val, aval_of(operand).dtype)
+            return _Made(lambda arrays: value, is_still=True, number=value)
+        if (operand, axes) not in self._known:
+            value = self._computed(operand, axes)
+            if isinstance(value, _Made):
+                value = replace(value, compute=_once(value.compute))
+            self._known[operand, axes] = value
+        return self._known[operand, axes]
+
+    def _computed(self, var: core.Var, axes: _Axes) -> _Made | _Line:
+        if not axes.any:
+            self._read[var] = None
+            return _Made(lambda arrays: arrays[var], is_still=True)
+        equation = self._producers.get(var)
+        if equation is None:
+            raise Unpullable("positions that are arguments")
+        name, operands, params = equation.primitive.name, equation.invars, equation.params
+        shape = aval_of(var).shape
+        if name in _SAME or (name == "optimization_barrier" and len(operands) == 1):
+            return self._value(operands[0], axes)
+        if name in ELEMENTWISE or name == "convert_element_type":
+            return self._elementwise(equation, axes)
+        match name:
+            case "iota":
+                return self._iota(equation, axes)
+            case "broadcast_in_dim":
+                places = {axis: i for i, axis in enumerate(params["broadcast_dimensions"])}
+                given = aval_of(operands[0]).shape
+
+                def found(axis: int) -> int | None:
+                    place = places.get(axis)
+                    return place if place is not None and given[place] == shape[axis] else None
+
+                return self._moved(
+                    equation,
+                    axes.through(found),
+                    lambda x, wide: lax.broadcast_in_dim(x, wide, params["broadcast_dimensions"]),
+                    axes,
+                )
+            case "transpose":
+                inner = axes.through(lambda axis: params["permutation"][axis])
+                return self._moved(equation, inner, lambda x, wide: lax.transpose(x, params["permutation"]), axes)
+            case "reshape" | "squeeze" | "expand_dims":
+                inner = axes.through(lambda axis: _same_axis(aval_of(operands[0]).shape, shape, axis))
+                return self._moved(equation, inner, lambda x, wide: lax.reshape(x, wide), axes)
+            case "gather":
+                numbers = params["dimension_numbers"]
+                if any(axis in numbers.offset_dims for axis in (axes.rows, axes.columns)):
+                    raise Unpullable("`gather` of what has positions")
+                order = [axis for axis in range(len(shape)) if axis not in numbers.offset_dims]
+                inner = axes.through(order.index)
+                if {inner.rows, inner.columns} & set(numbers.start_indices_batching_dims):
+                    raise Unpullable("`gather` from a table of each position")
+                return self._bound(equation, [_Axes(None, None), inner])
+            case "dot_general":
+                return self._bound(equation, _factors(equation, axes))
+            case "concatenate":
+                if params["dimension"] in (axes.rows, axes.columns):
+                    raise Unpullable("`concatenate` of positions")
+                return self._bound(equation, [axes] * len(operands))
+        if name in _REDUCTIONS:
+            kept = [axis for axis in range(len(aval_of(operands[0]).shape)) if axis not in params["axes"]]
+            return self._bound(equation, [axes.through(lambda axis: kept[axis])])
+        raise Unpullable(f"`{name}` of positions")
+
+    def _iota(self, equation: core.JaxprEqn, axes: _Axes) -> _Made | _Line:
+        at, dtype = equation.params["dimension"], equation.params["dtype"]
+        if at in (axes.rows, axes.columns):
+            if not _is_exact(dtype, equation.params["shape"][at]):
+                raise Unpullable(f"positions of {dtype}")
+            return _Line(1, 0, 0) if at == axes.rows else _Line(0, 1, 0)
+        shape = self._shape(equation.outvars[0], axes)
+        return _Made(lambda arrays: lax.broadcasted_iota(dtype, shape, at), is_still=True)
+
+    def _elementwise(self, equation: core.JaxprEqn, axes: _Axes) -> _Made | _Line:
+        shape, operands = aval_of(equation.outvars[0]).shape, equation.invars
+
+        def own(operand: Any) -> _Axes:
+            given = aval_of(operand).shape
+            return axes.through(lambda axis: axis if given and given[axis] == shape[axis] else None)
+
+        values = [self._value(x, own(x)) for x in operands]
+        line = _line_of(equation, values)
+        if line is not None and self._is_within(line):
+            return line
+        made = [self._made(x, own(x)) for x in operands]
+        primitive, params = equation.primitive, equation.params
+        return _Made(
+            lambda arrays: _applied(primitive, [x.compute(arrays) for x in made], params),
+            is_still=all(x.is_still for x in made),
+        )
+
+    def _is_within(self, line: _Line) -> bool:
+        """Whether all numbers are exact in float32, and none wraps."""
+        most = abs(line.rows) * self._rows + abs(line.columns) * self._keys + abs(line.offset)
+        return most < _EXACT
+
+    def _moved(
+        self, equation: core.JaxprEqn, inner: _Axes, move: Callable[[Any, tuple[int, ...]], Any], axes: _Axes
+    ) -> _Made | _Line:
+        """An equation that moves elements.
+
+        Args:
+            inner: the axes of its operand.
+            move: from that on distances and the shape that is wanted.
+        """
+        operand, shape = equation.invars[0], self._shape(equation.outvars[0], axes)
+        value = self._value(operand, inner)
+        given = () if isinstance(operand, core.Literal) else self._shape(operand, inner)
+
+        def moved(made: _Made) -> _Made:
+            def compute(arrays: _Arrays) -> Any:
+                array = jnp.asarray(made.compute(arrays))
+                return move(lax.broadcast_in_dim(array, given, range(len(given))), shape)
+
+            return replace(made, compute=compute)
+
+        if isinstance(value, _Made):
+            return moved(value)
+        return value if value.rest is None else replace(value, rest=moved(value.rest))
+
+    def _bound(self, equation: core.JaxprEqn, inner: Iterable[_Axes]) -> _Made:
+        """An equation that is applied as it stands, to operands of exact shapes."""
+        pairs = list(zip(equation.invars, inner, strict=True))
+        made = [(self._made(x, axes), self._shape(x, axes)) for x, axes in pairs]
+
+        def compute(arrays: _Arrays) -> Any:
+            given = [jnp.asarray(x.compute(arrays)) for x, _ in made]
+            shapes = [shape for _, shape in made]
+            given = [lax.broadcast_in_dim(x, shape, range(len(shape))) for x, shape in zip(given, shapes, strict=True)]
+            return equation.primitive.bind(
+                *on_common_axes(*given), **equation.primitive.get_bind_params(equation.params)
+            )
+
+        return _Made(compute, is_still=all(x.is_still for x, _ in made))
+
+
+def with_made(jaxpr: core.ClosedJaxpr, regions: Iterable[Region]) -> core.ClosedJaxpr:
+    """A flat program with the equations that make leaves of its regions, each where what it needs is known."""
+    made = {leaf.source.key: leaf.source.made for region in regions for leaf in region.leaves if leaf.source.made}
+    if not made:
+        return jaxpr
+    place_of = {var: place for place, equation in enumerate(jaxpr.jaxpr.eqns, 1) for var in equation.outvars}
+    added: dict[int, list[core.JaxprEqn]] = {}
+    for equations in made.values():
+        needed = [x for equation in equations for x in equation.invars if isinstance(x, core.Var)]
+        added.setdefault(max((place_of.get(x, 0) for x in needed), default=0), []).extend(equations)
+    whole = [*added.get(0, [])]
+    for place, equation in enumerate(jaxpr.jaxpr.eqns, 1):
+        whole += [equation, *added.get(place, [])]
+    return core.ClosedJaxpr(jaxpr.jaxpr.replace(eqns=whole), jaxpr.consts)
+
+
+def _once(compute: Callable[[_Arrays], Any]) -> Callable[[_Arrays], Any]:
+    """The same function, which computes once for each set of arrays."""
+
+    def remembered(arrays: _Arrays) -> Any:
+        if remembered not in arrays:
+            arrays[remembered] = compute(arrays)
+        return arrays[remembered]
+
+    return remembered
+
+
+def _applied(primitive: core.Primitive, given: Iterable[Any], params: Mapping[str, Any]) -> Any:
+    """An operation element by element, on arrays that are broadcast against each other."""
+    arrays = [jnp.asarray(x) for x in given]
+    shape = np.broadcast_shapes(*(x.shape for x in arrays))
+    rank = len(shape)
+    arrays = [lax.broadcast_in_dim(x, shape, range(rank - x.ndim, rank)) for x in arrays]
+    if primitive is lax.add_p:
+        return lax.add(*on_common_axes(*arrays))
+    return primitive.bind(*on_common_axes(*arrays), **primitive.get_bind_params(dict(params)))
+
+
+def _line_of(equation: core.JaxprEqn, values: list[_Made | _Line]) -> _Line | None:
+    """The line that an operation gives, None where that is none."""
+    dtype = aval_of(equation.outvars[0]).dtype
+    if not any(isinstance(x, _Line) for x in values) or not _is_exact(dtype, 1):
+        return None
+    is_integer = bool(jnp.issubdtype(dtype, jnp.integer))
+    match equation.primitive.name, values:
+        case "convert_element_type", [_Line(rest=rest) as line] if rest is None or is_integer:
+            if rest is None:
+                return line
+            return replace(line, rest=_unary(equation, rest))
+        case "neg", [_Line() as line]:
+            rest = None if line.rest is None else _unary(equation, line.rest)
+            return _Line(-line.rows, -line.columns, -line.offset, rest)
+        case ("add" | "sub") as name, [left, right]:
+            sign = 1 if name == "add" else -1
+            pair = [_as_line(x) for x in (left, right)]
+            one, other = pair
+            if one is None or other is None:
+                return None
+            rest = one.rest
+            if other.rest is not None:
+                if not is_integer:
+                    return None
+                rest = _joined(lax.add_p if sign == 1 else lax.sub_p, one.rest, other.rest)
+            if rest is not None and not is_integer:
+                return None
+            return _Line(
+                one.rows + sign * other.rows, one.columns + sign * other.columns, one.offset + sign * other.offset, rest
+            )
+        case "mul", [left, right]:
+            for one, other in ((left, right), (right, left)):
+                by = _whole(other)
+                if isinstance(one, _Line) and by is not None and one.rest is None:
+                    return _Line(one.rows * by, one.columns * by, one.offset * by)
+    return None
+
+
+def _as_line(value: _Made | _Line) -> _Line | None:
+    if isinstance(value, _Line):
+        return value
+    number = _whole(value)
+    if number is not None:
+        return _Line(0, 0, number)
+    return _Line(0, 0, 0, value) if value.is_still else None
+
+
+def _whole(value: _Made | _Line) -> int | None:
+    """A number without a fraction that all elements are."""
+    if isinstance(value, _Line) or value.number is None or np.size(value.number) != 1:
+        return None
+    number = float(np.asarray(value.number).astype(np.float64).reshape(()))
+    return int(number) if number.is_integer() and abs(number) < _EXACT else None
+
+
+def _unary(equation: core.JaxprEqn, made: _Made) -> _Made:
+    return _Made(
+        lambda arrays: _applied(equation.primitive, [made.compute(arrays)], equation.params), is_still=made.is_still
+    )
+
+
+def _joined(primitive: core.Primitive, left: _Made | None, right: _Made) -> _Made:
+    if left is None:
+        if primitive is lax.add_p:
+            return right
+        return _Made(lambda arrays: lax.neg(right.compute(arrays)), is_still=True)
+    return _Made(lambda arrays: _applied(primitive, [left.compute(arrays), right.compute(arrays)], {}), is_still=True)
+
+
+def _is_exact(dtype: Any, count: int) -> bool:
+    """Whether so many positions are exact in a dtype, and so are their differences."""
+    name = np.dtype(dtype).name
+    return count < _EXACT and name in ("int32", "int64", "float32", "float64")
+
+
+def _same_axis(given: tuple[int, ...], shape: tuple[int, ...], axis: int) -> int:
+    """The axis of a reshape's operand that is one of its result.
+
+    Raises:
+        Unpullable: there is none.
+    """
+    before = int(np.prod(shape[:axis]))
+    for place, size in enumerate(given):
+        if size == shape[axis] and int(np.prod(given[:place])) == before:
+            return place
+    raise Unpullable("`reshape` of positions")
+
+
+def _without(axis: int | None, removed: int | None) -> int:
+    assert axis is not None and removed is not None
+    return axis - (removed < axis)
+
+
+def _factors(equation: core.JaxprEqn, axes: _Axes) -> list[_Axes]:
+    """The axes of a product's operands."""
+    (contracted, shared) = equation.params["dimension_numbers"]
+    places: list[dict[int, int]] = [{}, {}]
+    for at, pair in enumerate(zip(*shared, strict=True)):
+        for side in (0, 1):
+            places[side][at] = pair[side]
+    count = len(shared[0])
+    for side in (0, 1):
+        for axis in range(len(aval_of(equation.invars[side]).shape)):
+            if axis not in contracted[side] and axis not in shared[side]:
+                places[side][count] = axis
+                count += 1
+    return [axes.through(own.get) for own in places]
