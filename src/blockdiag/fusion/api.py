@@ -12,8 +12,9 @@ from jax.extend import core
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.distances import with_made
 from blockdiag.fusion.draws import drawn_by, with_counters
+from blockdiag.fusion.joined import joined
 from blockdiag.fusion.lookups import read_rows, reads_rows
-from blockdiag.fusion.match import find_regions
+from blockdiag.fusion.match import find_regions, weighted_products
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.pull import place_of
 from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read
@@ -109,6 +110,9 @@ class Program:
         if drawn:
             self.jaxpr = with_counters(jaxpr, drawn)
             self.regions = find_regions(self.jaxpr.jaxpr)
+        wide = joined(self.jaxpr, lambda: weighted_products(self.jaxpr.jaxpr))
+        if wide is not None:
+            self.jaxpr, self.regions = wide, find_regions(wide.jaxpr)
         if not self.regions:
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
         self.jaxpr = with_made(self.jaxpr, [region for found in self.regions.values() for region in found])

@@ -216,8 +216,9 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         except NotFusible as failure:
             return Explanation((), {}, str(failure))
         known = _masks(program)
-        regions = tuple(_report(region, known) for found in program.regions.values() for region in found)
         needed = program.needed()
+        found = [region for var, regions in program.regions.items() if var in needed for region in regions]
+        regions = tuple(_report(region, known) for region in found)
         outside = collections.Counter(
             equation.primitive.name
             for equation in program.jaxpr.jaxpr.eqns

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
+from jax.extend import core
 
-from blockdiag.fusion.tree import Node, leaves_of, number
+from blockdiag.fusion.tree import Node, leaves_of, number, operation
 
 # A score that is at most this is masked: -1e9 in any dtype, which bfloat16 rounds to -998244352.
 MASKED = -9e8
@@ -83,6 +84,25 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
         return one if same else replace(one, inputs=inputs)
 
     return rebuilt(node), tuple(found.values())
+
+
+def stopped(node: Node, primitive: core.Primitive) -> Node:
+    """The same value of which leaves and products have no derivative, so that masks and factors are still seen.
+
+    Args:
+        primitive: what takes derivatives from a value.
+    """
+    known: dict[int, Node] = {}
+
+    def rebuilt(one: Node) -> Node:
+        if id(one) not in known:
+            if one.kind == "product" or (one.leaf is not None and one.leaf.has_gradient):
+                known[id(one)] = operation(primitive, one)
+            else:
+                known[id(one)] = replace(one, inputs=tuple(map(rebuilt, one.inputs))) if one.inputs else one
+        return known[id(one)]
+
+    return rebuilt(node)
 
 
 def has_keys(*nodes: Node) -> bool:

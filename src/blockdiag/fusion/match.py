@@ -1,14 +1,15 @@
 """Finds attention in a program: products with values of what is linear in a softmax of scores."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
+from blockdiag.fusion.factors import stopped
+from blockdiag.fusion.follow import followed
 from blockdiag.fusion.pull import (
     ELEMENTWISE,
     Puller,
@@ -18,7 +19,6 @@ from blockdiag.fusion.pull import (
     moved_dims,
     place_of,
     producers_of,
-    regrouped,
     users_of,
 )
 from blockdiag.fusion.trace import aval_of
@@ -37,7 +37,8 @@ from blockdiag.fusion.tree import (
 )
 
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
-_PASSES = ("convert_element_type", "copy", "pvary", "reduce_precision", "stop_gradient")
+_CASTS = ("convert_element_type", "copy", "pvary", "reduce_precision")
+_PASSES = (*_CASTS, "stop_gradient")
 
 
 @dataclass(frozen=True)
@@ -98,53 +99,47 @@ def find_regions(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[Region, ...]]:
     Raises:
         NotFusible: there is a softmax of scores before a product, but it breaks a rule.
     """
-    found: dict[core.Var, tuple[Region, ...]] = {}
     unmatched: list[_Unmatched] = []
     users = users_of(jaxpr)
-    for equation in jaxpr.eqns:
-        if equation.primitive.name != "dot_general":
-            continue
-        for side in (0, 1):
-            replaced, regions = _regions_of(jaxpr, equation, side, unmatched)
-            if regions:
-                replaced, regions = _followed(replaced, regions, users)
-                found[replaced] = regions
-                break
+    found = dict(followed(one.result, one.regions, users) for one in _matches(jaxpr, unmatched))
     if not found and (refusal := _refusal(unmatched)) is not None:
         raise NotFusible(refusal)
     return found
 
 
-def _followed(
-    var: core.Var, regions: tuple[Region, ...], users: Mapping[core.Var, Sequence[core.JaxprEqn | None]]
-) -> tuple[core.Var, tuple[Region, ...]]:
-    """The same regions with the moves that alone use their result: results are written where they belong."""
-    while len(users[var]) == 1 and (user := users[var][0]) is not None:
-        result, first = user.outvars[0], regions[0]
-        dims: tuple[Dim, ...] | None = None
-        dtype = first.dtype
-        match user.primitive.name:
-            case "transpose":
-                dims = tuple(first.out_dims[axis] for axis in user.params["permutation"])
-            case "reshape":
-                dims = _merged(aval_of(var).shape, aval_of(result).shape, first)
-            case "convert_element_type" if len(regions) == 1:
-                wanted = np.dtype(user.params["new_dtype"])
-                if jnp.issubdtype(wanted, jnp.floating) and jnp.issubdtype(dtype, jnp.floating):
-                    dims, dtype = first.out_dims, wanted
-        if dims is None:
-            break
-        var, regions = result, tuple(replace(region, out_dims=dims, dtype=dtype) for region in regions)
-    return var, regions
+def weighted_products(jaxpr: core.Jaxpr) -> dict[int, int]:
+    """The products that are regions as they stand: by the `id` of the equation, the side of the weights."""
+    found = _matches(jaxpr, [])
+    return {id(one.equation): one.side for one in found if one.result is one.equation.outvars[0]}
 
 
-def _merged(given: Sequence[int], shape: Sequence[int], region: Region) -> tuple[Dim, ...] | None:
-    """The dims of a result with some axes made one; None where an axis is divided."""
-    try:
-        dims = regrouped(shape, given, region.out_dims, region.sizes)
-    except Unpullable:
-        return None
-    return dims if labels_of(dims) == labels_of(region.out_dims) else None
+@dataclass(frozen=True)
+class _Match:
+    """A product that becomes regions.
+
+    Attributes:
+        side: which operand has the weights.
+        result: whose value the sum of the regions is: the product's, or a quotient's.
+    """
+
+    equation: core.JaxprEqn
+    side: int
+    result: core.Var
+    regions: tuple[Region, ...]
+
+
+def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched]) -> list[_Match]:
+    """The products with weights; others are added to `unmatched`."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "dot_general":
+            continue
+        for side in (0, 1):
+            result, regions = _regions_of(jaxpr, equation, side, unmatched)
+            if regions:
+                found.append(_Match(equation, side, result, regions))
+                break
+    return found
 
 
 def _regions_of(
@@ -250,8 +245,10 @@ class _Matcher:
         if softmax is not None:
             return [_Term(softmax, None)]
         name, operands = equation.primitive.name, equation.invars
-        if name in _PASSES:
+        if name in _CASTS:
             return self.terms(operands[0], dims)
+        if name == "stop_gradient":
+            return [self._stopped(term, equation.primitive) for term in self.terms(operands[0], dims)]
         if name in _MOVES:
             return self.terms(operands[0], self._moved(equation, dims))
         if name == "slice":
@@ -375,6 +372,15 @@ class _Matcher:
         except (NotFusible, Unpullable) as failure:
             return [], str(failure)
         return ([_Term(None, node)] if any(x.kind == "product" for x in nodes_of(node)) else []), ""
+
+    @staticmethod
+    def _stopped(term: _Term, primitive: core.Primitive) -> _Term:
+        """The same without derivatives."""
+        softmax, weight = term.softmax, term.weight
+        if softmax is not None:
+            extras = tuple(stopped(x, primitive) for x in softmax.extras)
+            softmax = _Softmax(stopped(softmax.score, primitive), extras, softmax.mask)
+        return _Term(softmax, None if weight is None else stopped(weight, primitive))
 
     @staticmethod
     def _scaled(term: _Term, factor: Node, primitive: core.Primitive) -> _Term:
@@ -545,6 +551,8 @@ class _Matcher:
         """Where a slice of weights begins."""
         if COLUMNS not in labels_of(dims):
             return 0
+        if (COLUMNS,) not in dims:
+            raise _NoMatch
         return int(equation.params["start_indices"][dims.index((COLUMNS,))])
 
     def _sliced(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:

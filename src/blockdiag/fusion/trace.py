@@ -64,10 +64,10 @@ def evaluate(
         given = [read(known, operand) for operand in equation.invars]
         inner, replacement = body_of(equation), replaced.get(equation.outvars[0]) if equation.outvars else None
         if replacement is not None:
-            with _place(equation):
+            with placed(equation):
                 results = replacement(*given)
         elif inner is not None and (equation.primitive.name in _CALLS or _is_softmax(equation)):
-            with _place(equation):
+            with placed(equation):
                 results = evaluate(inner.jaxpr, inner.consts, given)
         else:
             results = bind(equation, given)
@@ -80,7 +80,7 @@ def read(known: dict[core.Var, Any], operand: Any) -> Any:
     return operand.val if isinstance(operand, core.Literal) else known[operand]
 
 
-def _place(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+def placed(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """Where the user wrote an equation; equations of a library keep the place that it was called from."""
     if not source_info_util.summarize(equation.source_info):
         return contextlib.nullcontext()
@@ -129,7 +129,7 @@ def aval_of(operand: Any) -> jax.core.ShapedArray:
 def bind(equation: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
     """The results of one equation, which keeps its place in the user's source."""
     parameters = equation.primitive.get_bind_params(equation.params)
-    with _place(equation), equation.ctx.manager:
+    with placed(equation), equation.ctx.manager:
         results = equation.primitive.bind(*given, **parameters)
     return list(results) if equation.primitive.multiple_results else [results]
 

@@ -23,13 +23,15 @@ def computation_of(equation: core.JaxprEqn) -> Computation | None:
     name = equation.primitive.name
     if name in _ARITHMETIC:
         return _arithmetic(equation, _ARITHMETIC[name])
+    if name == "concatenate":
+        return _concatenate(equation)
     make = _VIEWS.get(name)
     return None if make is None or isinstance(equation.invars[0], core.Literal) else make(equation)
 
 
 def is_view(equation: core.JaxprEqn) -> bool:
     """Whether what torch computes may share memory with the operand."""
-    return equation.primitive.name not in _ARITHMETIC
+    return equation.primitive.name in _VIEWS
 
 
 def _reshape(equation: core.JaxprEqn) -> Computation | None:
@@ -56,6 +58,13 @@ def _slice(equation: core.JaxprEqn) -> Computation:
     strides = equation.params["strides"] or (1,) * len(starts)
     index = tuple(map(slice, map(int, starts), map(int, limits), map(int, strides)))
     return lambda x: (x[index],)
+
+
+def _concatenate(equation: core.JaxprEqn) -> Computation | None:
+    axis = int(equation.params["dimension"])
+    if any(isinstance(x, core.Literal) for x in equation.invars):
+        return None
+    return lambda *tensors: (torch.cat(tensors, axis),)
 
 
 def _split(equation: core.JaxprEqn) -> Computation:
