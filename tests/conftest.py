@@ -2,8 +2,16 @@
 
 import functools
 import gc
+import os
 import sys
 from pathlib import Path
+
+# Most of the suite's time on a CPU is compilation, of programs that run once on a few tokens. XLA starts a compiler of
+# its own (MLIR) for every fusion, unless told to have one for the whole program. XLA reads this when it is first used.
+if os.environ.get("JAX_PLATFORMS") == "cpu" and "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+    )
 
 import hypothesis
 import jax
@@ -14,7 +22,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # For shard_map without several GPUs.
 jax.config.update("jax_num_cpu_devices", 4)
-# Most of the suite's time on a CPU is compilation, of programs that run once on a few tokens.
 if jax.config.jax_platforms == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
 

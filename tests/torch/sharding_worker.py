@@ -21,7 +21,8 @@ def serve(rank: int, world_size: int, store: str, requests: Connection) -> None:
     torch.set_num_threads(1)
     # gloo would look the host name up, which need not be known; and most of the time here is compilation.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while (request := requests.recv()) is not None:
         name, arguments = request
