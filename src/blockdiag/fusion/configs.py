@@ -21,13 +21,14 @@ class Config:
 
 # The fastest on an H200 of those tried, for 16-bit arrays (rows, columns, warps, stages): by kernel and by the most
 # features or columns of values, 512 where both are above 128 (compiled only, not timed). Biases of
-# queries by keys travel with every tile; with them small tiles win.
+# queries by keys travel with every tile; with them small tiles win. (Those of
+# distances, and tiles of diagonals: not timed.)
 _PLAIN: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "forward": {64: (64, 128, 4, 2), 128: (128, 64, 8, 3), 256: (128, 64, 8, 3), 512: (64, 64, 8, 2)},
     "rows": {64: (64, 64, 4, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)},
     "columns": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 128, 8, 3), 512: (16, 64, 8, 2)},
     "pairs": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 64, 8, 1)},
-    "diagonals": {64: (64, 64, 4, 3), 128: (64, 64, 8, 3), 256: (64, 64, 8, 2), 512: (64, 64, 8, 1)},
+    "diagonals": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (64, 64, 8, 2), 512: (64, 64, 8, 1)},
 }
 _BIASED: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "forward": {64: (128, 32, 4, 3), 128: (128, 32, 4, 3), 256: (128, 32, 8, 3), 512: (64, 64, 8, 2)},
@@ -47,7 +48,7 @@ def config_of(region: Region, kind: Kind) -> Config:
         # Products of float32 are made by the processor's other units, where larger tiles do not pay.
         rows, columns, warps, stages = 32, 32, 4, 2
     else:
-        has_bias = any(leaf.role == "score" for leaf in region.leaves)
+        has_bias = any(leaf.role in ("score", "distance") for leaf in region.leaves)
         table = (_BIASED if has_bias else _PLAIN)[kind]
         width = 512 if min(features, values) > 128 else max(features, values)
         rows, columns, warps, stages = table[next(wide for wide in table if width <= wide)]
@@ -71,7 +72,7 @@ def shared_bytes(region: Region, kind: Kind, config: Config) -> tuple[int, int]:
     features = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "query")
     keys = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "key")
     values = _padded(region, value_columns(region))
-    bias = sum(leaf.source.dtype.itemsize for leaf in region.leaves if leaf.role == "score")
+    bias = sum(leaf.source.dtype.itemsize for leaf in region.leaves if leaf.role in ("score", "distance"))
     rows, columns = config.tile.rows, config.tile.columns
     per_row, per_column = features * width, (keys + values) * width
     if kind != "forward":

@@ -109,6 +109,9 @@ class Distances:
         def compute(*arrays: Any) -> Any:
             array = made.compute(dict(zip(read, arrays, strict=True)))
             array = lax.broadcast_in_dim(array, shape, range(len(shape)))
+            if array.dtype in (jnp.bfloat16, jnp.float16):
+                # There are few of them, which kernels read one by one and use in float32.
+                array = lax.convert_element_type(array, np.float32)
             return jnp.moveaxis(lax.squeeze(array, (axes.columns,)), _without(axes.rows, axes.columns), -1)
 
         shape = self._shape(var, axes)

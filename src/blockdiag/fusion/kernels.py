@@ -28,7 +28,7 @@ Kind = Literal["forward", "rows", "columns", "pairs", "diagonals"]
 LOG2_E = 1.4426950408889634
 # Of 50 MB of L2 on Hopper, of which half is near each multiprocessor; less than that, for what else is read.
 _STREAMED_BYTES = 4 << 20
-LIVE = ("live_counts", "live_tiles", "live_counts_t", "live_tiles_t")
+LIVE = tuple(f"live_{what}{suffix}" for suffix in ("", "_t", "_d") for what in ("counts", "tiles"))
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class Lists:
     Attributes:
         labels: batch labels that they differ along.
         has_full: whether those that no mask touches come first, and are counted apart.
-        widths: elements of a list of tiles of keys, and of one of tiles of queries.
+        widths: elements of a list of tiles of keys, of one of tiles of queries, and of one along a diagonal of tiles
+            where there are such lists.
     """
 
     labels: tuple[str, ...]
     has_full: bool
-    widths: tuple[int, int]
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -265,8 +266,11 @@ class Writer:
                 at = f"{self.times('r_q' + self.row, 'q', layout)} + {self.times('r_k' + self.column, 'k', layout)}"
                 self.emit(f"{name} = tl.load(p_{name} + {base} + {at}){widen}")
             case "distance":
-                at = f"(r_q{self.row} - r_k{self.column} + {self.keys - 1}) * {layout.stride(DISTANCE)}"
-                self.emit(f"{name} = tl.load(p_{name} + {base} + {at}){widen}")
+                at = f"r_q{self.row} - r_k{self.column} + {self.keys - 1}"
+                if self.kind == "diagonals":
+                    # Of whole tiles, which may reach beyond the ends of queries and keys.
+                    at = f"tl.minimum(tl.maximum({at}, 0), {self.rows + self.keys - 2})"
+                self.emit(f"{name} = tl.load(p_{name} + {base} + ({at}) * {layout.stride(DISTANCE)}){widen}")
             case "scalar":
                 self.emit(f"{name} = tl.load(p_{name} + {base}){widen}")
         return Value(name, shape)

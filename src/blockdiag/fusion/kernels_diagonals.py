@@ -5,17 +5,22 @@ program goes through these tiles, adds them up as they are, and sums the diagona
 distance lies on two diagonals of tiles at most, whose sums are added afterwards. No atomics, so results repeat.
 """
 
-from blockdiag.fusion.kernels import Output, Source, Tile, Writer, cells_of
+from collections.abc import Callable
+
+from blockdiag.fusion.kernels import Lists, Output, Source, Tile, Writer, cells_of
 from blockdiag.fusion.kernels_backward import add_gradients, print_gradients, read_rows, times_factor
 from blockdiag.fusion.layout import layout_of, shape_of
 from blockdiag.fusion.tree import Dim, Region
 
+# Programs that keep a large GPU busy: four for each multiprocessor.
+_PROGRAMS = 512
 
-def diagonals_source(region: Region, tile: Tile, place: int) -> Source:
-    """The gradient of a leaf of distances, by diagonals of tiles: float32 [labels.., diagonals, 2 * size].
 
-    Of each diagonal of tiles, from the last key's to the last query's, the sums of distances from `size` less than
-    the first element of a tile has.
+def diagonals_source(region: Region, tile: Tile, place: int, lists: Lists | None = None) -> Source:
+    """The gradient of a leaf of distances: float32 [labels.., parts, diagonals, 2 * size].
+
+    Of each diagonal of tiles, from the last key's to the last query's, the sums of distances from `size` below that of
+    a tile's first element. There are parts where the leaf lacks batch axes and there would be few programs.
 
     Args:
         tile: as many rows as columns.
@@ -27,13 +32,20 @@ def diagonals_source(region: Region, tile: Tile, place: int) -> Source:
     writer = Writer(region, "diagonals", tile, (place,))
     emit = writer.emit
     diagonals = writer.row_tiles + writer.key_tiles - 1
-    writer.place_program(diagonals, leaf.labels)
+    programs, cells = diagonals * cells_of(region, leaf.labels), cells_of(region, others)
+    parts = min(cells, -(-_PROGRAMS // programs))
+    writer.place_program(diagonals * parts, leaf.labels)
+    if parts > 1:
+        emit(f"part = own % {parts}")
+        emit(f"own = own // {parts}")
     emit("# The longest first: they lie in the middle.")
     emit(f"own = {diagonals // 2} + tl.where(own % 2 == 0, own // 2, -(own + 1) // 2)")
     emit(f"shift = own - {writer.key_tiles - 1}  # tiles of queries beyond those of keys")
-    fixed = {
-        i: writer.read(i) for i, x in enumerate(region.leaves) if x.role == "scalar" and not set(x.labels) & set(others)
-    }
+    emit("# All tiles of the diagonal have these distances.")
+    emit(f"r_q = shift * {size} + tl.arange(0, {size})")
+    emit(f"r_k = tl.arange(0, {size})")
+    same = [x for x in enumerate(region.leaves) if not set(x[1].labels) & set(others)]
+    fixed = {i: writer.read(i) for i, x in same if x.role in ("scalar", "distance")}
     emit(f"sum{place} = tl.zeros([{size}, {size}], tl.float32)")
 
     def body() -> None:
@@ -43,33 +55,49 @@ def diagonals_source(region: Region, tile: Tile, place: int) -> Source:
         tiles = [fixed[i] if i in fixed else writer.read(i) for i in range(len(region.leaves))]
         add_gradients(writer, print_gradients(writer, tiles, wants_power=False, has_masks=True))
 
-    def cells() -> None:
+    def cell() -> None:
         if others:
             writer.decode("other", others)
-        first, last = "tl.maximum(shift, 0)", f"tl.minimum({writer.row_tiles}, shift + {writer.key_tiles})"
-        writer.loop(f"for tile in range({first}, {last}):", body)
+        _along(writer, lists, body)
 
     if others:
-        writer.loop(f"for other in range({cells_of(region, others)}):", cells)
+        writer.loop(f"for other in range({'part' if parts > 1 else 0}, {cells}, {parts}):", cell)
     else:
-        cells()
+        cell()
     times_factor(writer)
-    _store_diagonals(writer, place)
-    return writer.source(diagonals * cells_of(region, leaf.labels))
+    _store_diagonals(writer, place, diagonals, parts)
+    return writer.source(programs * parts)
 
 
-def _store_diagonals(writer: Writer, place: int) -> None:
+def _along(writer: Writer, lists: Lists | None, body: Callable[[], None]) -> None:
+    """The loop over tiles of queries of a diagonal: all, or those of a list."""
+    if lists is None:
+        first, last = "tl.maximum(shift, 0)", f"tl.minimum({writer.row_tiles}, shift + {writer.key_tiles})"
+        writer.loop(f"for tile in range({first}, {last}):", body)
+        return
+    sizes = {label: writer.sizes[label] for label in lists.labels}
+    layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
+    writer.emit(f"line = ({layout.base(lists.labels)}) * {writer.row_tiles + writer.key_tiles - 1} + own")
+
+    def with_tile() -> None:
+        writer.emit(f"tile = tl.load(p_live_tiles_d + line * {lists.widths[2]} + place)")
+        body()
+
+    writer.loop("for place in range(tl.load(p_live_counts_d + line * 2 + 1)):", with_tile)
+
+
+def _store_diagonals(writer: Writer, place: int, diagonals: int, parts: int) -> None:
     """The sums along the diagonals of a tile: rows are turned, each by its number, then columns are added up."""
     leaf, size, emit = writer.region.leaves[place], writer.tile.rows, writer.emit
-    diagonals = writer.row_tiles + writer.key_tiles - 1
-    sizes = {**writer.sizes, "diagonals": diagonals, "halves": 2 * size}
-    dims: tuple[Dim, ...] = (*((label,) for label in leaf.labels), ("diagonals",), ("halves",))
+    sizes = {**writer.sizes, "parts": parts, "diagonals": diagonals, "halves": 2 * size}
+    dims: tuple[Dim, ...] = (*((label,) for label in leaf.labels), ("parts",), ("diagonals",), ("halves",))
     shape = shape_of(dims, sizes)
     name, base = f"grad{place}", layout_of(shape, dims, sizes).base(leaf.labels)
     writer.outputs.append(Output(name, dims, shape, "float32"))
     emit(f"line = tl.arange(0, {size})")
     emit("row, column = line[:, None], line[None, :]")
     emit(f"turned = tl.gather(sum{place}, (row - column) & {size - 1}, 1)")
-    at = f"p_{name} + {base} + own * {2 * size} + line"
+    own = f"(part * {diagonals} + own)" if parts > 1 else "own"
+    at = f"p_{name} + {base} + {own} * {2 * size} + line"
     emit(f"tl.store({at}, tl.sum(tl.where(row < column, turned, 0.0), 0))")
     emit(f"tl.store({at} + {size}, tl.sum(tl.where(row < column, 0.0, turned), 0))")

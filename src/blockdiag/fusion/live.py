@@ -33,7 +33,8 @@ class Live:
         has_full: whether tiles that no mask touches come first in the lists.
         arrays: by name: "live_counts" [labels.., tq, 2] and "live_tiles" [labels.., tq, most], for each tile of
             queries how many tiles of keys there are that no mask touches, and how many in all, and which, in order;
-            "live_counts_t" and "live_tiles_t" the other way round. int32.
+            "live_counts_t" and "live_tiles_t" the other way round. Where leaves are distances and tiles are squares,
+            "live_counts_d" and "live_tiles_d" have for each diagonal of tiles the tiles of queries. int32.
     """
 
     labels: tuple[str, ...]
@@ -43,8 +44,8 @@ class Live:
     @property
     def lists(self) -> Lists:
         """What kernels are told."""
-        widths = (self.arrays["live_tiles"].shape[-1], self.arrays["live_tiles_t"].shape[-1])
-        return Lists(self.labels, self.has_full, widths)
+        widths = [x.shape[-1] for name, x in self.arrays.items() if name.startswith("live_tiles")]
+        return Lists(self.labels, self.has_full, tuple(widths))
 
 
 def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
@@ -79,7 +80,10 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     labels = tuple(label for label, size in zip(region.batch, lead, strict=True) if size > 1)
     states = states.reshape([region.sizes[label] for label in labels] + list(shape[-2:]))
     found = {}
-    for suffix, each in (("", states), ("_t", xp.swapaxes(states, -1, -2))):
+    ways = {"": states, "_t": xp.swapaxes(states, -1, -2)}
+    if tile.rows == tile.columns and any(leaf.role == "distance" for leaf in region.leaves):
+        ways["_d"] = _by_diagonals(xp, states)
+    for suffix, each in ways.items():
         counts = xp.stack([(each == 2).sum(-1), (each > 0).sum(-1)], -1)
         order = xp.argsort(-each, axis=-1, stable=True) if xp is jnp else np.argsort(-each, -1, kind="stable")
         if xp is np:
@@ -87,6 +91,15 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
             order = order[..., : max(1, counts.max())]
         found |= {f"live_counts{suffix}": counts.astype(np.int32), f"live_tiles{suffix}": order.astype(np.int32)}
     return Live(labels, full is not None, {name: jnp.asarray(x) for name, x in found.items()})
+
+
+def _by_diagonals(xp: Any, states: Any) -> Any:
+    """[.., tiles of queries, tiles of keys] as [.., diagonals, tiles of queries], the last key's first."""
+    rows, columns = states.shape[-2:]
+    row = np.arange(rows)[None, :]
+    column = row - np.arange(rows + columns - 1)[:, None] + columns - 1
+    is_tile = (column >= 0) & (column < columns)
+    return xp.where(is_tile, states[..., row, column.clip(0, columns - 1)], 0)
 
 
 def _nonzero(weight: Interval) -> Any:

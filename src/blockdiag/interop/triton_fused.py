@@ -237,7 +237,7 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
     for i in places["score"]:
         add("pairs", lambda tile, lists, i=i: pairs_source(region, tile, i))
     for i in places["distance"]:
-        add("diagonals", lambda tile, lists, i=i: diagonals_source(region, tile, i))
+        add("diagonals", lambda tile, lists, i=i: diagonals_source(region, tile, i, lists))
     return found
 
 
