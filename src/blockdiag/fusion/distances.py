@@ -102,7 +102,8 @@ class Distances:
         if (ROWS,) not in dims or (COLUMNS,) not in dims or 1 in (self._rows, self._keys):
             raise Unpullable("no axes of queries and keys")
         self._sizes[DISTANCE] = self._rows + self._keys - 1
-        axes = _Axes(dims.index((ROWS,)), dims.index((COLUMNS,)))
+        rows_axis, columns_axis = dims.index((ROWS,)), dims.index((COLUMNS,))
+        axes = _Axes(rows_axis, columns_axis)
         self._read = {}
         made = self._made(var, axes)
 
@@ -112,7 +113,8 @@ class Distances:
             if array.dtype in (jnp.bfloat16, jnp.float16):
                 # There are few of them, which kernels read one by one and use in float32.
                 array = lax.convert_element_type(array, np.float32)
-            return jnp.moveaxis(lax.squeeze(array, (axes.columns,)), _without(axes.rows, axes.columns), -1)
+            line = lax.squeeze(array, (columns_axis,))
+            return jnp.moveaxis(line, rows_axis - (columns_axis < rows_axis), -1)
 
         shape = self._shape(var, axes)
         read = list(self._read)
@@ -126,7 +128,7 @@ class Distances:
         )
         (result,) = closed.jaxpr.outvars
         aval = aval_of(result)
-        rest = tuple(dim for axis, dim in enumerate(dims) if axis not in (axes.rows, axes.columns))
+        rest = tuple(dim for axis, dim in enumerate(dims) if axis not in (rows_axis, columns_axis))
         return Source(result, tuple(aval.shape), np.dtype(aval.dtype), made=equations), (*rest, (DISTANCE,))
 
     @property
@@ -156,8 +158,7 @@ class Distances:
         def compute(arrays: _Arrays) -> Any:
             shape = [1] * rank
             shape[axis] = count
-            numbers = lax.broadcasted_iota(np.int32, shape, axis)
-            numbers = (numbers + np.int32(least)) * np.int32(slope) + np.int32(offset)
+            numbers = lax.broadcasted_iota(np.int32, shape, axis) * np.int32(slope) + np.int32(slope * least + offset)
             numbers = lax.convert_element_type(numbers, dtype)
             return numbers if rest is None else _applied(lax.add_p, [numbers, rest.compute(arrays)], {})
 
@@ -426,11 +427,6 @@ def _same_axis(given: tuple[int, ...], shape: tuple[int, ...], axis: int) -> int
         if size == shape[axis] and int(np.prod(given[:place])) == before:
             return place
     raise Unpullable("`reshape` of positions")
-
-
-def _without(axis: int | None, removed: int | None) -> int:
-    assert axis is not None and removed is not None
-    return axis - (removed < axis)
 
 
 def _factors(equation: core.JaxprEqn, axes: _Axes) -> list[_Axes]:

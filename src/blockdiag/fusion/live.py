@@ -139,7 +139,7 @@ def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
     if leaf.source.key is None and leaf.role != "scalar":
         # Positions are known while tracing.
         size = region.sizes["q" if leaf.role == "row" else "k"]
-        if leaf.source.shape != (size,) or leaf.role == "score":
+        if leaf.source.shape != (size,) or leaf.role in ("score", "distance"):
             return _NOTHING_KNOWN
         line: Any = np.arange(size, dtype=leaf.source.dtype)
         return tile_extent(line, leaf.role, tile.rows, tile.columns)

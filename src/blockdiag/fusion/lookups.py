@@ -1,7 +1,8 @@
 """Rows of small tables, such as those of relative positions: their gradient is summed row by row, without atomics.
 
 XLA adds the gradient of each read to its row one after the other. A table of 32 rows that 4096 x 4096 scores read takes
-seconds that way on a GPU, in an order that changes between runs, and in the table's own dtype.
+seconds that way on a GPU, in an order that changes between runs, and in the table's own dtype. Where what is read
+depends on the distance alone, see `distances`, there are as many reads as distances, and this takes one small kernel.
 """
 
 import functools
@@ -16,11 +17,14 @@ from jax.extend import core
 from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.trace import aval_of, bind
 
-# Each sum reads all gradients once for some rows, so that it is no gain for tables of more.
+# Each sum reads all gradients once for some rows, so that it is no gain for tables of more, but where both are small.
 _MOST_ROWS = 512
+_MOST_COMPARISONS = 2**30
 _ROWS_AT_ONCE = 8
-# Below that many reads of a row XLA's own way is quick.
-_LEAST_READS = 64
+# Where gradients are few, as those by distance are, one step compares so many.
+_COMPARED_AT_ONCE = 2**24
+# XLA's own way is quick and repeats where a row is read once.
+_LEAST_READS = 2
 
 
 def reads_rows(equation: core.JaxprEqn) -> bool:
@@ -39,8 +43,9 @@ def reads_rows(equation: core.JaxprEqn) -> bool:
     whole = tuple(1 if i == axis else size for i, size in enumerate(table.shape))
     if numbers.collapsed_slice_dims != (axis,) or equation.params["slice_sizes"] != whole:
         return False
-    rows = table.shape[axis]
-    return 0 < rows <= _MOST_ROWS and math.prod(indices.shape) >= _LEAST_READS * rows
+    rows, size = table.shape[axis], math.prod(aval_of(equation.outvars[0]).shape)
+    is_small = rows <= _MOST_ROWS or rows * size <= _MOST_COMPARISONS
+    return is_small and 0 < _LEAST_READS * rows <= math.prod(indices.shape)
 
 
 def read_rows(equation: core.JaxprEqn, table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -114,10 +119,14 @@ def _by_rows(reads: _Reads, table: jax.Array, indices: jax.Array, cotangent: jax
     if reads.is_clipped:
         flat = jnp.clip(flat, 0, rows - 1)
 
+    at_once = min(rows, _COMPARED_AT_ONCE // cotangent.size)
+
     def group(first: jax.Array) -> jax.Array:
+        if at_once > _ROWS_AT_ONCE:
+            return jax.vmap(lambda i: reads.sum_of(first + i, flat, cotangent))(jnp.arange(at_once, dtype=flat.dtype))
         return jnp.stack([reads.sum_of(first + i, flat, cotangent) for i in range(_ROWS_AT_ONCE)])
 
-    firsts = jnp.arange(0, rows, _ROWS_AT_ONCE, dtype=flat.dtype)
+    firsts = jnp.arange(0, rows, max(at_once, _ROWS_AT_ONCE), dtype=flat.dtype)
     sums = lax.map(group, firsts).reshape(-1, *(x for i, x in enumerate(table.shape) if i != reads.axis))
     return jnp.moveaxis(sums[:rows], 0, reads.axis).astype(table.dtype)
 
