@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from blockdiag.fusion.tree import Dim
+from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Leaf
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,19 @@ def flat_stride(layout: Layout, labels: Sequence[str], sizes: Mapping[str, int])
 def shape_of(dims: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an array whose axes stand for `dims`."""
     return tuple(math.prod(sizes[label] for label in dim) if isinstance(dim, tuple) else 1 for dim in dims)
+
+
+def arranged_dims(leaf: Leaf, sizes: Mapping[str, int]) -> tuple[Dim, ...] | None:
+    """What the axes of a leaf should stand for where kernels cannot read it well as it lies; None where they can.
+
+    Features must be one axis. Of queries by keys neither lie side by side where heads are the last axis: each element
+    then is a load of its own, which moves 32 bytes and cannot be begun early, and a store of its own in the gradient.
+    """
+    layout = layout_of(leaf.source.shape, leaf.dims, sizes)
+    labels = tuple((label,) for label in leaf.labels)
+    match leaf.role:
+        case "query" | "key" if flat_stride(layout, leaf.features, sizes) is None:
+            return (*labels, (ROWS if leaf.role == "query" else COLUMNS,), leaf.features)
+        case "score" if min(layout.stride(ROWS), layout.stride(COLUMNS)) > 1:
+            return (*labels, (ROWS,), (COLUMNS,))
+    return None

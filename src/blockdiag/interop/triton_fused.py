@@ -17,7 +17,7 @@ from blockdiag.fusion.emit import NotPrintable
 from blockdiag.fusion.kernels import Kind, Lists, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.kernels_diagonals import diagonals_source
-from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
+from blockdiag.fusion.layout import arranged_dims, flat_stride, layout_of, shape_of
 from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.tiles import (
     canonical_result,
@@ -264,7 +264,7 @@ def kernels(region: Region) -> list[Kernel]:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """What is arranged anew for the kernels, which want features and columns in one axis.
+    """What is arranged anew for the kernels, see `arranged`.
 
     Attributes:
         region, inner: before and after.
@@ -313,19 +313,17 @@ class _Change:
 
 
 def arranged(region: Region) -> tuple[Region, _Change]:
-    """The region with features, and columns of values, in one axis each."""
+    """The region with features, and columns of values, in one axis each, and scores in rows or columns."""
     replaced: dict[Leaf, Leaf] = {}
     flags = []
     for leaf in region.leaves:
-        features = leaf.features
-        layout = layout_of(leaf.source.shape, leaf.dims, region.sizes)
-        is_odd = leaf.role in ("query", "key") and flat_stride(layout, features, region.sizes) is None
-        flags.append(is_odd)
+        dims = arranged_dims(leaf, region.sizes)
+        flags.append(dims is not None)
         replaced[leaf] = leaf
-        if is_odd:
-            axis = "q" if leaf.role == "query" else "k"
-            dims = (*((label,) for label in leaf.labels), (axis,), features)
-            source = ArraySource(("arranged", leaf.source.key), shape_of(dims, region.sizes), leaf.source.dtype)
+        if dims is not None:
+            # Leaves of one array differ in what its axes stand for.
+            key = ("arranged", leaf.source.key, leaf.dims)
+            source = ArraySource(key, shape_of(dims, region.sizes), leaf.source.dtype)
             replaced[leaf] = dataclasses.replace(leaf, source=source, dims=dims)
     columns = value_columns(region)
     changes_value = (

@@ -1,0 +1,67 @@
+"""Arrays that kernels read in another order than they lie in."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import explain, fuse
+from tests.support import compiled_quickly
+
+BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 19, 37, 3, 8
+
+
+def heads_last(query, key, value, pairs):
+    """pairs [B, T, S, N, 2]: a bias and a factor of each head, side by side."""
+    scores = jnp.einsum("btnh,bsnh->btsn", query, key) * FEATURES**-0.5 + pairs[..., 0]
+    weights = jax.nn.softmax(scores, axis=2) * pairs[..., 1]
+    return jnp.einsum("btsn,bsnh->btnh", weights, value)
+
+
+def queries_last(query, key, value, pairs):
+    """pairs [N, S, T]: they lie side by side along the queries."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * FEATURES**-0.5 + pairs.mT[None]
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+
+SHAPES = {heads_last: (BATCH, QUERIES, KEYS, HEADS, 2), queries_last: (HEADS, KEYS, QUERIES)}
+FUNCTIONS = pytest.mark.parametrize("function", SHAPES, ids=lambda x: x.__name__)
+
+
+def operands(function, dtype):
+    generator = np.random.default_rng(0)
+    shapes = [(BATCH, QUERIES, HEADS, FEATURES), *[(BATCH, KEYS, HEADS, FEATURES)] * 2, SHAPES[function]]
+    return [np.asarray(generator.normal(size=shape), np.float32).astype(dtype) for shape in shapes]
+
+
+def results(function, arguments):
+    def total(*arguments):
+        output = function(*arguments)
+        return jnp.sum(jnp.sin(output)), output
+
+    (_, output), gradients = compiled_quickly(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True))(*arguments)
+    return output, *gradients
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_results(function, implementation):
+    with jax.enable_x64(True):
+        expected = jax.tree.map(np.asarray, results(function, operands(function, np.float64)))
+    found = results(fuse(function, implementation=implementation), operands(function, np.float32))
+    for one, true in zip(found, expected, strict=True):
+        assert one.dtype == jnp.float32
+        np.testing.assert_allclose(one, true, rtol=0, atol=2e-5 * max(1.0, np.abs(true).max()))
+
+
+@FUNCTIONS
+def test_queries_or_keys_lie_side_by_side_in_kernels(function):
+    """A stride of 1 in every load of scores, and in every store of their gradients."""
+    source = explain(function)(*operands(function, np.float32)).source
+    places = re.findall(r"p_(?:leaf|grad)\d+ \+ .*?[ro]_q\[:, None\] \* (\d+) \+ [ro]_k\[None, :\] \* (\d+)", source)
+    assert len(places) >= 4
+    smallest = functools.reduce(max, (min(map(int, strides)) for strides in places))
+    assert smallest == 1
