@@ -42,6 +42,7 @@ NATIVE_VARIANTS = {
     "differential_learned": 2,  # the factor; the norm
     "t5_relative_bias": 1,  # the bias
     "sigmoid": 0,
+    "invariant_points_frames": 2,  # points in one frame, and back
 }
 
 
