@@ -1,0 +1,258 @@
+"""Values of queries by keys that are functions of q - k: found, read by distance, and their gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from blockdiag import explain, fuse
+from blockdiag.fusion.api import trace
+from blockdiag.fusion.diagonals import distance_tile
+from blockdiag.fusion.gallery_scores import t5_relative_bias
+from blockdiag.fusion.live import live_tiles
+from blockdiag.interop import triton_fused
+
+BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 50, 71, 2, 16
+BOTH = pytest.mark.parametrize("implementation", ["xla", "triton"])
+
+
+def attention(query, key, value, bias, mask=None):
+    """query [B, T, N, H], key, value [B, S, N, H], bias [B or 1, N or 1, T, S]."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5 + bias
+    scores = scores if mask is None else jnp.where(mask, scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+
+def distance(query, key):
+    return jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
+
+
+def causal_table(query, key, value, table):
+    """Tiles are left out along diagonals."""
+    apart = distance(query, key)
+    bias = table[jnp.clip(apart, 0, len(table) - 1)].transpose(2, 0, 1)[None]
+    return attention(query, key, value, bias, (apart >= 0)[None, None])
+
+
+def without_heads(query, key, value, table):
+    """A gradient that is added up over batch and heads, in parts."""
+    return attention(query, key, value, jnp.take(table, distance(query, key) + 90, mode="clip")[None, None])
+
+
+def of_each_row(query, key, value, table, offset):
+    """table [B, rows]: a table, and a first position, of each batch index; indices that are filled."""
+    rows, columns = jnp.arange(query.shape[1])[None, :, None], jnp.arange(key.shape[1])[None, None, :]
+    apart = offset[:, None, None] + rows - columns
+    bias = jax.vmap(lambda row, index: row.at[index + 60].get(mode="fill", fill_value=-1.0))(table, apart)
+    return attention(query, key, value, bias[:, None])
+
+
+def network(query, key, value, first, second):
+    """first [1, hidden], second [hidden, N]: no table at all."""
+    apart = distance(query, key).astype(jnp.float32)[..., None]
+    bias = jnp.sin(jnp.sign(apart) * jnp.log1p(jnp.abs(apart)) @ first) @ second
+    return attention(query, key, value, jnp.moveaxis(bias, -1, 0)[None])
+
+
+def one_hot(query, key, value, table):
+    bias = jax.nn.one_hot(jnp.clip(distance(query, key) + 4, 0, len(table) - 1), len(table)) @ table
+    return attention(query, key, value, jnp.moveaxis(bias, -1, 0)[None])
+
+
+def two_tables(query, key, value, table, factors):
+    apart = distance(query, key)
+    bias = table[jnp.clip(3 - apart, 0, len(table) - 1)].transpose(2, 0, 1) * factors[jnp.abs(apart)][None]
+    return attention(query, key, value, bias[None])
+
+
+def allowed_distances(query, key, value, table, allowed):
+    """allowed bool [T + S - 1]: which tiles are left out is known when the program runs."""
+    apart = distance(query, key)
+    bias = table[jnp.clip(apart, 0, len(table) - 1)].transpose(2, 0, 1)[None]
+    return attention(query, key, value, bias, allowed[apart + key.shape[1] - 1][None, None])
+
+
+def of_weights(query, key, value, table):
+    """No softmax: the table is in the weight, behind a factor of the softmax, and in the sigmoid."""
+    bias = table[jnp.clip(distance(query, key), 0, len(table) - 1)].transpose(2, 0, 1)[None]
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * 0.25 + bias
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.sigmoid(scores), value)
+
+
+def sized(*shape, seed=7):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+TABLE = sized(9, HEADS)
+NEAR = jnp.abs(jnp.arange(QUERIES + KEYS - 1) - KEYS + 1) < 9
+CASES = {
+    "t5": (t5_relative_bias, sized(32, HEADS)),
+    "causal": (causal_table, TABLE),
+    "without heads": (without_heads, sized(120)),
+    "of each row": (of_each_row, sized(BATCH, 101), jnp.array([3, 9])),
+    "network": (network, sized(1, 5), sized(5, HEADS)),
+    "one hot": (one_hot, TABLE),
+    "two tables": (two_tables, TABLE, sized(KEYS)),
+    "allowed distances": (allowed_distances, TABLE, NEAR),
+    "of weights": (of_weights, TABLE),
+}
+
+
+def operands(dtype=jnp.float32):
+    shapes = ((BATCH, QUERIES, HEADS, WIDTH), (BATCH, KEYS, HEADS, WIDTH), (BATCH, KEYS, HEADS, WIDTH))
+    return [sized(*shape, seed=seed).astype(dtype) for seed, shape in enumerate(shapes)]
+
+
+def result_and_gradients(function, *arguments):
+    floating = tuple(i for i, x in enumerate(arguments) if jnp.issubdtype(x.dtype, jnp.floating))
+
+    def loss(*given):
+        output = function(*given)
+        slopes = jnp.sin(jnp.arange(output.size, dtype=jnp.float32)).reshape(output.shape)
+        return jnp.sum(slopes * output.astype(jnp.float32)), output
+
+    (_, output), gradients = jax.value_and_grad(loss, floating, has_aux=True)(*arguments)
+    return output, *gradients
+
+
+def roles(function, *arguments):
+    """Of leaves that have both queries and keys."""
+    regions = explain(function)(*arguments).regions
+    return [leaf.role for region in regions for leaf in region.leaves if leaf.role in ("score", "distance")]
+
+
+def assert_close(found, expected, error=1e-5):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        scale = float(jnp.abs(other).max())
+        np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=error, atol=error * scale)
+
+
+@BOTH
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name, implementation):
+    function, *rest = CASES[name]
+    given = [*operands(), *rest]
+    assert set(roles(function, *given)) == {"distance"}
+    found = jax.jit(functools.partial(result_and_gradients, fuse(function, implementation=implementation)))(*given)
+    assert_close(found, jax.jit(functools.partial(result_and_gradients, function))(*given))
+
+
+@BOTH
+def test_half_precision(implementation):
+    """What is read stays as exact as the table; its gradient is rounded by distance, and summed in float32."""
+    given = [*operands(jnp.bfloat16), TABLE.astype(jnp.bfloat16)]
+    fused = fuse(causal_table, implementation=implementation)
+    found = jax.jit(functools.partial(result_and_gradients, fused))(*given)
+    assert [x.dtype for x in found] == [jnp.bfloat16] * 5
+    wide = [x.astype(jnp.float32) for x in given]
+    assert_close(found, jax.jit(functools.partial(result_and_gradients, causal_table))(*wide), error=2e-2)
+
+
+@BOTH
+def test_vmap_over_tables(implementation):
+    query, key, value = operands()
+    tables = sized(3, 9, HEADS)
+    fused = fuse(causal_table, implementation=implementation)
+
+    def each(function):
+        of_table = functools.partial(result_and_gradients, functools.partial(function, query, key, value))
+        return jax.jit(jax.vmap(of_table))(tables)
+
+    assert_close(each(fused), each(causal_table))
+
+
+@BOTH
+def test_inside_shard_map(implementation):
+    """The distances are the same on all devices, the offsets are not."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    each, whole = P("rows"), P()
+    given = [*operands(), sized(101), jnp.array([3, 9])]
+
+    def of_rows(query, key, value, row, offset):
+        return of_each_row(query, key, value, jnp.broadcast_to(row, (query.shape[0], *row.shape)), offset)
+
+    fused = functools.partial(result_and_gradients, fuse(of_rows, implementation=implementation))
+    sharded = jax.shard_map(
+        fused, mesh=mesh, in_specs=(each, each, each, whole, each), out_specs=(each,) * 4 + (whole,), check_vma=True
+    )
+    expected = [
+        result_and_gradients(of_rows, *(x[i : i + 1] for x in given[:3]), given[3], given[4][i : i + 1])
+        for i in range(2)
+    ]
+    *parts, table = zip(*expected, strict=True)
+    assert_close(jax.jit(sharded)(*given), (*(jnp.concatenate(x) for x in parts), sum(table)))
+
+
+def test_derivatives_of_gradients():
+    query, key, value = operands()
+
+    def penalty(function, table):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(function(query, key, value, x))))(table) ** 2)
+
+    found = [jax.jit(jax.grad(functools.partial(penalty, f)))(TABLE) for f in (fuse(causal_table), causal_table)]
+    assert_close(found[0], found[1], error=1e-4)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda q, k: q + k,
+        lambda q, k: 2 * q - k,
+        lambda q, k: q // 2 - k // 2,
+        lambda q, k: jnp.minimum(q, 7) - k + 71,
+        lambda q, k: (q.astype(jnp.bfloat16) - k.astype(jnp.bfloat16)).astype(int) + 71,
+        lambda q, k: q.astype(jnp.uint8) - k.astype(jnp.uint8),
+    ],
+    ids=["sum", "twice", "halves", "least", "bfloat16", "uint8"],
+)
+def test_other_functions_of_positions_are_made_by_pairs(index):
+    def function(query, key, value, table):
+        rows, columns = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])[None, :]
+        return attention(query, key, value, jnp.take(table, index(rows, columns), mode="clip")[None, None])
+
+    given = [*operands(), sized(122)]
+    assert roles(function, *given) == ["score"]
+    assert_close(jax.jit(fuse(function))(*given), function(*given))
+
+
+def test_positions_that_are_arguments_are_pairs():
+    def function(query, key, value, table, positions):
+        apart = positions[:, None] - jnp.arange(key.shape[1])[None, :]
+        return attention(query, key, value, jnp.take(table, apart + KEYS, mode="clip")[None, None])
+
+    assert roles(function, *operands(), sized(122), jnp.arange(QUERIES)[::-1]) == ["score"]
+
+
+def test_what_is_made_of_a_table_is_small():
+    """The program holds no array of queries by keys, nor does its gradient."""
+    given = [*operands(), TABLE]
+    program = jax.make_jaxpr(functools.partial(result_and_gradients, fuse(causal_table, implementation="triton")))
+    text = str(program(*given))
+    assert f"{QUERIES},{KEYS}" not in text and f"{QUERIES + KEYS - 1}" in text
+
+
+def test_tiles_along_diagonals():
+    """Of the causal triangle only diagonals on and below the main one, each with all of its tiles."""
+    square = [x[:, :QUERIES] for x in operands()]
+    ((region,),) = trace(causal_table, (*square, TABLE), {}).regions.values()
+    tile = triton_fused.forward_kernel(region, None).tile
+    assert tile.rows == tile.columns == 32
+    found = live_tiles(region, tile, {})
+    assert found is not None
+    counts, tiles = (np.asarray(found.arrays[name]) for name in ("live_counts_d", "live_tiles_d"))
+    assert counts[:, 1].tolist() == [0, 2, 1]
+    assert tiles[1].tolist() == [0, 1] and tiles[2, 0] == 1
+
+
+@pytest.mark.parametrize(("rows", "keys", "columns"), [(5, 7, 4), (8, 8, 4), (1, 3, 2), (9, 2, 2)])
+def test_tiles_of_distances(rows, keys, columns):
+    line = jnp.arange(rows + keys - 1.0) + 1
+    whole = np.asarray(line)[np.arange(rows)[:, None] - np.arange(keys) + keys - 1]
+    for first in range(0, keys, columns):
+        tile = distance_tile(line, jnp.int32(first), rows, keys, columns)
+        assert tile.shape == (rows, columns)
+        np.testing.assert_array_equal(tile[:, : keys - first], whole[:, first : first + columns])
