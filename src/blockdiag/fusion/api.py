@@ -1,7 +1,7 @@
 """`fuse`: an attention variant written in plain jax.numpy becomes one kernel, forward and backward."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.match import find_regions, weighted_products
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.pull import place_of
+from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read
 from blockdiag.fusion.tree import NotFusible as NotFusible
 from blockdiag.fusion.tree import Region, Source
@@ -110,12 +111,22 @@ class Program:
         if drawn:
             self.jaxpr = with_counters(jaxpr, drawn)
             self.regions = find_regions(self.jaxpr.jaxpr)
+        self._multiply_out()
         wide = joined(self.jaxpr, lambda: weighted_products(self.jaxpr.jaxpr))
         if wide is not None:
             self.jaxpr, self.regions = wide, find_regions(wide.jaxpr)
         if not self.regions:
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
         self.jaxpr = with_made(self.jaxpr, [region for found in self.regions.values() for region in found])
+
+    def _multiply_out(self) -> None:
+        """Make squared distances products, where these are inside of regions."""
+        with_all = with_products(self.jaxpr)
+        if with_all is None:
+            return
+        regions = find_regions(with_all.jaxpr)
+        if _products_outside(with_all.jaxpr, regions) <= _products_outside(self.jaxpr.jaxpr, self.regions):
+            self.jaxpr, self.regions = with_all, regions
 
     def run(self, names: tuple[str, ...] | None) -> Any:
         """The results."""
@@ -147,14 +158,7 @@ class Program:
 
     def needed(self) -> set[core.Var]:
         """What must be computed: of what regions replace only their leaves and values."""
-        needed = {x for x in self.jaxpr.jaxpr.outvars if isinstance(x, core.Var)}
-        for equation in reversed(self.jaxpr.jaxpr.eqns):
-            if not any(var in needed for var in equation.outvars):
-                continue
-            regions = self.regions.get(equation.outvars[0])
-            inputs = equation.invars if regions is None else [x.key for region in regions for x in _sources(region)]
-            needed |= {x for x in inputs if isinstance(x, core.Var)}
-        return needed
+        return _needed(self.jaxpr.jaxpr, self.regions)
 
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
@@ -191,6 +195,24 @@ def _nothing_found(jaxpr: core.Jaxpr) -> str:
     if body_of(hidden) is not None:
         why = "it has a derivative of its own, which `fuse` would lose"
     return f"{whole}, but for what may be in `{hidden.primitive.name}` {place_of(hidden)}; {why}"
+
+
+def _needed(jaxpr: core.Jaxpr, found: Mapping[core.Var, Sequence[Region]]) -> set[core.Var]:
+    needed = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
+    for equation in reversed(jaxpr.eqns):
+        if not any(var in needed for var in equation.outvars):
+            continue
+        regions = found.get(equation.outvars[0])
+        inputs = equation.invars if regions is None else [x.key for region in regions for x in _sources(region)]
+        needed |= {x for x in inputs if isinstance(x, core.Var)}
+    return needed
+
+
+def _products_outside(jaxpr: core.Jaxpr, regions: Mapping[core.Var, Sequence[Region]]) -> int:
+    """How many products are computed outside of regions."""
+    needed = _needed(jaxpr, regions)
+    names = [x.primitive.name for x in jaxpr.eqns if x.outvars[0] in needed and x.outvars[0] not in regions]
+    return names.count("dot_general")
 
 
 def _sources(region: Region) -> list[Source]:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.pull import producers_of
-from blockdiag.fusion.trace import aval_of, bind, placed, read
+from blockdiag.fusion.trace import aval_of, rewritten
 
 # What kernels have room for.
 _MOST_COLUMNS = 256
@@ -112,7 +111,9 @@ def joined(closed: core.ClosedJaxpr, weighted: Callable[[], Mapping[int, int]]) 
             if len(group) > 1:
                 equations = _brought_together(equations, group, groups)
                 groups.append(group)
-    return _rewritten(closed, equations, groups) if groups else None
+    replaced = {id(group[0].equation): _replacement(group) for group in groups}
+    others = {id(x.equation) for group in groups for x in group[1:]}
+    return rewritten(closed, [x for x in equations if id(x) not in others], replaced) if groups else None
 
 
 def _same_weights(jaxpr: core.Jaxpr) -> list[list[_Product]]:
@@ -235,31 +236,14 @@ def _brought_together(
     return [*before, *(x.equation for x in group), *(x for x in equations if id(x) in after)]
 
 
-def _rewritten(
-    closed: core.ClosedJaxpr, equations: Sequence[core.JaxprEqn], groups: Sequence[Sequence[_Product]]
-) -> core.ClosedJaxpr:
-    jaxpr = closed.jaxpr
-    first = {id(group[0].equation): group for group in groups}
-    others = {id(x.equation) for group in groups for x in group[1:]}
+def _replacement(group: Sequence[_Product]) -> Callable[..., dict[core.Var, Any]]:
+    """What computes the results of a group."""
 
-    def whole(*arguments: Any) -> list[Any]:
-        known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        known |= dict(zip(jaxpr.invars, arguments, strict=True))
-        for equation in equations:
-            if id(equation) in others:
-                continue
-            group = first.get(id(equation))
-            if group is None:
-                results = bind(equation, [read(known, x) for x in equation.invars])
-                known |= dict(zip(equation.outvars, results, strict=True))
-            else:
-                values = [read(known, x.value) for x in group]
-                with placed(equation):
-                    results = _one_product(group, read(known, group[0].weights), values)
-                known |= {x.equation.outvars[0]: y for x, y in zip(group, results, strict=True)}
-        return [read(known, x) for x in jaxpr.outvars]
+    def compute(value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
+        results = _one_product(group, value_of(group[0].weights), [value_of(x.value) for x in group])
+        return {x.equation.outvars[0]: y for x, y in zip(group, results, strict=True)}
 
-    return jax.make_jaxpr(whole)(*closed.in_avals)
+    return compute
 
 
 def _one_product(group: Sequence[_Product], weights: Any, values: Sequence[Any]) -> list[Any]:

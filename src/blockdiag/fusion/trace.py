@@ -1,6 +1,7 @@
 """Programs as flat lists of equations: calls inside are inlined where an attention may hide in them."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -73,6 +74,36 @@ def evaluate(
             results = bind(equation, given)
         known |= dict(zip(equation.outvars, results, strict=True))
     return [read(known, result) for result in jaxpr.outvars]
+
+
+def rewritten(
+    closed: core.ClosedJaxpr,
+    equations: Sequence[core.JaxprEqn],
+    replaced: Mapping[int, Callable[[Callable[[Any], Any]], dict[core.Var, Any]]],
+) -> core.ClosedJaxpr:
+    """A flat program of the same arguments and results with other equations.
+
+    Args:
+        equations: of the program, in an order in which each has what it needs.
+        replaced: by the `id` of an equation, what gives results in its place, by their variables, from a function that
+            gives the value of an operand.
+    """
+    jaxpr = closed.jaxpr
+
+    def whole(*arguments: Any) -> list[Any]:
+        known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        known |= dict(zip(jaxpr.invars, arguments, strict=True))
+        for equation in equations:
+            replacement = replaced.get(id(equation))
+            if replacement is None:
+                results = bind(equation, [read(known, x) for x in equation.invars])
+                known |= dict(zip(equation.outvars, results, strict=True))
+            else:
+                with placed(equation):
+                    known |= replacement(functools.partial(read, known))
+        return [read(known, x) for x in jaxpr.outvars]
+
+    return jax.make_jaxpr(whole)(*closed.in_avals)
 
 
 def read(known: dict[core.Var, Any], operand: Any) -> Any:
