@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -57,8 +58,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 # Linux lets a process have 65,530 mappings, and crashes compilers that ask for more; every program that XLA compiled
-# for a CPU keeps some for as long as it is remembered.
+# for a CPU keeps about twenty for as long as it is remembered. They are counted after every few tests, as that takes
+# a hundredth of a second where there are many.
 _MOST_MAPPINGS = 30_000
+_TESTS_BETWEEN_COUNTS = 10
+_finished_tests = itertools.count(1)
 
 
 def count_mappings() -> int:
@@ -81,5 +85,5 @@ def forget_programs() -> None:
 def pytest_runtest_logfinish(nodeid: str) -> None:
     """Forget programs before there are too many of them."""
     del nodeid
-    if count_mappings() > _MOST_MAPPINGS:
+    if next(_finished_tests) % _TESTS_BETWEEN_COUNTS == 0 and count_mappings() > _MOST_MAPPINGS:
         forget_programs()

@@ -17,7 +17,7 @@ import pytest
 
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
-from tests.support import compiled_quickly, largest_error
+from tests.support import compiled_quickly, largest_error, naive_dense_attention
 
 RESULTS = ("output", "log_sum", "query gradient", "key gradient", "value gradient")
 
@@ -286,31 +286,9 @@ def exact_moba(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, ...
     return output, log_sum, query_gradient, key_gradient, value_gradient
 
 
-def naive_moba(case: MoBACase, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def naive_moba(case: MoBACase, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
     """The same by dense computations in the case's own dtype: the error that people live with today."""
-    return _compiled_naive_moba(case.problem)(case.is_seen(), *operands)
-
-
-@functools.cache
-def _compiled_naive_moba(problem: MoBAProblem) -> Callable[..., tuple[jax.Array, ...]]:
-    def attend(is_seen: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        is_blind = ~is_seen.any(axis=-1)
-        key, value = (jnp.repeat(x, problem.group_size, axis=1) for x in (key, value))
-        scores = jnp.einsum("inh,jnh->nij", query, key) * jnp.asarray(problem.scale, query.dtype)
-        scores = jnp.where(is_seen | is_blind[:, :, None], scores, -jnp.inf)
-        output = jnp.einsum("nij,jnh->inh", jax.nn.softmax(scores, axis=-1), value)
-        log_sum = jax.nn.logsumexp(scores, axis=-1)
-        return (
-            jnp.where(is_blind.T[:, :, None], jnp.zeros((), output.dtype), output),
-            jnp.where(is_blind, -jnp.inf, log_sum).T,
-        )
-
-    def compute(is_seen, query, key, value, cotangent, log_sum_cotangent):
-        (output, log_sum), pull_back = jax.vjp(functools.partial(attend, is_seen), query, key, value)
-        gradients = pull_back((cotangent, log_sum_cotangent.astype(log_sum.dtype)))
-        return output, log_sum, *gradients
-
-    return compiled_quickly(compute)
+    return naive_dense_attention(case.is_seen(), case.problem.scale, *(np.asarray(x) for x in operands))
 
 
 def assert_accurate(case: MoBACase, actual: Sequence[Any], operands: Sequence[jax.Array]) -> None:

@@ -230,32 +230,79 @@ def _turn(x: np.ndarray, matrices: np.ndarray | None, back: bool = False) -> np.
     return np.einsum("tji,tnj->tni" if back else "tij,tnj->tni", matrices, x)
 
 
-def naive_attention(case: Case, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def naive_attention(case: Case, operands: Sequence[Any]) -> tuple[np.ndarray, ...]:
     """Output and gradients of a dense computation in the case's own dtype: the error that people live with today."""
-    return _compiled_naive_attention(case)(*operands)
+    dtype = np.asarray(operands[0]).dtype
+    *inputs, cotangent = (np.asarray(x).reshape(case.tokens, *x.shape[-2:]) for x in operands)
+    rotations = [None if matrix is None else matrix.astype(dtype) for matrix in _exact_rotations(case)]
+
+    def turn(x: np.ndarray, matrix: np.ndarray | None, back: bool = False) -> np.ndarray:
+        # Products of 16-bit numbers are sums in float32.
+        wide = None if matrix is None else matrix.astype(np.result_type(dtype, np.float32))
+        return _turn(x.astype(np.result_type(dtype, np.float32)), wide, back).astype(dtype)
+
+    inputs = [turn(x, rotation) for x, rotation in zip(inputs, rotations, strict=True)]
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    output, _, *gradients = naive_dense_attention(_dense_mask(case), scale, *inputs, cotangent)
+    gradients = [turn(x, rotation, back=True) for x, rotation in zip(gradients, rotations, strict=True)]
+    shapes = [np.shape(x) for x in (operands[0], *operands[:3])]
+    return tuple(x.reshape(shape) for x, shape in zip((output, *gradients), shapes, strict=True))
 
 
-@functools.cache
-def _compiled_naive_attention(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
-    matrices = _exact_rotations(case)
+def naive_dense_attention(
+    is_seen: np.ndarray,
+    scale: float,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    cotangent: np.ndarray,
+    log_sum_cotangent: np.ndarray | float = 0.0,
+) -> tuple[np.ndarray, ...]:
+    """Output, log-sum-exp and gradients of query, key and value by a matrix of all scores, bool [(N,) T, S].
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        query, key, value = (x.reshape(case.tokens, *x.shape[-2:]) for x in (query, key, value))
-        query, key, value = (
-            x if matrix is None else jnp.einsum("tij,tnj->tni", jnp.asarray(matrix, x.dtype), x)
-            for x, matrix in zip((query, key, value), matrices, strict=True)
-        )
-        group_size = case.query_heads // case.key_heads
-        key, value = (jnp.repeat(x, group_size, axis=1) for x in (key, value))
-        scale = jnp.asarray(case.head_dim**-0.5 if case.scale is None else case.scale, query.dtype)
-        scores = jnp.einsum("inh,jnh->nij", query, key) * scale
-        scores = jnp.where(_dense_mask(case)[None], scores, jnp.finfo(scores.dtype).min)
-        weights = jax.nn.softmax(scores, axis=-1)
-        output = jnp.einsum("nij,jnh->inh", weights, value)
-        output = jnp.where(_dense_mask(case).any(axis=1)[:, None, None], output, jnp.zeros((), output.dtype))
-        return output.reshape(*case.tokens_shape, *output.shape[1:])
+    In numpy, where a new shape needs no compilation. Products and what lies between them are rounded to the dtype of
+    the operands, as a compiler does that keeps sums and a softmax in float32.
+    """
+    dtype = query.dtype
+    wide = np.result_type(dtype, np.float32)
+    group_size = query.shape[1] // key.shape[1]
 
-    return compiled_quickly(functools.partial(value_and_gradients, attend))
+    def heads_first(x: np.ndarray, group_size: int = 1) -> np.ndarray:
+        return np.repeat(x.astype(wide).swapaxes(0, 1), group_size, axis=0)
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(wide)
+
+    def heads_last(x: np.ndarray, group_size: int = 1) -> np.ndarray:
+        summed = rounded(x).reshape(-1, group_size, *x.shape[1:]).sum(axis=1)
+        return summed.swapaxes(0, 1).astype(dtype)
+
+    q, k, v, do = (
+        heads_first(query),
+        heads_first(key, group_size),
+        heads_first(value, group_size),
+        heads_first(cotangent),
+    )
+    scale = wide.type(np.asarray(scale, dtype))
+    scores = np.where(is_seen, rounded(scale * rounded(q @ k.swapaxes(1, 2))), -np.inf)
+    largest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), np.finfo(wide).min)
+    exponentials = np.exp(scores - largest)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    sees = total > 0
+    weights = rounded(exponentials / np.where(sees, total, 1))
+    log_sum = np.where(sees, np.log(np.where(sees, total, 1)) + largest, -np.inf)[..., 0]
+    weights_gradient = rounded(do @ v.swapaxes(1, 2))
+    mean = (weights * weights_gradient).sum(axis=-1, keepdims=True)
+    if np.ndim(log_sum_cotangent):
+        mean = mean - np.asarray(log_sum_cotangent, wide).T[..., None]
+    scores_gradient = rounded(scale * rounded(weights * (weights_gradient - mean)))
+    return (
+        heads_last(weights @ v),
+        log_sum.T,
+        heads_last(scores_gradient @ k),
+        heads_last(scores_gradient.swapaxes(1, 2) @ q, group_size),
+        heads_last(weights.swapaxes(1, 2) @ do, group_size),
+    )
 
 
 def _dense_mask(case: Case) -> np.ndarray:
