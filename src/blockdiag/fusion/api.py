@@ -16,6 +16,7 @@ from blockdiag.fusion.joined import joined
 from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.match import find_regions, weighted_products
 from blockdiag.fusion.op import Call, attend
+from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.pull import place_of
 from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read
@@ -182,7 +183,7 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     arrays = [flat[place] for place in places]
     jaxpr, structure = flat_jaxpr(of_arrays, *arrays)
-    return Program(jaxpr, arrays, structure)
+    return Program(with_positions(jaxpr), arrays, structure)
 
 
 def _nothing_found(jaxpr: core.Jaxpr) -> str:
