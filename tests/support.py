@@ -160,12 +160,6 @@ def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options=options)
 
 
-def compiled_as_for_users(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit` with the optimisation that users get, whatever the settings of the tests."""
-    options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-    return jax.jit(function, compiler_options=options)
-
-
 def value_and_gradients(function: Callable[..., jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Output of `function` on all operands but the last, and their gradients for the last, the output's cotangent."""
     *inputs, cotangent = operands

@@ -16,7 +16,7 @@ from blockdiag import Rotary, append_to_pages, moba_attention, moba_paged_attent
 from blockdiag.dispatch import APPEND_IMPLEMENTATIONS
 from blockdiag.interop import compile_target
 from tests.append_support import AppendCase, RotaryCase, assert_appended, bits, call
-from tests.support import compiled_as_for_users, compiled_quickly
+from tests.support import compiled_quickly
 
 IMPLEMENTATIONS = [
     name for name, implementation in APPEND_IMPLEMENTATIONS.items() if implementation.why_unavailable() is None
@@ -152,13 +152,6 @@ def test_computed_scales_of_zeros_and_of_nan(implementation):
     assert not keys[places[0]].any() and (scales[places[0]] == np.finfo(np.float32).tiny).all()
     assert np.isnan(scales[places[1]][0]) and np.isnan(keys[places[1]][0]).all()
     assert np.isfinite(scales[places[1]][1]) and np.isfinite(keys[places[2]]).all()
-
-
-def test_results_of_optimised_programs():
-    case = CASES["centroids, packed, rotary, computed scales"]
-    arguments = case.arguments()
-    results = compiled_as_for_users(case.append("xla"))(**arguments)
-    assert_appended(case, dict(zip(case.written, map(np.asarray, results), strict=True)), arguments)
 
 
 def test_outside_of_jit_values_are_checked_and_results_the_same():

@@ -14,7 +14,7 @@ from blockdiag import key_convolution
 from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS
 from blockdiag.interop import compile_target
 from tests.key_convolution_support import ConvolutionCase, assert_accurate, exact_convolution
-from tests.support import compiled_as_for_users, compiled_quickly, value_and_gradients
+from tests.support import compiled_quickly, value_and_gradients
 
 IMPLEMENTATIONS = [
     name for name, implementation in KEY_CONVOLUTION_IMPLEMENTATIONS.items() if implementation.why_unavailable() is None
@@ -52,14 +52,6 @@ def test_results_are_accurate(name, implementation):
     case = CASES[name]
     operands = case.operands()
     assert_accurate(case.results(implementation), exact_convolution(case, operands), operands)
-
-
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_results_of_optimised_programs(implementation):
-    case = CASES["offsets"]
-    run = compiled_as_for_users(functools.partial(value_and_gradients, case.convolve(implementation)))
-    operands = case.operands()
-    assert_accurate(run(*operands), exact_convolution(case, operands), operands)
 
 
 @needs_triton

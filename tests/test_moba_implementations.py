@@ -15,7 +15,7 @@ from blockdiag import block_diagonal_attention
 from blockdiag.moba_tables import moba_tables
 from blockdiag.xla import moba as xla_moba
 from tests.moba_support import INTERPRETED, MODULES, MoBACase, assert_accurate, exact_routing, load
-from tests.support import compiled_as_for_users, compiled_quickly
+from tests.support import compiled_quickly
 
 ARRAY_IMPLEMENTATIONS = ("reference", "xla")
 
@@ -87,13 +87,6 @@ def test_values(implementation, name):
     case = CASES[name]
     case.skip_unless_supported(implementation)
     assert_accurate(case, case.results(implementation), case.operands())
-
-
-@pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
-def test_values_of_optimised_programs(implementation):
-    case = CASES["edited own, packed, masked"]
-    compute = compiled_as_for_users(case.compute(implementation).__wrapped__)
-    assert_accurate(case, compute(*case.operands(), case.arguments()), case.operands())
 
 
 # What matters to routing and lists: neither head dimensions nor scales, nor edits, which replace the routing.
