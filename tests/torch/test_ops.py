@@ -424,11 +424,12 @@ def test_fused_projection_and_bhsd_compile():
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own, when it is imported
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 def test_inductor():
+    """Code is generated for what comes before the operator and after its derivative; g++ takes seconds for each."""
     case = CASES["half-split"]
     function = attend(case)
 
     def layer(query, key, value):
-        return function(query.sin(), key * 2, value) + query
+        return function(query.sin(), key * 2, value)
 
     compiled = torch.compile(layer, fullgraph=True)
     operands = tensors_of(case)
