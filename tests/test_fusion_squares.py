@@ -8,7 +8,10 @@ import pytest
 from blockdiag import fuse
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.tree import nodes_of
+from blockdiag.triton_kernels.plan import Target
+from tests.plans_support import report_of
 from tests.support import compiled_quickly
+from tests.test_fusion_plans import launches_of
 
 BATCH, QUERIES, KEYS, HEADS, FEATURES, POINTS = 2, 19, 37, 2, 8, 3
 
@@ -115,3 +118,15 @@ def test_points_of_more_bits_stay_differences():
 @pytest.mark.parametrize("function", [rooted, returned])
 def test_distances_that_are_used_otherwise_stay_as_they_are(function):
     assert products_of(function, jnp.bfloat16) == [1]
+
+
+def test_many_numbers_of_each_query_and_key_fit_in_registers():
+    """In the loops nothing is kept in memory."""
+    points = jax.ShapeDtypeStruct((2, 256, 4, 4, 3), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    slope = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+    ((region,),) = trace(rooted, (query, query, points, points, slope), {}).regions.values()
+    found = launches_of(region)
+    for name in ("fused_forward", "fused_rows"):
+        report = report_of(found[name].plan(Target.for_arch(90)), 90)
+        assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)

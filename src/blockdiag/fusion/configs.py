@@ -38,15 +38,26 @@ _BIASED: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "diagonals": _PLAIN["diagonals"],
 }
 
+# With many numbers of each query and key, which travel in registers with every score they are a part of. Compiled only,
+# not timed: with the tiles above, kernels of 24 such numbers kept hundreds of bytes of a thread in memory, in the loop.
+_MANY_LINES = 8
+_LINED: dict[Kind, tuple[int, int, int, int]] = {
+    "forward": (64, 32, 4, 3), "rows": (64, 16, 4, 3), "columns": (16, 64, 4, 2), "pairs": (64, 32, 4, 3),
+    "diagonals": (32, 32, 4, 3),
+}  # fmt: skip
+
 
 def config_of(region: Region, kind: Kind) -> Config:
     """What is fastest among what registers have room for."""
     features = max((_size(region, leaf.features) for leaf in region.leaves), default=0)
     values = _size(region, value_columns(region))
     operands = [leaf for leaf in region.leaves if leaf.role in ("query", "key")]
+    has_many = sum(leaf.role in ("row", "column") for leaf in region.leaves) > _MANY_LINES
     if any(leaf.source.dtype.itemsize == 4 for leaf in operands) or region.value.dtype.itemsize == 4:
         # Products of float32 are made by the processor's other units, where larger tiles do not pay.
-        rows, columns, warps, stages = 32, 32, 4, 2
+        rows, columns, warps, stages = 32, 32, 8 if has_many and kind == "columns" else 4, 2
+    elif has_many and max(features, values) <= 128:
+        rows, columns, warps, stages = _LINED[kind]
     else:
         has_bias = any(leaf.role in ("score", "distance") for leaf in region.leaves)
         table = (_BIASED if has_bias else _PLAIN)[kind]
