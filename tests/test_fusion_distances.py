@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from blockdiag.fusion.api import trace
 from blockdiag.fusion.diagonals import distance_tile
 from blockdiag.fusion.gallery_scores import t5_relative_bias
 from blockdiag.fusion.live import live_tiles
+from blockdiag.fusion.positions import with_positions
 from blockdiag.interop import triton_fused
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 50, 71, 2, 16
@@ -83,6 +85,24 @@ def of_weights(query, key, value, table):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.sigmoid(scores), value)
 
 
+def numpy_indices(query, key, value, table):
+    """Indices and a mask that NumPy makes: constants of the program."""
+    apart = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None, :]
+    buckets = np.minimum(np.log2(np.abs(apart) + 1).astype(int), len(table) - 1)
+    far = ~((apart > -20) & (apart < 5))
+    return attention(query, key, value, table[buckets].transpose(2, 0, 1)[None], far[None, None])
+
+
+def numpy_bias(query, key, value):
+    """A whole bias [N, T, S] as a constant, and a triangle; positions that NumPy makes."""
+    apart = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None, :]
+    bias = np.exp(-np.abs(apart) / 9)[None] * np.array([1.0, -2.0])[:, None, None]
+    lower = jnp.arange(query.shape[1])[:, None] >= jnp.asarray(3 * np.arange(key.shape[1]) + 4)[None, :]
+    causal = np.tril(np.ones(apart.shape, bool))
+    bias = jnp.asarray(bias, jnp.float32) + jnp.where(lower, 1.0, 0.0)[None]
+    return attention(query, key, value, bias[None], causal[None, None])
+
+
 def sized(*shape, seed=7):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
@@ -99,6 +119,8 @@ CASES = {
     "two tables": (two_tables, TABLE, sized(KEYS)),
     "allowed distances": (allowed_distances, TABLE, NEAR),
     "of weights": (of_weights, TABLE),
+    "numpy's indices": (numpy_indices, TABLE),
+    "numpy's bias": (numpy_bias,),
 }
 
 
@@ -217,6 +239,55 @@ def test_other_functions_of_positions_are_made_by_pairs(index):
     given = [*operands(), sized(122)]
     assert roles(function, *given) == ["score"]
     assert_close(jax.jit(fuse(function))(*given), function(*given))
+
+
+def test_masks_of_numpy_are_known_while_tracing():
+    """Without leaves of their own, and with the tiles that they rule out."""
+    given = [x[:, :QUERIES] for x in operands()]
+    (band,) = explain(numpy_indices)(*given, TABLE).regions
+    (triangle,) = explain(numpy_bias)(*given).regions
+    assert not [leaf for region in (band, triangle) for leaf in region.leaves if leaf.dtype == "bool"]
+    assert triangle.visited.tolist() == [[True, False], [True, True]]
+    assert band.visited.all()
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        np.arange(40)[:, None] * np.arange(30)[None, :],
+        np.arange(40)[:, None] // 2 - np.arange(30)[None, :] // 2,
+        np.random.default_rng(0).integers(0, 9, (40, 30)),
+        np.eye(40, 30, dtype=bool)[::-1],
+        np.arange(4)[:, None] - np.arange(4)[None, :],
+        jnp.arange(60.0),
+    ],
+    ids=["product", "halves", "random", "other diagonal", "small", "weights"],
+)
+def test_other_constants_stay_as_they_are(constant):
+    jaxpr = jax.make_jaxpr(lambda x: (x, jnp.asarray(constant)))(1.0)
+    assert jaxpr.consts and with_positions(jaxpr) is jaxpr
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        np.arange(40) * 3 - 5,
+        np.arange(2)[:, None, None] * 100 + np.arange(40)[:, None] - 2 * np.arange(30)[None, :],
+        np.abs(np.arange(40)[:, None] - np.arange(30)[None, :])[:, None],
+        np.tri(40, 30, 3, bool),
+        ~np.tri(40, 30, -2, bool)[None],
+        np.eye(40, 30, dtype=bool),
+        np.zeros((9, 9), bool),
+        np.stack([np.sin(np.arange(40)[:, None] - np.arange(30)[None, :])] * 2).astype(np.float32),
+    ],
+)
+def test_constants_of_positions(constant):
+    jaxpr = jax.make_jaxpr(lambda x: (x, jnp.asarray(constant)))(1.0)
+    found = with_positions(jaxpr)
+    assert all(np.size(x) < constant.size for x in found.consts)
+    (_, same) = jax.jit(jax.extend.core.jaxpr_as_fun(found))(1.0)
+    assert same.dtype == jnp.asarray(constant).dtype
+    np.testing.assert_array_equal(same, constant)
 
 
 def test_positions_that_are_arguments_are_pairs():

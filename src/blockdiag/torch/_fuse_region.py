@@ -12,7 +12,7 @@ from jax.extend import core
 from blockdiag.fusion.kernels import Output, Source
 from blockdiag.fusion.kernels_delta import delta_source
 from blockdiag.fusion.tiles import result_array
-from blockdiag.fusion.tree import Dim, Region
+from blockdiag.fusion.tree import DISTANCE, Dim, Region
 from blockdiag.interop.dlpack import TENSOR_DTYPES
 from blockdiag.interop.triton_fused import (
     Kernel,
@@ -54,7 +54,10 @@ class Gradient:
         """The gradient: sums of parts, in the place that the region reads."""
         if self.dims == self.target:
             return written.to(self.dtype)
-        labels = _labels(self.dims)
+        dims = self.dims
+        if ("diagonals",) in dims:
+            written, dims = _by_distance(written, self.sizes["q"], self.sizes["k"]), (*dims[:-3], (DISTANCE,))
+        labels = _labels(dims)
         parts = written.reshape([self.sizes[label] for label in labels])
         wanted = _labels(self.target)
         summed = [axis for axis, label in enumerate(labels) if label not in wanted]
@@ -69,6 +72,18 @@ class Gradient:
         whole = parts.new_zeros(self.shape)
         whole[index] = parts.reshape(whole[index].shape)
         return whole
+
+
+def _by_distance(parts: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
+    """The gradient by distance from what a kernel wrote, as `fusion.diagonals.distance_gradient` has it."""
+    size = parts.shape[-1] // 2
+    parts = parts.sum(-3)
+    low, high = (
+        torch.nn.functional.pad(x, (0, 0, *ends))
+        for x, ends in zip(parts.split(size, -1), ((0, 1), (1, 0)), strict=True)
+    )
+    first = -(-keys // size) * size - (keys - 1)
+    return (low + high).flatten(-2)[..., first : first + rows + keys - 1]
 
 
 def _labels(dims: Sequence[Dim]) -> list[str]:
