@@ -17,9 +17,11 @@ from jax.extend import core
 from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.trace import aval_of, bind
 
-# Each sum reads all gradients once for some rows, so that it is no gain for tables of more, but where both are small.
+# Each sum reads all gradients once for some rows: comparisons are as many as rows times gradients. Of tables of more than
+# a few rows they are limited, further where each row is read often, which XLA's own way is slow for.
 _MOST_ROWS = 512
-_MOST_COMPARISONS = 2**30
+_MOST_COMPARISONS, _MOST_OF_MANY_READS = 2**30, 2**34
+_MANY_READS = 64
 _ROWS_AT_ONCE = 8
 # Where gradients are few, as those by distance are, one step compares so many.
 _COMPARED_AT_ONCE = 2**24
@@ -44,8 +46,9 @@ def reads_rows(equation: core.JaxprEqn) -> bool:
     if numbers.collapsed_slice_dims != (axis,) or equation.params["slice_sizes"] != whole:
         return False
     rows, size = table.shape[axis], math.prod(aval_of(equation.outvars[0]).shape)
-    is_small = rows <= _MOST_ROWS or rows * size <= _MOST_COMPARISONS
-    return is_small and 0 < _LEAST_READS * rows <= math.prod(indices.shape)
+    reads = math.prod(indices.shape)
+    most = _MOST_OF_MANY_READS if reads >= _MANY_READS * rows else _MOST_COMPARISONS
+    return (rows <= _MOST_ROWS or rows * size <= most) and 0 < _LEAST_READS * rows <= reads
 
 
 def read_rows(equation: core.JaxprEqn, table: jax.Array, indices: jax.Array) -> jax.Array:
