@@ -65,8 +65,8 @@ def one_hot(query, key, value, table):
     return attention(query, key, value, jnp.moveaxis(bias, -1, 0)[None])
 
 
-def two_tables(query, key, value, table, factors):
-    apart = distance(query, key)
+def two_tables(query, key, value, table, factors, offset):
+    apart = distance(query, key) + offset
     bias = table[jnp.clip(3 - apart, 0, len(table) - 1)].transpose(2, 0, 1) * factors[jnp.abs(apart)][None]
     return attention(query, key, value, bias[None])
 
@@ -116,7 +116,7 @@ CASES = {
     "of each row": (of_each_row, sized(BATCH, 101), jnp.array([3, 9])),
     "network": (network, sized(1, 5), sized(5, HEADS)),
     "one hot": (one_hot, TABLE),
-    "two tables": (two_tables, TABLE, sized(KEYS)),
+    "two tables": (two_tables, TABLE, sized(KEYS), jnp.int32(3)),
     "allowed distances": (allowed_distances, TABLE, NEAR),
     "of weights": (of_weights, TABLE),
     "numpy's indices": (numpy_indices, TABLE),

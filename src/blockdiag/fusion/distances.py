@@ -104,7 +104,7 @@ class Distances:
         self._sizes[DISTANCE] = self._rows + self._keys - 1
         rows_axis, columns_axis = dims.index((ROWS,)), dims.index((COLUMNS,))
         axes = _Axes(rows_axis, columns_axis)
-        self._read = {}
+        self._known, self._read = {}, {}
         made = self._made(var, axes)
 
         def compute(*arrays: Any) -> Any:

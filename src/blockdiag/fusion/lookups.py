@@ -17,8 +17,8 @@ from jax.extend import core
 from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.trace import aval_of, bind
 
-# Each sum reads all gradients once for some rows: comparisons are as many as rows times gradients. Of tables of more than
-# a few rows they are limited, further where each row is read often, which XLA's own way is slow for.
+# Each sum reads all gradients once for some rows: comparisons are as many as rows times gradients. For tables of more
+# rows than a few there is a limit, a higher one where each row is read often, which XLA's own way is slow for.
 _MOST_ROWS = 512
 _MOST_COMPARISONS, _MOST_OF_MANY_READS = 2**30, 2**34
 _MANY_READS = 64
