@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from blockdiag import explain, fuse
 from blockdiag.fusion.api import trace
@@ -271,3 +272,20 @@ def test_explanation_tells_of_one_region():
     assert {name: size for name, size in region.sizes.items() if name.startswith("d")} == {"d": 16}
     assert found.source.count("def fused_forward(") == 1
     assert found.outside["concatenate"] == 1 and found.outside["slice"] == 2
+
+
+def test_sharded_values_stay_apart():
+    """Axes that are sharded over explicit axes of a mesh cannot be made one."""
+
+    def attention(query, key, value, gate):
+        weights = weights_of(query, key)
+        return jnp.einsum("bnts,bsnv->btnv", weights, value), jnp.einsum("bnts,bsnv->btnv", weights, value + 1) * gate
+
+    query, key, value, _, gate = operands()
+    expected = attention(query, key, value, gate)
+    axes = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    with jax.set_mesh(axes):
+        placed = [jax.device_put(x, NamedSharding(axes, PartitionSpec("batch"))) for x in (query, key, value, gate)]
+        found = jax.jit(fuse(attention, implementation="xla"))(*placed)
+    for one, true in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, true, rtol=0, atol=2e-5)

@@ -14,7 +14,7 @@ from blockdiag.fusion.distances import with_made
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.joined import joined
 from blockdiag.fusion.lookups import read_rows, reads_rows
-from blockdiag.fusion.match import find_regions, weighted_products
+from blockdiag.fusion.match import regions_and_sides
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.pull import place_of
@@ -107,27 +107,32 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
-        self.jaxpr, self.regions = jaxpr, find_regions(jaxpr.jaxpr)
+        self._take(jaxpr)
         drawn = drawn_by(jaxpr.jaxpr, [region for found in self.regions.values() for region in found])
         if drawn:
-            self.jaxpr = with_counters(jaxpr, drawn)
-            self.regions = find_regions(self.jaxpr.jaxpr)
+            self._take(with_counters(jaxpr, drawn))
         self._multiply_out()
-        wide = joined(self.jaxpr, lambda: weighted_products(self.jaxpr.jaxpr))
+        wide = joined(self.jaxpr, self._sides)
         if wide is not None:
-            self.jaxpr, self.regions = wide, find_regions(wide.jaxpr)
+            self._take(wide)
         if not self.regions:
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
         self.jaxpr = with_made(self.jaxpr, [region for found in self.regions.values() for region in found])
 
+    def _take(self, jaxpr: core.ClosedJaxpr) -> None:
+        self.jaxpr = jaxpr
+        self.regions, self._sides = regions_and_sides(jaxpr.jaxpr)
+
     def _multiply_out(self) -> None:
         """Make squared distances products, where these are inside of regions."""
-        with_all = with_products(self.jaxpr)
+        before = self.jaxpr
+        with_all = with_products(before)
         if with_all is None:
             return
-        regions = find_regions(with_all.jaxpr)
-        if _products_outside(with_all.jaxpr, regions) <= _products_outside(self.jaxpr.jaxpr, self.regions):
-            self.jaxpr, self.regions = with_all, regions
+        outside = _products_outside(before.jaxpr, self.regions)
+        self._take(with_all)
+        if _products_outside(with_all.jaxpr, self.regions) > outside:
+            self._take(before)
 
     def run(self, names: tuple[str, ...] | None) -> Any:
         """The results."""

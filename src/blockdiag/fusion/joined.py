@@ -89,23 +89,17 @@ class _Product:
         return {self.keys[0]: self.keys[1], **dict(self.batch)}
 
 
-def joined(closed: core.ClosedJaxpr, weighted: Callable[[], Mapping[int, int]]) -> core.ClosedJaxpr | None:
+def joined(closed: core.ClosedJaxpr, sides: Mapping[int, int]) -> core.ClosedJaxpr | None:
     """The same flat program with products of the same weights made one; None where there are none.
 
     Products are left apart where the values have different dtypes or batch axes, where one's values are computed from
     another's result, and where the values would have more columns than kernels have room for.
 
     Args:
-        weighted: gives the products with weights that become regions as they stand: by the `id` of an equation, the
-            side of the weights. It is called where there is more than one product with the same operand.
+        sides: of the products that are regions as they stand, the side of the weights, by the `id` of the equation.
     """
-    candidates = _same_weights(closed.jaxpr)
-    if not candidates:
-        return None
-    sides = weighted()
     equations, groups = list(closed.jaxpr.eqns), []
-    for products in candidates:
-        waiting = [x for x in products if sides.get(id(x.equation)) == x.side]
+    for waiting in _same_weights(closed.jaxpr, sides):
         while len(waiting) > 1:
             group, waiting = _first_group(waiting, equations, groups)
             if len(group) > 1:
@@ -116,23 +110,21 @@ def joined(closed: core.ClosedJaxpr, weighted: Callable[[], Mapping[int, int]]) 
     return rewritten(closed, [x for x in equations if id(x) not in others], replaced) if groups else None
 
 
-def _same_weights(jaxpr: core.Jaxpr) -> list[list[_Product]]:
-    """Products that are needed and share an operand, along the same axes: in the program's order, each group of them
-    once."""
+def _same_weights(jaxpr: core.Jaxpr, sides: Mapping[int, int]) -> list[list[_Product]]:
+    """Products that are needed and have the same weights, along the same axes, in the program's order."""
+    if len(sides) < 2:
+        return []
     producers, numbers = producers_of(jaxpr), _numbers(jaxpr)
     found: dict[Any, list[_Product]] = collections.defaultdict(list)
     for equation in _needed(jaxpr):
-        if equation.primitive.name != "dot_general" or len(equation.params["dimension_numbers"][0][0]) != 1:
+        side = sides.get(id(equation))
+        if side is None or _is_sharded(*equation.invars):
             continue
-        for side in (0, 1):
-            weights, value = equation.invars[side], equation.invars[1 - side]
-            if isinstance(weights, core.Literal) or isinstance(value, core.Literal) or _is_sharded(weights, value):
-                continue
-            root, axes = _root(weights, producers)
-            product = _Product(equation, side, axes)
-            key = (numbers[root], product.keys[0], frozenset(x for x, _ in product.batch), aval_of(value).dtype)
-            found[key].append(product)
-    return [products for products in found.values() if len(products) > 1]
+        root, axes = _root(equation.invars[side], producers)
+        product = _Product(equation, side, axes)
+        batch = frozenset(x for x, _ in product.batch)
+        found[numbers[root], product.keys[0], batch, aval_of(product.value).dtype].append(product)
+    return list(found.values())
 
 
 def _needed(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
@@ -151,7 +143,7 @@ def _is_sharded(*operands: Any) -> bool:
     return any(axes is not None for x in operands for axes in aval_of(x).sharding.spec)
 
 
-def _root(var: core.Var, producers: Mapping[core.Var, core.JaxprEqn]) -> tuple[core.Var, tuple[int, ...]]:
+def _root(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> tuple[core.Var, tuple[int, ...]]:
     """What a value is but for casts and transpositions, and the axis of it that each of the value's axes is."""
     axes = tuple(range(len(aval_of(var).shape)))
     while (equation := producers.get(var)) is not None:

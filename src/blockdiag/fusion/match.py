@@ -99,18 +99,17 @@ def find_regions(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[Region, ...]]:
     Raises:
         NotFusible: there is a softmax of scores before a product, but it breaks a rule.
     """
+    return regions_and_sides(jaxpr)[0]
+
+
+def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, ...]], dict[int, int]]:
+    """`find_regions`, and of the products that are regions as they stand the side of the weights, by `id`."""
     unmatched: list[_Unmatched] = []
-    users = users_of(jaxpr)
-    found = dict(followed(one.result, one.regions, users) for one in _matches(jaxpr, unmatched))
-    if not found and (refusal := _refusal(unmatched)) is not None:
+    users, matches = users_of(jaxpr), _matches(jaxpr, unmatched)
+    if not matches and (refusal := _refusal(unmatched)) is not None:
         raise NotFusible(refusal)
-    return found
-
-
-def weighted_products(jaxpr: core.Jaxpr) -> dict[int, int]:
-    """The products that are regions as they stand: by the `id` of the equation, the side of the weights."""
-    found = _matches(jaxpr, [])
-    return {id(one.equation): one.side for one in found if one.result is one.equation.outvars[0]}
+    sides = {id(one.equation): one.side for one in matches if one.result is one.equation.outvars[0]}
+    return dict(followed(one.result, one.regions, users) for one in matches), sides
 
 
 @dataclass(frozen=True)

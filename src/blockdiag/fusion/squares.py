@@ -137,7 +137,9 @@ def _narrow(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> _Point
         operand = equation.invars[0]
     dtype = aval_of(operand).dtype
     is_short = isinstance(operand, core.Var) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
-    return _Points(operand, axes) if is_short else None
+    # What is sharded over explicit axes of a mesh may not be reshaped at will.
+    is_whole = all(axes is None for axes in aval_of(operand).sharding.spec)
+    return _Points(operand, axes) if is_short and is_whole else None
 
 
 def _is_term(var: core.Var, users: Mapping[core.Var, Sequence[core.JaxprEqn | None]]) -> bool:
