@@ -53,10 +53,24 @@ def of_each_row(query, key, value, table, offset):
     return attention(query, key, value, bias[:, None])
 
 
-def network(query, key, value, first, second):
-    """first [1, hidden], second [hidden, N]: no table at all."""
+@jax.custom_vjp
+def cut(x, least):
+    return jnp.where(x > least, x, 0.0)
+
+
+def _cut_backward(saved, cotangent):
+    x, least = saved
+    return jnp.where(x > least, cotangent, 0.5 * cotangent), -x * cotangent
+
+
+cut.defvjp(lambda x, least: (cut(x, least), (x, least)), _cut_backward)
+
+
+def network(query, key, value, first, second, least):
+    """first [1, hidden], second [hidden, N]: no table at all, and functions with derivatives of their own."""
     apart = distance(query, key).astype(jnp.float32)[..., None]
-    bias = jnp.sin(jnp.sign(apart) * jnp.log1p(jnp.abs(apart)) @ first) @ second
+    hidden = jax.nn.relu(jnp.sign(apart) * jnp.log1p(jnp.abs(apart)) @ first)
+    bias = cut(jnp.sin(hidden) @ second, jnp.broadcast_to(least, (*apart.shape[:2], second.shape[1])))
     return attention(query, key, value, jnp.moveaxis(bias, -1, 0)[None])
 
 
@@ -114,7 +128,7 @@ CASES = {
     "causal": (causal_table, TABLE),
     "without heads": (without_heads, sized(120)),
     "of each row": (of_each_row, sized(BATCH, 101), jnp.array([3, 9])),
-    "network": (network, sized(1, 5), sized(5, HEADS)),
+    "network": (network, sized(1, 5), sized(5, HEADS), sized(HEADS)[None, None]),
     "one hot": (one_hot, TABLE),
     "two tables": (two_tables, TABLE, sized(KEYS), jnp.int32(3)),
     "allowed distances": (allowed_distances, TABLE, NEAR),

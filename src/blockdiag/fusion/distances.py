@@ -11,7 +11,7 @@ and one sum for each diagonal do for every function of the distance, whatever it
 own, on T + S - 1 numbers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag._differentiation import on_common_axes
-from blockdiag.fusion.trace import aval_of
+from blockdiag.fusion.calls import Calls, calls_of
+from blockdiag.fusion.trace import aval_of, body_of
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ELEMENTWISE, ROWS, Dim, Region, Source, Unpullable
 
 _SAME = frozenset({"copy", "copy_p", "stop_gradient", "pvary", "pcast", "reduce_precision"})
@@ -85,11 +86,15 @@ class Distances:
     Args:
         producers: of each variable the equation that computes it.
         sizes: of labels; that of distances is added.
+        inputs: variables whose values on distances are given, of a function that is called.
     """
 
-    def __init__(self, producers: Mapping[core.Var, core.JaxprEqn], sizes: dict[str, int]) -> None:
+    def __init__(
+        self, producers: Mapping[core.Var, core.JaxprEqn], sizes: dict[str, int], inputs: Iterable[core.Var] = ()
+    ) -> None:
         self._producers = producers
         self._sizes = sizes
+        self._inputs: dict[core.Var, _Axes | None] = dict.fromkeys(inputs)
         self._known: dict[tuple[core.Var, _Axes], _Made | _Line] = {}
         self._read: dict[core.Var, None] = {}
 
@@ -176,6 +181,11 @@ class Distances:
         return self._known[operand, axes]
 
     def _computed(self, var: core.Var, axes: _Axes) -> _Made | _Line:
+        if var in self._inputs:
+            if self._inputs[var] not in (None, axes):
+                raise Unpullable("a function that moves positions")
+            self._inputs[var] = axes
+            return _Made(lambda arrays: arrays[var], is_still=False)
         if not axes.any:
             self._read[var] = None
             return _Made(lambda arrays: arrays[var], is_still=True)
@@ -229,6 +239,8 @@ class Distances:
         if name in _REDUCTIONS:
             kept = [axis for axis in range(len(aval_of(operands[0]).shape)) if axis not in params["axes"]]
             return self._bound(equation, [axes.through(lambda axis: kept[axis])])
+        if body_of(equation) is not None and len(equation.outvars) == 1:
+            return self._call(equation, axes)
         raise Unpullable(f"`{name}` of positions")
 
     def _iota(self, equation: core.JaxprEqn, axes: _Axes) -> _Made | _Line:
@@ -287,6 +299,58 @@ class Distances:
             return moved(value)
         return value if value.rest is None else replace(value, rest=moved(value.rest))
 
+    def _call(self, equation: core.JaxprEqn, axes: _Axes) -> _Made:
+        """A function with a derivative of its own, which it keeps."""
+        calls = calls_of(equation)
+        value, found = self._function(calls.value, [axes])
+        slope = None
+        if calls.slope is not None:
+            wanted = [axes] if calls.mode == "jvp" else [found[place] or axes for place in calls.places]
+            slope, seen = self._function(calls.slope, wanted)
+            places = [*range(len(found)), *(calls.places if calls.mode == "jvp" else ())]
+            pairs = list(zip(places, seen, strict=False))
+            found = [own or next((x for i, x in pairs if i == place and x), None) for place, own in enumerate(found)]
+            last = [(axes, seen[-1])] if calls.mode == "vjp" else []
+            if any(x not in (None, y) for y, x in [*((found[i], x) for i, x in pairs), *last]):
+                raise Unpullable("a function that moves positions")
+        operands = [
+            (None if own is None else self._made(x, own), () if own is None else self._shape(x, own), aval_of(x).dtype)
+            for x, own in zip(equation.invars, found, strict=True)
+        ]
+        function = _with_derivative(calls, value, slope)
+
+        def compute(arrays: _Arrays) -> Any:
+            given = [
+                jnp.zeros(shape, dtype)
+                if made is None
+                else lax.broadcast_in_dim(jnp.asarray(made.compute(arrays)), shape, range(len(shape)))
+                for made, shape, dtype in operands
+            ]
+            return function(*on_common_axes(*given))
+
+        return _Made(compute, is_still=False)
+
+    def _function(
+        self, closed: core.ClosedJaxpr, axes: Sequence[_Axes]
+    ) -> tuple[Callable[..., list[Any]], list[_Axes | None]]:
+        """A function on distances, and which axes its arguments have; None for one that is not used.
+
+        Args:
+            axes: of its results.
+        """
+        if closed.consts:
+            raise Unpullable("a function of arrays of numbers")
+        producers = {var: equation for equation in closed.jaxpr.eqns for var in equation.outvars}
+        inner = Distances(producers, self._sizes, closed.jaxpr.invars)
+        made = [(inner._made(x, own), inner._shape(x, own)) for x, own in zip(closed.jaxpr.outvars, axes, strict=True)]
+
+        def compute(*given: Any) -> list[Any]:
+            arrays = dict(zip(closed.jaxpr.invars, given, strict=True))
+            found = [(jnp.asarray(x.compute(arrays)), shape) for x, shape in made]
+            return [lax.broadcast_in_dim(x, shape, range(len(shape))) for x, shape in found]
+
+        return compute, list(inner._inputs.values())
+
     def _bound(self, equation: core.JaxprEqn, inner: Iterable[_Axes]) -> _Made:
         """An equation that is applied as it stands, to operands of exact shapes."""
         pairs = list(zip(equation.invars, inner, strict=True))
@@ -301,6 +365,32 @@ class Distances:
             )
 
         return _Made(compute, is_still=all(x.is_still for x, _ in made))
+
+
+def _with_derivative(calls: Calls, value: Callable[..., Any], slope: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A function with the derivative that it has."""
+
+    def compute(*given: Any) -> Any:
+        return value(*given)[0]
+
+    if slope is None:
+        return compute
+    if calls.mode == "jvp":
+        with_tangent = jax.custom_jvp(compute)
+
+        @with_tangent.defjvp
+        def tangent(given: Any, tangents: Any) -> tuple[Any, Any]:
+            return with_tangent(*given), slope(*given, *(tangents[i] for i in calls.places))[0]
+
+        return with_tangent
+    with_cotangents = jax.custom_vjp(compute)
+
+    def cotangents(given: Any, cotangent: Any) -> tuple[Any, ...]:
+        found = iter(slope(*given, cotangent))
+        return tuple(next(found) if i in calls.places else None for i in range(len(given)))
+
+    with_cotangents.defvjp(lambda *given: (compute(*given), given), cotangents)
+    return with_cotangents
 
 
 def with_made(jaxpr: core.ClosedJaxpr, regions: Iterable[Region]) -> core.ClosedJaxpr:
