@@ -25,6 +25,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)
 if jax.config.jax_platforms == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
+# Programs that remember the lines of Python they come from are a few per cent slower to lower and to compile.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 hypothesis.settings.register_profile(
     "blockdiag",
@@ -55,6 +57,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # JAX leaves a thread on the GPU that it used last
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and only among what tests make: tracing makes many small objects that stay."""
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 # Linux lets a process have 65,530 mappings, and crashes compilers that ask for more; every program that XLA compiled
