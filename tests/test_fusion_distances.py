@@ -304,12 +304,20 @@ def test_constants_of_positions(constant):
     np.testing.assert_array_equal(same, constant)
 
 
-def test_positions_that_are_arguments_are_pairs():
-    def function(query, key, value, table, positions):
-        apart = positions[:, None] - jnp.arange(key.shape[1])[None, :]
-        return attention(query, key, value, jnp.take(table, apart + KEYS, mode="clip")[None, None])
+def of_positions(query, key, value, table, positions):
+    apart = positions[:, None] - jnp.arange(key.shape[1])[None, :]
+    bias = table[jnp.clip(apart, 0, len(table) - 1)].transpose(2, 0, 1)[None]
+    return attention(query, key, value, bias)
 
-    assert roles(function, *operands(), sized(122), jnp.arange(QUERIES)[::-1]) == ["score"]
+
+@BOTH
+def test_positions_that_are_arguments_are_pairs(implementation):
+    """Made by XLA with the keys of a head side by side, as kernels read them."""
+    given = [*operands(), TABLE, jnp.arange(QUERIES)[::-1]]
+    leaves = explain(of_positions)(*given).regions[0].leaves
+    assert [(x.role, x.shape) for x in leaves if x.role == "score"] == [("score", (HEADS, QUERIES, KEYS))]
+    found = jax.jit(functools.partial(result_and_gradients, fuse(of_positions, implementation=implementation)))(*given)
+    assert_close(found, jax.jit(functools.partial(result_and_gradients, of_positions))(*given))
 
 
 def test_what_is_made_of_a_table_is_small():

@@ -10,10 +10,10 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
-from blockdiag.fusion.distances import with_made
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.joined import joined
 from blockdiag.fusion.lookups import read_rows, reads_rows
+from blockdiag.fusion.made import with_made
 from blockdiag.fusion.match import regions_and_sides
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.positions import with_positions

@@ -23,8 +23,9 @@ from jax.extend import core
 
 from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.calls import Calls, calls_of
+from blockdiag.fusion.made import source_made_by
 from blockdiag.fusion.trace import aval_of, body_of
-from blockdiag.fusion.tree import COLUMNS, DISTANCE, ELEMENTWISE, ROWS, Dim, Region, Source, Unpullable
+from blockdiag.fusion.tree import COLUMNS, DISTANCE, ELEMENTWISE, ROWS, Dim, Source, Unpullable
 
 _SAME = frozenset({"copy", "copy_p", "stop_gradient", "pvary", "pcast", "reduce_precision"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
@@ -123,18 +124,9 @@ class Distances:
 
         shape = self._shape(var, axes)
         read = list(self._read)
-        closed = jax.make_jaxpr(compute)(*(var.aval for var in read))
-        if closed.consts or not closed.jaxpr.eqns:
-            raise Unpullable("arrays of numbers")
-        found = dict(zip(closed.jaxpr.invars, read, strict=True))
-        equations = tuple(
-            equation.replace(invars=[x if isinstance(x, core.Literal) else found.get(x, x) for x in equation.invars])
-            for equation in closed.jaxpr.eqns
-        )
-        (result,) = closed.jaxpr.outvars
-        aval = aval_of(result)
+        source = source_made_by(compute, read)
         rest = tuple(dim for axis, dim in enumerate(dims) if axis not in (rows_axis, columns_axis))
-        return Source(result, tuple(aval.shape), np.dtype(aval.dtype), made=equations), (*rest, (DISTANCE,))
+        return source, (*rest, (DISTANCE,))
 
     @property
     def _rows(self) -> int:
@@ -391,22 +383,6 @@ def _with_derivative(calls: Calls, value: Callable[..., Any], slope: Callable[..
 
     with_cotangents.defvjp(lambda *given: (compute(*given), given), cotangents)
     return with_cotangents
-
-
-def with_made(jaxpr: core.ClosedJaxpr, regions: Iterable[Region]) -> core.ClosedJaxpr:
-    """A flat program with the equations that make leaves of its regions, each where what it needs is known."""
-    made = {leaf.source.key: leaf.source.made for region in regions for leaf in region.leaves if leaf.source.made}
-    if not made:
-        return jaxpr
-    place_of = {var: place for place, equation in enumerate(jaxpr.jaxpr.eqns, 1) for var in equation.outvars}
-    added: dict[int, list[core.JaxprEqn]] = {}
-    for equations in made.values():
-        needed = [x for equation in equations for x in equation.invars if isinstance(x, core.Var)]
-        added.setdefault(max((place_of.get(x, 0) for x in needed), default=0), []).extend(equations)
-    whole = [*added.get(0, [])]
-    for place, equation in enumerate(jaxpr.jaxpr.eqns, 1):
-        whole += [equation, *added.get(place, [])]
-    return core.ClosedJaxpr(jaxpr.jaxpr.replace(eqns=whole), jaxpr.consts)
 
 
 def _once(compute: Callable[[_Arrays], Any]) -> Callable[[_Arrays], Any]:

@@ -12,6 +12,7 @@ from jax.extend import core, source_info_util
 
 from blockdiag.fusion.calls import calls_of
 from blockdiag.fusion.distances import Distances
+from blockdiag.fusion.made import source_made_by
 from blockdiag.fusion.trace import aval_of, body_of, constants
 from blockdiag.fusion.tree import (
     COLUMNS,
@@ -62,6 +63,7 @@ class Puller:
         self.batch = batch
         self._nodes: dict[Any, Node] = {}
         self._features = itertools.count()
+        self._moved: dict[tuple[Source, tuple[int, ...]], Source] = {}
         self.leaves: dict[Leaf, Node] = {}
         self.products: set[core.Var] = set()
 
@@ -283,8 +285,28 @@ class Puller:
                 role = "key"
             case _:
                 raise Unpullable("features of pairs of queries and keys")
+        assert isinstance(source, Source)
+        if role == "score" and source.constant is None and jnp.issubdtype(source.dtype, jnp.floating):
+            source, dims = self._in_rows(source, dims)
         leaf = Leaf(source, dims, role, tuple(label for label in self.batch if label in labels))
         return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
+
+    def _in_rows(self, source: Source, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
+        """What the program makes with queries and keys as its last axes, where others lie between neighbours.
+
+        XLA writes it in that order as well, and kernels that read tiles of [T, S, N] would read all heads each time.
+        """
+        axes = [axis for axis, size in enumerate(source.shape) if size > 1]
+        is_made = source.key in self.producers and (ROWS,) in dims and (COLUMNS,) in dims
+        if not is_made or not axes or dims[axes[-1]] in ((ROWS,), (COLUMNS,)) or isinstance(dims[axes[-1]], int):
+            return source, dims
+        pair = [dims.index((ROWS,)), dims.index((COLUMNS,))]
+        order = (*(axis for axis in range(len(dims)) if axis not in pair), *pair)
+        if (source, order) not in self._moved:
+            made = source_made_by(lambda x: lax.transpose(x, order), [source.key])
+            self.producers |= {out: equation for equation in made.made for out in equation.outvars}
+            self._moved[source, order] = made
+        return self._moved[source, order], tuple(dims[axis] for axis in order)
 
     def _number(self, var: Any) -> Any:
         """The number that every element is, None where that is not known."""
