@@ -67,7 +67,8 @@ class RegionReport:
         flops: floating-point operations of the forward products, of the tiles that are visited; a multiplication and an
             addition are two.
         read_bytes: bytes of the leaves and values, each once.
-        kernels: source of each kernel by name; empty where the kernels cannot compute the region, see `declined`.
+        kernels: source of each kernel by name, after it what Hopper gets in its place; empty where the kernels cannot
+            compute the region, see `declined`.
         declined: why the kernels cannot; None where they can.
 
     Example:
@@ -264,7 +265,7 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
         live=live,
         flops=int(flops * visited),
         read_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in {x.key: x for x in arrays}.values()),
-        kernels={kernel.source.name: kernel.source.text for kernel in kernels},
+        kernels={source.name: source.text for kernel in kernels for source in kernel.sources},
         declined=declined,
     )
 

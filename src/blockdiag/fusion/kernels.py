@@ -244,9 +244,7 @@ class Writer:
             dtype = {"i": "", "u": ".to(tl.uint32)"}.get(leaf.source.dtype.kind, ".to(tl.float32)")
             self.emit(f"{name} = {line}{dtype}")
             return Value(name, shape)
-        widen = {"b": " != 0", "i": ".to(tl.int32)", "u": ".to(tl.uint32)"}.get(
-            leaf.source.dtype.kind, ".to(tl.float32)"
-        )
+        widen = widening(leaf)
         match leaf.role:
             case "query" | "key":
                 count, stride = self.features(leaf)
@@ -392,6 +390,11 @@ class Writer:
             self.emit(f"r_{axis} = tl.minimum(o_{axis}, {count - 1})")
         else:
             self.emit(f"r_{axis} = o_{axis}")
+
+
+def widening(leaf: Leaf) -> str:
+    """What makes elements of a leaf those that tiles are computed in."""
+    return {"b": " != 0", "i": ".to(tl.int32)", "u": ".to(tl.uint32)"}.get(leaf.source.dtype.kind, ".to(tl.float32)")
 
 
 def scores_of(region: Region) -> tuple[tuple[Node | None, Node | None], float]:

@@ -17,8 +17,10 @@ from blockdiag.fusion.emit import NotPrintable
 from blockdiag.fusion.kernels import Kind, Lists, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.kernels_diagonals import diagonals_source
+from blockdiag.fusion.kernels_resident import ResidentKernel, resident_kernel
 from blockdiag.fusion.layout import arranged_dims, flat_stride, layout_of, shape_of
 from blockdiag.fusion.live import Live, live_tiles
+from blockdiag.fusion.resident import rounds_each
 from blockdiag.fusion.tiles import (
     canonical_result,
     leaf_array,
@@ -31,7 +33,17 @@ from blockdiag.fusion.tree import Leaf, Region, with_leaves
 from blockdiag.fusion.tree import Source as ArraySource
 from blockdiag.interop import jax_call
 from blockdiag.triton_kernels.compile import shared_limit
-from blockdiag.triton_kernels.plan import CompileOptions, LaunchPlan, Pointer, Target, TensorSpec
+from blockdiag.triton_kernels.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    Descriptor,
+    LaunchPlan,
+    Pointer,
+    Role,
+    Target,
+    TensorSpec,
+)
 
 __all__ = [
     "arranged", "arrays_by_name", "available", "backward", "backward_kernels", "forward", "forward_kernel",
@@ -70,6 +82,7 @@ class FusedLaunch:
     Attributes:
         num_stages: at most; fewer where shared memory is small.
         shared: about how many bytes of it the kernel needs once, and for each stage.
+        resident: what is launched in its place on Hopper.
     """
 
     source: Source
@@ -77,6 +90,7 @@ class FusedLaunch:
     num_warps: int
     num_stages: int
     shared: tuple[int, int]
+    resident: ResidentKernel | None = None
 
     @property
     def name(self) -> str:
@@ -90,6 +104,8 @@ class FusedLaunch:
 
     def plan(self, target: Target) -> LaunchPlan:
         """The launch on `target`."""
+        if self.resident is not None and target.arch == 90:
+            return self._resident_plan(self.resident, target)
         names = [f"p_{x}" for x in self.source.inputs]
         arguments = {name: Pointer("input", i) for i, name in enumerate(names)}
         arguments |= {f"p_{x.name}": Pointer("output", i) for i, x in enumerate(self.source.outputs)}
@@ -104,6 +120,30 @@ class FusedLaunch:
             options=CompileOptions(
                 num_warps=self.num_warps if target.arch >= 90 else 8, num_stages=self._stages(target)
             ),
+        )
+
+    def _resident_plan(self, kernel: ResidentKernel, target: Target) -> LaunchPlan:
+        from triton.experimental.gluon import language as gl
+
+        places: dict[str, tuple[Role, int]] = {x: ("input", i) for i, x in enumerate(self.source.inputs)}
+        for i, written in enumerate(self.source.outputs):
+            places[written.name] = ("output", i)
+        dtype = {"bfloat16": gl.bfloat16, "float16": gl.float16}[kernel.dtype]
+        arguments: dict[str, Argument] = {}
+        for name, array, shape, block in kernel.moved:
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+            arguments[name] = Descriptor(*places[array], shape=shape, block_shape=block, layout=layout)
+        arguments |= {f"p_{name}": Pointer(*places[name]) for name in kernel.pointers}
+        each = rounds_each(kernel.rounds, kernel.tiles, target.num_sms)
+        arguments["ROUNDS"] = Constexpr(each)
+        return LaunchPlan(
+            name=kernel.source.name,
+            kernel=kernel_of(kernel.source.text, kernel.source.name),
+            grid=(kernel.tiles * -(-kernel.rounds // each), 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=arguments,
+            options=CompileOptions(num_warps=4),
         )
 
     def _stages(self, target: Target) -> int:
@@ -176,6 +216,7 @@ class Kernel:
         num_warps, num_stages: options of Triton's compiler.
         shared: bytes of shared memory that it needs once, and for each stage.
         live: the lists of tiles that it reads, by name.
+        resident: what is launched in its place on Hopper.
     """
 
     source: Source
@@ -184,6 +225,12 @@ class Kernel:
     num_stages: int
     shared: tuple[int, int]
     live: Mapping[str, Any]
+    resident: ResidentKernel | None = None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All that it may launch."""
+        return (self.source,) if self.resident is None else (self.source, self.resident.source)
 
     def given(self, arrays: Mapping[str, Any]) -> list[Any]:
         """The arrays that it takes, in order."""
@@ -191,7 +238,7 @@ class Kernel:
 
     def launch(self, specs: Sequence[TensorSpec]) -> FusedLaunch:
         """One launch on arrays of these shapes and dtypes."""
-        return FusedLaunch(self.source, tuple(specs), self.num_warps, self.num_stages, self.shared)
+        return FusedLaunch(self.source, tuple(specs), self.num_warps, self.num_stages, self.shared, self.resident)
 
 
 def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
@@ -203,9 +250,9 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
     """
     config = config_of(region, "forward")
     live = None if arrays is None else live_tiles(region, config.tile, arrays)
-    return _kernel(
-        forward_source(region, config.tile, None if live is None else live.lists), region, "forward", config, live
-    )
+    source = forward_source(region, config.tile, None if live is None else live.lists)
+    kernel = _kernel(source, region, "forward", config, live)
+    return kernel if live is not None else dataclasses.replace(kernel, resident=resident_kernel(region))
 
 
 def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
@@ -356,5 +403,7 @@ def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[s
 def _launch(kernel: Kernel, arrays: Mapping[str, Any], *, interpret: bool) -> dict[str, Any]:
     given = kernel.given(arrays)
     specs = [TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name) for x in given]
+    # The interpreter knows no layouts, which Gluon's kernels are made of.
+    kernel = dataclasses.replace(kernel, resident=None) if interpret else kernel
     results = jax_call.launch(kernel.launch(specs), *given, interpret=interpret)
     return dict(zip([x.name for x in kernel.source.outputs], results, strict=True))

@@ -1,0 +1,459 @@
+"""Gluon source of the forward kernel that keeps a bias of pairs in shared memory, for Hopper; see resident.py.
+
+One program has a tile of queries of every round: one warp loads queries, keys and values through the copy engine, two
+groups of four warps compute. Scores start from the bias, and a row of them stays in registers, so its maximum is known
+before the first exponential; products of the next round begin while results of the last one leave.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from blockdiag.fusion.emit import NotPrintable, Printer, Value
+from blockdiag.fusion.factors import NO_KEY
+from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, widening
+from blockdiag.fusion.layout import shape_of
+from blockdiag.fusion.resident import CHUNK, QUERY_SLOTS, ROWS, Resident, resident
+from blockdiag.fusion.tree import Node, Region, leaves_of
+from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
+
+NAME = "fused_forward_resident"
+HELD_COLUMNS = 64
+
+_HEAD = """from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockdiag.triton_kernels.resident_tiles import (
+    free_slot,
+    load_slot,
+    make_barriers,
+    partial_sums,
+    wait_slot,
+    widened,
+)
+"""
+
+
+class _Printer(Printer):
+    """Gluon infers no layouts: numbers and lines become tiles where an operation meets one."""
+
+    def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:
+        if given.is_number or given.shape == shape or (len(given.shape) == len(shape) == 2):
+            return Value(given.name, shape, given.is_read)
+        raise NotPrintable(f"a reshape from {given.shape} to {shape}")
+
+
+class _Writer:
+    """Lines of the functions of one kernel."""
+
+    def __init__(self, region: Region, plan: Resident) -> None:
+        self.region, self.plan = region, plan
+        self.writer = Writer(region, "forward", Tile(CHUNK, CHUNK))
+        self.parts = region.sizes["k"] // plan.part
+        self.chunks = region.sizes["k"] // CHUNK
+        self.wide_keys = next_power_of_2(region.sizes["k"])
+        # Leaves that threads read themselves, and whether places in them or in the log-sums need 64 bits.
+        moved = (plan.held, plan.query, plan.key)
+        self.counts_keys = any(leaf.role == "column" and leaf.source.key is None for leaf in leaves_of(plan.others))
+        self.pointers = [i for i, leaf in enumerate(region.leaves) if leaf not in moved and leaf.source.key is not None]
+        counts = [math.prod(region.leaves[i].source.shape) for i in self.pointers]
+        self.is_long = max([*counts, cells_of(region, region.batch) * region.sizes["q"]]) >= 2**31
+
+    def emit(self, line: str = "") -> None:
+        self.writer.emit(line.replace("tl.", "gl."))
+
+    def indices(self, cell: str | None, through: str | None) -> None:
+        """`i_<label>` of batch labels, from one number each for those of the bias and for the others."""
+        for name, labels in ((cell, self.plan.cell), (through, self.plan.through)):
+            if name is None:
+                continue
+            step = 1
+            for label in reversed(labels):
+                size = self.region.sizes[label]
+                place = name if step == 1 else f"{name} // {step}"
+                self.emit(f"i_{label} = {f'({place} % {size}).to(gl.int64)' if self.is_long else f'{place} % {size}'}")
+                step *= size
+
+    def at(self, name: str, offset: str, column: int = 0) -> str:
+        """Row and column of a tile of a matrix that begins `offset` queries or keys, and so many columns, later."""
+        place = self.plan.places[name]
+        first_row, first_column = place.first[0], place.first[1] + column
+        rows = [f"i_{x} * {step}" if step > 1 else f"i_{x}" for x, step in place.rows.items()]
+        columns = [f"i_{x} * {step}" for x, step in place.columns.items()]
+        rows = [*rows, *([str(first_row)] if first_row else []), offset]
+        if columns and first_column:
+            columns.append(str(first_column))
+        row, column_text = " + ".join(rows), " + ".join(columns)
+        return f"({row}).to(gl.int32), " + (f"({column_text}).to(gl.int32)" if columns else str(first_column))
+
+    def evaluate(self, root: Node, tiles: Sequence[Value], prefix: str) -> Value:
+        """Print a node of which all leaves are read."""
+        program = self.writer.tile_program([root])
+        return _Printer(self.emit, prefix, self.writer.precision).run(program, tiles)[0]
+
+    def tiles(self, known: dict[int, Value]) -> list[Value]:
+        """A value for each leaf; those that are not known are not used."""
+        return [known.get(i, Value("0", self.writer.tile_shape(leaf))) for i, leaf in enumerate(self.region.leaves)]
+
+    def read(self, roles: Sequence[str], *, counted: bool = False) -> dict[int, Value]:
+        """Load what threads read themselves, of some roles, and numbers of rows or columns; `counted`: only these."""
+        found = {}
+        for i, leaf in enumerate(self.region.leaves):
+            if leaf.role in roles and (leaf.source.key is None or (i in self.pointers and not counted)):
+                lines = self.writer.lines
+                first = len(lines)
+                found[i] = self.writer.read(i)
+                lines[first:] = [line.replace("tl.", "gl.") for line in lines[first:]]
+        return found
+
+    def parameters(self) -> str:
+        return "".join(f", p_leaf{i}" for i in self.pointers)
+
+
+_MEMORY = "q_smem, ring, held, of_keys, ones, query_full, query_empty, part_full, part_empty, keys_full, held_full"
+
+
+def resident_source(region: Region, plan: Resident) -> Source:
+    """The kernel. Its arguments beside arrays: ROUNDS, how many rounds a program goes through."""
+    own = _Writer(region, plan)
+    _compute(own)
+    _load(own)
+    _entry(own)
+    labels = (*region.batch, "q")
+    outputs = (
+        Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), _name(region.dtype)),
+        Output("log_sum", tuple((x,) for x in labels), tuple(region.sizes[x] for x in labels), "float32"),
+    )
+    return Source(
+        _HEAD + "\n\n" + "\n".join(own.writer.lines) + "\n",
+        NAME,
+        (*(f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None), "value"),
+        outputs,
+        (region.sizes["q"] // ROWS * cells_of(region, plan.cell), 1, 1),
+    )
+
+
+def _share(own: _Writer) -> None:
+    """Which tile and rounds are the program's. Each group of warps works that out, rather than be handed it."""
+    emit, plan, region = own.emit, own.plan, own.region
+    tiles, rounds = region.sizes["q"] // ROWS, cells_of(region, plan.through)
+    emit("# Tiles of queries that read the same keys run side by side.")
+    emit(f"own = gl.program_id(0) % {tiles}")
+    emit(f"SHARES: gl.constexpr = ({rounds} + ROUNDS - 1) // ROUNDS")
+    emit(f"first = gl.program_id(0) // {tiles} % SHARES * ROUNDS")
+    emit(f"cell = gl.program_id(0) // ({tiles} * SHARES)")
+    emit(f"count = gl.minimum(ROUNDS, {rounds} - first)")
+
+
+def _function(own: _Writer, header: str) -> None:
+    own.writer.depth = 0
+    own.emit("@gluon.jit")
+    own.emit(header)
+    own.writer.depth = 1
+
+
+def _compute(own: _Writer) -> None:
+    """What a group of warps does."""
+    emit, plan, chunks = own.emit, own.plan, own.chunks
+    per_part = plan.part // CHUNK
+    width = plan.width
+    _function(own, f"def compute({_MEMORY}, output, p_log_sum{own.parameters()}, ROUNDS: gl.constexpr, "
+              "GROUP: gl.constexpr):")  # fmt: skip
+    emit(f'"""{ROWS // 2} queries of each round."""')
+    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {CHUNK}, 16])")
+    emit(f"O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])")
+    emit("T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])")
+    emit("dtype: gl.constexpr = q_smem.dtype")
+    _share(own)
+    own.indices("cell", None)
+    emit(f"o_q = own * {ROWS} + GROUP * {ROWS // 2} + gl.arange(0, {ROWS // 2}, gl.SliceLayout(1, S))")
+    emit("r_q = o_q")
+    emit("mbarrier.wait(held_full.index(0), 0)")
+    own.writer.loop("for round in range(count):", lambda: _round(own, chunks, per_part))
+    emit("tma.store_wait(0)")
+    emit()
+    emit()
+
+
+def _round(own: _Writer, chunks: int, per_part: int) -> None:
+    emit, plan, region, parts = own.emit, own.plan, own.region, own.parts
+    slots = plan.slots
+    held = region.leaves.index(plan.held)
+    own.indices(None, "(first + round)")
+    emit(f"part = round * {2 * parts}")
+    emit(f"place = round % {QUERY_SLOTS}")
+    emit(f"q_part = q_smem.index(place).slice(GROUP * {ROWS // 2}, {ROWS // 2})")
+    rows = own.read(("row", "scalar"))
+    if plan.of_keys is not None:
+        emit("keys_part = wait_slot(of_keys, keys_full, round)")
+    emit("# Scores of all keys, each chunk begun from its bias.")
+    for chunk in range(chunks):
+        columns = {}
+        if own.counts_keys:
+            emit(f"r_k = {chunk * CHUNK} + gl.arange(0, {CHUNK}, gl.SliceLayout(0, S))")
+            columns = own.read(("column",), counted=True)
+        emit(f"leaf{held} = widened(held.index({chunk * CHUNK // HELD_COLUMNS})"
+             f".slice(GROUP * {ROWS // 2}, {ROWS // 2}).load(S))")  # fmt: skip
+        known = {**rows, **columns, held: Value(f"leaf{held}", (CHUNK, CHUNK))}
+        start = own.evaluate(plan.others, own.tiles(known), f"x{chunk}_").name
+        if plan.of_keys is not None:
+            start += f" + keys_part.slice({chunk * CHUNK}, {CHUNK}).load(gl.SliceLayout(0, S))[None, :]"
+        emit(f"start = {start}")
+        if chunk == 0:
+            emit(f"mbarrier.wait(query_full.index(place), round // {QUERY_SLOTS} % 2)")
+        if chunk % per_part == 0:
+            emit(f"k_part = wait_slot(ring, part_full, part + {chunk // per_part})")
+        emit(f"s{chunk} = warpgroup_mma(q_part, k_part.slice({chunk % per_part * CHUNK}, {CHUNK}).permute((1, 0)), "
+             "start, is_async=True)")  # fmt: skip
+    emit("# The last round's result has left its query's place.")
+    emit("tma.store_wait(0)")
+    emit("gl.thread_barrier()")
+    emit(f"free_slot(query_empty, round + {QUERY_SLOTS - 1}, {QUERY_SLOTS}, round > 0)")
+    largest = []
+    for chunk in range(chunks):
+        emit(f"s{chunk} = warpgroup_mma_wait({chunks - 1 - chunk}, deps=[s{chunk}])")
+        emit(f"m{chunk} = gl.max(s{chunk}, 1)")
+        largest.append(f"m{chunk}")
+    emit("gl.thread_barrier()")
+    for part in range(parts):
+        emit(f"free_slot(part_empty, part + {part}, {slots})")
+    while len(largest) > 1:
+        largest = [f"gl.maximum({', '.join(largest[:2])})", *largest[2:]]
+    unit = plan.unit * LOG2_E
+    emit(f"largest = {largest[0]}")
+    emit(f"base = gl.where(largest <= {NO_KEY / plan.unit}, 0.0, largest)[:, None] * {unit}  # rows that see nothing")
+    _weigh(own, chunks, per_part, unit)
+    _finish(own, unit)
+
+
+def _weigh(own: _Writer, chunks: int, per_part: int, unit: float) -> None:
+    """Exponentials, and their products with values; the sums of rows, too, from tensor cores where ones have room."""
+    emit, plan, parts, slots = own.emit, own.plan, own.parts, own.plan.slots
+    # With few slots the next keys wait for the first values' place.
+    is_early = slots < 2 * parts
+    emit(f"output_tile = gl.zeros([{ROWS // 2}, {plan.width}], gl.float32, O)")
+    if plan.has_ones:
+        emit(f"sums = gl.zeros([{ROWS // 2}, 8], gl.float32, T)")
+    under_way = "output_tile, sums" if plan.has_ones else "output_tile"
+    for chunk in range(chunks):
+        part = parts + chunk // per_part
+        emit(f"power = gl.exp2(s{chunk} * {unit} - base)")
+        if not plan.has_ones:
+            emit(f"sums {'=' if chunk == 0 else '+='} partial_sums(power)")
+        emit("power = power.to(dtype)")
+        if chunk % per_part == 0:
+            emit(f"v_part = wait_slot(ring, part_full, part + {part})")
+        elif is_early and chunk // per_part > 0 and chunk % per_part == per_part - 1:
+            emit(f"{under_way} = warpgroup_mma_wait({2 if plan.has_ones else 1}, deps=[{under_way}])")
+            emit("gl.thread_barrier()")
+            emit(f"free_slot(part_empty, part + {part - 1}, {slots})")
+        first = "use_acc=False, " if chunk == 0 else ""
+        values = f"v_part.slice({chunk % per_part * CHUNK}, {CHUNK})"
+        emit("factor = gl.convert_layout(power, gl.DotOperandLayout(0, O, 2))")
+        emit(f"output_tile = warpgroup_mma(factor, {values}, output_tile, {first}is_async=True)")
+        if plan.has_ones:
+            emit("factor = gl.convert_layout(power, gl.DotOperandLayout(0, T, 2))")
+            emit(f"sums = warpgroup_mma(factor, ones.permute((1, 0)), sums, {first}is_async=True)")
+    emit(f"{under_way} = warpgroup_mma_wait(0, deps=[{under_way}])")
+    # Columns of a product with ones are equal.
+    emit(f"total = gl.convert_layout(gl.{'max' if plan.has_ones else 'sum'}(sums, 1), gl.SliceLayout(1, S))")
+    emit("gl.thread_barrier()")
+    freed = range(parts - 1, parts) if is_early and per_part > 1 else range(parts)
+    for part in freed:
+        emit(f"free_slot(part_empty, part + {parts + part}, {slots})")
+
+
+def _finish(own: _Writer, unit: float) -> None:
+    emit = own.emit
+    emit("is_empty = total == 0  # rows that see no key are 0")
+    emit("norm = gl.where(is_empty, 0.0, 1.0 / total)")
+    emit("output_tile = output_tile * gl.convert_layout(norm, gl.SliceLayout(1, O))[:, None]")
+    emit("# By way of the query's place, which nobody reads any more.")
+    emit("q_part.store(output_tile.to(dtype))")
+    emit("fence_async_shared()")
+    emit("gl.thread_barrier()")
+    at = own.at("output", f"own * {ROWS} + GROUP * {ROWS // 2}")
+    emit(f"tma.async_copy_shared_to_global(output, [{at}], q_part)")
+    emit(f'log_sum = gl.where(is_empty, float("-inf"), (largest * {unit} + gl.log2(total)) * 0.6931471805599453)')
+    emit(f"gl.store(p_log_sum + {own.writer.row_place()}, log_sum)")
+
+
+def _load(own: _Writer) -> None:
+    """What the warp does that loads."""
+    emit, plan, region = own.emit, own.plan, own.region
+    keys, parts = region.sizes["k"], own.parts
+    _function(own, f"def load({_MEMORY}, query, key, value, bias{own.parameters()}, ROUNDS: gl.constexpr):")
+    emit('"""Fills the slots, for all rounds."""')
+    _share(own)
+    own.indices("cell", None)
+    emit(f"mbarrier.expect(held_full.index(0), {ROWS * keys * 2})")
+    for piece in range(keys // HELD_COLUMNS):
+        at = own.at("held", f"own * {ROWS}", piece * HELD_COLUMNS)
+        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
+
+    if plan.of_keys is not None:
+        _begin_terms(own)
+
+    def body() -> None:
+        own.indices(None, "(first + round)")
+        emit(f"part = round * {2 * parts}")
+
+        def tile(name: str, number: int, part: int) -> None:
+            at = own.at(name, str(part * plan.part))
+            emit(f"load_slot({name}, ring, part_full, part_empty, part + {number}, {at})")
+
+        tile("key", 0, 0)
+        if plan.of_keys is not None:
+            _store_terms(own, plan.of_keys)
+        at = own.at("query", f"own * {ROWS}")
+        emit(f"load_slot(query, q_smem, query_full, query_empty, round, {at})")
+        for part in range(1, parts):
+            tile("key", part, part)
+        for part in range(parts):
+            tile("value", parts + part, part)
+        if plan.of_keys is not None:
+            own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
+            _request_terms(own)
+
+    own.writer.loop("for round in range(count):", body)
+    emit()
+    emit()
+
+
+def _begin_terms(own: _Writer) -> None:
+    """The lines of all keys that one warp holds, and the first round's loads."""
+    keys, wide = own.region.sizes["k"], own.wide_keys
+    own.emit(f"C: gl.constexpr = gl.BlockedLayout([1, {wide // 32}], [1, 32], [1, 1], [1, 0])")
+    lines = f"gl.arange(0, {wide}, gl.SliceLayout(0, C))"
+    own.emit(f"r_k = {lines if wide == keys else f'gl.minimum({lines}, {keys - 1})'}")
+    own.indices(None, "first")
+    _request_terms(own)
+
+
+def _request_terms(own: _Writer) -> None:
+    """Load what terms of keys are made of, in the dtype that it has: to widen it is to wait for it."""
+    for i in own.pointers:
+        leaf, layout = own.region.leaves[i], own.writer.layouts[i]
+        if leaf.role in ("column", "scalar"):
+            line = f" + {own.writer.times('r_k', 'k', layout)}" if leaf.role == "column" else ""
+            own.emit(f"loaded{i} = tl.load(p_leaf{i} + {layout.base(leaf.labels)}{line})")
+
+
+def _store_terms(own: _Writer, terms: Node) -> None:
+    """Add up terms of keys, and hand them over.
+
+    Whoever has a slot for this round's keys knows that the round before the last one is over.
+    """
+    emit, region = own.emit, own.region
+    whole = Writer(region, "forward", Tile(CHUNK, own.wide_keys))
+    known = {}
+    for i, leaf in enumerate(region.leaves):
+        if leaf.role not in ("column", "scalar"):
+            continue
+        known[i] = Value(f"leaf{i}", whole.tile_shape(leaf))
+        column = "[None, :]" if leaf.role == "column" else ""
+        if leaf.source.key is None:
+            emit(f"leaf{i} = r_k[None, :]{widening(leaf)}")
+        else:
+            emit(f"leaf{i} = (loaded{i}{widening(leaf)}){column}")
+    tiles = [known.get(i, Value("0", whole.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
+    found = _Printer(emit, "y", whole.precision).run(whole.tile_program([terms]), tiles)[0]
+    emit(f"terms = gl.zeros([1, {own.wide_keys}], gl.float32, C) + {found.name}")
+    emit(f"of_keys.index(round % {QUERY_SLOTS}).store(gl.sum(terms, 0))")
+    emit("gl.thread_barrier()")
+    emit(f"mbarrier.arrive(keys_full.index(round % {QUERY_SLOTS}), count=1)")
+
+
+def _ones(emit: Callable[[str], None]) -> None:
+    emit("LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)")
+    emit("SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])")
+    emit(f"ones = gl.allocate_shared_memory(query.dtype, [8, {CHUNK}], LINES)")
+    emit(f"ones.store(gl.full([8, {CHUNK}], 1.0, gl.float32, SPREAD).to(query.dtype))")
+
+
+def _entry(own: _Writer) -> None:
+    """The kernel itself."""
+    emit, plan, region = own.emit, own.plan, own.region
+    keys, width = region.sizes["k"], plan.width
+    pointers = own.parameters()
+    _function(own, f"def {NAME}(query, key, value, bias, output{pointers}, p_log_sum, ROUNDS: gl.constexpr):")
+    emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
+    emit(f"q_smem = gl.allocate_shared_memory(query.dtype, [{QUERY_SLOTS}, {ROWS}, {width}], query.layout)")
+    emit(f"ring = gl.allocate_shared_memory(query.dtype, [{plan.slots}, {plan.part}, {width}], key.layout)")
+    emit(f"held = gl.allocate_shared_memory(bias.dtype, [{keys // HELD_COLUMNS}, {ROWS}, {HELD_COLUMNS}], bias.layout)")
+    line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
+    emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{QUERY_SLOTS}, {own.wide_keys}], {line})")
+    if not plan.has_ones:
+        emit("ones = of_keys")
+    else:
+        _ones(emit)
+    for name, count in (("query", QUERY_SLOTS), ("part", plan.slots)):
+        emit(f"{name}_full = make_barriers({count}, 1)")
+        emit(f"{name}_empty = make_barriers({count}, 2)")
+    emit(f"keys_full = {'query_full' if plan.of_keys is None else f'make_barriers({QUERY_SLOTS}, 1)'}")
+    emit("held_full = make_barriers(1, 1)")
+    emit("fence_async_shared()")
+    emit("gl.thread_barrier()")
+    computing = f"{_MEMORY}, output, p_log_sum{pointers}, ROUNDS"
+    emit("gl.warp_specialize([")
+    emit(f"    (compute, ({computing}, 0)),")
+    emit(f"    (compute, ({computing}, 1)),")
+    emit(f"    (load, ({_MEMORY}, query, key, value, bias{pointers}, ROUNDS)),")
+    emit("], [4, 1], [240, 24])")
+
+
+@dataclass(frozen=True)
+class ResidentKernel:
+    """The kernel, and what its launch needs to know.
+
+    Attributes:
+        moved: of each parameter that the copy engine moves: name, array, shape of its matrix, and of a tile.
+        dtype: of these arrays.
+        pointers: the parameters that are pointers, in order.
+        rounds: in all.
+        tiles: programs, if each went through all rounds.
+    """
+
+    source: Source
+    moved: tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]
+    dtype: str
+    pointers: tuple[str, ...]
+    rounds: int
+    tiles: int
+
+
+def resident_kernel(region: Region) -> ResidentKernel | None:
+    """The kernel of a region, None where its bias cannot stay.
+
+    Args:
+        region: arranged, and without lists of tiles.
+    """
+    plan = resident(region)
+    if plan is None:
+        return None
+    own = _Writer(region, plan)
+    leaves, width, places = region.leaves, plan.width, plan.places
+    moved = (
+        ("query", f"leaf{leaves.index(plan.query)}", places["query"].shape, (ROWS, width)),
+        ("key", f"leaf{leaves.index(plan.key)}", places["key"].shape, (plan.part, width)),
+        ("value", "value", places["value"].shape, (plan.part, width)),
+        ("bias", f"leaf{leaves.index(plan.held)}", places["held"].shape, (ROWS, HELD_COLUMNS)),
+        ("output", "output", places["output"].shape, (ROWS // 2, width)),
+    )
+    source = resident_source(region, plan)
+    pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum")
+    return ResidentKernel(source, moved, _name(region.dtype), pointers, cells_of(region, plan.through), source.grid[0])
+
+
+def _name(dtype: Any) -> str:
+    return jnp.dtype(dtype).name

@@ -1,0 +1,250 @@
+"""Regions whose bias of queries by keys is the same along a batch axis, and short enough to stay in shared memory.
+
+Row attention of Evoformer and triangle attention are such: every row of the alignment adds the same bias of pairs. A
+plain kernel reads the bias again for each of them, as many bytes as keys and values have. Where scores are
+
+    unit * (query . key) + terms of keys + other terms
+
+a program can hold a tile of the bias, go through the batch axis, and let the products add to it.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
+from blockdiag.fusion.tiles import value_columns
+from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of, nodes_of, number, operation
+from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
+
+ROWS = 128
+"""Queries of a program: two groups of warps with 64 each."""
+CHUNK = 64
+"""Keys whose scores a group computes at once."""
+MOST_KEYS = 256
+"""A row of scores stays in registers, and the whole tile of the bias in shared memory."""
+_WIDTHS = (32, 64, 128)
+_FEWEST_ROUNDS = 4
+QUERY_SLOTS = 2
+_PARTS = (256, 128, 64)
+# The keys of a round, and the first of its values.
+_FEWEST_SLOTS = 3
+# Of 227 KiB, less barriers.
+_SHARED_BYTES = 232448 - 512
+_ONES_BYTES = 8 * CHUNK * 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """An array as a matrix, of which the copy engine takes tiles.
+
+    Attributes:
+        shape: of the matrix.
+        rows, columns: by batch label, how many of either one step is.
+        first: row and column of the first element.
+    """
+
+    shape: tuple[int, int]
+    rows: dict[str, int]
+    columns: dict[str, int]
+    first: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Resident:
+    """How a region is computed with its bias in shared memory.
+
+    Attributes:
+        held: the leaf that stays.
+        query, key: the leaves of the product.
+        unit: scores are `unit` times what the kernel adds up.
+        of_keys: the terms without queries, over `unit`; None without any.
+        others: the other terms, over `unit`, `held` among them.
+        cell, through: batch labels that `held` has, and the others.
+        places: of the arrays that the copy engine moves: "query", "key", "value", "held", "output".
+        width: of queries, keys and values.
+        part: keys, or values, of a slot.
+        slots: for parts of keys and values.
+        has_ones: whether there is room for ones, with which tensor cores add up rows.
+    """
+
+    held: Leaf
+    query: Leaf
+    key: Leaf
+    unit: float
+    of_keys: Node | None
+    others: Node
+    cell: tuple[str, ...]
+    through: tuple[str, ...]
+    places: dict[str, Place]
+    width: int
+    part: int
+    slots: int
+    has_ones: bool
+
+
+def resident(region: Region) -> Resident | None:
+    """How the bias can stay, None where it cannot.
+
+    Args:
+        region: arranged, and without lists of tiles.
+    """
+    sizes = region.sizes
+    queries, keys = sizes["q"], sizes["k"]
+    if region.score is None or region.weight is not None or region.extras:
+        return None
+    if queries % ROWS or keys % CHUNK or keys > MOST_KEYS:
+        return None
+    terms = _terms(region.score, 1.0)
+    products = [term for term in terms if term[1].kind == "product"]
+    others = [term for term in terms if term[1].kind != "product"]
+    if len(products) != 1 or any(x.kind == "product" for _, term in others for x in nodes_of(term)):
+        return None
+    ((unit, product),) = products
+    query, key = product.inputs[0].leaf, product.inputs[1].leaf
+    biases = [leaf for leaf in region.leaves if leaf.role in ("score", "distance")]
+    if not np.isfinite(unit) or unit <= 0 or query is None or key is None or len(biases) != 1:
+        return None
+    (held,) = biases
+    cell = tuple(x for x in region.batch if x in held.labels)
+    through = tuple(x for x in region.batch if x not in held.labels)
+    rounds = int(np.prod([sizes[x] for x in through], dtype=np.int64))
+    of_keys = [term for term in others if not _has_queries(term[1])]
+    rest = [term for term in others if _has_queries(term[1])]
+    if any(_varies(leaf, "column") for _, term in rest for leaf in leaves_of(term)):
+        return None
+    columns = value_columns(region)
+    width = int(np.prod([sizes[x] for x in columns], dtype=np.int64))
+    features = int(np.prod([sizes[x] for x in query.features], dtype=np.int64))
+    sources = (query.source, key.source, region.value, held.source)
+    is_short = all(source.dtype.itemsize == 2 and jnp.issubdtype(source.dtype, jnp.floating) for source in sources)
+    is_alike = len({query.source.dtype, key.source.dtype, region.value.dtype, np.dtype(region.dtype)}) == 1
+    if not is_short or not is_alike or held.role != "score" or width not in _WIDTHS or features != width:
+        return None
+    if rounds < _FEWEST_ROUNDS:
+        return None
+    arrays = {
+        "query": (query.source.shape, query.dims, "q", query.features),
+        "key": (key.source.shape, key.dims, "k", key.features),
+        "value": (region.value.shape, region.value_dims, "k", tuple(columns)),
+        "output": (shape_of(region.out_dims, sizes), region.out_dims, "q", tuple(columns)),
+        "held": (held.source.shape, held.dims, "q", ("k",)),
+    }
+    places = {}
+    for name, (shape, dims, label, lines) in arrays.items():
+        place = _place(layout_of(shape, dims, sizes), shape, label, lines, sizes)
+        if place is None:
+            return None
+        places[name] = place
+    part = next((x for x in _PARTS if keys % x == 0 and _slots(keys, width, x) >= _FEWEST_SLOTS), None)
+    if part is None:
+        return None
+    slots = _slots(keys, width, part)
+    bias = _sum(rest, unit)
+    assert bias is not None, "the bias that is held is among them"
+    has_ones = _bytes_once(keys, width) + slots * part * width * 2 + _ONES_BYTES <= _SHARED_BYTES
+    return Resident(
+        held, query, key, unit, _sum(of_keys, unit), bias, cell, through, places, width, part, slots, has_ones
+    )
+
+
+def rounds_each(rounds: int, tiles: int, multiprocessors: int) -> int:
+    """How many rounds a program goes through, so that all end at about the same time; to begin takes as long as one.
+
+    Args:
+        rounds: in all.
+        tiles: programs, if each went through all rounds.
+        multiprocessors: each has one program at a time.
+    """
+
+    def time(chunk: int) -> int:
+        return -(-tiles * -(-rounds // chunk) // multiprocessors) * (chunk + 1)
+
+    return min(range(1, rounds + 1), key=lambda chunk: (time(chunk), -chunk))
+
+
+def _terms(node: Node, factor: float) -> list[tuple[float, Node]]:
+    """A sum as its terms, each with a factor."""
+    name = getattr(node.primitive, "name", "")
+    if node.kind == "operation":
+        match name, node.inputs:
+            case "add" | "add_any", (left, right):
+                return [*_terms(left, factor), *_terms(right, factor)]
+            case "sub", (left, right):
+                return [*_terms(left, factor), *_terms(right, -factor)]
+            case "neg", (only,):
+                return _terms(only, -factor)
+            case "convert_element_type", (only,) if _is_floating(node) and only.kind in ("operation", "product"):
+                # Tiles are float32 whatever the program says.
+                return _terms(only, factor)
+            case "mul", (left, right):
+                for one, other in ((left, right), (right, left)):
+                    if (by := _finite(other)) is not None:
+                        return _terms(one, factor * by)
+            case "div", (left, right) if by := _finite(right):
+                return _terms(left, factor / by)
+    return [(factor, node)]
+
+
+def _is_floating(node: Node) -> bool:
+    return bool(jnp.issubdtype(node.params["new_dtype"], jnp.floating))
+
+
+def _finite(node: Node) -> float | None:
+    if node.kind != "number" or np.size(node.number) != 1 or not jnp.issubdtype(node.number.dtype, jnp.floating):
+        return None
+    found = float(np.asarray(node.number, np.float64).item())
+    return found if np.isfinite(found) else None
+
+
+def _sum(terms: list[tuple[float, Node]], unit: float) -> Node | None:
+    total = None
+    for factor, term in terms:
+        scaled = term if factor == unit else operation(lax.mul_p, term, number(np.float32(factor / unit)))
+        total = scaled if total is None else operation(lax.add_p, total, scaled)
+    return total
+
+
+def _has_queries(node: Node) -> bool:
+    return any(leaf.role not in ("column", "scalar") for leaf in leaves_of(node))
+
+
+def _varies(leaf: Leaf, role: str) -> bool:
+    """Whether a leaf of this role lies in memory; 0, 1, 2, ... does not."""
+    return leaf.role == role and leaf.source.key is not None
+
+
+def _place(
+    layout: Layout, shape: tuple[int, ...], label: str, lines: tuple[str, ...], sizes: dict[str, int]
+) -> Place | None:
+    """An array as a matrix with a row for each query or key, None where it is none, or one that cannot be copied."""
+    step = layout.stride(label)
+    whole = int(np.prod(shape, dtype=np.int64))
+    width = int(np.prod([sizes[x] for x in lines], dtype=np.int64))
+    if flat_stride(layout, lines, sizes) != 1 or step % 8 or not step or whole % step or whole // step >= 2**31:
+        return None
+    rows, columns = {}, {}
+    for other, stride in layout.strides.items():
+        if other == label or other in lines or sizes[other] == 1:
+            continue
+        if stride % step == 0:
+            rows[other] = stride // step
+        elif stride < step and stride % width == 0:
+            columns[other] = stride
+        else:
+            return None
+    first = (layout.offset // step, layout.offset % step)
+    end = first[1] + width + sum((sizes[x] - 1) * stride for x, stride in columns.items())
+    return Place((whole // step, step), rows, columns, first) if end <= step else None
+
+
+def _slots(keys: int, width: int, part: int) -> int:
+    """How many parts of keys and values there is room for, those of one and a half rounds at most."""
+    return min(3 * (keys // part), (_SHARED_BYTES - _bytes_once(keys, width)) // (part * width * 2))
+
+
+def _bytes_once(keys: int, width: int) -> int:
+    """Of the bias, queries and terms of keys."""
+    return ROWS * keys * 2 + QUERY_SLOTS * (ROWS * width * 2 + next_power_of_2(keys) * 4)

@@ -1,0 +1,64 @@
+"""Device helpers of the generated Hopper kernels that keep a bias of pairs in shared memory.
+
+One warp loads, two groups of four warps compute. What is loaded lies in rings of slots; each slot has a barrier that
+says that it is full, and one that both groups say empty on.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that so many arrivals complete, [COUNT, 1]."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def load_slot(source, ring, full, empty, number, row, column):
+    """Start copying a tile into the ring's slot for the tile of this number, once the one before it is read."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    BYTES: gl.constexpr = ring.shape[1] * ring.shape[2] * (ring.dtype.primitive_bitwidth // 8)
+    slot = number % SLOTS
+    mbarrier.wait(empty.index(slot), number // SLOTS % 2 ^ 1)
+    mbarrier.expect(full.index(slot), BYTES)
+    tma.async_copy_global_to_shared(source, [row, column], full.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def wait_slot(ring, full, number):
+    """The tile of this number, when it is there."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    slot = number % SLOTS
+    mbarrier.wait(full.index(slot), number // SLOTS % 2)
+    return ring.index(slot)
+
+
+@gluon.jit
+def free_slot(empty, number, SLOTS: gl.constexpr, pred=True):
+    """This group has read the tile of this number; call it after a barrier of the group's warps."""
+    mbarrier.arrive(empty.index(number % SLOTS), count=1, pred=pred)
+
+
+@gluon.jit
+def widened(b_tile):
+    """A 16-bit tile in f32. Of bfloat16 two elements at once, in one instruction each."""
+    if b_tile.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "{.reg .b16 l, h, z; mov.b16 z, 0; mov.b32 {l, h}, $2; mov.b32 $0, {z, l}; and.b32 $1, $2, 0xffff0000;}",
+            "=r,=r,r", [b_tile], dtype=gl.float32, is_pure=True, pack=2,
+        )
+    return b_tile.to(gl.float32)
+
+
+@gluon.jit
+def partial_sums(b_tile):
+    """Sums of every eighth column, [rows, 8]: additions within threads, the rest is left for the end."""
+    return gl.sum(gl.reshape(b_tile, [b_tile.shape[0], b_tile.shape[1] // 8, 8]), 1)

@@ -1,0 +1,114 @@
+"""Attention whose bias is the same along a batch axis: what Hopper keeps in shared memory, and what it cannot."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag.fusion.match import find_regions
+from blockdiag.fusion.trace import flat_jaxpr
+from blockdiag.fusion.tree import Region
+
+type Shapes = dict[str, tuple[int, ...]]
+
+
+def rows_of_heads(query, key, value, mask, pair):
+    """query [B, R, T, N, H], mask [B, R, 1, 1, S], pair [B, 1, N, T, S]."""
+    scores = jnp.einsum("brtnh,brsnh->brnts", query, key) * query.shape[-1] ** -0.5
+    return jnp.einsum("brnts,brsnh->brtnh", jax.nn.softmax(scores + mask + pair, axis=-1), value)
+
+
+def heads_of_rows(query, key, value, pair):
+    """query [B, R, N, T, H], pair [B, N, T, S]; no scale and no mask."""
+    scores = query @ key.mT + pair[:, None]
+    return jax.nn.softmax(scores, axis=-1) @ value
+
+
+def one_bias(query, key, value, pair, offset, slope):
+    """query [B, T, N, H], pair [T, S], offset [B, N, T], slope [N]: terms of queries, of heads and of positions."""
+    scores = (jnp.einsum("btnh,bsnh->bnts", query, key) - slope[None, :, None, None] * 2) / 7
+    scores = 0.5 * (scores + pair[None, None] - offset[..., None])
+    scores = scores - 0.01 * jnp.arange(key.shape[1])[None, None, None, :].astype(scores.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+
+def masked_rows(query, key, value, mask, pair):
+    """As `rows_of_heads`; the mask rules all keys of the first row out, by -1e9, and keys of others, by -inf."""
+    row = jnp.arange(query.shape[1])[None, :, None, None, None]
+    dead = jnp.where(row == 0, -1e9, jnp.where(mask > 0.5, -jnp.inf, 0.0)).astype(mask.dtype)
+    return rows_of_heads(query, key, value, dead, pair)
+
+
+def selected(query, key, value, mask, pair):
+    """As `rows_of_heads`, but a choice where the sum has been: the product is not a term."""
+    scores = jnp.einsum("brtnh,brsnh->brnts", query, key) * query.shape[-1] ** -0.5 + pair
+    scores = jnp.where(mask > 0.5, -1e9, scores)
+    return jnp.einsum("brnts,brsnh->brtnh", jax.nn.softmax(scores, axis=-1), value)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A call.
+
+    Attributes:
+        stays: whether the bias does.
+    """
+
+    function: Callable[..., jax.Array]
+    shapes: Shapes
+    dtype: str = "bfloat16"
+    stays: bool = True
+
+    def inputs(self, seed: int = 0) -> dict[str, jax.Array]:
+        """Arrays that are worth attending to."""
+        generator = np.random.default_rng(seed)
+        return {x: jnp.asarray(generator.normal(size=shape), self.dtype) for x, shape in self.shapes.items()}
+
+    def region(self) -> Region:
+        """What `fuse` finds in the function."""
+        given = [jax.ShapeDtypeStruct(shape, self.dtype) for shape in self.shapes.values()]
+        flat, _ = flat_jaxpr(self.function, *given)
+        ((region,),) = find_regions(flat.jaxpr).values()
+        return region
+
+
+def _rows(batch: int, rows: int, queries: int, keys: int, heads: int, width: int) -> Shapes:
+    lead = (batch, rows)
+    return {
+        "query": (*lead, queries, heads, width),
+        "key": (*lead, keys, heads, width),
+        "value": (*lead, keys, heads, width),
+        "mask": (*lead, 1, 1, keys),
+        "pair": (batch, 1, heads, queries, keys),
+    }
+
+
+def _heads(batch: int, rows: int, heads: int, tokens: int, width: int) -> Shapes:
+    shape = (batch, rows, heads, tokens, width)
+    return dict.fromkeys(("query", "key", "value"), shape) | {"pair": (batch, heads, tokens, tokens)}
+
+
+def _one_bias(width: int) -> Shapes:
+    operands = dict.fromkeys(("query", "key", "value"), (3, 128, 2, width))
+    return operands | {"pair": (128, 128), "offset": (3, 2, 128), "slope": (2,)}
+
+
+CASES = {
+    "evoformer": Resident(rows_of_heads, _rows(2, 7, 256, 256, 2, 64)),
+    "wide": Resident(rows_of_heads, _rows(1, 9, 256, 256, 2, 128)),
+    "narrow": Resident(rows_of_heads, _rows(1, 5, 128, 256, 4, 32)),
+    "float16": Resident(rows_of_heads, _rows(1, 4, 128, 128, 2, 64), "float16"),
+    "three_chunks": Resident(rows_of_heads, _rows(2, 4, 384, 192, 1, 128)),
+    "one_chunk": Resident(rows_of_heads, _rows(1, 40, 128, 64, 2, 64)),
+    "triangle": Resident(heads_of_rows, _heads(1, 6, 3, 128, 32)),
+    "terms": Resident(one_bias, _one_bias(64)),
+    "masked": Resident(masked_rows, _rows(1, 4, 128, 256, 2, 64)),
+    "selected": Resident(selected, _rows(1, 4, 128, 128, 2, 64), stays=False),
+    "long": Resident(rows_of_heads, _rows(1, 4, 128, 320, 2, 64), stays=False),
+    "odd_queries": Resident(rows_of_heads, _rows(1, 4, 100, 128, 2, 64), stays=False),
+    "odd_width": Resident(rows_of_heads, _rows(1, 4, 128, 128, 2, 48), stays=False),
+    "float32": Resident(rows_of_heads, _rows(1, 4, 128, 128, 2, 64), "float32", stays=False),
+    "few_rows": Resident(rows_of_heads, _rows(4, 2, 128, 128, 2, 64), stays=False),
+}

@@ -1,0 +1,60 @@
+"""Which biases stay in shared memory on Hopper, and the kernels that keep them, compiled."""
+
+import dataclasses
+
+import pytest
+
+from blockdiag.fusion.resident import resident, rounds_each
+from blockdiag.interop import triton_fused
+from blockdiag.triton_kernels.plan import Target
+from tests.plans_support import report_of
+from tests.resident_cases import CASES
+from tests.test_fusion_plans import launches_of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bias_stays_where_it_can(name):
+    case = CASES[name]
+    inner, _ = triton_fused.arranged(case.region())
+    assert (resident(inner) is not None) == case.stays
+
+
+@pytest.mark.parametrize("name", ["evoformer", "wide", "narrow", "three_chunks", "one_chunk", "terms"])
+def test_kernels_fit_hopper(name):
+    launch = launches_of(CASES[name].region())["fused_forward"]
+    report = report_of(launch.plan(Target.for_arch(90)), 90)
+    assert report.name == "fused_forward_resident"
+    assert report.shared_bytes <= report.shared_limit
+    # Warps wait for their part of the program in a loop, outside of which the compiler may keep addresses in memory.
+    assert not any(depth > 1 and count for depth, count in report.local_accesses.items()), str(report)
+    assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
+
+
+def test_other_architectures_get_the_plain_kernel():
+    launch = launches_of(CASES["evoformer"].region())["fused_forward"]
+    plans = {arch: launch.plan(Target.for_arch(arch)) for arch in (80, 90, 100)}
+    assert {arch: plan.name for arch, plan in plans.items()} == {
+        80: "fused_forward",
+        90: "fused_forward_resident",
+        100: "fused_forward",
+    }
+    plain = dataclasses.replace(launch, resident=None)
+    assert plain.plan(Target.for_arch(90)).name == "fused_forward" and plain != launch
+
+
+def test_rounds_are_shared_evenly():
+    # 64 tiles go twice into 132 multiprocessors.
+    assert rounds_each(256, 64, 132) == 128
+    # More tiles than multiprocessors: whole rounds, but for the last ones.
+    assert 1 <= rounds_each(256, 500, 132) <= 256
+    for rounds, tiles in ((4, 1), (7, 3), (100, 1), (1000, 7)):
+        each = rounds_each(rounds, tiles, 132)
+        programs = tiles * -(-rounds // each)
+        assert programs <= 132 or each * -(-programs // 132) <= rounds
+
+
+def test_a_launch_holds_the_plans_arrays():
+    launch = launches_of(CASES["terms"].region())["fused_forward"]
+    plan = launch.plan(Target(90, 100))
+    assert plan.inputs == launch.inputs and plan.outputs == launch.outputs
+    assert plan.grid[0] * plan.arguments["ROUNDS"].value >= 6
