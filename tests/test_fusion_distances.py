@@ -17,6 +17,7 @@ from blockdiag.fusion.gallery_scores import t5_relative_bias
 from blockdiag.fusion.live import live_tiles
 from blockdiag.fusion.positions import with_positions
 from blockdiag.interop import triton_fused
+from tests.support import compiled_quickly
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 50, 71, 2, 16
 BOTH = pytest.mark.parametrize("implementation", ["xla", "triton"])
@@ -167,14 +168,22 @@ def assert_close(found, expected, error=1e-5):
         np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=error, atol=error * scale)
 
 
-@BOTH
+@functools.cache
+def plain(name):
+    function, *rest = CASES[name]
+    return compiled_quickly(functools.partial(result_and_gradients, function))(*operands(), *rest)
+
+
 @pytest.mark.parametrize("name", CASES)
+@BOTH
 def test_results_and_gradients(name, implementation):
     function, *rest = CASES[name]
     given = [*operands(), *rest]
     assert set(roles(function, *given)) == {"distance"}
-    found = jax.jit(functools.partial(result_and_gradients, fuse(function, implementation=implementation)))(*given)
-    assert_close(found, jax.jit(functools.partial(result_and_gradients, function))(*given))
+    found = compiled_quickly(functools.partial(result_and_gradients, fuse(function, implementation=implementation)))(
+        *given
+    )
+    assert_close(found, plain(name))
 
 
 @BOTH
@@ -182,10 +191,10 @@ def test_half_precision(implementation):
     """What is read stays as exact as the table; its gradient is rounded by distance, and summed in float32."""
     given = [*operands(jnp.bfloat16), TABLE.astype(jnp.bfloat16)]
     fused = fuse(causal_table, implementation=implementation)
-    found = jax.jit(functools.partial(result_and_gradients, fused))(*given)
+    found = compiled_quickly(functools.partial(result_and_gradients, fused))(*given)
     assert [x.dtype for x in found] == [jnp.bfloat16] * 5
     wide = [x.astype(jnp.float32) for x in given]
-    assert_close(found, jax.jit(functools.partial(result_and_gradients, causal_table))(*wide), error=2e-2)
+    assert_close(found, compiled_quickly(functools.partial(result_and_gradients, causal_table))(*wide), error=2e-2)
 
 
 @BOTH
@@ -196,7 +205,7 @@ def test_vmap_over_tables(implementation):
 
     def each(function):
         of_table = functools.partial(result_and_gradients, functools.partial(function, query, key, value))
-        return jax.jit(jax.vmap(of_table))(tables)
+        return compiled_quickly(jax.vmap(of_table))(tables)
 
     assert_close(each(fused), each(causal_table))
 
@@ -220,7 +229,7 @@ def test_inside_shard_map(implementation):
         for i in range(2)
     ]
     *parts, table = zip(*expected, strict=True)
-    assert_close(jax.jit(sharded)(*given), (*(jnp.concatenate(x) for x in parts), sum(table)))
+    assert_close(compiled_quickly(sharded)(*given), (*(jnp.concatenate(x) for x in parts), sum(table)))
 
 
 def test_derivatives_of_gradients():
@@ -229,7 +238,9 @@ def test_derivatives_of_gradients():
     def penalty(function, table):
         return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(function(query, key, value, x))))(table) ** 2)
 
-    found = [jax.jit(jax.grad(functools.partial(penalty, f)))(TABLE) for f in (fuse(causal_table), causal_table)]
+    found = [
+        compiled_quickly(jax.grad(functools.partial(penalty, f)))(TABLE) for f in (fuse(causal_table), causal_table)
+    ]
     assert_close(found[0], found[1], error=1e-4)
 
 
@@ -316,8 +327,10 @@ def test_positions_that_are_arguments_are_pairs(implementation):
     given = [*operands(), TABLE, jnp.arange(QUERIES)[::-1]]
     leaves = explain(of_positions)(*given).regions[0].leaves
     assert [(x.role, x.shape) for x in leaves if x.role == "score"] == [("score", (HEADS, QUERIES, KEYS))]
-    found = jax.jit(functools.partial(result_and_gradients, fuse(of_positions, implementation=implementation)))(*given)
-    assert_close(found, jax.jit(functools.partial(result_and_gradients, of_positions))(*given))
+    found = compiled_quickly(
+        functools.partial(result_and_gradients, fuse(of_positions, implementation=implementation))
+    )(*given)
+    assert_close(found, compiled_quickly(functools.partial(result_and_gradients, of_positions))(*given))
 
 
 def test_what_is_made_of_a_table_is_small():
