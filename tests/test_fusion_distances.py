@@ -81,7 +81,8 @@ def one_hot(query, key, value, table):
 
 
 def two_tables(query, key, value, table, factors, offset):
-    apart = distance(query, key) + offset
+    """The first query's position is `offset`."""
+    apart = (jnp.arange(query.shape[1]) + offset)[:, None] - jnp.arange(key.shape[1])[None, :]
     bias = table[jnp.clip(3 - apart, 0, len(table) - 1)].transpose(2, 0, 1) * factors[jnp.abs(apart)][None]
     return attention(query, key, value, bias[None])
 

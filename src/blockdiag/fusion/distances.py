@@ -254,7 +254,7 @@ class Distances:
         values = [self._value(x, own(x)) for x in operands]
         line = _line_of(equation, values)
         if line is not None and self._is_within(line):
-            return line
+            return line if line.rest is None else replace(line, rest=_of_rank(line.rest, len(shape)))
         made = [self._made(x, own(x)) for x in operands]
         primitive, params = equation.primitive, equation.params
         return _Made(
@@ -443,6 +443,16 @@ def _line_of(equation: core.JaxprEqn, values: list[_Made | _Line]) -> _Line | No
                 if isinstance(one, _Line) and by is not None and one.rest is None:
                     return _Line(one.rows * by, one.columns * by, one.offset * by)
     return None
+
+
+def _of_rank(made: _Made, rank: int) -> _Made:
+    """A number as an array of axes of size 1; other arrays have as many axes."""
+
+    def compute(arrays: _Arrays) -> Any:
+        array = jnp.asarray(made.compute(arrays))
+        return array if array.ndim == rank else lax.broadcast_in_dim(array, (1,) * rank, ())
+
+    return replace(made, compute=compute)
 
 
 def _as_line(value: _Made | _Line) -> _Line | None:
