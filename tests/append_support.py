@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from blockdiag import Rotary, append_to_pages
-from tests.support import compiled_quickly
+from tests.support import compiled_quickly, to_array
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 WRITTEN = ("key_pages", "value_pages", "key_scale", "value_scale", "key_centroids")
@@ -144,12 +144,12 @@ class AppendCase:
             "shared token": self.tokens_shape[-1:],
         }.get(self.rotary.tables, (max(self.before, default=0) + max(self.new, default=0) + 1,))
         cos, sin = (
-            jnp.asarray(_rounded(generator.uniform(-1, 1, (*rows, self.head_dim // 2)), self.rotary.dtype))
+            to_array(_rounded(generator.uniform(-1, 1, (*rows, self.head_dim // 2)), self.rotary.dtype))
             for _ in range(2)
         )
         positions = None
         if self.rotary.tables == "explicit":
-            positions = jnp.asarray(generator.integers(0, rows[0], self.tokens_shape), jnp.int32)
+            positions = to_array(generator.integers(0, rows[0], self.tokens_shape), jnp.int32)
         return Rotary(
             cos,
             sin,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag import key_convolution
-from tests.support import compiled_quickly, value_and_gradients
+from tests.support import compiled_quickly, to_array, value_and_gradients
 
 RESULTS = ("output", "key gradient", "weights gradient")
 
@@ -62,7 +62,7 @@ class ConvolutionCase:
             for shape in ((*self.tokens_shape, *heads), (self.size, *heads), (*self.tokens_shape, *heads))
         )
         weights_dtype = self.weights_dtype or self.dtype
-        return jnp.asarray(key, self.dtype), jnp.asarray(weights, weights_dtype), jnp.asarray(cotangent, self.dtype)
+        return to_array(key, self.dtype), to_array(weights, weights_dtype), to_array(cotangent, self.dtype)
 
     def convolve(self, implementation: Any = None) -> Callable[..., jax.Array]:
         """The operation on key and weights."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag import Routing, moba_attention, moba_routing
-from tests.support import compiled_quickly
+from tests.support import compiled_quickly, to_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class MoBACase:
         ]
         *arrays, last = (generator.normal(size=shape).astype(np.float32) for shape in shapes)
         wide = jnp.float64 if self.dtype == "float64" else jnp.float32
-        return *(jnp.asarray(x, self.dtype) for x in arrays), jnp.asarray(last, wide)
+        return *(to_array(x, self.dtype) for x in arrays), to_array(last, wide)
 
     def key_mask(self) -> np.ndarray | None:
         if self.mask is None:

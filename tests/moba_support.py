@@ -17,7 +17,7 @@ import pytest
 
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
-from tests.support import compiled_quickly, largest_error, naive_dense_attention
+from tests.support import compiled_quickly, largest_error, naive_dense_attention, to_array
 
 RESULTS = ("output", "log_sum", "query gradient", "key gradient", "value gradient")
 
@@ -186,12 +186,12 @@ class MoBACase:
         arrays = (generator.normal(size=shape).astype(np.float32) for shape in shapes)
         log_sum_cotangent = generator.normal(size=shapes[0][:2])
         wide = "float64" if self.dtype == "float64" else "float32"
-        return *(jnp.asarray(x, self.dtype) for x in arrays), jnp.asarray(log_sum_cotangent.astype(wide))
+        return *(to_array(x, self.dtype) for x in arrays), to_array(log_sum_cotangent.astype(wide))
 
     def arguments(self) -> tuple[Any, ...]:
         """What follows query, key and value in a call: key mask, tables, lists and own."""
         tree = (self.key_mask, *self.tables, self.lists, self.own)
-        return jax.tree.map(jnp.asarray, tree)
+        return jax.device_put(tree)
 
     def skip_unless_supported(self, implementation: str) -> None:
         """Skip the test where an implementation cannot compute this case, with its reason."""
@@ -219,7 +219,7 @@ class MoBACase:
         """The lists of this case's routing that an implementation makes."""
         options = {"interpret": implementation in INTERPRETED}
         make = functools.partial(load(implementation).make_lists, self.problem, **options)
-        return jax.tree.map(np.asarray, compiled_quickly(make)(jnp.asarray(self.chosen)))
+        return jax.tree.map(np.asarray, compiled_quickly(make)(self.chosen))
 
 
 # Compiled once for all cases, tests and values of one problem: tables and routings are arguments.

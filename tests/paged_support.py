@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.paged_problem import PagedProblem
-from tests.support import compiled_quickly, largest_error
+from tests.support import compiled_quickly, largest_error, to_array
 
 MODULES = {
     "reference": "blockdiag.reference.paged",
@@ -172,7 +172,7 @@ class PagedCase:
 
     def operands(self) -> tuple[jax.Array | None, ...]:
         """What an implementation takes after the problem."""
-        return jax.tree.map(jnp.asarray, self._operands)
+        return jax.device_put(self._operands)
 
     def arguments(self) -> dict[str, Any]:
         """The same as arguments of the public function."""
@@ -291,7 +291,7 @@ def simple_arguments(
     generator = np.random.default_rng(seed)
     shapes = dict(query=(batch, tokens, 4, 8), key_pages=(pages, 4, 2, 8), value_pages=(pages, 4, 2, 8))
     return dict(
-        **{name: jnp.asarray(generator.normal(size=shape).astype(np.float32), dtype) for name, shape in shapes.items()},
-        page_table=jnp.asarray(generator.integers(0, pages, (batch, 3)), jnp.int32),
-        kv_lengths=jnp.asarray(generator.integers(1, 13, batch), jnp.int32),
+        **{name: to_array(generator.normal(size=shape).astype(np.float32), dtype) for name, shape in shapes.items()},
+        page_table=to_array(generator.integers(0, pages, (batch, 3)), jnp.int32),
+        kv_lengths=to_array(generator.integers(1, 13, batch), jnp.int32),
     )

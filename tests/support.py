@@ -19,6 +19,11 @@ from blockdiag.dispatch import IMPLEMENTATIONS
 RESULTS = ("output", "query gradient", "key gradient", "value gradient")
 
 
+def to_array(x: Any, dtype: Any = None) -> jax.Array:
+    """`x` as an array of JAX, rounded by numpy: `jnp.asarray` compiles a program for every shape and dtype."""
+    return jax.device_put(np.asarray(x) if dtype is None else np.asarray(x).astype(jnp.dtype(dtype)))
+
+
 def runnable_implementations() -> list[str]:
     """Names of the implementations that can run in this process, interpreters included."""
     return [name for name, implementation in IMPLEMENTATIONS.items() if implementation.why_unavailable() is None]
@@ -97,7 +102,7 @@ class Case:
         generator = np.random.default_rng(seed)
         heads = (self.query_heads, self.key_heads, self.key_heads, self.query_heads)
         arrays = (generator.normal(size=(*self.tokens_shape, n, self.head_dim)) for n in heads)
-        return tuple(jnp.asarray(x.astype(np.float32), self.dtype) for x in arrays)
+        return tuple(to_array(x.astype(np.float32), self.dtype) for x in arrays)
 
     def rotary_arguments(self, seed: int = 1) -> Rotary | None:
         """Random tables (cos² + sin² is not 1) and positions."""
@@ -109,10 +114,10 @@ class Case:
         cos, sin = (generator.uniform(-1, 1, (*rows, self.head_dim // 2)).astype(np.float32) for _ in range(2))
         positions = None
         if self.rotary.tables == "explicit":
-            positions = jnp.asarray(generator.integers(0, rows[0], self.tokens_shape), jnp.int32)
+            positions = to_array(generator.integers(0, rows[0], self.tokens_shape), jnp.int32)
         return Rotary(
-            jnp.asarray(cos, self.rotary.dtype),
-            jnp.asarray(sin, self.rotary.dtype),
+            to_array(cos, self.rotary.dtype),
+            to_array(sin, self.rotary.dtype),
             positions=positions,
             per_token=self.rotary.tables == "token",
             interleaved=self.rotary.interleaved,

@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 from blockdiag import BLOCK_DIAGONAL_OUTPUT, Rotary, block_diagonal_attention, rotary_tables
 from blockdiag.dispatch import IMPLEMENTATIONS
 from blockdiag.interop import compile_target
-from tests.support import Case, RotaryCase, compiled_quickly, value_and_gradients
+from tests.support import Case, RotaryCase, compiled_quickly, to_array, value_and_gradients
 
 attend = functools.partial(block_diagonal_attention, block_size=8)
 
 
 def random_arrays(*shapes: tuple[int, ...], dtype=jnp.float32, seed: int = 0) -> list[jax.Array]:
     generator = np.random.default_rng(seed)
-    return [jnp.asarray(generator.normal(size=shape).astype(np.float32), dtype) for shape in shapes]
+    return [to_array(generator.normal(size=shape).astype(np.float32), dtype) for shape in shapes]
 
 
 def assert_close(actual, expected, tolerance: float = 2e-5):
