@@ -363,3 +363,35 @@ def test_tiles_of_distances(rows, keys, columns):
         tile = distance_tile(line, jnp.int32(first), rows, keys, columns)
         assert tile.shape == (rows, columns)
         np.testing.assert_array_equal(tile[:, : keys - first], whole[:, first : first + columns])
+
+
+def powers(apart, weights):
+    """weights [3, N]"""
+    scaled = apart.astype(jnp.float32) / 50
+    return jnp.moveaxis(jnp.stack([scaled, scaled**2, jnp.ones(apart.shape)], axis=-1) @ weights, -1, 0)
+
+
+def waves(apart, weights):
+    angles = apart.astype(jnp.float32)[..., None] * jnp.exp(-jnp.arange(1.0, 3.0))[None, None]
+    bias = jnp.concatenate([jnp.sin(angles), jnp.cos(angles[..., :1])], axis=-1) @ weights
+    return jnp.tile(bias[..., :1].transpose(2, 0, 1), (HEADS, 1, 1))
+
+
+def thresholds(apart, weights):
+    steps = (jnp.abs(apart)[..., None] >= jnp.array([2, 20])[None, None]).sum(axis=-1)
+    return weights[steps].max(axis=-1)[None] + jax.nn.softmax(weights[steps], axis=-1).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("bias", [powers, waves, thresholds])
+def test_what_biases_are_made_of(bias):
+    """Stacks, joins, repetitions, sums and extremes along other axes than those of positions."""
+
+    def function(query, key, value, weights):
+        return attention(query, key, value, bias(distance(query, key), weights)[None])
+
+    given = [*operands(), sized(3, HEADS)]
+    found, expected = (
+        compiled_quickly(functools.partial(result_and_gradients, f))(*given) for f in (fuse(function), function)
+    )
+    assert_close(found, expected)
+    assert set(roles(function, *given)) <= {"distance"}

@@ -228,12 +228,35 @@ class Distances:
                 if params["dimension"] in (axes.rows, axes.columns):
                     raise Unpullable("`concatenate` of positions")
                 return self._bound(equation, [axes] * len(operands))
+            case "slice":
+                return self._sliced(equation, axes)
+            case "stack":
+                at = params["axis"] % len(shape)
+                if at in (axes.rows, axes.columns):
+                    raise Unpullable("`stack` of positions")
+                return self._bound(equation, [axes.through(lambda axis: axis - (axis > at))] * len(operands))
+            case "tile":
+                if any(params["reps"][axis] != 1 for axis in (axes.rows, axes.columns) if axis is not None):
+                    raise Unpullable("`tile` of positions")
+                return self._bound(equation, [axes])
         if name in _REDUCTIONS:
             kept = [axis for axis in range(len(aval_of(operands[0]).shape)) if axis not in params["axes"]]
             return self._bound(equation, [axes.through(lambda axis: kept[axis])])
         if body_of(equation) is not None and len(equation.outvars) == 1:
             return self._call(equation, axes)
         raise Unpullable(f"`{name}` of positions")
+
+    def _sliced(self, equation: core.JaxprEqn, axes: _Axes) -> _Made | _Line:
+        params, given, shape = equation.params, aval_of(equation.invars[0]).shape, aval_of(equation.outvars[0]).shape
+        own = (axes.rows, axes.columns)
+        if any(axis is not None and given[axis] != shape[axis] for axis in own):
+            raise Unpullable("`slice` of positions")
+
+        def move(x: Any, wide: tuple[int, ...]) -> Any:
+            limits = [wide[axis] if axis in own else limit for axis, limit in enumerate(params["limit_indices"])]
+            return lax.slice(x, params["start_indices"], limits, params["strides"])
+
+        return self._moved(equation, axes, move, axes)
 
     def _iota(self, equation: core.JaxprEqn, axes: _Axes) -> _Made | _Line:
         at, dtype = equation.params["dimension"], equation.params["dtype"]
