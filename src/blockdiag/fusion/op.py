@@ -167,19 +167,16 @@ def _backward(call: Call) -> Any:
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
-        mapped = map_region(call.region, axis_size, is_mapped[:count])
-        results = [
-            x if is_mapped_already else jnp.broadcast_to(x[None], (axis_size, *x.shape))
-            for x, is_mapped_already in zip(operands[count:], is_mapped[count:], strict=True)
-        ]
-        grads = _backward(Call(mapped, call.implementations))(*operands[:count], *results)
-        # Gradients of what is not mapped are already the sum.
-        wanted = [*(leaf.has_gradient for leaf in call.region.leaves), True]
-        flags = [flag for flag, is_wanted in zip(is_mapped[:count], wanted, strict=True) if is_wanted]
-        return tuple(
-            x if flag else jnp.concatenate([x[None], jnp.zeros((axis_size - 1, *x.shape), x.dtype)])
-            for x, flag in zip(grads, flags, strict=True)
-        ), (True,) * len(grads)
+        # Whether gradients of what is not mapped will be added up, nobody says here: each index gets its own.
+        needed = [*_with_gradient(call.region), True, *[True] * (len(operands) - count)]
+        operands = tuple(
+            jnp.broadcast_to(x[None], (axis_size, *x.shape)) if is_needed and not flag else x
+            for x, flag, is_needed in zip(operands, is_mapped, needed, strict=True)
+        )
+        flags = [flag or is_needed for flag, is_needed in zip(is_mapped, needed, strict=True)]
+        mapped = map_region(call.region, axis_size, flags[:count])
+        grads = _backward(Call(mapped, call.implementations))(*operands)
+        return grads, (True,) * len(grads)
 
     return compute
 
