@@ -16,7 +16,7 @@ from blockdiag.fusion.emit import NotPrintable, Printer, Value
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, widening
 from blockdiag.fusion.layout import shape_of
-from blockdiag.fusion.resident import CHUNK, QUERY_SLOTS, ROWS, Resident, resident
+from blockdiag.fusion.resident import CHUNK, QUERY_SLOTS, ROWS, Place, Resident, resident
 from blockdiag.fusion.tree import Node, Region, leaves_of
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
@@ -44,7 +44,7 @@ from blockdiag.triton_kernels.resident_tiles import (
 """
 
 
-class _Printer(Printer):
+class GluonPrinter(Printer):
     """Gluon infers no layouts: numbers and lines become tiles where an operation meets one."""
 
     def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:
@@ -53,12 +53,12 @@ class _Printer(Printer):
         raise NotPrintable(f"a reshape from {given.shape} to {shape}")
 
 
-class _Writer:
+class ResidentWriter:
     """Lines of the functions of one kernel."""
 
-    def __init__(self, region: Region, plan: Resident) -> None:
+    def __init__(self, region: Region, plan: Resident, writer: Writer | None = None) -> None:
         self.region, self.plan = region, plan
-        self.writer = Writer(region, "forward", Tile(CHUNK, CHUNK))
+        self.writer = Writer(region, "forward", Tile(CHUNK, CHUNK)) if writer is None else writer
         self.parts = region.sizes["k"] // plan.part
         self.chunks = region.sizes["k"] // CHUNK
         self.wide_keys = next_power_of_2(region.sizes["k"])
@@ -84,22 +84,19 @@ class _Writer:
                 self.emit(f"i_{label} = {f'({place} % {size}).to(gl.int64)' if self.is_long else f'{place} % {size}'}")
                 step *= size
 
-    def at(self, name: str, offset: str, column: int = 0) -> str:
+    def at(self, place: Place, offset: str, column: int | str = 0) -> str:
         """Row and column of a tile of a matrix that begins `offset` queries or keys, and so many columns, later."""
-        place = self.plan.places[name]
-        first_row, first_column = place.first[0], place.first[1] + column
+        first_row, first_column = place.first
         rows = [f"i_{x} * {step}" if step > 1 else f"i_{x}" for x, step in place.rows.items()]
         columns = [f"i_{x} * {step}" for x, step in place.columns.items()]
         rows = [*rows, *([str(first_row)] if first_row else []), offset]
-        if columns and first_column:
-            columns.append(str(first_column))
-        row, column_text = " + ".join(rows), " + ".join(columns)
-        return f"({row}).to(gl.int32), " + (f"({column_text}).to(gl.int32)" if columns else str(first_column))
+        columns += [str(x) for x in (first_column, column) if x != 0]
+        return ", ".join(_coordinate(terms) for terms in (rows, columns))
 
     def evaluate(self, root: Node, tiles: Sequence[Value], prefix: str) -> Value:
         """Print a node of which all leaves are read."""
         program = self.writer.tile_program([root])
-        return _Printer(self.emit, prefix, self.writer.precision).run(program, tiles)[0]
+        return GluonPrinter(self.emit, prefix, self.writer.precision).run(program, tiles)[0]
 
     def tiles(self, known: dict[int, Value]) -> list[Value]:
         """A value for each leaf; those that are not known are not used."""
@@ -120,12 +117,20 @@ class _Writer:
         return "".join(f", p_leaf{i}" for i in self.pointers)
 
 
+def _coordinate(terms: Sequence[str]) -> str:
+    """A sum in 32 bits, as the copy engine takes it."""
+    kept = [term for term in terms if term != "0"]
+    if all(term.isdigit() for term in kept):
+        return str(sum(map(int, kept)))
+    return f"({' + '.join(kept)}).to(gl.int32)"
+
+
 _MEMORY = "q_smem, ring, held, of_keys, ones, query_full, query_empty, part_full, part_empty, keys_full, held_full"
 
 
 def resident_source(region: Region, plan: Resident) -> Source:
     """The kernel. Its arguments beside arrays: ROUNDS, how many rounds a program goes through."""
-    own = _Writer(region, plan)
+    own = ResidentWriter(region, plan)
     _compute(own)
     _load(own)
     _entry(own)
@@ -143,11 +148,10 @@ def resident_source(region: Region, plan: Resident) -> Source:
     )
 
 
-def _share(own: _Writer) -> None:
+def print_share(own: ResidentWriter, tiles: int) -> None:
     """Which tile and rounds are the program's. Each group of warps works that out, rather than be handed it."""
-    emit, plan, region = own.emit, own.plan, own.region
-    tiles, rounds = region.sizes["q"] // ROWS, cells_of(region, plan.through)
-    emit("# Tiles of queries that read the same keys run side by side.")
+    emit, rounds = own.emit, cells_of(own.region, own.plan.through)
+    emit("# Tiles that read the same arrays run side by side.")
     emit(f"own = gl.program_id(0) % {tiles}")
     emit(f"SHARES: gl.constexpr = ({rounds} + ROUNDS - 1) // ROUNDS")
     emit(f"first = gl.program_id(0) // {tiles} % SHARES * ROUNDS")
@@ -155,26 +159,26 @@ def _share(own: _Writer) -> None:
     emit(f"count = gl.minimum(ROUNDS, {rounds} - first)")
 
 
-def _function(own: _Writer, header: str) -> None:
+def print_function(own: ResidentWriter, header: str) -> None:
     own.writer.depth = 0
     own.emit("@gluon.jit")
     own.emit(header)
     own.writer.depth = 1
 
 
-def _compute(own: _Writer) -> None:
+def _compute(own: ResidentWriter) -> None:
     """What a group of warps does."""
     emit, plan, chunks = own.emit, own.plan, own.chunks
     per_part = plan.part // CHUNK
     width = plan.width
-    _function(own, f"def compute({_MEMORY}, output, p_log_sum{own.parameters()}, ROUNDS: gl.constexpr, "
+    print_function(own, f"def compute({_MEMORY}, output, p_log_sum{own.parameters()}, ROUNDS: gl.constexpr, "
               "GROUP: gl.constexpr):")  # fmt: skip
     emit(f'"""{ROWS // 2} queries of each round."""')
     emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {CHUNK}, 16])")
     emit(f"O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])")
     emit("T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])")
     emit("dtype: gl.constexpr = q_smem.dtype")
-    _share(own)
+    print_share(own, own.region.sizes["q"] // ROWS)
     own.indices("cell", None)
     emit(f"o_q = own * {ROWS} + GROUP * {ROWS // 2} + gl.arange(0, {ROWS // 2}, gl.SliceLayout(1, S))")
     emit("r_q = o_q")
@@ -185,7 +189,7 @@ def _compute(own: _Writer) -> None:
     emit()
 
 
-def _round(own: _Writer, chunks: int, per_part: int) -> None:
+def _round(own: ResidentWriter, chunks: int, per_part: int) -> None:
     emit, plan, region, parts = own.emit, own.plan, own.region, own.parts
     slots = plan.slots
     held = region.leaves.index(plan.held)
@@ -236,7 +240,7 @@ def _round(own: _Writer, chunks: int, per_part: int) -> None:
     _finish(own, unit)
 
 
-def _weigh(own: _Writer, chunks: int, per_part: int, unit: float) -> None:
+def _weigh(own: ResidentWriter, chunks: int, per_part: int, unit: float) -> None:
     """Exponentials, and their products with values; the sums of rows, too, from tensor cores where ones have room."""
     emit, plan, parts, slots = own.emit, own.plan, own.parts, own.plan.slots
     # With few slots the next keys wait for the first values' place.
@@ -273,8 +277,8 @@ def _weigh(own: _Writer, chunks: int, per_part: int, unit: float) -> None:
         emit(f"free_slot(part_empty, part + {parts + part}, {slots})")
 
 
-def _finish(own: _Writer, unit: float) -> None:
-    emit = own.emit
+def _finish(own: ResidentWriter, unit: float) -> None:
+    emit, plan = own.emit, own.plan
     emit("is_empty = total == 0  # rows that see no key are 0")
     emit("norm = gl.where(is_empty, 0.0, 1.0 / total)")
     emit("output_tile = output_tile * gl.convert_layout(norm, gl.SliceLayout(1, O))[:, None]")
@@ -282,23 +286,23 @@ def _finish(own: _Writer, unit: float) -> None:
     emit("q_part.store(output_tile.to(dtype))")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
-    at = own.at("output", f"own * {ROWS} + GROUP * {ROWS // 2}")
+    at = own.at(plan.places["output"], f"own * {ROWS} + GROUP * {ROWS // 2}")
     emit(f"tma.async_copy_shared_to_global(output, [{at}], q_part)")
     emit(f'log_sum = gl.where(is_empty, float("-inf"), (largest * {unit} + gl.log2(total)) * 0.6931471805599453)')
     emit(f"gl.store(p_log_sum + {own.writer.row_place()}, log_sum)")
 
 
-def _load(own: _Writer) -> None:
+def _load(own: ResidentWriter) -> None:
     """What the warp does that loads."""
     emit, plan, region = own.emit, own.plan, own.region
     keys, parts = region.sizes["k"], own.parts
-    _function(own, f"def load({_MEMORY}, query, key, value, bias{own.parameters()}, ROUNDS: gl.constexpr):")
+    print_function(own, f"def load({_MEMORY}, query, key, value, bias{own.parameters()}, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots, for all rounds."""')
-    _share(own)
+    print_share(own, own.region.sizes["q"] // ROWS)
     own.indices("cell", None)
     emit(f"mbarrier.expect(held_full.index(0), {ROWS * keys * 2})")
     for piece in range(keys // HELD_COLUMNS):
-        at = own.at("held", f"own * {ROWS}", piece * HELD_COLUMNS)
+        at = own.at(plan.places["held"], f"own * {ROWS}", piece * HELD_COLUMNS)
         emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
 
     if plan.of_keys is not None:
@@ -309,13 +313,13 @@ def _load(own: _Writer) -> None:
         emit(f"part = round * {2 * parts}")
 
         def tile(name: str, number: int, part: int) -> None:
-            at = own.at(name, str(part * plan.part))
+            at = own.at(plan.places[name], str(part * plan.part))
             emit(f"load_slot({name}, ring, part_full, part_empty, part + {number}, {at})")
 
         tile("key", 0, 0)
         if plan.of_keys is not None:
             _store_terms(own, plan.of_keys)
-        at = own.at("query", f"own * {ROWS}")
+        at = own.at(plan.places["query"], f"own * {ROWS}")
         emit(f"load_slot(query, q_smem, query_full, query_empty, round, {at})")
         for part in range(1, parts):
             tile("key", part, part)
@@ -330,7 +334,7 @@ def _load(own: _Writer) -> None:
     emit()
 
 
-def _begin_terms(own: _Writer) -> None:
+def _begin_terms(own: ResidentWriter) -> None:
     """The lines of all keys that one warp holds, and the first round's loads."""
     keys, wide = own.region.sizes["k"], own.wide_keys
     own.emit(f"C: gl.constexpr = gl.BlockedLayout([1, {wide // 32}], [1, 32], [1, 1], [1, 0])")
@@ -340,7 +344,7 @@ def _begin_terms(own: _Writer) -> None:
     _request_terms(own)
 
 
-def _request_terms(own: _Writer) -> None:
+def _request_terms(own: ResidentWriter) -> None:
     """Load what terms of keys are made of, in the dtype that it has: to widen it is to wait for it."""
     for i in own.pointers:
         leaf, layout = own.region.leaves[i], own.writer.layouts[i]
@@ -349,7 +353,7 @@ def _request_terms(own: _Writer) -> None:
             own.emit(f"loaded{i} = tl.load(p_leaf{i} + {layout.base(leaf.labels)}{line})")
 
 
-def _store_terms(own: _Writer, terms: Node) -> None:
+def _store_terms(own: ResidentWriter, terms: Node) -> None:
     """Add up terms of keys, and hand them over.
 
     Whoever has a slot for this round's keys knows that the round before the last one is over.
@@ -367,26 +371,27 @@ def _store_terms(own: _Writer, terms: Node) -> None:
         else:
             emit(f"leaf{i} = (loaded{i}{widening(leaf)}){column}")
     tiles = [known.get(i, Value("0", whole.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
-    found = _Printer(emit, "y", whole.precision).run(whole.tile_program([terms]), tiles)[0]
+    found = GluonPrinter(emit, "y", whole.precision).run(whole.tile_program([terms]), tiles)[0]
     emit(f"terms = gl.zeros([1, {own.wide_keys}], gl.float32, C) + {found.name}")
     emit(f"of_keys.index(round % {QUERY_SLOTS}).store(gl.sum(terms, 0))")
     emit("gl.thread_barrier()")
     emit(f"mbarrier.arrive(keys_full.index(round % {QUERY_SLOTS}), count=1)")
 
 
-def _ones(emit: Callable[[str], None]) -> None:
-    emit("LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)")
+def print_ones(emit: Callable[[str], None], dtype: str, count: int) -> None:
+    """Ones, [8, count], that a product adds up columns with."""
+    emit(f"LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width={2 * count}, element_bitwidth=16, rank=2)")
     emit("SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])")
-    emit(f"ones = gl.allocate_shared_memory(query.dtype, [8, {CHUNK}], LINES)")
-    emit(f"ones.store(gl.full([8, {CHUNK}], 1.0, gl.float32, SPREAD).to(query.dtype))")
+    emit(f"ones = gl.allocate_shared_memory({dtype}, [8, {count}], LINES)")
+    emit(f"ones.store(gl.full([8, {count}], 1.0, gl.float32, SPREAD).to({dtype}))")
 
 
-def _entry(own: _Writer) -> None:
+def _entry(own: ResidentWriter) -> None:
     """The kernel itself."""
     emit, plan, region = own.emit, own.plan, own.region
     keys, width = region.sizes["k"], plan.width
     pointers = own.parameters()
-    _function(own, f"def {NAME}(query, key, value, bias, output{pointers}, p_log_sum, ROUNDS: gl.constexpr):")
+    print_function(own, f"def {NAME}(query, key, value, bias, output{pointers}, p_log_sum, ROUNDS: gl.constexpr):")
     emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
     emit(f"q_smem = gl.allocate_shared_memory(query.dtype, [{QUERY_SLOTS}, {ROWS}, {width}], query.layout)")
     emit(f"ring = gl.allocate_shared_memory(query.dtype, [{plan.slots}, {plan.part}, {width}], key.layout)")
@@ -396,7 +401,7 @@ def _entry(own: _Writer) -> None:
     if not plan.has_ones:
         emit("ones = of_keys")
     else:
-        _ones(emit)
+        print_ones(emit, "query.dtype", CHUNK)
     for name, count in (("query", QUERY_SLOTS), ("part", plan.slots)):
         emit(f"{name}_full = make_barriers({count}, 1)")
         emit(f"{name}_empty = make_barriers({count}, 2)")
@@ -441,7 +446,7 @@ def resident_kernel(region: Region) -> ResidentKernel | None:
     plan = resident(region)
     if plan is None:
         return None
-    own = _Writer(region, plan)
+    own = ResidentWriter(region, plan)
     leaves, width, places = region.leaves, plan.width, plan.places
     moved = (
         ("query", f"leaf{leaves.index(plan.query)}", places["query"].shape, (ROWS, width)),

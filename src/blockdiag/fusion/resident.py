@@ -32,7 +32,7 @@ _PARTS = (256, 128, 64)
 # The keys of a round, and the first of its values.
 _FEWEST_SLOTS = 3
 # Of 227 KiB, less barriers.
-_SHARED_BYTES = 232448 - 512
+SHARED_BYTES = 232448 - 512
 _ONES_BYTES = 8 * CHUNK * 2
 
 
@@ -97,7 +97,7 @@ def resident(region: Region) -> Resident | None:
         return None
     if queries % ROWS or keys % CHUNK or keys > MOST_KEYS:
         return None
-    terms = _terms(region.score, 1.0)
+    terms = terms_of(region.score)
     products = [term for term in terms if term[1].kind == "product"]
     others = [term for term in terms if term[1].kind != "product"]
     if len(products) != 1 or any(x.kind == "product" for _, term in others for x in nodes_of(term)):
@@ -134,7 +134,7 @@ def resident(region: Region) -> Resident | None:
     }
     places = {}
     for name, (shape, dims, label, lines) in arrays.items():
-        place = _place(layout_of(shape, dims, sizes), shape, label, lines, sizes)
+        place = place_of(layout_of(shape, dims, sizes), shape, label, lines, sizes)
         if place is None:
             return None
         places[name] = place
@@ -144,7 +144,7 @@ def resident(region: Region) -> Resident | None:
     slots = _slots(keys, width, part)
     bias = _sum(rest, unit)
     assert bias is not None, "the bias that is held is among them"
-    has_ones = _bytes_once(keys, width) + slots * part * width * 2 + _ONES_BYTES <= _SHARED_BYTES
+    has_ones = _bytes_once(keys, width) + slots * part * width * 2 + _ONES_BYTES <= SHARED_BYTES
     return Resident(
         held, query, key, unit, _sum(of_keys, unit), bias, cell, through, places, width, part, slots, has_ones
     )
@@ -165,26 +165,26 @@ def rounds_each(rounds: int, tiles: int, multiprocessors: int) -> int:
     return min(range(1, rounds + 1), key=lambda chunk: (time(chunk), -chunk))
 
 
-def _terms(node: Node, factor: float) -> list[tuple[float, Node]]:
+def terms_of(node: Node, factor: float = 1.0) -> list[tuple[float, Node]]:
     """A sum as its terms, each with a factor."""
     name = getattr(node.primitive, "name", "")
     if node.kind == "operation":
         match name, node.inputs:
             case "add" | "add_any", (left, right):
-                return [*_terms(left, factor), *_terms(right, factor)]
+                return [*terms_of(left, factor), *terms_of(right, factor)]
             case "sub", (left, right):
-                return [*_terms(left, factor), *_terms(right, -factor)]
+                return [*terms_of(left, factor), *terms_of(right, -factor)]
             case "neg", (only,):
-                return _terms(only, -factor)
+                return terms_of(only, -factor)
             case "convert_element_type", (only,) if _is_floating(node) and only.kind in ("operation", "product"):
                 # Tiles are float32 whatever the program says.
-                return _terms(only, factor)
+                return terms_of(only, factor)
             case "mul", (left, right):
                 for one, other in ((left, right), (right, left)):
                     if (by := _finite(other)) is not None:
-                        return _terms(one, factor * by)
+                        return terms_of(one, factor * by)
             case "div", (left, right) if by := _finite(right):
-                return _terms(left, factor / by)
+                return terms_of(left, factor / by)
     return [(factor, node)]
 
 
@@ -216,7 +216,7 @@ def _varies(leaf: Leaf, role: str) -> bool:
     return leaf.role == role and leaf.source.key is not None
 
 
-def _place(
+def place_of(
     layout: Layout, shape: tuple[int, ...], label: str, lines: tuple[str, ...], sizes: dict[str, int]
 ) -> Place | None:
     """An array as a matrix with a row for each query or key, None where it is none, or one that cannot be copied."""
@@ -242,7 +242,7 @@ def _place(
 
 def _slots(keys: int, width: int, part: int) -> int:
     """How many parts of keys and values there is room for, those of one and a half rounds at most."""
-    return min(3 * (keys // part), (_SHARED_BYTES - _bytes_once(keys, width)) // (part * width * 2))
+    return min(3 * (keys // part), (SHARED_BYTES - _bytes_once(keys, width)) // (part * width * 2))
 
 
 def _bytes_once(keys: int, width: int) -> int:

@@ -18,6 +18,7 @@ from blockdiag.fusion.kernels import Kind, Lists, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.kernels_diagonals import diagonals_source
 from blockdiag.fusion.kernels_resident import ResidentKernel, resident_kernel
+from blockdiag.fusion.kernels_resident_backward import Side, resident_backward
 from blockdiag.fusion.layout import arranged_dims, flat_stride, layout_of, shape_of
 from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.resident import rounds_each
@@ -280,12 +281,21 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
     columns = sorted(places["key"] + places["column"])
     if rows:
         add("rows", lambda tile, lists: rows_source(region, tile, rows, lists))
+        found[-1] = _staying(region, "rows", rows, found[-1])
     add("columns", lambda tile, lists: columns_source(region, tile, columns, lists))
+    found[-1] = _staying(region, "columns", columns, found[-1])
     for i in places["score"]:
         add("pairs", lambda tile, lists, i=i: pairs_source(region, tile, i))
     for i in places["distance"]:
         add("diagonals", lambda tile, lists, i=i: diagonals_source(region, tile, i, lists))
     return found
+
+
+def _staying(region: Region, side: Side, places: Sequence[int], kernel: Kernel) -> Kernel:
+    """A kernel with what takes its place on Hopper."""
+    if kernel.live:
+        return kernel
+    return dataclasses.replace(kernel, resident=resident_backward(region, side, places, kernel.source))
 
 
 def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Live | None) -> Kernel:
