@@ -34,7 +34,7 @@ def test_kernels_fit_hopper(name):
             continue
         assert report.name == f"fused_{kind}_resident"
         assert report.shared_bytes <= report.shared_limit
-        # Warps wait for their part of the program in a loop, outside of which the compiler may keep addresses in memory.
+        # Warps wait for their part in a loop of its own, outside of theirs: there the compiler may spill addresses.
         assert not any(depth > 1 and count for depth, count in report.local_accesses.items()), str(report)
         assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
 
