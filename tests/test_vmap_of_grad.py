@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag import fuse
+from blockdiag import explain, fuse
 from tests.support import compiled_quickly
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -41,18 +41,15 @@ def of_places(query, key, value, table):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.sigmoid(scores), value)
 
 
-def of_two_regions(query, key, value, factor, sink):
-    """A region of another region's result, and one of two softmaxes with a sink; factor [N], sink [N]."""
-
-    def weights_of(scores):
-        extra = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:-1], 1))
-        return jax.nn.softmax(jnp.concatenate([scores, extra], axis=-1), axis=-1)[..., :-1]
-
+def of_regions(query, key, value, factor, sink):
+    """Three regions: one that has a sink, and two softmaxes of its result; factor [N], sink [N]."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key)
-    weights = weights_of(scores) - factor[None, :, None, None] * weights_of(scores.swapaxes(0, 0) * 0.5)
-    first = jnp.einsum("bnts,bsnh->btnh", weights, value)
-    scores = jnp.einsum("btnh,bsnh->bnts", first, key)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+    sinks = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
+    query = jnp.sin(jnp.einsum("bnts,bsnh->btnh", weights, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+    weights = jax.nn.softmax(scores, axis=-1) - factor[None, :, None, None] * jax.nn.softmax(-scores, axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
 QUERY, KEY, VALUE = (ROWS, QUERIES, HEADS, WIDTH), (ROWS, KEYS, HEADS, WIDTH), (ROWS, KEYS, HEADS, WIDTH)
@@ -60,7 +57,7 @@ SHAPES = {
     biased: (QUERY, KEY, VALUE, (HEADS, QUERIES, KEYS), (ROWS, QUERIES), (HEADS, KEYS), ()),
     of_distances: (QUERY, KEY, VALUE, (9, HEADS)),
     of_places: (QUERY, KEY, VALUE, (7, HEADS)),
-    of_two_regions: (QUERY, KEY, VALUE, (HEADS,), (HEADS,)),
+    of_regions: (QUERY, KEY, VALUE, (HEADS,), (HEADS,)),
 }
 
 
@@ -81,27 +78,108 @@ def assert_close(found, expected, tolerance=1e-5):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(least, np.abs(other).max()))
 
 
-def in_a_loop(function, is_mapped, inputs):
+def in_a_loop(function, axes, *inputs):
     """What `jax.vmap` computes, an index at a time."""
-    each = [function(*(x[i] if flag else x for x, flag in zip(inputs, is_mapped, strict=True))) for i in range(INDICES)]
+    size = next(len(x) for x, axis in zip(inputs, axes, strict=True) if axis == 0)
+    each = [function(*(x if axis is None else x[i] for x, axis in zip(inputs, axes, strict=True))) for i in range(size)]
     return jax.tree.map(lambda *x: jnp.stack(x), *each)
 
 
-def of_one_unmapped():
-    return [
-        pytest.param(function, place, id=f"{function.__name__}-{place}")
-        for function, shapes in SHAPES.items()
-        for place in range(len(shapes))
-    ]
+@functools.cache
+def plain(function):
+    return compiled_quickly(functools.partial(gradients, function))
+
+
+def assert_maps(function, axes, implementation):
+    """`axes` are 0 or None."""
+    inputs = [x[0] if axis is None else x for x, axis in zip(arrays(function), axes, strict=True)]
+    fused = functools.partial(gradients, fuse(function, implementation=implementation))
+    found = compiled_quickly(jax.vmap(fused, axes))(*inputs)
+    assert_close(found, in_a_loop(plain(function), axes, *inputs))
+
+
+@pytest.mark.parametrize("place", range(len(SHAPES[biased])))
+def test_an_operand_that_is_not_mapped(place):
+    assert_maps(biased, tuple(None if i == place else 0 for i in range(len(SHAPES[biased]))), "xla")
 
 
 @BOTH
-@pytest.mark.parametrize(("function", "place"), of_one_unmapped())
-def test_an_operand_that_is_not_mapped(function, place, implementation):
-    is_mapped = [i != place for i in range(len(SHAPES[function]))]
-    inputs = [x if flag else x[0] for x, flag in zip(arrays(function), is_mapped, strict=True)]
-    fused = functools.partial(gradients, fuse(function, implementation=implementation))
-    axes = tuple(0 if flag else None for flag in is_mapped)
-    found = compiled_quickly(jax.vmap(fused, axes))(*inputs)
-    plain = compiled_quickly(functools.partial(gradients, function))
-    assert_close(found, in_a_loop(plain, is_mapped, inputs))
+@pytest.mark.parametrize("first", [0, None])
+@pytest.mark.parametrize("function", SHAPES, ids=lambda function: function.__name__)
+def test_operands_that_are_not_mapped(function, first, implementation):
+    """Every other operand, and then the others."""
+    axes = (first, None if first == 0 else 0) * len(SHAPES[function])
+    assert_maps(function, axes[: len(SHAPES[function])], implementation)
+
+
+def test_every_leaf_is_read_by_kernels():
+    """What the tests above are about: nothing of these functions' attention is left to XLA."""
+    found = {function: explain(function)(*(x[0] for x in arrays(function))) for function in SHAPES}
+    assert [len(x.regions) for x in found.values()] == [1, 1, 1, 3]
+    roles = {leaf.role for x in found.values() for region in x.regions for leaf in region.leaves}
+    assert roles == {"query", "key", "row", "column", "score", "distance", "scalar"}
+
+
+@BOTH
+def test_nested_maps(implementation):
+    """No operand is mapped twice, and one is not mapped at all."""
+    query, key, value, table = (x[0] for x in arrays(of_distances))
+    queries, tables = jnp.stack([query, -query, 2 * query]), jnp.stack([table, 1 - table])
+    fused = functools.partial(gradients, fuse(of_distances, implementation=implementation))
+    inner, outer = (0, None, None, None), (None, None, None, 0)
+    found = compiled_quickly(jax.vmap(jax.vmap(fused, inner), outer))(queries, key, value, tables)
+    by_index = functools.partial(in_a_loop, plain(of_distances), inner)
+    assert_close(found, in_a_loop(by_index, outer, queries, key, value, tables))
+
+
+@BOTH
+def test_a_map_outside_of_a_gradient_outside_of_a_map(implementation):
+    """The gradients by what the inner map does not map are added up, those by what the outer one does not are not."""
+    query, key, value, table = (x[0] for x in arrays(of_distances))
+    queries, tables = jnp.stack([query, -query]), jnp.stack([table, 1 - table, table / 2])
+
+    def of_queries(function, *inputs):
+        return jax.vmap(function, (0, None, None, None))(*inputs)
+
+    def each(function):
+        return functools.partial(gradients, functools.partial(of_queries, function))
+
+    fused = fuse(of_distances, implementation=implementation)
+    axes = (None, None, None, 0)
+    found = compiled_quickly(jax.vmap(each(fused), axes))(queries, key, value, tables)
+    assert_close(found, in_a_loop(compiled_quickly(each(of_distances)), axes, queries, key, value, tables))
+
+
+@BOTH
+def test_jacobians(implementation):
+    """Only cotangents are mapped."""
+    query, key, value, table = (x[0] for x in arrays(of_distances))
+
+    def few(function, table):
+        return jnp.sin(function(query, key, value, table)).sum((0, 2, 3))[:3]
+
+    fused = fuse(of_distances, implementation=implementation)
+    found = compiled_quickly(jax.jacrev(functools.partial(few, fused)))(table)
+    assert_close(found, compiled_quickly(jax.jacrev(functools.partial(few, of_distances)))(table))
+
+
+@NEEDS_TRITON
+def test_sums_over_the_mapped_axis_are_made_by_kernels():
+    """The gradient of a map has no gradient of a shared bias for each index; a map of gradients has."""
+    given = [x if i < 3 else x[0] for i, x in enumerate(arrays(biased))]
+    axes = (0, 0, 0, None, None, None, None)
+    fused = fuse(biased, implementation="triton")
+    each = f"f32[{INDICES},{HEADS},{QUERIES},{KEYS}]"
+    of_map = functools.partial(gradients, lambda *x: jax.vmap(fused, axes)(*x))
+    assert each not in str(jax.make_jaxpr(of_map)(*given))
+    assert each in str(jax.make_jaxpr(jax.vmap(functools.partial(gradients, fused), axes))(*given))
+
+
+@BOTH
+def test_gradients_of_a_map_with_a_shared_bias(implementation):
+    given = [x if i < 3 else x[0] for i, x in enumerate(arrays(biased))]
+    axes = (0, 0, 0, None, None, None, None)
+    fused = fuse(biased, implementation=implementation)
+    found = compiled_quickly(functools.partial(gradients, lambda *x: jax.vmap(fused, axes)(*x)))(*given)
+    each = in_a_loop(plain(biased), axes, *given)
+    assert_close(found, [x if axis == 0 else x.sum(0) for x, axis in zip(each, axes, strict=True)])

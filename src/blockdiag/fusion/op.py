@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag.dispatch import call_implementation
@@ -16,10 +18,15 @@ from blockdiag.fusion.tree import Dim, Leaf, Region, Source, with_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is computed, and who may compute it."""
+    """What is computed, and who may compute it.
 
-    region: Region
+    Attributes:
+        program: what computes result and log-sum-exp of leaves and values, where that has been traced already.
+    """
+
+    region: Region = dataclasses.field(repr=False)
     implementations: tuple[str, ...] | None
+    program: core.ClosedJaxpr | None = dataclasses.field(default=None, repr=False)
 
 
 def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
@@ -40,7 +47,51 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
         )
     leaves, value = on_common_axes(tuple(leaves), value)
     floating = [reverse_only(x) for x in _chosen(leaves, _floating(call.region))]
-    return _attend(call, tuple(_replaced(leaves, floating, _floating(call.region))), reverse_only(value))[0]
+    return _result(call, *_replaced(leaves, floating, _floating(call.region)), reverse_only(value))
+
+
+def _result(call: Call, *operands: Any) -> Any:
+    """The result of leaves and values, as a primitive: one that is mapped and differentiated in either order.
+
+    Mapped first, it is another region, which adds up the gradients of what is not mapped. Differentiated first, it is
+    `_attend`, whose gradients are mapped: there each index has its own.
+    """
+    program = jax.make_jaxpr(_forward(call))(*operands)
+    return _region.bind(*operands, call=call, program=program)
+
+
+def _evaluate(*operands: Any, call: Call, program: core.ClosedJaxpr) -> Any:
+    return core.jaxpr_as_fun(program)(*operands)[0]
+
+
+def _type(*types: Any, call: Call, program: core.ClosedJaxpr) -> tuple[Any, Any]:
+    return program.out_avals[0], program.effects
+
+
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, program: Any) -> tuple[Any, Any]:
+    flags = [not isinstance(x, ad.Zero) for x in tangents]
+    call = dataclasses.replace(call, program=program)
+
+    def result(*varied: Any) -> Any:
+        *leaves, value = _replaced(primals, varied, flags)
+        return _attend(call, tuple(leaves), value)[0]
+
+    return jax.jvp(result, _chosen(primals, flags), _chosen(tangents, flags))
+
+
+def _map(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call, program: Any) -> tuple[Any, int]:
+    flags = [axis is not None for axis in axes]
+    operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+    (size,) = {len(x) for x in _chosen(operands, flags)}
+    return _result(Call(map_region(call.region, size, flags), call.implementations), *operands), 0
+
+
+_region = core.Primitive("blockdiag_fused_region")
+_region.def_impl(_evaluate)
+_region.def_effectful_abstract_eval(_type)
+ad.primitive_jvps[_region] = _differentiate
+batching.primitive_batchers[_region] = _map
+mlir.register_lowering(_region, mlir.lower_fun(_evaluate, multiple_results=False))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -142,6 +193,8 @@ def _replaced(arrays: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool
 def _forward(call: Call) -> Any:
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
+        if call.program is not None:
+            return tuple(core.jaxpr_as_fun(call.program)(*operands))
         *leaves, value = operands
         return call_implementation("forward", call.region, call.implementations, leaves, value)
 
@@ -167,7 +220,7 @@ def _backward(call: Call) -> Any:
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
-        # Whether gradients of what is not mapped will be added up, nobody says here: each index gets its own.
+        # Gradients are mapped, not gradients of what is mapped: each index has its own, whatever is mapped.
         needed = [*_with_gradient(call.region), True, *[True] * (len(operands) - count)]
         operands = tuple(
             jnp.broadcast_to(x[None], (axis_size, *x.shape)) if is_needed and not flag else x
