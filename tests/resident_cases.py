@@ -41,6 +41,11 @@ def masked_rows(query, key, value, mask, pair):
     return rows_of_heads(query, key, value, dead, pair)
 
 
+def bent(query, key, value, mask, pair):
+    """As `rows_of_heads`, of a function of the biases."""
+    return rows_of_heads(query, key, value, jnp.abs(mask) * jnp.sin(mask), jnp.tanh(pair) - pair**2 / 4)
+
+
 def selected(query, key, value, mask, pair):
     """As `rows_of_heads`, but a choice where the sum has been: the product is not a term."""
     scores = jnp.einsum("brtnh,brsnh->brnts", query, key) * query.shape[-1] ** -0.5 + pair
@@ -104,6 +109,7 @@ CASES = {
     "one_chunk": Resident(rows_of_heads, _rows(1, 40, 128, 64, 2, 64)),
     "triangle": Resident(heads_of_rows, _heads(1, 6, 3, 128, 32)),
     "terms": Resident(one_bias, _one_bias(64)),
+    "bent": Resident(bent, _rows(1, 4, 128, 128, 2, 64)),
     "masked": Resident(masked_rows, _rows(1, 4, 128, 256, 2, 64)),
     "selected": Resident(selected, _rows(1, 4, 128, 128, 2, 64), stays=False),
     "long": Resident(rows_of_heads, _rows(1, 4, 128, 320, 2, 64), stays=False),

@@ -2,9 +2,13 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.resident import resident, rounds_each
+from blockdiag.fusion.trace import flat_jaxpr
 from blockdiag.interop import triton_fused
 from blockdiag.triton_kernels.plan import Target
 from tests.plans_support import report_of
@@ -19,12 +23,28 @@ def test_the_bias_stays_where_it_can(name):
     assert (resident(inner) is not None) == case.stays
 
 
+def test_a_bias_of_another_dtype_does_not_stay():
+    case = CASES["evoformer"]
+    given = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in case.shapes.items()}
+    given["pair"] = jax.ShapeDtypeStruct(case.shapes["pair"], "float16")
+
+    def attention(**arrays):
+        return case.function(**{name: x.astype(jnp.bfloat16) for name, x in arrays.items()})
+
+    flat, _ = flat_jaxpr(lambda given: attention(**given), given)
+    ((region,),) = find_regions(flat.jaxpr).values()
+    assert {x.source.dtype.name for x in region.leaves} == {"bfloat16", "float16"}
+    assert resident(region) is None
+
+
 KERNELS = ("forward", "rows", "columns")
 # Keys of one chunk have no tile of their own by columns; numbers of each head have a gradient of their own by rows.
 PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "columns"), ("terms", "rows")}
 
 
-@pytest.mark.parametrize("name", ["evoformer", "wide", "narrow", "three_chunks", "one_chunk", "triangle", "terms"])
+@pytest.mark.parametrize(
+    "name", ["evoformer", "wide", "narrow", "three_chunks", "one_chunk", "triangle", "terms", "bent"]
+)
 def test_kernels_fit_hopper(name):
     launches = launches_of(CASES[name].region())
     for kind in KERNELS:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend import core
 
 from blockdiag.fusion.emit import NotPrintable, Printer, Value
 from blockdiag.fusion.factors import NO_KEY
@@ -46,6 +47,11 @@ from blockdiag.triton_kernels.resident_tiles import (
 
 class GluonPrinter(Printer):
     """Gluon infers no layouts: numbers and lines become tiles where an operation meets one."""
+
+    def _printed(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
+        if equation.primitive.name in ("dot_general", "reduce_sum", "transpose"):
+            raise NotPrintable(f"`{equation.primitive.name}` of a tile whose layout is not known")
+        return super()._printed(equation, given)
 
     def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:
         if given.is_number or given.shape == shape or (len(given.shape) == len(shape) == 2):

@@ -8,6 +8,8 @@ plain kernel reads the bias again for each of them, as many bytes as keys and va
 a program can hold a tile of the bias, go through the batch axis, and let the products add to it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -91,63 +93,93 @@ def resident(region: Region) -> Resident | None:
     Args:
         region: arranged, and without lists of tiles.
     """
-    sizes = region.sizes
-    queries, keys = sizes["q"], sizes["k"]
+    keys = region.sizes["k"]
+    is_tiled = region.sizes["q"] % ROWS == 0 and keys % CHUNK == 0 and keys <= MOST_KEYS
+    scores = _scores_of(region)
+    if not is_tiled or scores is None:
+        return None
+    width = _count(region, value_columns(region))
+    cell = tuple(x for x in region.batch if x in scores.held.labels)
+    through = tuple(x for x in region.batch if x not in scores.held.labels)
+    places = _places(region, scores)
+    part = next((x for x in _PARTS if keys % x == 0 and _slots(keys, width, x) >= _FEWEST_SLOTS), None)
+    if not _is_narrow(region, scores, width) or _count(region, through) < _FEWEST_ROUNDS:
+        return None
+    if places is None or part is None:
+        return None
+    slots = _slots(keys, width, part)
+    has_ones = _bytes_once(keys, width) + slots * part * width * 2 + _ONES_BYTES <= SHARED_BYTES
+    return Resident(
+        scores.held, scores.query, scores.key, scores.unit, scores.of_keys, scores.others, cell, through, places, width,
+        part, slots, has_ones,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """Scores as a sum; see Resident."""
+
+    held: Leaf
+    query: Leaf
+    key: Leaf
+    unit: float
+    of_keys: Node | None
+    others: Node
+
+
+def _scores_of(region: Region) -> _Scores | None:
+    """The scores of a softmax as one product, one bias of pairs, and terms of keys; None where they are not that."""
     if region.score is None or region.weight is not None or region.extras:
         return None
-    if queries % ROWS or keys % CHUNK or keys > MOST_KEYS:
-        return None
     terms = terms_of(region.score)
-    products = [term for term in terms if term[1].kind == "product"]
-    others = [term for term in terms if term[1].kind != "product"]
-    if len(products) != 1 or any(x.kind == "product" for _, term in others for x in nodes_of(term)):
+    products = [(factor, node) for factor, node in terms if node.kind == "product"]
+    others = [(factor, node) for factor, node in terms if node.kind != "product"]
+    biases = [leaf for leaf in region.leaves if leaf.role in ("score", "distance")]
+    if len(products) != 1 or any(x.kind == "product" for _, node in others for x in nodes_of(node)):
         return None
     ((unit, product),) = products
-    query, key = product.inputs[0].leaf, product.inputs[1].leaf
-    biases = [leaf for leaf in region.leaves if leaf.role in ("score", "distance")]
-    if not np.isfinite(unit) or unit <= 0 or query is None or key is None or len(biases) != 1:
+    query, key = (x.leaf for x in product.inputs)
+    of_keys = [(factor, node) for factor, node in others if not _has_queries(node)]
+    rest = [(factor, node) for factor, node in others if _has_queries(node)]
+    is_apart = not any(_varies(leaf, "column") for _, node in rest for leaf in leaves_of(node))
+    if not np.isfinite(unit) or unit <= 0 or len(biases) != 1 or biases[0].role != "score" or not is_apart:
         return None
-    (held,) = biases
-    cell = tuple(x for x in region.batch if x in held.labels)
-    through = tuple(x for x in region.batch if x not in held.labels)
-    rounds = int(np.prod([sizes[x] for x in through], dtype=np.int64))
-    of_keys = [term for term in others if not _has_queries(term[1])]
-    rest = [term for term in others if _has_queries(term[1])]
-    if any(_varies(leaf, "column") for _, term in rest for leaf in leaves_of(term)):
+    bias = _sum(rest, unit)
+    if query is None or key is None or bias is None:
         return None
-    columns = value_columns(region)
-    width = int(np.prod([sizes[x] for x in columns], dtype=np.int64))
-    features = int(np.prod([sizes[x] for x in query.features], dtype=np.int64))
-    sources = (query.source, key.source, region.value, held.source)
-    is_short = all(source.dtype.itemsize == 2 and jnp.issubdtype(source.dtype, jnp.floating) for source in sources)
-    is_alike = len({query.source.dtype, key.source.dtype, region.value.dtype, np.dtype(region.dtype)}) == 1
-    if not is_short or not is_alike or held.role != "score" or width not in _WIDTHS or features != width:
-        return None
-    if rounds < _FEWEST_ROUNDS:
-        return None
+    return _Scores(biases[0], query, key, unit, _sum(of_keys, unit), bias)
+
+
+def _is_narrow(region: Region, scores: _Scores, width: int) -> bool:
+    """Whether queries, keys, values and the bias are 16-bit numbers of one dtype, and of a width that tiles have."""
+    sources = (scores.query.source, scores.key.source, region.value, scores.held.source)
+    dtypes = {np.dtype(region.dtype), *(source.dtype for source in sources)}
+    is_short = region.dtype.itemsize == 2 and bool(jnp.issubdtype(region.dtype, jnp.floating))
+    return is_short and len(dtypes) == 1 and width in _WIDTHS and _count(region, scores.query.features) == width
+
+
+def _places(region: Region, scores: _Scores) -> dict[str, Place] | None:
+    """Of the arrays that the copy engine moves, None where it cannot."""
+    sizes, columns = region.sizes, tuple(value_columns(region))
+    query, key, held = scores.query, scores.key, scores.held
     arrays = {
         "query": (query.source.shape, query.dims, "q", query.features),
         "key": (key.source.shape, key.dims, "k", key.features),
-        "value": (region.value.shape, region.value_dims, "k", tuple(columns)),
-        "output": (shape_of(region.out_dims, sizes), region.out_dims, "q", tuple(columns)),
+        "value": (region.value.shape, region.value_dims, "k", columns),
+        "output": (shape_of(region.out_dims, sizes), region.out_dims, "q", columns),
         "held": (held.source.shape, held.dims, "q", ("k",)),
     }
-    places = {}
+    found = {}
     for name, (shape, dims, label, lines) in arrays.items():
         place = place_of(layout_of(shape, dims, sizes), shape, label, lines, sizes)
         if place is None:
             return None
-        places[name] = place
-    part = next((x for x in _PARTS if keys % x == 0 and _slots(keys, width, x) >= _FEWEST_SLOTS), None)
-    if part is None:
-        return None
-    slots = _slots(keys, width, part)
-    bias = _sum(rest, unit)
-    assert bias is not None, "the bias that is held is among them"
-    has_ones = _bytes_once(keys, width) + slots * part * width * 2 + _ONES_BYTES <= SHARED_BYTES
-    return Resident(
-        held, query, key, unit, _sum(of_keys, unit), bias, cell, through, places, width, part, slots, has_ones
-    )
+        found[name] = place
+    return found
+
+
+def _count(region: Region, labels: Sequence[str]) -> int:
+    return math.prod(region.sizes[x] for x in labels)
 
 
 def rounds_each(rounds: int, tiles: int, multiprocessors: int) -> int:
@@ -219,10 +251,14 @@ def _varies(leaf: Leaf, role: str) -> bool:
 def place_of(
     layout: Layout, shape: tuple[int, ...], label: str, lines: tuple[str, ...], sizes: dict[str, int]
 ) -> Place | None:
-    """An array as a matrix with a row for each query or key, None where it is none, or one that cannot be copied."""
+    """An array as a matrix with a row for each query or key, None where it is none, or one that cannot be copied.
+
+    Args:
+        label: of queries or keys.
+        lines: of what lies side by side in a row.
+    """
     step = layout.stride(label)
-    whole = int(np.prod(shape, dtype=np.int64))
-    width = int(np.prod([sizes[x] for x in lines], dtype=np.int64))
+    whole, width = math.prod(shape), math.prod(sizes[x] for x in lines)
     if flat_stride(layout, lines, sizes) != 1 or step % 8 or not step or whole % step or whole // step >= 2**31:
         return None
     rows, columns = {}, {}

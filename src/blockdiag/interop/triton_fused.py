@@ -18,7 +18,7 @@ from blockdiag.fusion.kernels import Kind, Lists, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.kernels_diagonals import diagonals_source
 from blockdiag.fusion.kernels_resident import ResidentKernel, resident_kernel
-from blockdiag.fusion.kernels_resident_backward import Side, resident_backward
+from blockdiag.fusion.kernels_resident_backward import resident_backward
 from blockdiag.fusion.layout import arranged_dims, flat_stride, layout_of, shape_of
 from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.resident import rounds_each
@@ -253,7 +253,7 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
     live = None if arrays is None else live_tiles(region, config.tile, arrays)
     source = forward_source(region, config.tile, None if live is None else live.lists)
     kernel = _kernel(source, region, "forward", config, live)
-    return kernel if live is not None else dataclasses.replace(kernel, resident=resident_kernel(region))
+    return _staying(kernel, functools.partial(resident_kernel, region))
 
 
 def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
@@ -281,9 +281,9 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
     columns = sorted(places["key"] + places["column"])
     if rows:
         add("rows", lambda tile, lists: rows_source(region, tile, rows, lists))
-        found[-1] = _staying(region, "rows", rows, found[-1])
+        found[-1] = _staying(found[-1], functools.partial(resident_backward, region, "rows", rows, found[-1].source))
     add("columns", lambda tile, lists: columns_source(region, tile, columns, lists))
-    found[-1] = _staying(region, "columns", columns, found[-1])
+    found[-1] = _staying(found[-1], functools.partial(resident_backward, region, "columns", columns, found[-1].source))
     for i in places["score"]:
         add("pairs", lambda tile, lists, i=i: pairs_source(region, tile, i))
     for i in places["distance"]:
@@ -291,11 +291,15 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
     return found
 
 
-def _staying(region: Region, side: Side, places: Sequence[int], kernel: Kernel) -> Kernel:
-    """A kernel with what takes its place on Hopper."""
+def _staying(kernel: Kernel, make: Callable[[], ResidentKernel | None]) -> Kernel:
+    """A kernel without lists of tiles, with what takes its place on Hopper, if anything does."""
     if kernel.live:
         return kernel
-    return dataclasses.replace(kernel, resident=resident_backward(region, side, places, kernel.source))
+    try:
+        return dataclasses.replace(kernel, resident=make())
+    except NotPrintable:
+        # Gluon lacks words that Triton has; the kernel stays as it is.
+        return kernel
 
 
 def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Live | None) -> Kernel:
