@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from blockdiag import explain, fuse
 from tests.support import compiled_quickly
@@ -61,10 +63,10 @@ SHAPES = {
 }
 
 
-def arrays(function, lead: tuple[int, ...] = (INDICES,)) -> list[jax.Array]:
-    """Operands of each index of the mapped axes."""
+def arrays(function, lead: tuple[int, ...] = (INDICES,)) -> list[np.ndarray]:
+    """Operands of each index of the mapped axes; of NumPy, which takes and stacks them without a program for each."""
     generator = np.random.default_rng(0)
-    return [jax.device_put(0.5 * generator.normal(size=(*lead, *x)).astype(np.float32)) for x in SHAPES[function]]
+    return [(0.5 * generator.normal(size=(*lead, *x))).astype(np.float32) for x in SHAPES[function]]
 
 
 def gradients(function, *inputs):
@@ -82,7 +84,7 @@ def in_a_loop(function, axes, *inputs):
     """What `jax.vmap` computes, an index at a time."""
     size = next(len(x) for x, axis in zip(inputs, axes, strict=True) if axis == 0)
     each = [function(*(x if axis is None else x[i] for x, axis in zip(inputs, axes, strict=True))) for i in range(size)]
-    return jax.tree.map(lambda *x: jnp.stack(x), *each)
+    return jax.tree.map(lambda *x: np.stack(x), *each)
 
 
 @functools.cache
@@ -122,12 +124,13 @@ def test_every_leaf_is_read_by_kernels():
 
 @BOTH
 def test_nested_maps(implementation):
-    """No operand is mapped twice, and one is not mapped at all."""
+    """No operand is mapped twice, two are not mapped at all; mapped axes are not the first ones."""
     query, key, value, table = (x[0] for x in arrays(of_distances))
-    queries, tables = jnp.stack([query, -query, 2 * query]), jnp.stack([table, 1 - table])
+    queries, tables = np.stack([query, -query, 2 * query]), np.stack([table, 1 - table])
     fused = functools.partial(gradients, fuse(of_distances, implementation=implementation))
     inner, outer = (0, None, None, None), (None, None, None, 0)
-    found = compiled_quickly(jax.vmap(jax.vmap(fused, inner), outer))(queries, key, value, tables)
+    mapped = jax.vmap(jax.vmap(fused, (1, None, None, None)), (None, None, None, 2))
+    found = compiled_quickly(mapped)(np.moveaxis(queries, 0, 1), key, value, np.moveaxis(tables, 0, 2))
     by_index = functools.partial(in_a_loop, plain(of_distances), inner)
     assert_close(found, in_a_loop(by_index, outer, queries, key, value, tables))
 
@@ -136,7 +139,7 @@ def test_nested_maps(implementation):
 def test_a_map_outside_of_a_gradient_outside_of_a_map(implementation):
     """The gradients by what the inner map does not map are added up, those by what the outer one does not are not."""
     query, key, value, table = (x[0] for x in arrays(of_distances))
-    queries, tables = jnp.stack([query, -query]), jnp.stack([table, 1 - table, table / 2])
+    queries, tables = np.stack([query, -query]), np.stack([table, 1 - table, table / 2])
 
     def of_queries(function, *inputs):
         return jax.vmap(function, (0, None, None, None))(*inputs)
@@ -148,6 +151,19 @@ def test_a_map_outside_of_a_gradient_outside_of_a_map(implementation):
     axes = (None, None, None, 0)
     found = compiled_quickly(jax.vmap(each(fused), axes))(queries, key, value, tables)
     assert_close(found, in_a_loop(compiled_quickly(each(of_distances)), axes, queries, key, value, tables))
+
+
+def test_inside_shard_map():
+    """The checks of a mesh see sums over devices where operands are the same on all, as the function's own have."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    axes, specs = (0, None, 0, None), (P("rows"), P(), P("rows"), P())
+    given = [x[0] if axis is None else x for x, axis in zip(arrays(of_distances, (4,)), axes, strict=True)]
+
+    def sharded(function):
+        mapped = jax.vmap(functools.partial(gradients, function), axes)
+        return compiled_quickly(jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=specs))(*given)
+
+    assert_close(sharded(fuse(of_distances, implementation="xla")), sharded(of_distances))
 
 
 @BOTH
@@ -166,13 +182,18 @@ def test_jacobians(implementation):
 @NEEDS_TRITON
 def test_sums_over_the_mapped_axis_are_made_by_kernels():
     """The gradient of a map has no gradient of a shared bias for each index; a map of gradients has."""
-    given = [x if i < 3 else x[0] for i, x in enumerate(arrays(biased))]
-    axes = (0, 0, 0, None, None, None, None)
+    query, key, value, bias, *rest = [x if i < 3 else x[0] for i, x in enumerate(arrays(biased))]
     fused = fuse(biased, implementation="triton")
+
+    def total(bias, *inputs):
+        return jnp.sum(fused(*inputs, bias, *rest))
+
+    def of_map(bias):
+        return jnp.sum(jax.vmap(total, (None, 0, 0, 0))(bias, query, key, value))
+
     each = f"f32[{INDICES},{HEADS},{QUERIES},{KEYS}]"
-    of_map = functools.partial(gradients, lambda *x: jax.vmap(fused, axes)(*x))
-    assert each not in str(jax.make_jaxpr(of_map)(*given))
-    assert each in str(jax.make_jaxpr(jax.vmap(functools.partial(gradients, fused), axes))(*given))
+    assert each not in str(jax.make_jaxpr(jax.grad(of_map))(bias))
+    assert each in str(jax.make_jaxpr(jax.vmap(jax.grad(total), (None, 0, 0, 0)))(bias, query, key, value))
 
 
 @BOTH
