@@ -279,3 +279,35 @@ def test_softmax_divided_after_the_product_along_axes_of_one(shape):
     given = jax.random.normal(jax.random.key(0), (3, *shape))
     for found, expected in zip(gradients(fuse(divided))(*given), gradients(divided)(*given), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def attention(query, key, value):
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+
+CHAINS = {
+    "query": lambda q, k, v: attention(attention(q, k, v), k, v),
+    "key": lambda q, k, v: attention(q, attention(q, k, v), v),
+    "value": lambda q, k, v: attention(q, k, attention(q, k, v)),
+    "all": lambda q, k, v: attention(*[attention(q, k, v)] * 3),
+    # Rows and columns of a picture take turns.
+    "turned": lambda q, k, v: attention(attention(q, k, v).swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_results_that_the_next_attention_reads_are_fused_too(name):
+    chain, operands = CHAINS[name], arrays()
+    if name == "turned":
+        operands = [x[:, :2] for x in operands]
+    _, found = regions(chain, *operands)
+    assert len(found) == 2
+    report = explain(chain)(*operands)
+    assert len(report.regions) == 2 and not {"dot_general", "exp"} & report.outside.keys()
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *x: jnp.vdot(function(*x), operands[1]), argnums=(0, 1, 2)))(*operands)
+
+    for actual, wanted in zip(gradients(fuse(chain, implementation="xla")), gradients(chain), strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-5, rtol=1e-4)

@@ -1,6 +1,6 @@
 """The moves and casts after a region's product that its kernel can do as it writes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -13,10 +13,17 @@ from blockdiag.fusion.tree import Dim, Region
 
 
 def followed(
-    var: core.Var, regions: tuple[Region, ...], users: Mapping[core.Var, Sequence[core.JaxprEqn | None]]
+    var: core.Var,
+    regions: tuple[Region, ...],
+    users: Mapping[core.Var, Sequence[core.JaxprEqn | None]],
+    read: Collection[object],
 ) -> tuple[core.Var, tuple[Region, ...]]:
-    """The same regions with the moves that alone use their result: results are written where they belong."""
-    while len(users[var]) == 1 and (user := users[var][0]) is not None:
+    """The same regions with the moves that alone use their result: results are written where they belong.
+
+    Args:
+        read: variables that regions read, whatever moves stand between in the program: a result may be one of them.
+    """
+    while var not in read and len(users[var]) == 1 and (user := users[var][0]) is not None:
         result, first = user.outvars[0], regions[0]
         dims: tuple[Dim, ...] | None = None
         dtype = first.dtype
@@ -42,3 +49,10 @@ def _merged(given: Sequence[int], shape: Sequence[int], region: Region) -> tuple
     except Unpullable:
         return None
     return dims if labels_of(dims) == labels_of(region.out_dims) else None
+
+
+def read_by(region: Region) -> Iterator[object]:
+    """The variables that a region is given, or what it is given is made of."""
+    for source in (region.value, *(leaf.source for leaf in region.leaves)):
+        yield source.key
+        yield from (x for equation in source.made for x in equation.invars if isinstance(x, core.Var))

@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.factors import stopped
-from blockdiag.fusion.follow import followed
+from blockdiag.fusion.follow import followed, read_by
 from blockdiag.fusion.pull import (
     ELEMENTWISE,
     Puller,
@@ -109,7 +109,8 @@ def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, .
     if not matches and (refusal := _refusal(unmatched)) is not None:
         raise NotFusible(refusal)
     sides = {id(one.equation): one.side for one in matches if one.result is one.equation.outvars[0]}
-    return dict(followed(one.result, one.regions, users) for one in matches), sides
+    read = {var for one in matches for region in one.regions for var in read_by(region)}
+    return dict(followed(one.result, one.regions, users, read) for one in matches), sides
 
 
 @dataclass(frozen=True)
@@ -362,8 +363,8 @@ class _Matcher:
         return tuple(found) if not rest and moved == dims else None
 
     def plain(self, var: object, dims: tuple[Dim, ...]) -> tuple[list[_Term], str]:
-        """A weight without a softmax, where it is a function of scores; else nothing, and why."""
-        equation = self._producer(var)
+        """A weight without a softmax, where it is a function of scores, not these; else nothing, and why."""
+        equation = self._producer(self._skip_moves(var))
         if equation is None or not self.puller.batch or equation.primitive.name == "dot_general":
             return [], ""
         try:
