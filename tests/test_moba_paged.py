@@ -395,9 +395,9 @@ def test_empty_calls():
         **arguments | {"query": jnp.zeros((2, 0, 4, 16))}, block_size=16, top_k=3, return_residual=True
     )
     assert output.shape == (2, 0, 4, 16) and log_sum.shape == (2, 0, 4)
-    arguments |= dict(key_pages=jnp.zeros((2, 0, 2, 16)), value_pages=jnp.zeros((2, 0, 2, 8)))
-    arguments |= dict(kv_lengths=jnp.zeros(2, jnp.int32), key_centroids=jnp.zeros((2, 0, 2, 16)))
-    output, log_sum = moba_paged_attention(**arguments, block_size=16, top_k=3, return_residual=True)
+    nothing = dict(key_pages=jnp.zeros((2, 0, 2, 16)), value_pages=jnp.zeros((2, 0, 2, 8)))
+    nothing |= dict(kv_lengths=jnp.zeros(2, jnp.int32), key_centroids=jnp.zeros((2, 0, 2, 16)))
+    output, log_sum = moba_paged_attention(**arguments | nothing, block_size=16, top_k=3, return_residual=True)
     assert output.shape == (2, 1, 4, 8) and not output.any() and (log_sum == -jnp.inf).all()
 
 
