@@ -34,10 +34,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.resident_tiles import (
     free_slot,
     load_slot,
-    make_barriers,
     partial_sums,
     wait_slot,
     widened,

@@ -50,7 +50,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockdiag.triton_kernels.resident_tiles import free_slot, make_barriers, widened
+from blockdiag.triton_kernels.hopper_tiles import make_barriers
+from blockdiag.triton_kernels.resident_tiles import free_slot, widened
 """
 
 

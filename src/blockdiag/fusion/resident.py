@@ -55,21 +55,15 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Resident:
-    """How a region is computed with its bias in shared memory.
+class Scores:
+    """Scores as a sum.
 
     Attributes:
-        held: the leaf that stays.
+        held: the bias, a leaf that stays.
         query, key: the leaves of the product.
         unit: scores are `unit` times what the kernel adds up.
         of_keys: the terms without queries, over `unit`; None without any.
         others: the other terms, over `unit`, `held` among them.
-        cell, through: batch labels that `held` has, and the others.
-        places: of the arrays that the copy engine moves: "query", "key", "value", "held", "output".
-        width: of queries, keys and values.
-        part: keys, or values, of a slot.
-        slots: for parts of keys and values.
-        has_ones: whether there is room for ones, with which tensor cores add up rows.
     """
 
     held: Leaf
@@ -78,6 +72,21 @@ class Resident:
     unit: float
     of_keys: Node | None
     others: Node
+
+
+@dataclass(frozen=True, eq=False)
+class Resident(Scores):
+    """How a region is computed with its bias in shared memory.
+
+    Attributes:
+        cell, through: batch labels that `held` has, and the others.
+        places: of the arrays that the copy engine moves: "query", "key", "value", "held", "output".
+        width: of queries, keys and values.
+        part: keys, or values, of a slot.
+        slots: for parts of keys and values.
+        has_ones: whether there is room for ones, with which tensor cores add up rows.
+    """
+
     cell: tuple[str, ...]
     through: tuple[str, ...]
     places: dict[str, Place]
@@ -110,24 +119,12 @@ def resident(region: Region) -> Resident | None:
     slots = _slots(keys, width, part)
     has_ones = _bytes_once(keys, width) + slots * part * width * 2 + _ONES_BYTES <= SHARED_BYTES
     return Resident(
-        scores.held, scores.query, scores.key, scores.unit, scores.of_keys, scores.others, cell, through, places, width,
-        part, slots, has_ones,
+        **vars(scores), cell=cell, through=through, places=places, width=width, part=part, slots=slots,
+        has_ones=has_ones,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class _Scores:
-    """Scores as a sum; see Resident."""
-
-    held: Leaf
-    query: Leaf
-    key: Leaf
-    unit: float
-    of_keys: Node | None
-    others: Node
-
-
-def _scores_of(region: Region) -> _Scores | None:
+def _scores_of(region: Region) -> Scores | None:
     """The scores of a softmax as one product, one bias of pairs, and terms of keys; None where they are not that."""
     if region.score is None or region.weight is not None or region.extras:
         return None
@@ -147,10 +144,10 @@ def _scores_of(region: Region) -> _Scores | None:
     bias = _sum(rest, unit)
     if query is None or key is None or bias is None:
         return None
-    return _Scores(biases[0], query, key, unit, _sum(of_keys, unit), bias)
+    return Scores(biases[0], query, key, unit, _sum(of_keys, unit), bias)
 
 
-def _is_narrow(region: Region, scores: _Scores, width: int) -> bool:
+def _is_narrow(region: Region, scores: Scores, width: int) -> bool:
     """Whether queries, keys, values and the bias are 16-bit numbers of one dtype, and of a width that tiles have."""
     sources = (scores.query.source, scores.key.source, region.value, scores.held.source)
     dtypes = {np.dtype(region.dtype), *(source.dtype for source in sources)}
@@ -158,7 +155,7 @@ def _is_narrow(region: Region, scores: _Scores, width: int) -> bool:
     return is_short and len(dtypes) == 1 and width in _WIDTHS and _count(region, scores.query.features) == width
 
 
-def _places(region: Region, scores: _Scores) -> dict[str, Place] | None:
+def _places(region: Region, scores: Scores) -> dict[str, Place] | None:
     """Of the arrays that the copy engine moves, None where it cannot."""
     sizes, columns = region.sizes, tuple(value_columns(region))
     query, key, held = scores.query, scores.key, scores.held

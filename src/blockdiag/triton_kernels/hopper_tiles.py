@@ -1,4 +1,4 @@
-"""Hopper device helpers in Gluon, shared by the block-diagonal kernels that move tiles with the copy engine.
+"""Hopper device helpers in Gluon, of the block-diagonal kernels above all, which move tiles with the copy engine.
 
 A program takes one tile of one or a few heads: it asks for all its operands at once, computes on them where they
 arrived in shared memory, writes results over operands that have no reader left, and lets the copy engine carry those
@@ -48,6 +48,15 @@ def make_barrier():
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=1)
     return barrier
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that so many arrivals complete, [COUNT, 1]."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit

@@ -19,20 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.hopper_tiles import make_barriers
+
 STAGES = gl.constexpr(3)
 PLACES = gl.constexpr(4)
 CARRY_WARPS = gl.constexpr(4)
 # What is left for the warps that compute is just enough to have their products under way side by side.
 CARRY_REGISTERS = gl.constexpr(40)
-
-
-@gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers that so many arrivals complete, [COUNT, 1]."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit

@@ -13,15 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers that so many arrivals complete, [COUNT, 1]."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
 def load_slot(source, ring, full, empty, number, row, column):
     """Start copying a tile into the ring's slot for the tile of this number, once the one before it is read."""
     SLOTS: gl.constexpr = ring.shape[0]
