@@ -6,11 +6,13 @@ The last sum is a product of matrices, which matrix units compute, as they do it
 difference is some ten operations for each score, forward and backward, and its gradients are sums along rows and
 columns. The squares are summed in float32.
 
-What is lost are digits: those by which a square of a point is larger than that of a difference. Points of 16 bits have
-fewer digits than are left, so that this is done for them alone, and only where the sum is a term of an exponential's
-argument: a root or a logarithm of a small distance would show what is missing.
+What is lost are digits: those by which a square of a point is larger than that of a difference. The points' place is
+none of their business, so that all are moved to where the second ones have their mean; then points of 16 bits have
+fewer digits than are left. This is done for them alone, and only where the sum is a term of an exponential's argument:
+a root or a logarithm of a small distance would show what is missing.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +72,21 @@ class _Array:
     def rest(self, axes: Sequence[int]) -> list[int]:
         """The axes that are not among these."""
         return [axis for axis in self.axes if axis not in axes]
+
+    def mean(self, axes: Sequence[int]) -> "_Array":
+        """The mean along axes, in float32; nobody's gradient depends on it."""
+        wide = lax.convert_element_type(lax.stop_gradient(self.array), np.float32)
+        count = math.prod(self.array.shape[i] for i in self.places(axes))
+        total = lax.reduce_sum(wide, self.places(axes))
+        return _Array(lax.div(total, lax.full_like(total, count)), tuple(self.rest(axes)))
+
+    def less(self, other: "_Array") -> "_Array":
+        """The difference to what has some of the axes, rounded once."""
+        wide = lax.convert_element_type(self.array, np.float32)
+        order = sorted(range(len(other.axes)), key=lambda i: self.axes.index(other.axes[i]))
+        places = [self.axes.index(other.axes[i]) for i in order]
+        moved = lax.broadcast_in_dim(lax.transpose(other.array, order), wide.shape, places)
+        return _Array(lax.convert_element_type(lax.sub(wide, moved), self.array.dtype), self.axes)
 
     def squares(self, axes: Sequence[int]) -> Any:
         """Sums of squares along axes, in float32."""
@@ -178,6 +195,8 @@ def _expanded(equation: core.JaxprEqn, left: _Points, right: _Points) -> Callabl
 
     def compute(value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
         first, second = (_Array.of(points, value_of(points.var)) for points in (left, right))
+        middle = second.mean([axis for axis in second.axes if axis not in first.axes])
+        first, second = first.less(middle), second.less(middle)
         total = lax.add(*(placed(x.squares(summed), x.rest(summed)) for x in (first, second)))
         shared = [axis for axis in first.axes if axis in second.axes and axis not in summed]
         contracted, batch = ((first.places(axes), second.places(axes)) for axes in (summed, shared))
