@@ -1,6 +1,6 @@
 """Functions with a derivative of their own (`jax.custom_jvp`, `jax.custom_vjp`) as flat programs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,3 +69,32 @@ def calls_of(equation: core.JaxprEqn, *, has_slope: bool = True) -> Calls:
     else:
         slope, _ = flat_jaxpr(cotangents, avals, result)
     return Calls(value, places, slope, mode)
+
+
+def with_derivative(
+    value: Callable[..., Any], slope: Callable[..., Sequence[Any]] | None, places: Sequence[int], mode: str
+) -> Callable[..., Any]:
+    """A function with a derivative of its own, see `Calls`.
+
+    Args:
+        value: the one result.
+        slope: its tangent, or the cotangents of `places`, in a sequence.
+    """
+    if slope is None:
+        return value
+    if mode == "jvp":
+        with_tangent = jax.custom_jvp(value)
+
+        @with_tangent.defjvp
+        def tangent(given: Any, tangents: Any) -> tuple[Any, Any]:
+            return with_tangent(*given), slope(*given, *(tangents[i] for i in places))[0]
+
+        return with_tangent
+    with_cotangents = jax.custom_vjp(value)
+
+    def cotangents(given: Any, cotangent: Any) -> tuple[Any, ...]:
+        found = iter(slope(*given, cotangent))
+        return tuple(next(found) if i in places else None for i in range(len(given)))
+
+    with_cotangents.defvjp(lambda *given: (value(*given), given), cotangents)
+    return with_cotangents

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
 from blockdiag._differentiation import on_common_axes
-from blockdiag.fusion.calls import Calls, calls_of
+from blockdiag.fusion.calls import calls_of, with_derivative
 from blockdiag.fusion.made import source_made_by
 from blockdiag.fusion.trace import aval_of, body_of
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ELEMENTWISE, ROWS, Dim, Source, Unpullable
@@ -332,7 +331,7 @@ class Distances:
             (None if own is None else self._made(x, own), () if own is None else self._shape(x, own), aval_of(x).dtype)
             for x, own in zip(equation.invars, found, strict=True)
         ]
-        function = _with_derivative(calls, value, slope)
+        function = with_derivative(lambda *given: value(*given)[0], slope, calls.places, calls.mode)
 
         def compute(arrays: _Arrays) -> Any:
             given = [
@@ -380,32 +379,6 @@ class Distances:
             )
 
         return _Made(compute, is_still=all(x.is_still for x, _ in made))
-
-
-def _with_derivative(calls: Calls, value: Callable[..., Any], slope: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A function with the derivative that it has."""
-
-    def compute(*given: Any) -> Any:
-        return value(*given)[0]
-
-    if slope is None:
-        return compute
-    if calls.mode == "jvp":
-        with_tangent = jax.custom_jvp(compute)
-
-        @with_tangent.defjvp
-        def tangent(given: Any, tangents: Any) -> tuple[Any, Any]:
-            return with_tangent(*given), slope(*given, *(tangents[i] for i in calls.places))[0]
-
-        return with_tangent
-    with_cotangents = jax.custom_vjp(compute)
-
-    def cotangents(given: Any, cotangent: Any) -> tuple[Any, ...]:
-        found = iter(slope(*given, cotangent))
-        return tuple(next(found) if i in calls.places else None for i in range(len(given)))
-
-    with_cotangents.defvjp(lambda *given: (compute(*given), given), cotangents)
-    return with_cotangents
 
 
 def _once(compute: Callable[[_Arrays], Any]) -> Callable[[_Arrays], Any]:

@@ -35,14 +35,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from blockdiag.triton_kernels.hopper_tiles import make_barriers
-from blockdiag.triton_kernels.resident_tiles import (
-    free_slot,
-    load_slot,
-    partial_sums,
-    wait_slot,
-    widened,
-)
-"""
+from blockdiag.triton_kernels.resident_tiles import """
+
+
+def gluon_source(helpers: str, lines: Sequence[str]) -> str:
+    """The text of a kernel.
+
+    Args:
+        helpers: that it has from `resident_tiles`, as an import has them.
+    """
+    return f"{_HEAD}{helpers}\n\n\n" + "\n".join(lines) + "\n"
 
 
 class GluonPrinter(Printer):
@@ -142,11 +144,11 @@ def resident_source(region: Region, plan: Resident) -> Source:
     _entry(own)
     labels = (*region.batch, "q")
     outputs = (
-        Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), _name(region.dtype)),
+        Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), jnp.dtype(region.dtype).name),
         Output("log_sum", tuple((x,) for x in labels), tuple(region.sizes[x] for x in labels), "float32"),
     )
     return Source(
-        _HEAD + "\n\n" + "\n".join(own.writer.lines) + "\n",
+        gluon_source("free_slot, load_slot, partial_sums, wait_slot, widened", own.writer.lines),
         NAME,
         (*(f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None), "value"),
         outputs,
@@ -463,8 +465,6 @@ def resident_kernel(region: Region) -> ResidentKernel | None:
     )
     source = resident_source(region, plan)
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum")
-    return ResidentKernel(source, moved, _name(region.dtype), pointers, cells_of(region, plan.through), source.grid[0])
-
-
-def _name(dtype: Any) -> str:
-    return jnp.dtype(dtype).name
+    return ResidentKernel(
+        source, moved, jnp.dtype(region.dtype).name, pointers, cells_of(region, plan.through), source.grid[0]
+    )

@@ -17,6 +17,7 @@ from blockdiag.fusion.kernels import LOG2_E, Source, Tile, Writer, cells_of
 from blockdiag.fusion.kernels_resident import (
     ResidentKernel,
     ResidentWriter,
+    gluon_source,
     print_function,
     print_ones,
     print_share,
@@ -39,20 +40,6 @@ _MEMORY = (
     "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, ones, held, own_full, own_empty, chunk_full, "
     "chunk_empty, held_full"
 )
-
-_HEAD = """from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
-from blockdiag.triton_kernels.hopper_tiles import make_barriers
-from blockdiag.triton_kernels.resident_tiles import free_slot, widened
-"""
 
 
 class _Backward(ResidentWriter):
@@ -180,7 +167,7 @@ def _source(own: _Backward) -> Source:
     region = own.region
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
     return Source(
-        _HEAD + "\n\n" + "\n".join(own.writer.lines) + "\n",
+        gluon_source("free_slot, widened", own.writer.lines),
         own.name,
         (*names, "value", "log_sum", "cotangent", "delta"),
         tuple(own.outputs.values()),

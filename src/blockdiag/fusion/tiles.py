@@ -1,5 +1,6 @@
 """Trees on tiles: the functions of arrays that a region's score, extras and weight are for some queries and keys."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from blockdiag._differentiation import on_common_axes
+from blockdiag.fusion.calls import with_derivative
 from blockdiag.fusion.tree import DISTANCE, Function, Leaf, Node, Region, Trees
 
 # Primitives that nodes are made of beside those of the program.
@@ -105,25 +107,8 @@ def _called(function: Function, tiles: Sequence[Any], shape: tuple[int, ...], dt
     def value(*given: Any) -> Any:
         return results(function.value, *given)[0]
 
-    slope = function.slope
-    if slope is None:
-        return value(*tiles)
-    if function.mode == "jvp":
-        with_tangent = jax.custom_jvp(value)
-
-        @with_tangent.defjvp
-        def tangent(given: Any, tangents: Any) -> tuple[Any, Any]:
-            return with_tangent(*given), results(slope, *given, *(tangents[i] for i in function.places))[0]
-
-        return with_tangent(*tiles)
-    with_cotangents = jax.custom_vjp(value)
-
-    def cotangents(given: Any, cotangent: Any) -> tuple[Any, ...]:
-        found = iter(results(slope, *given, cotangent))
-        return tuple(next(found) if i in function.places else None for i in range(len(given)))
-
-    with_cotangents.defvjp(lambda *given: (value(*given), given), cotangents)
-    return with_cotangents(*tiles)
+    slope = None if function.slope is None else functools.partial(results, function.slope)
+    return with_derivative(value, slope, function.places, function.mode)(*tiles)
 
 
 def arrange(array: Any, dims: Sequence[Any], order: Sequence[str], sizes: dict[str, int]) -> Any:
