@@ -4,12 +4,22 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import triton
 import triton.language as tl
 
-from blockdiag.triton_kernels.compile import KernelCompileError, check_plan, compile_key, compile_plan
+from blockdiag.triton_kernels import compile as compile_module
+from blockdiag.triton_kernels.compile import (
+    KernelCompileError,
+    check_plan,
+    compile_key,
+    compile_plan,
+    compile_together,
+)
 from blockdiag.triton_kernels.offline import inspect_plan
 from blockdiag.triton_kernels.plan import (
     CompileOptions,
@@ -99,17 +109,19 @@ def nonsense_kernel(p_out):
     tl.store(p_out, tl.inline_asm_elementwise("nonsense.b32 $0;", "=r", [], tl.int32, is_pure=True, pack=1))
 
 
+NONSENSE = LaunchPlan(
+    name="nonsense",
+    kernel=nonsense_kernel,
+    grid=(1, 1, 1),
+    inputs=(),
+    outputs=(TensorSpec((1,), "int32"),),
+    arguments={"p_out": Pointer("output", 0)},
+)
+
+
 def test_what_ptxas_refuses_is_reported_without_a_dump(capsys):
-    plan = LaunchPlan(
-        name="nonsense",
-        kernel=nonsense_kernel,
-        grid=(1, 1, 1),
-        inputs=(),
-        outputs=(TensorSpec((1,), "int32"),),
-        arguments={"p_out": Pointer("output", 0)},
-    )
     with pytest.raises(KernelCompileError, match=r"ptxas refuses kernel 'nonsense' for sm_90(.|\n)*nonsense"):
-        inspect_plan(plan, 90)
+        inspect_plan(NONSENSE, 90)
     assert capsys.readouterr().out == ""
 
 
@@ -213,3 +225,98 @@ def test_a_second_process_does_not_compile(tmp_path, pytestconfig):
 
     assert hits() == str([False] * 3)  # the second AddSpec needs no kernel of its own
     assert hits() == str([True] * 3)
+
+
+TARGET = Target.for_arch(90)
+SPECS = (AddSpec(1000), MatmulSpec(64, 64, 64), GluonCopySpec(64), HalvesSpec(80))
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch, tmp_path):
+    """Forgets all kernels when called, in memory and on disk."""
+    folders = iter(range(100))
+
+    def forget() -> None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / str(next(folders))))
+        monkeypatch.setattr(compile_module, "_compiled", {})
+
+    forget()
+    return forget
+
+
+@pytest.fixture
+def two_processors(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+
+
+def test_kernels_compiled_together_are_those_compiled_in_turn(nothing_compiled, two_processors):
+    def binaries(compiled) -> list[tuple[bytes, str]]:
+        return [(launch.kernel.asm["cubin"], launch.ptx) for launch in compiled]
+
+    plans = [spec.plan(TARGET) for spec in SPECS]
+    in_turn = binaries([compile_plan(plan, TARGET) for plan in plans])
+    for _ in range(2):
+        nothing_compiled()
+        together = compile_together([(plan, TARGET) for plan in plans])
+        assert binaries(together) == in_turn
+        # The same ones are found afterwards.
+        assert all(compile_plan(plan, TARGET) is launch for plan, launch in zip(plans, together, strict=True))
+
+
+def test_ptxas_runs_for_several_kernels_at_once(nothing_compiled, two_processors, monkeypatch):
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    meeting, make_cubin = threading.Barrier(2, timeout=60), CUDABackend.make_cubin
+
+    def make_cubin_beside_another(*arguments):
+        meeting.wait()
+        return make_cubin(*arguments)
+
+    monkeypatch.setattr(CUDABackend, "make_cubin", make_cubin_beside_another)
+    compile_together([(spec.plan(TARGET), TARGET) for spec in SPECS[:2]])
+
+
+def test_the_front_end_has_one_thread_at_a_time(nothing_compiled, two_processors, monkeypatch):
+    import triton.compiler.code_generator as code_generator
+
+    translate, inside, most = code_generator.ast_to_ttir, [], []
+
+    def watched(*arguments, **options):
+        inside.append(None)
+        time.sleep(0.05)
+        most.append(len(inside))
+        module = translate(*arguments, **options)
+        inside.pop()
+        return module
+
+    monkeypatch.setattr(code_generator, "ast_to_ttir", watched)
+    compile_together([(spec.plan(TARGET), TARGET) for spec in SPECS])
+    assert most == [1] * len(SPECS)
+
+
+def test_threads_that_want_one_kernel_compile_it_once(nothing_compiled, monkeypatch):
+    hits = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: hits.append(event["cache_hit"]))
+    plan = SPECS[1].plan(TARGET)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: compile_plan(plan, TARGET), range(4)))
+    assert hits == [False] and all(launch is found[0] for launch in found)
+
+
+def test_a_kernel_that_fails_fails_for_all_who_want_it_and_for_nobody_else(nothing_compiled, two_processors, capsys):
+    good = SPECS[0].plan(TARGET)
+    with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense'"):
+        compile_together([(NONSENSE, TARGET), (good, TARGET)])
+    assert [future.result().kernel.name for future in compile_module._compiled.values()] == ["add_kernel"]
+
+    def failure(_) -> BaseException | None:
+        with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense'"):
+            compile_plan(NONSENSE, TARGET)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(failure, range(3)))
+    # A turn ends with a kernel that fails before it is a module, too.
+    unfit = dataclasses.replace(good, arguments=good.arguments | {"BLOCK": Constexpr(3)})
+    with pytest.raises(triton.CompilationError):
+        compile_plan(unfit, TARGET)
+    assert compile_together([(SPECS[2].plan(TARGET), TARGET), (good, TARGET)])[1] is compile_plan(good, TARGET)

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from blockdiag.triton_kernels.compile import SIGNATURE_TYPES, check_plan
+from blockdiag.triton_kernels.generated import function_of
 from blockdiag.triton_kernels.plan import Constexpr, Descriptor, KernelSpec, LaunchPlan, Pointer, Scalar, Target
 
 # What the interpreter pretends to be when nobody says: it decides which configuration a spec plans, not what is
@@ -68,7 +69,7 @@ def interpret_plan(plan: LaunchPlan, *arrays: np.ndarray) -> tuple[np.ndarray, .
         memory.add(f"output {index}", array, is_writable=True)
     session = language.Session(plan.grid, memory)
     with _lock, language.lent_to(session), np.errstate(all="ignore"):
-        kernel = session.interpreted(plan.kernel)
+        kernel = session.interpreted(function_of(plan.kernel))
         arguments = {
             name: _argument(session, plan, argument, inputs, outputs) for name, argument in plan.arguments.items()
         }

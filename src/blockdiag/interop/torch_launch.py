@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from blockdiag.triton_kernels.compile import compile_key, compile_plan
+from blockdiag.triton_kernels.generated import function_of
 from blockdiag.triton_kernels.plan import (
     Constexpr,
     Descriptor,
@@ -155,7 +156,7 @@ class _BoundLaunch:
         for index, position in self._pointers:
             arguments[index] = buffers[position]
         options = {name: value for name, value in dataclasses.asdict(self._plan.options).items() if value is not None}
-        launch = self._plan.kernel[self._plan.grid]
+        launch = function_of(self._plan.kernel)[self._plan.grid]
         return lambda: launch(*arguments, **options)
 
     def _arguments(self, buffers: tuple[torch.Tensor, ...]) -> list[Any]:

@@ -3,13 +3,25 @@
 The result belongs to the plan's compile key (source, parameter types, compile-time values, options, architecture) and
 to nothing else of the plan: two problems that differ only in run-time scalars, grids or array sizes share one kernel.
 Triton keeps compiled kernels on disk, so another process loads them instead of compiling.
+
+Threads may compile at the same time. Everything that kernels share is Python's: functions, Triton's knobs and caches,
+the front end that makes a module of a function. It has one thread at a time, see `_Turn`, which costs nothing, as it
+holds Python's global lock anyway; only hashes of functions are made outside of turns, under locks of Triton's. What
+follows is the module's own, which lies in an MLIR context of its own: its passes, LLVM, ptxas as a process, and files
+that appear in the cache by being renamed. It runs without the global lock and takes about 80 % of the time. LLVM's
+options are the process's, and Triton sets them to the same values for every kernel.
 """
 
+import functools
 import math
+import os
 import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from blockdiag.triton_kernels.generated import function_of
 from blockdiag.triton_kernels.plan import (
     Constexpr,
     Descriptor,
@@ -121,17 +133,46 @@ def shared_limit(arch: int) -> int | None:
 def compile_plan(plan: LaunchPlan, target: Target) -> CompiledLaunch:
     """Compiles the kernel of `plan` for `target`; at once when this process already did for an equal compile key.
 
+    Of threads that ask for one kernel at the same time the first compiles it, and the others wait.
+
     Raises:
         ValueError: when the plan does not describe its kernel (see `check_plan`).
         KernelCompileError: when the kernel does not fit the architecture or the compiler refuses it.
     """
     check_plan(plan)
     key = compile_key(plan, target.arch)
-    with _lock:
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = _compiled[key] = _compile(plan, target.arch)
-    return compiled
+    while True:
+        with _lock:
+            compiled = _compiled.get(key)
+            if compiled is None:
+                promised = _compiled[key] = Future()
+                break
+        try:
+            return compiled.result()
+        except CancelledError:
+            # It failed in another thread, which has the reason; this one finds it by itself.
+            continue
+    try:
+        promised.set_result(_compile(plan, target.arch))
+    finally:
+        if not promised.done():
+            with _lock:
+                del _compiled[key]
+            promised.cancel()
+    return promised.result()
+
+
+def compile_together(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[CompiledLaunch]:
+    """Compiles several kernels side by side, in as many threads as this process has processors.
+
+    Raises:
+        ValueError, KernelCompileError: as `compile_plan`, for the first one that fails, once all have ended.
+    """
+    # The fewer kernels, the better for whom debugs them: one is compiled where it is asked for.
+    if len(launches) < 2:
+        return [compile_plan(*launch) for launch in launches]
+    with ThreadPoolExecutor(min(len(launches), len(os.sched_getaffinity(0))), "compile") as pool:
+        return list(pool.map(lambda launch: compile_plan(*launch), launches))
 
 
 def compile_key(plan: LaunchPlan, arch: int) -> tuple[Any, ...]:
@@ -254,8 +295,34 @@ def _element_type(plan: LaunchPlan, argument: Pointer | Descriptor) -> str:
     return SIGNATURE_TYPES[dtype]
 
 
-_compiled: dict[tuple[Any, ...], CompiledLaunch] = {}
-_lock = threading.RLock()
+# Kernels by compile key, those that a thread is compiling among them; the lock is held to look and to promise only.
+_compiled: dict[tuple[Any, ...], Future[CompiledLaunch]] = {}
+_lock = threading.Lock()
+
+
+class _Turn:
+    """A thread's turn to use what kernels share: from its beginning until the front end has made a module.
+
+    Reading a kernel from the disk takes a whole turn.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._is_ours = False
+
+    def __enter__(self) -> "_Turn":
+        self._is_ours = _Turn._lock.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The next thread's turn; nothing where this one's has ended already."""
+        if self._is_ours:
+            self._is_ours = False
+            _Turn._lock.release()
 
 
 def _compile(plan: LaunchPlan, arch: int) -> CompiledLaunch:
@@ -271,7 +338,8 @@ def _compile(plan: LaunchPlan, arch: int) -> CompiledLaunch:
     if plan.options.maxnreg is not None:
         options["maxnreg"] = plan.options.maxnreg
     try:
-        kernel = triton.compile(_source(plan), target=GPUTarget("cuda", arch, 32), options=options)
+        with _Turn() as turn:
+            kernel = triton.compile(_source(plan, turn), target=GPUTarget("cuda", arch, 32), options=options)
     except PTXASError as error:
         raise KernelCompileError(f"ptxas refuses kernel {plan.name!r} for sm_{arch}: {error}") from error
     except RuntimeError as error:
@@ -295,24 +363,36 @@ def _compile(plan: LaunchPlan, arch: int) -> CompiledLaunch:
     return compiled
 
 
-def _source(plan: LaunchPlan) -> Any:
+def _source(plan: LaunchPlan, turn: _Turn) -> Any:
     attributes = {
         (position,): [["tt.divisibility", 16]]
         for position, argument in enumerate(plan.arguments.values())
         if isinstance(argument, Pointer)
     }
     constants = {name: argument.value for name, argument in plan.arguments.items() if isinstance(argument, Constexpr)}
-    return _source_class(plan.kernel)(plan.kernel, signature(plan), constants, attributes)
+    source = _source_class(plan.kernel.is_gluon())(plan.kernel, signature(plan), constants, attributes)
+    source.turn = turn
+    return source
 
 
-def _source_class(kernel: Any) -> Any:
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
+@functools.cache
+def _source_class(is_gluon: bool) -> Any:
+    """What Triton compiles: a kernel that may be text until then, and ends the thread's turn when it is a module."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
-    return ASTSource
+    base: Any = GluonASTSource if is_gluon else ASTSource
+
+    class _Source(base):
+        turn: _Turn
+
+        def make_ir(self, *arguments: Any, **options: Any) -> Any:
+            self.fn = function_of(self.fn)
+            module = super().make_ir(*arguments, **options)
+            self.turn.end()
+            return module
+
+    return _Source
 
 
 def _check_resources(plan: LaunchPlan, compiled: CompiledLaunch) -> None:
