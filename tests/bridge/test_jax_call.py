@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+import blockdiag
 from blockdiag.interop import EXPORT_DISABLED_CHECKS, compile_target
-from blockdiag.interop.jax_call import available, launch
+from blockdiag.interop.jax_call import available, launch, launch_together
+from blockdiag.triton_kernels import compile as compile_module
 from tests.bridge.bridge_kernels import AddSpec, GluonCopySpec, HalvesSpec, IncrementSpec, MatmulSpec
 
 CALL = "stablehlo.custom_call @triton_kernel_call_ffi"
@@ -319,6 +321,103 @@ def test_inside_scan(vector):
 
     outputs, _ = jax.jit(lambda x: jax.lax.scan(body, x, length=3))(vector)
     np.testing.assert_allclose(outputs, vector * 1.5**3)
+
+
+def three(x, y, *, interpret=False):
+    """x + k y for three k, by launches that do not wait for each other."""
+    launches = [(AddSpec(x.size, alpha=alpha, block=block), (x, y)) for alpha, block in ((1, 128), (2, 256), (3, 512))]
+    return [result for (result,) in launch_together(launches, interpret=interpret)]
+
+
+@pytest.fixture
+def compiled_together(monkeypatch):
+    """The names and blocks of the kernels that were compiled together, call by call."""
+    calls, compile_together = [], compile_module.compile_together
+
+    def watched(launches):
+        calls.append([plan.arguments["BLOCK"].value for plan, _ in launches])
+        return compile_together(launches)
+
+    monkeypatch.setattr(compile_module, "compile_together", watched)
+    return calls
+
+
+def test_launches_together_are_those_made_alone(vector, compiled_together):
+    def alone(x, y):
+        specs = [AddSpec(x.size, alpha=alpha, block=block) for alpha, block in ((1, 128), (2, 256), (3, 512))]
+        return [launch(spec, x, y)[0] for spec in specs]
+
+    def calls(function):
+        return re.findall(r"opaque = (\"[^\"]*\")", lowered_text(function, vector, vector))
+
+    found = calls(lambda x, y: three(x, y))
+    assert found == calls(alone) and len(found) == 3
+    assert compiled_together == [[128, 256, 512]]
+    for transform in (lambda f: f, jax.jit):
+        found = transform(lambda x, y: three(x, y, interpret=True))(vector, vector)
+        for k, result in enumerate(found, 1):
+            np.testing.assert_array_equal(result, vector * (1 + k))
+
+
+def test_nothing_is_compiled_before_lowering(vector, monkeypatch):
+    def fail(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compile_module, "_compile", fail)
+    monkeypatch.setattr(compile_module, "_compiled", {})
+    with compile_target(90):
+        assert [x.shape for x in jax.eval_shape(three, vector, vector)] == [(1000,)] * 3
+        traced = jax.jit(lambda x, y: three(x, y)).trace(vector, vector)
+        with pytest.raises(AssertionError, match="compiled"):
+            traced.lower(lowering_platforms=("cuda",))
+
+
+def test_launches_that_nobody_uses_are_not_compiled(vector, compiled_together):
+    text = lowered_text(lambda x, y: three(x, y)[::2], vector, vector)
+    assert text.count(CALL) == 2 and compiled_together == [[128, 512]]
+    assert lowered_text(lambda x, y: jnp.sin(x) if three(x, y) else x, vector, vector).count(CALL) == 0
+    assert len(compiled_together) == 1
+
+
+def test_launches_together_name_custom_vjp_and_custom_vmap(vector):
+    with pytest.raises(NotImplementedError, match=r"kernel 'add'.*jax\.custom_vjp"):
+        jax.jvp(three, (vector, vector), (vector, vector))
+    with pytest.raises(NotImplementedError, match=r"kernel 'add'.*custom_vmap"):
+        jax.vmap(three)(jnp.stack([vector, vector]), jnp.stack([vector, vector]))
+    with pytest.raises(ValueError, match="array 1 must be"):
+        launch_together([(AddSpec(1000), (vector, vector)), (AddSpec(1000), (vector, vector[1:]))])
+
+
+def test_launches_together_in_shard_map_and_elsewhere(mesh, vector):
+    def summed(x, y):
+        return sum(three(x, y, interpret=True))
+
+    function = jax.shard_map(summed, mesh=mesh, in_specs=(SHARDED, REPLICATED), out_specs=SHARDED)
+    expected = 3 * vector + 6 * jnp.tile(vector[:250], 4)
+    np.testing.assert_array_equal(jax.jit(function)(vector, vector[:250]), expected)
+    on_cuda = jax.shard_map(lambda x, y: sum(three(x, y)), mesh=mesh, in_specs=(SHARDED, SHARDED), out_specs=SHARDED)
+    assert lowered_text(on_cuda, vector, vector).count(CALL) == 3
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(NotImplementedError, match="interpret=True"):
+        jax.jit(three)(vector, vector)
+
+
+def test_gradients_of_a_fused_region_are_compiled_together(monkeypatch):
+    from tests.resident_cases import CASES
+
+    names = []
+
+    def watched(launches):
+        names.append([plan.name for plan, _ in launches])
+        return [compile_module.compile_plan(*launch) for launch in launches]
+
+    monkeypatch.setattr(compile_module, "compile_together", watched)
+    case = CASES["one_chunk"]
+    arrays = case.inputs()
+    fused = blockdiag.fuse(case.function, implementation="triton")
+    with compile_target(80):
+        gradient = jax.jit(jax.grad(lambda given: fused(**given).astype(jnp.float32).sum()))
+        gradient.trace(arrays).lower(lowering_platforms=("cuda",))
+    assert names == [["fused_rows", "fused_columns", "fused_pairs"]]
 
 
 LAZINESS = """

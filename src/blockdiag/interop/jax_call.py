@@ -1,11 +1,13 @@
 """Launch plans from JAX: one primitive that turns into jaxlib's Triton kernel call when it is lowered for CUDA.
 
 Nothing is compiled, no device is asked and Triton is not imported before lowering, so functions that launch kernels
-trace anywhere, and lower for CUDA on a machine without one inside `compile_target`.
+trace anywhere, and lower for CUDA on a machine without one inside `compile_target`. Launches that do not wait for each
+other are one call of a second primitive, whose lowering knows them all before the first one is compiled.
 """
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import jax.core
 import jax.export
 import jax.extend.core
 import numpy as np
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
 from blockdiag.interop import jaxlib_launcher
@@ -75,6 +77,40 @@ def launch(spec: KernelSpec, *arrays: jax.Array, interpret: bool = False) -> tup
     _check_arrays(spec, arrays)
     outputs = launch_p.bind(*_vary_alike(arrays), spec=spec, target=overriding_target(), interpret=interpret)
     return tuple(outputs)
+
+
+def launch_together(
+    launches: Sequence[tuple[KernelSpec, Sequence[jax.Array]]], *, interpret: bool = False
+) -> list[tuple[jax.Array, ...]]:
+    """Launches several kernels, none of which reads what another one writes; they are compiled side by side.
+
+    A launch none of whose outputs is used is neither compiled nor made. Outside of `jax.jit` launches are compiled one
+    after the other, as JAX then calls them.
+
+    Args:
+        launches: a spec and its arrays for each kernel, see `launch`.
+        interpret: see `launch`.
+
+    Returns:
+        The outputs of each launch, see `launch`.
+
+    Raises:
+        ValueError, NotImplementedError: as `launch`.
+    """
+    if len(launches) < 2:
+        return [launch(spec, *arrays, interpret=interpret) for spec, arrays in launches]
+    counts = [len(arrays) for _, arrays in launches]
+
+    def call(*arrays: jax.Array) -> list[tuple[jax.Array, ...]]:
+        rest = iter(arrays)
+        return [
+            launch(spec, *itertools.islice(rest, count), interpret=interpret)
+            for (spec, _), count in zip(launches, counts, strict=True)
+        ]
+
+    given = [array for _, arrays in launches for array in arrays]
+    outputs = iter(together_p.bind(*given, call_jaxpr=jax.make_jaxpr(call)(*given)))
+    return [tuple(itertools.islice(outputs, len(spec.outputs))) for spec, _ in launches]
 
 
 def _check_arrays(spec: KernelSpec, arrays: Sequence[jax.Array]) -> None:
@@ -140,6 +176,42 @@ def _raise_on_vmap(*_: Any, spec: KernelSpec, **__: Any) -> Any:
 
 ad.primitive_jvps[launch_p] = _raise_on_jvp
 batching.primitive_batchers[launch_p] = _raise_on_vmap
+
+
+def _call_together(*arrays: Any, call_jaxpr: jax.extend.core.ClosedJaxpr) -> list[Any]:
+    return jax.extend.core.jaxpr_as_fun(call_jaxpr)(*arrays)
+
+
+together_p = jax.extend.core.Primitive("blockdiag_triton_launches")
+together_p.multiple_results = True
+# Launch by launch: a program of its own for each of these jaxprs would be compiled anew with every call.
+together_p.def_impl(_call_together)
+together_p.def_abstract_eval(lambda *_, call_jaxpr: call_jaxpr.out_avals)
+partial_eval.dce_rules[together_p] = partial_eval.dce_jaxpr_closed_call_rule
+ad.primitive_jvps[together_p] = lambda *_, call_jaxpr: _raise_on_jvp(spec=_launches(call_jaxpr)[0]["spec"])
+batching.primitive_batchers[together_p] = lambda *_, call_jaxpr: _raise_on_vmap(spec=_launches(call_jaxpr)[0]["spec"])
+
+
+def _launches(jaxpr: jax.extend.core.ClosedJaxpr) -> list[dict[str, Any]]:
+    """The parameters of its launches."""
+    return [equation.params for equation in jaxpr.jaxpr.eqns if equation.primitive is launch_p]
+
+
+def _lower_together(ctx: Any, *operands: Any, call_jaxpr: jax.extend.core.ClosedJaxpr) -> Any:
+    return mlir.lower_fun(_call_together, multiple_results=True)(ctx, *operands, call_jaxpr=call_jaxpr)
+
+
+def _lower_together_cuda(ctx: Any, *operands: Any, call_jaxpr: jax.extend.core.ClosedJaxpr) -> Any:
+    from blockdiag.triton_kernels.compile import compile_together
+
+    targets = [(x["spec"], x["target"] or session_target()) for x in _launches(call_jaxpr) if not x["interpret"]]
+    # Each launch, lowered below, finds its kernel among those that this process has compiled.
+    compile_together([(spec.plan(target), target) for spec, target in targets])
+    return _lower_together(ctx, *operands, call_jaxpr=call_jaxpr)
+
+
+mlir.register_lowering(together_p, _lower_together)
+mlir.register_lowering(together_p, _lower_together_cuda, platform="cuda")
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | None, interpret: bool) -> Any:

@@ -169,7 +169,7 @@ def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: boo
     """The result, as the product that it replaces, and the log-sum-exp [batch.., q]."""
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
-    results = _launch(forward_kernel(inner, arrays), arrays, interpret=interpret)
+    (results,) = _launch([forward_kernel(inner, arrays)], arrays, interpret=interpret)
     output = results["output"]
     return (result_array(region, output) if change.changes_result else output), results["log_sum"]
 
@@ -194,8 +194,8 @@ def backward(
     grads: list[Any] = [None] * len(leaves)
     found: dict[int, tuple[Any, Any]] = {}
     value_grad = None
-    for kernel in backward_kernels(inner, arrays):
-        results = _launch(kernel, arrays, interpret=interpret)
+    wanted = backward_kernels(inner, arrays)
+    for kernel, results in zip(wanted, _launch(wanted, arrays, interpret=interpret), strict=True):
         for written in kernel.source.outputs:
             if written.name == "grad_value":
                 value_grad = (results[written.name], written.dims)
@@ -414,10 +414,15 @@ def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[s
     return found
 
 
-def _launch(kernel: Kernel, arrays: Mapping[str, Any], *, interpret: bool) -> dict[str, Any]:
-    given = kernel.given(arrays)
-    specs = [TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name) for x in given]
-    # The interpreter knows no layouts, which Gluon's kernels are made of.
-    kernel = dataclasses.replace(kernel, resident=None) if interpret else kernel
-    results = jax_call.launch(kernel.launch(specs), *given, interpret=interpret)
-    return dict(zip([x.name for x in kernel.source.outputs], results, strict=True))
+def _launch(wanted: Sequence[Kernel], arrays: Mapping[str, Any], *, interpret: bool) -> list[dict[str, Any]]:
+    """What each of these kernels writes, by name; none reads what another one writes."""
+    launches = []
+    for kernel in wanted:
+        given = kernel.given(arrays)
+        specs = [TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name) for x in given]
+        # The interpreter knows no layouts, which Gluon's kernels are made of.
+        kernel = dataclasses.replace(kernel, resident=None) if interpret else kernel
+        launches.append((kernel.launch(specs), given))
+    found = jax_call.launch_together(launches, interpret=interpret)
+    names = [[x.name for x in kernel.source.outputs] for kernel in wanted]
+    return [dict(zip(own, results, strict=True)) for own, results in zip(names, found, strict=True)]
