@@ -16,6 +16,7 @@ from blockdiag.triton_kernels import compile as compile_module
 from blockdiag.triton_kernels.compile import (
     KernelCompileError,
     check_plan,
+    compile_ahead,
     compile_key,
     compile_plan,
     compile_together,
@@ -320,3 +321,31 @@ def test_a_kernel_that_fails_fails_for_all_who_want_it_and_for_nobody_else(nothi
     with pytest.raises(triton.CompilationError):
         compile_plan(unfit, TARGET)
     assert compile_together([(SPECS[2].plan(TARGET), TARGET), (good, TARGET)])[1] is compile_plan(good, TARGET)
+
+
+def test_a_kernel_that_is_compiled_ahead_is_waited_for(nothing_compiled, monkeypatch):
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    begun, make_cubin, hits = threading.Event(), CUDABackend.make_cubin, []
+
+    def slow_make_cubin(*arguments):
+        begun.set()
+        time.sleep(0.2)
+        return make_cubin(*arguments)
+
+    monkeypatch.setattr(CUDABackend, "make_cubin", slow_make_cubin)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: hits.append(event["cache_hit"]))
+    plan = SPECS[0].plan(TARGET)
+    compile_ahead([(plan, TARGET)])
+    assert begun.wait(60) and hits == []
+    compiled = compile_plan(plan, TARGET)
+    compile_ahead([(plan, TARGET)])
+    assert hits == [False] and compile_plan(plan, TARGET) is compiled
+
+
+def test_what_fails_ahead_fails_where_it_is_asked_for(nothing_compiled, capsys):
+    compile_ahead([(NONSENSE, TARGET)])
+    with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense'"):
+        compile_plan(NONSENSE, TARGET)
+    with pytest.raises(ValueError, match="`grid` must be three sizes"):
+        compile_ahead([(plan_of(AddSpec(10), grid=(0, 1, 1)), TARGET)])

@@ -401,23 +401,64 @@ def test_launches_together_in_shard_map_and_elsewhere(mesh, vector):
         jax.jit(three)(vector, vector)
 
 
-def test_gradients_of_a_fused_region_are_compiled_together(monkeypatch):
-    from tests.resident_cases import CASES
-
-    names = []
+@pytest.fixture
+def compiled_names(monkeypatch):
+    """The names of plans, call by call, that were compiled ahead and together."""
+    ahead, together = [], []
 
     def watched(launches):
-        names.append([plan.name for plan, _ in launches])
+        together.append([plan.name for plan, _ in launches])
         return [compile_module.compile_plan(*launch) for launch in launches]
 
     monkeypatch.setattr(compile_module, "compile_together", watched)
+    monkeypatch.setattr(compile_module, "compile_ahead", lambda launches: ahead.append([p.name for p, _ in launches]))
+    return ahead, together
+
+
+def test_the_derivative_of_a_fused_region_is_compiled_beside_it(compiled_names):
+    from tests.resident_cases import CASES
+
+    ahead, together = compiled_names
+    backward = ["fused_rows", "fused_columns", "fused_pairs"]
     case = CASES["one_chunk"]
     arrays = case.inputs()
     fused = blockdiag.fuse(case.function, implementation="triton")
+
+    def loss(given):
+        return fused(**given).astype(jnp.float32).sum()
+
     with compile_target(80):
-        gradient = jax.jit(jax.grad(lambda given: fused(**given).astype(jnp.float32).sum()))
-        gradient.trace(arrays).lower(lowering_platforms=("cuda",))
-    assert names == [["fused_rows", "fused_columns", "fused_pairs"]]
+        jax.eval_shape(jax.grad(loss), arrays)
+        assert ahead == together == []
+        traced = jax.jit(jax.grad(loss)).trace(arrays)
+        assert ahead == together == []
+        traced.lower(lowering_platforms=("cuda",))
+    # The forward launch begins with what waits for it; the others have little left to begin with.
+    assert ahead[0] == backward and together == [backward]
+
+
+def test_a_launch_without_a_derivative_is_compiled_alone(vector, compiled_names):
+    ahead, together = compiled_names
+
+    def grouped(x, y, *, group, alphas, **options):
+        launches = [(AddSpec(x.size, alpha=alpha, name=f"add {alpha}"), (x, y)) for alpha in alphas]
+        return launch_together(launches, group=group, **options)
+
+    def lowered(function):
+        ahead.clear()
+        lowered_text(lambda x, y: function(x, y), vector, vector)
+        return ahead
+
+    def both(x, y):
+        ((first,),) = grouped(x, y, group="both", alphas=(1,))
+        return grouped(first, y, group="both", alphas=(2, 3))
+
+    assert lowered(both)[0] == ["add 2", "add 3"] and together == [["add 2", "add 3"]]
+    # The same launch in a program that was traced later, and interpreted ones.
+    assert lowered(lambda x, y: grouped(x, y, group="alone", alphas=(1,))) == [[]]
+    grouped(vector, vector, group="alone", alphas=(2, 3), interpret=True)
+    assert lowered(lambda x, y: grouped(x, y, group="alone", alphas=(1,))) == [[]]
+    assert lowered(lambda x, y: grouped(x, y, group=None, alphas=(4,))) == [[]]
 
 
 LAZINESS = """

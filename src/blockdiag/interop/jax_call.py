@@ -8,7 +8,7 @@ other are one call of a second primitive, whose lowering knows them all before t
 import functools
 import importlib.util
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ def launch(spec: KernelSpec, *arrays: jax.Array, interpret: bool = False) -> tup
 
 
 def launch_together(
-    launches: Sequence[tuple[KernelSpec, Sequence[jax.Array]]], *, interpret: bool = False
+    launches: Sequence[tuple[KernelSpec, Sequence[jax.Array]]], *, interpret: bool = False, group: Hashable = None
 ) -> list[tuple[jax.Array, ...]]:
     """Launches several kernels, none of which reads what another one writes; they are compiled side by side.
 
@@ -90,6 +90,8 @@ def launch_together(
     Args:
         launches: a spec and its arrays for each kernel, see `launch`.
         interpret: see `launch`.
+        group: what these launches have in common with others that may wait for them, such as those of a derivative.
+            When one of a group is lowered, those that have been traced by then begin to be compiled beside it.
 
     Returns:
         The outputs of each launch, see `launch`.
@@ -97,6 +99,11 @@ def launch_together(
     Raises:
         ValueError, NotImplementedError: as `launch`.
     """
+    if group is not None and not interpret:
+        members = _members(group)
+        for spec, _ in launches:
+            members[spec] = None
+            _group_of(spec)[:] = [members]
     if len(launches) < 2:
         return [launch(spec, *arrays, interpret=interpret) for spec, arrays in launches]
     counts = [len(arrays) for _, arrays in launches]
@@ -111,6 +118,25 @@ def launch_together(
     given = [array for _, arrays in launches for array in arrays]
     outputs = iter(together_p.bind(*given, call_jaxpr=jax.make_jaxpr(call)(*given)))
     return [tuple(itertools.islice(outputs, len(spec.outputs))) for spec, _ in launches]
+
+
+# Forgotten groups cost time alone: their launches are compiled when they are lowered, like all others.
+@functools.lru_cache(maxsize=256)
+def _members(group: Hashable) -> dict[KernelSpec, None]:
+    """The launches of a group that have been traced, as a dictionary that is filled by and by."""
+    del group
+    return {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _group_of(spec: KernelSpec) -> list[dict[KernelSpec, None]]:
+    """The members of the group in which a launch was traced last, in a list that is empty where it was in none.
+
+    Programs that are traced anew have groups of their own, so that a program without a derivative meets no members of
+    another one's.
+    """
+    del spec
+    return []
 
 
 def _check_arrays(spec: KernelSpec, arrays: Sequence[jax.Array]) -> None:
@@ -218,7 +244,15 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | Non
     if interpret:
         return _lower_interpreted(ctx, *operands, spec=spec, target=target, interpret=interpret)
     target = target or session_target()
+    _compile_others(spec, target)
     return _lower_plan(ctx, operands, spec.plan(target), target)
+
+
+def _compile_others(spec: KernelSpec, target: Target) -> None:
+    """Begins to compile what is in one group with a launch that is about to be compiled."""
+    from blockdiag.triton_kernels.compile import compile_ahead
+
+    compile_ahead([(x.plan(target), target) for members in _group_of(spec) for x in list(members) if x != spec])
 
 
 def _lower_plan(ctx: Any, inputs: Sequence[Any], plan: LaunchPlan, target: Target) -> list[Any]:

@@ -169,7 +169,7 @@ def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: boo
     """The result, as the product that it replaces, and the log-sum-exp [batch.., q]."""
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
-    (results,) = _launch([forward_kernel(inner, arrays)], arrays, interpret=interpret)
+    (results,) = _launch(region, [forward_kernel(inner, arrays)], arrays, interpret=interpret)
     output = results["output"]
     return (result_array(region, output) if change.changes_result else output), results["log_sum"]
 
@@ -195,7 +195,7 @@ def backward(
     found: dict[int, tuple[Any, Any]] = {}
     value_grad = None
     wanted = backward_kernels(inner, arrays)
-    for kernel, results in zip(wanted, _launch(wanted, arrays, interpret=interpret), strict=True):
+    for kernel, results in zip(wanted, _launch(region, wanted, arrays, interpret=interpret), strict=True):
         for written in kernel.source.outputs:
             if written.name == "grad_value":
                 value_grad = (results[written.name], written.dims)
@@ -414,7 +414,9 @@ def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[s
     return found
 
 
-def _launch(wanted: Sequence[Kernel], arrays: Mapping[str, Any], *, interpret: bool) -> list[dict[str, Any]]:
+def _launch(
+    region: Region, wanted: Sequence[Kernel], arrays: Mapping[str, Any], *, interpret: bool
+) -> list[dict[str, Any]]:
     """What each of these kernels writes, by name; none reads what another one writes."""
     launches = []
     for kernel in wanted:
@@ -423,6 +425,8 @@ def _launch(wanted: Sequence[Kernel], arrays: Mapping[str, Any], *, interpret: b
         # The interpreter knows no layouts, which Gluon's kernels are made of.
         kernel = dataclasses.replace(kernel, resident=None) if interpret else kernel
         launches.append((kernel.launch(specs), given))
-    found = jax_call.launch_together(launches, interpret=interpret)
+    # The kernels of a region and of its derivative, whose leaves are marked otherwise, are compiled beside each other.
+    group = (region.value, tuple(leaf.source for leaf in region.leaves), region.out_dims)
+    found = jax_call.launch_together(launches, interpret=interpret, group=group)
     names = [[x.name for x in kernel.source.outputs] for kernel in wanted]
     return [dict(zip(own, results, strict=True)) for own, results in zip(names, found, strict=True)]

@@ -171,8 +171,33 @@ def compile_together(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[Comp
     # The fewer kernels, the better for whom debugs them: one is compiled where it is asked for.
     if len(launches) < 2:
         return [compile_plan(*launch) for launch in launches]
-    with ThreadPoolExecutor(min(len(launches), len(os.sched_getaffinity(0))), "compile") as pool:
+    with ThreadPoolExecutor(min(len(launches), _processors()), "compile") as pool:
         return list(pool.map(lambda launch: compile_plan(*launch), launches))
+
+
+def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
+    """Begins to compile kernels that somebody will ask for soon, and returns at once.
+
+    Who asks for a kernel meanwhile waits for it. A failure is theirs, too: `compile_plan` then tries again and raises.
+
+    Raises:
+        ValueError: when a plan does not describe its kernel (see `check_plan`).
+    """
+    for plan, target in launches:
+        check_plan(plan)
+        if compile_key(plan, target.arch) not in _compiled:
+            _ahead(os.getpid()).submit(compile_plan, plan, target)
+
+
+@functools.cache
+def _ahead(process: int) -> ThreadPoolExecutor:
+    """The threads of a process that compile ahead: a fork of it has none of them."""
+    del process
+    return ThreadPoolExecutor(_processors(), "compile ahead")
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def compile_key(plan: LaunchPlan, arch: int) -> tuple[Any, ...]:
