@@ -264,6 +264,15 @@ def test_kernels_compiled_together_are_those_compiled_in_turn(nothing_compiled, 
         assert all(compile_plan(plan, TARGET) is launch for plan, launch in zip(plans, together, strict=True))
 
 
+def test_the_longest_kernel_begins_first(nothing_compiled, monkeypatch):
+    begun = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: begun.append(event["src"].name))
+    compiled = compile_together([(spec.plan(TARGET), TARGET) for spec in SPECS[:2]])
+    assert begun == ["matmul_kernel", "add_kernel"]
+    assert [launch.name for launch in compiled] == ["add_kernel", "matmul_kernel"]
+
+
 def test_ptxas_runs_for_several_kernels_at_once(nothing_compiled, two_processors, monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -343,9 +352,11 @@ def test_a_kernel_that_is_compiled_ahead_is_waited_for(nothing_compiled, monkeyp
     assert hits == [False] and compile_plan(plan, TARGET) is compiled
 
 
-def test_what_fails_ahead_fails_where_it_is_asked_for(nothing_compiled, capsys):
-    compile_ahead([(NONSENSE, TARGET)])
-    with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense'"):
-        compile_plan(NONSENSE, TARGET)
+def test_what_fails_ahead_fails_where_it_is_asked_for(nothing_compiled, monkeypatch, capsys):
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(compile_module, "_ahead", lambda process: pool)
+        compile_ahead([(NONSENSE, TARGET)])
+        with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense'"):
+            compile_plan(NONSENSE, TARGET)
     with pytest.raises(ValueError, match="`grid` must be three sizes"):
         compile_ahead([(plan_of(AddSpec(10), grid=(0, 1, 1)), TARGET)])

@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from blockdiag.triton_kernels.generated import function_of
+from blockdiag.triton_kernels.generated import function_of, source_length
 from blockdiag.triton_kernels.plan import (
     Constexpr,
     Descriptor,
@@ -172,7 +172,8 @@ def compile_together(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[Comp
     if len(launches) < 2:
         return [compile_plan(*launch) for launch in launches]
     with ThreadPoolExecutor(min(len(launches), _processors()), "compile") as pool:
-        return list(pool.map(lambda launch: compile_plan(*launch), launches))
+        begun = {place: pool.submit(compile_plan, *launches[place]) for place in _longest_first(launches)}
+    return [begun[place].result() for place in range(len(launches))]
 
 
 def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
@@ -183,10 +184,19 @@ def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
     Raises:
         ValueError: when a plan does not describe its kernel (see `check_plan`).
     """
-    for plan, target in launches:
+    for plan, _ in launches:
         check_plan(plan)
+    for plan, target in [launches[place] for place in _longest_first(launches)]:
         if compile_key(plan, target.arch) not in _compiled:
             _ahead(os.getpid()).submit(compile_plan, plan, target)
+
+
+def _longest_first(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[int]:
+    """The places of launches in the order in which they had better begin: a long kernel that begins last is alone then.
+
+    How long a kernel takes is guessed from its source.
+    """
+    return sorted(range(len(launches)), key=lambda place: -source_length(launches[place][0].kernel))
 
 
 @functools.cache

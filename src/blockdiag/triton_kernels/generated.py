@@ -110,6 +110,11 @@ def _function(kernel: GeneratedKernel) -> Any:
     return function
 
 
+def source_length(kernel: Any) -> int:
+    """Characters of a kernel's source."""
+    return len(kernel.text if isinstance(kernel, GeneratedKernel) else kernel.src)
+
+
 def modules_needed(text: str) -> set[str]:
     """The modules of this library that a text imports, and those that they import."""
     found: set[str] = set()
