@@ -46,6 +46,11 @@ def bent(query, key, value, mask, pair):
     return rows_of_heads(query, key, value, jnp.abs(mask) * jnp.sin(mask), jnp.tanh(pair) - pair**2 / 4)
 
 
+def scaled_bias(query, key, value, mask, pair):
+    """As `rows_of_heads`, with half of the bias of pairs."""
+    return rows_of_heads(query, key, value, mask, -0.5 * pair)
+
+
 def selected(query, key, value, mask, pair):
     """As `rows_of_heads`, but a choice where the sum has been: the product is not a term."""
     scores = jnp.einsum("brtnh,brsnh->brnts", query, key) * query.shape[-1] ** -0.5 + pair
@@ -111,6 +116,7 @@ CASES = {
     "terms": Resident(one_bias, _one_bias(64)),
     "bent": Resident(bent, _rows(1, 4, 128, 128, 2, 64)),
     "masked": Resident(masked_rows, _rows(1, 4, 128, 256, 2, 64)),
+    "shared": Resident(scaled_bias, _rows(1, 67, 256, 128, 2, 128)),
     "selected": Resident(selected, _rows(1, 4, 128, 128, 2, 64), stays=False),
     "long": Resident(rows_of_heads, _rows(1, 4, 128, 320, 2, 64), stays=False),
     "odd_queries": Resident(rows_of_heads, _rows(1, 4, 100, 128, 2, 64), stays=False),

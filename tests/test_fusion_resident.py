@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from blockdiag import fuse
+from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.resident import resident, rounds_each
 from blockdiag.fusion.trace import flat_jaxpr
-from blockdiag.interop import triton_fused
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.fusion.tree import with_leaves
+from blockdiag.interop import compile_target, jaxlib_launcher, triton_fused
+from blockdiag.triton_kernels.plan import Target, TensorSpec
 from tests.plans_support import report_of
 from tests.resident_cases import CASES
 from tests.test_fusion_plans import launches_of
@@ -38,6 +41,8 @@ def test_a_bias_of_another_dtype_does_not_stay():
 
 
 KERNELS = ("forward", "rows", "columns")
+# What a group of warps has half of the keys of: two chunks at least.
+WITHOUT_JOINT = ("three_chunks", "one_chunk", "terms", "bent")
 # Keys of one chunk have no tile of their own by columns; numbers of each head have a gradient of their own by rows.
 PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "columns"), ("terms", "rows")}
 
@@ -57,6 +62,78 @@ def test_kernels_fit_hopper(name):
         # Warps wait for their part in a loop of its own, outside of theirs: there the compiler may spill addresses.
         assert not any(depth > 1 and count for depth, count in report.local_accesses.items()), str(report)
         assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["evoformer", "wide", "narrow", "float16", "triangle", "masked", "shared", *WITHOUT_JOINT]
+)
+def test_a_joint_kernel_fits_hopper(name):
+    inner, _ = triton_fused.arranged(CASES[name].region())
+    joint = triton_fused.joint_kernel(inner)
+    assert (joint is None) == (name in WITHOUT_JOINT)
+    if joint is None:
+        return
+    launch = joint_launch(inner)
+    report = report_of(launch.plan(Target.for_arch(90)), 90)
+    assert report.shared_bytes <= report.shared_limit
+    # Nothing is kept in memory, of loops or outside.
+    assert report.spill_bytes == 0 and not report.local_accesses, str(report)
+    assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
+    with pytest.raises(ValueError, match="Hopper alone"):
+        launch.plan(Target.for_arch(100))
+
+
+def joint_launch(inner):
+    """The launch of the joint kernel of an arranged region."""
+    joint = triton_fused.joint_kernel(inner)
+    sizes = inner.sizes
+    rows = TensorSpec(tuple(sizes[x] for x in (*inner.batch, "q")), "float32")
+    made = {"log_sum": rows, "delta": rows, "value": spec_of(inner.value)}
+    made["cotangent"] = TensorSpec(shape_of(inner.out_dims, sizes), inner.dtype.name)
+    made |= {f"leaf{i}": spec_of(leaf.source) for i, leaf in enumerate(inner.leaves)}
+    return joint.launch([made[x] for x in joint.source.inputs])
+
+
+def spec_of(source):
+    return TensorSpec(source.shape, source.dtype.name)
+
+
+def test_parts_of_a_biass_gradient_fill_the_gpu():
+    # Eight tiles are few programs, which share the rounds.
+    inner, _ = triton_fused.arranged(CASES["shared"].region())
+    joint = triton_fused.joint_kernel(inner)
+    (bias,) = [x for x in joint.source.outputs if ("part",) in x.dims]
+    parts = bias.shape[[x for (x,) in bias.dims].index("part")]
+    assert bias.dtype == "float32" and parts > 1
+    assert joint.resident.each * parts >= joint.resident.rounds
+    assert joint_launch(inner).plan(Target.for_arch(90)).grid[0] == joint.resident.tiles * parts
+
+
+@pytest.mark.parametrize(("arch", "expected"), [(90, ("rows_and_pairs_resident", "columns_resident")), (100, None)])
+def test_who_computes_gradients_is_chosen_when_lowered(arch, expected, monkeypatch):
+    case = CASES["evoformer"]
+    given = {name: jax.ShapeDtypeStruct(shape, case.dtype) for name, shape in case.shapes.items()}
+
+    def loss(given):
+        return fuse(case.function, implementation="triton")(**given).astype(jnp.float32).sum()
+
+    launched = []
+    build = jaxlib_launcher.build_opaque
+    monkeypatch.setattr(
+        jaxlib_launcher, "build_opaque", lambda plan, compiled: (launched.append(plan.name), build(plan, compiled))[1]
+    )
+    with compile_target(arch):
+        text = jax.jit(jax.grad(loss)).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    names = ("forward_resident", *expected) if expected else ("forward", "rows", "columns", "pairs")
+    assert launched == [f"fused_{name}" for name in names]
+    assert text.count("custom_call @triton_kernel_call_ffi") == len(names)
+
+
+def test_a_bias_without_gradient_has_no_joint_kernel():
+    inner, _ = triton_fused.arranged(CASES["evoformer"].region())
+    held = resident(inner).held
+    still = with_leaves(inner, {x: dataclasses.replace(x, is_constant=x is held) for x in inner.leaves})
+    assert triton_fused.joint_kernel(inner) is not None and triton_fused.joint_kernel(still) is None
 
 
 def test_other_architectures_get_the_plain_kernel():

@@ -1,10 +1,12 @@
-"""Compiles ahead, in many processes: every kernel of the cases, timed, and FlexAttention's, which takes the longest.
+"""Compiles ahead, in several processes: the kernels of each pass, timed, and FlexAttention's, which takes the longest.
 
 Triton and torch keep what they compile on disk, so that the benchmark itself then only loads it.
 """
 
 import multiprocessing
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from blockdiag.bench.fuse_programs import launch_specs
 from blockdiag.bench.records import reason_of, recordable_failures
 
 _MOST_PROCESSES = 14
+# Each compiles the kernels of a pass side by side.
+_CORES_OF_A_PASS = 4
 _TINY = FuseCase(group="causal", batch=1, tokens=32, query_heads=1, key_heads=1, head_dim=16)
 
 
@@ -24,20 +28,13 @@ class Ahead:
 
     Attributes:
         specs: the launches of a pass, by the case's name and the pass.
-        seconds: to compile each, alone in its process.
+        seconds: to compile the kernels of a pass together, nothing being on disk.
         lines: what happened, to be shown.
     """
 
     specs: dict[tuple[str, FusePass], list[Any]] = field(default_factory=dict)
-    seconds: dict[Any, float] = field(default_factory=dict)
+    seconds: dict[tuple[str, FusePass], float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-
-    def first_seconds(self, case: FuseCase, pass_name: FusePass) -> float | None:
-        """To compile the kernels of a pass in turn, nothing being on disk; None where that is not known."""
-        specs = self.specs.get((case.name, pass_name))
-        if specs is None or any(spec not in self.seconds for spec in specs):
-            return None
-        return sum(self.seconds[spec] for spec in specs)
 
 
 def compile_ahead(
@@ -48,30 +45,32 @@ def compile_ahead(
     What is not ready after `limit_seconds` is left to the cases that need it.
     """
     began, ahead = time.monotonic(), Ahead()
-    processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 1))
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        kernels: dict[Any, Any] = {}
+    cores = os.cpu_count() or 2
+    processes = max(1, min(_MOST_PROCESSES, cores - 1))
+    context = multiprocessing.get_context("spawn")
+    end = began + limit_seconds
+    # What this process loads for its first kernel is no part of what it takes to read others.
+    timed_compilation(launch_specs(_TINY, "fwd", target=target), target)
+    # As many at once as have cores of their own, and a fresh process for each: what is timed is what a user waits for.
+    with context.Pool(max(1, cores // _CORES_OF_A_PASS), maxtasksperchild=1) as pool:
+        passes: dict[tuple[str, FusePass], Any] = {}
         for case in cases:
             for pass_name in FUSE_PASSES:
                 try:
-                    specs = ahead.specs[case.name, pass_name] = launch_specs(case, pass_name)
+                    specs = ahead.specs[case.name, pass_name] = launch_specs(case, pass_name, target=target)
                 except recordable_failures() as failure:
                     ahead.lines.append(f"{case.name}: no kernels for {pass_name}: {reason_of(failure)}")
                     continue
-                for spec in specs:
-                    if spec not in kernels:
-                        kernels[spec] = pool.apply_async(timed_compilation, (spec, target))
-        # What this process loads for its first kernel is no part of what it takes to read others.
-        timed_compilation(launch_specs(_TINY, "fwd")[0], target)
-        end = began + limit_seconds
-        for spec, waiting in kernels.items():
+                passes[case.name, pass_name] = pool.apply_async(timed_compilation, (specs, target))
+        for key, waiting in passes.items():
             found = _result(waiting, end)
             if isinstance(found, float):
-                ahead.seconds[spec] = found
+                ahead.seconds[key] = found
             else:
-                ahead.lines.append(f"{spec.name}: {found}")
+                ahead.lines.append(f"{' '.join(key)}: {found}")
+        ahead.lines.append(f"kernels of {len(ahead.seconds)} passes in {time.monotonic() - began:.0f} s")
+    with context.Pool(processes) as pool:
         ready = time.monotonic()
-        ahead.lines.append(f"{len(ahead.seconds)} kernels in {ready - began:.0f} s by {processes} processes")
         if with_flex:
             # Only now, so that what the kernels take is not measured beside it.
             flex = {case.name: pool.apply_async(flex_compilation, (case, seed)) for case in cases}
@@ -89,18 +88,28 @@ def _result(waiting: Any, end: float) -> Any:
         return "not compiled ahead: it took too long"
 
 
-def timed_compilation(spec: Any, target: Any) -> float | str:
-    """Seconds to plan and compile one launch, or why it could not be."""
+def timed_compilation(specs: Sequence[Any], target: Any) -> float | str:
+    """Seconds to plan the launches of a pass and to compile them together, or why that failed.
+
+    They are compiled as if nothing were on disk, and are there afterwards.
+    """
     import triton.compiler  # noqa: F401  what every process loads once
+    from triton import knobs
 
-    from blockdiag.triton_kernels.compile import compile_plan
+    from blockdiag.triton_kernels.compile import compile_together
 
-    began = time.perf_counter()
-    try:
-        compile_plan(spec.plan(target), target)
-    except recordable_failures() as failure:
-        return reason_of(failure)
-    return time.perf_counter() - began
+    kept = knobs.cache.dir
+    with tempfile.TemporaryDirectory() as empty:
+        began = time.perf_counter()
+        with knobs.cache.scope():
+            knobs.cache.dir = empty
+            try:
+                compile_together([(spec.plan(target), target) for spec in specs])
+            except recordable_failures() as failure:
+                return reason_of(failure)
+        seconds = time.perf_counter() - began
+        shutil.copytree(empty, kept, dirs_exist_ok=True)
+    return seconds
 
 
 def flex_compilation(case: FuseCase, seed: int) -> str:

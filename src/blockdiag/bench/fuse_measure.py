@@ -262,7 +262,7 @@ def _compile_columns(
     context: _Context, pass_name: FusePass, compiling: float, loaded: float | None
 ) -> dict[str, float | None]:
     """What compiling took: kernels apart from the rest, which is the same with kernels on disk and without."""
-    first = context.ahead.first_seconds(context.case, pass_name)
+    first = context.ahead.seconds.get((context.case.name, pass_name))
     return {
         "first_kernels_s": first,
         "first_compile_s": None if first is None else first + compiling,

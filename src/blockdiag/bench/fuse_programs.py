@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from blockdiag.bench.compiled import address_table_bytes, calls_as_text, custom_calls
 from blockdiag.bench.fuse_cases import SECOND_SHARE, SOFT_CAP, FuseCase, FusePass, alibi_slopes
 from blockdiag.bench.moba_programs import ChainBroken, Program, collect_specs
+from blockdiag.triton_kernels.plan import Target
 
 type Array = jax.Array
 type Attend = Callable[..., Array]
@@ -239,8 +240,10 @@ def _work(text: str) -> collections.Counter[str]:
     return work
 
 
-def launch_specs(case: FuseCase, pass_name: FusePass, implementation: str = "triton") -> list[Any]:
-    """The kernel launches of a pass of this library, found by tracing, without compiling any."""
+def launch_specs(
+    case: FuseCase, pass_name: FusePass, implementation: str = "triton", target: Target | None = None
+) -> list[Any]:
+    """The kernel launches of a pass of this library on a target, found by tracing, without compiling any."""
     shapes: Sequence[Any] = [
         jax.ShapeDtypeStruct(shape, jnp.int32 if name == "segments" else jnp.bfloat16)
         for name, shape in case.shapes.items()
@@ -249,5 +252,5 @@ def launch_specs(case: FuseCase, pass_name: FusePass, implementation: str = "tri
         shapes = [*shapes, jax.ShapeDtypeStruct(case.output_shape, jnp.bfloat16)]
     found: dict[Any, None] = {}
     attend = fused_function(case, implementation)
-    collect_specs(jax.make_jaxpr(pass_of(case, attend, pass_name))(*shapes).jaxpr, found)
+    collect_specs(jax.make_jaxpr(pass_of(case, attend, pass_name))(*shapes).jaxpr, found, target)
     return list(found)

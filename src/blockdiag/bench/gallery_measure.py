@@ -126,10 +126,13 @@ def prepare(sizes: dict[str, Sizes], settings: GallerySettings, deadline: float)
 
 def _traced(work: Work, implementation: str) -> list[Any]:
     """Trace the passes; returns the kernels. A variant that cannot be traced keeps the reason."""
+    from blockdiag.interop.targets import session_target
+
+    target = session_target() if jax.default_backend() == "gpu" else None
     specs = []
     for whose in WHOSE:
         try:
-            specs += trace(work, whose, implementation)
+            specs += trace(work, whose, implementation, target)
         except recordable_failures() as failure:
             _refuse(work, whose, f"failed: {reason_of(failure)}")
     return specs

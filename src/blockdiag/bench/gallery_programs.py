@@ -13,6 +13,7 @@ from blockdiag.bench.gallery_cases import shape_text
 from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.api import fuse
 from blockdiag.fusion.gallery import Sizes, Variant
+from blockdiag.triton_kernels.plan import Target
 
 type Whose = Literal["ours", "xla"]
 type GalleryPass = Literal["fwd", "fwd+bwd"]
@@ -91,8 +92,8 @@ def begin(variant: Variant, sizes: Sizes, seed: int) -> Work:
     return Work(variant, inputs, jax.tree.map(draw, outputs))
 
 
-def trace(work: Work, whose: Whose, implementation: str) -> list[Any]:
-    """Trace both passes, fused by `implementation` or as the function stands; returns the kernels that they launch."""
+def trace(work: Work, whose: Whose, implementation: str, target: Target | None = None) -> list[Any]:
+    """Trace both passes, fused by `implementation` or as the function stands; returns what they launch on a target."""
     function = work.variant.scaled
     if whose == "ours":
         function = fuse(function, implementation=implementation)
@@ -100,7 +101,7 @@ def trace(work: Work, whose: Whose, implementation: str) -> list[Any]:
     for pass_name in PASSES:
         traced = jax.jit(pass_of(function, pass_name)).trace(*work.arguments(pass_name))
         work.traced[whose, pass_name] = traced
-        collect_specs(traced.jaxpr.jaxpr, specs)
+        collect_specs(traced.jaxpr.jaxpr, specs, target)
     return list(specs)
 
 

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from blockdiag.bench.compiled import address_table_bytes, calls_as_text, custom_calls
 from blockdiag.bench.moba_cases import MOBA_PASSES, MoBACase, MoBAPass
 from blockdiag.dispatch import call_implementation
+from blockdiag.interop.by_target import by_target_p, chosen_jaxpr
 from blockdiag.moba import moba_attention, prepare_moba_call
 from blockdiag.moba_tables import moba_tables
+from blockdiag.triton_kernels.plan import Target
 
 type Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -189,14 +191,21 @@ def launch_specs(case: MoBACase, implementation: str = "triton") -> list[Any]:
     return list(found)
 
 
-def collect_specs(jaxpr: Any, found: dict[Any, None]) -> None:
-    """Every launch in a jaxpr and in those within it that is not the interpreter's."""
+def collect_specs(jaxpr: Any, found: dict[Any, None], target: Target | None = None) -> None:
+    """Every launch in a jaxpr and in those within it that is not the interpreter's.
+
+    Args:
+        target: the GPU; None: one that nothing is computed otherwise for.
+    """
     for equation in jaxpr.eqns:
         if "spec" in equation.params and not equation.params.get("interpret"):
             found[equation.params["spec"]] = None
+        if equation.primitive is by_target_p:
+            collect_specs(chosen_jaxpr(target, **equation.params).jaxpr, found, target)
+            continue
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                collect_specs(getattr(inner, "jaxpr", inner), found)
+                collect_specs(getattr(inner, "jaxpr", inner), found, target)
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -26,6 +26,7 @@ HELD_COLUMNS = 64
 
 _HEAD = """from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -314,7 +315,7 @@ def _load(own: ResidentWriter) -> None:
         emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
 
     if plan.of_keys is not None:
-        _begin_terms(own)
+        begin_terms(own)
 
     def body() -> None:
         own.indices(None, "(first + round)")
@@ -326,7 +327,10 @@ def _load(own: ResidentWriter) -> None:
 
         tile("key", 0, 0)
         if plan.of_keys is not None:
-            _store_terms(own, plan.of_keys)
+            # There is a slot for this round's keys, so the round before the last one is over.
+            store_terms(own, plan.of_keys, f"round % {QUERY_SLOTS}")
+            emit("gl.thread_barrier()")
+            emit(f"mbarrier.arrive(keys_full.index(round % {QUERY_SLOTS}), count=1)")
         at = own.at(plan.places["query"], f"own * {ROWS}")
         emit(f"load_slot(query, q_smem, query_full, query_empty, round, {at})")
         for part in range(1, parts):
@@ -335,24 +339,24 @@ def _load(own: ResidentWriter) -> None:
             tile("value", parts + part, part)
         if plan.of_keys is not None:
             own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
-            _request_terms(own)
+            request_terms(own)
 
     own.writer.loop("for round in range(count):", body)
     emit()
     emit()
 
 
-def _begin_terms(own: ResidentWriter) -> None:
+def begin_terms(own: ResidentWriter) -> None:
     """The lines of all keys that one warp holds, and the first round's loads."""
     keys, wide = own.region.sizes["k"], own.wide_keys
     own.emit(f"C: gl.constexpr = gl.BlockedLayout([1, {wide // 32}], [1, 32], [1, 1], [1, 0])")
     lines = f"gl.arange(0, {wide}, gl.SliceLayout(0, C))"
     own.emit(f"r_k = {lines if wide == keys else f'gl.minimum({lines}, {keys - 1})'}")
     own.indices(None, "first")
-    _request_terms(own)
+    request_terms(own)
 
 
-def _request_terms(own: ResidentWriter) -> None:
+def request_terms(own: ResidentWriter) -> None:
     """Load what terms of keys are made of, in the dtype that it has: to widen it is to wait for it."""
     for i in own.pointers:
         leaf, layout = own.region.leaves[i], own.writer.layouts[i]
@@ -361,11 +365,8 @@ def _request_terms(own: ResidentWriter) -> None:
             own.emit(f"loaded{i} = tl.load(p_leaf{i} + {layout.base(leaf.labels)}{line})")
 
 
-def _store_terms(own: ResidentWriter, terms: Node) -> None:
-    """Add up terms of keys, and hand them over.
-
-    Whoever has a slot for this round's keys knows that the round before the last one is over.
-    """
+def store_terms(own: ResidentWriter, terms: Node, slot: str) -> None:
+    """Add up terms of keys, and store them in a slot."""
     emit, region = own.emit, own.region
     whole = Writer(region, "forward", Tile(CHUNK, own.wide_keys))
     known = {}
@@ -381,9 +382,7 @@ def _store_terms(own: ResidentWriter, terms: Node) -> None:
     tiles = [known.get(i, Value("0", whole.tile_shape(leaf))) for i, leaf in enumerate(region.leaves)]
     found = GluonPrinter(emit, "y", whole.precision).run(whole.tile_program([terms]), tiles)[0]
     emit(f"terms = gl.zeros([1, {own.wide_keys}], gl.float32, C) + {found.name}")
-    emit(f"of_keys.index(round % {QUERY_SLOTS}).store(gl.sum(terms, 0))")
-    emit("gl.thread_barrier()")
-    emit(f"mbarrier.arrive(keys_full.index(round % {QUERY_SLOTS}), count=1)")
+    emit(f"of_keys.index({slot}).store(gl.sum(terms, 0))")
 
 
 def print_ones(emit: Callable[[str], None], dtype: str, count: int) -> None:
@@ -435,6 +434,7 @@ class ResidentKernel:
         pointers: the parameters that are pointers, in order.
         rounds: in all.
         tiles: programs, if each went through all rounds.
+        each: how many rounds a program goes through, where that is not the launch's choice.
     """
 
     source: Source
@@ -443,6 +443,7 @@ class ResidentKernel:
     pointers: tuple[str, ...]
     rounds: int
     tiles: int
+    each: int | None = None
 
 
 def resident_kernel(region: Region) -> ResidentKernel | None:

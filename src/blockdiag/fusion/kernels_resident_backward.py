@@ -34,10 +34,12 @@ OWN = 128
 MOST_OTHERS = 256
 _MOST_SLOTS = 6
 _FEWEST_SLOTS = 2
+_AHEAD = 4
+"""Chunks whose lines are on their way: memory takes longer than a chunk does."""
 # Gradients of the first factors of scores, and of slopes.
 _SUMS = ("sum_first", "sum_second")
 _MEMORY = (
-    "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, ones, held, own_full, own_empty, chunk_full, "
+    "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, staged, ones, held, own_full, own_empty, chunk_full, "
     "chunk_empty, held_full"
 )
 
@@ -94,7 +96,7 @@ class _Backward(ResidentWriter):
 def slots_of(width: int, others: int, chunk: int) -> tuple[int, int]:
     """Pairs of tiles of the program's own, and of chunks, that there is room for."""
     pair, part = 2 * OWN * width * 2, 2 * chunk * width * 2 + 2 * chunk * 4
-    room = SHARED_BYTES - OWN * others * 2 - 8 * chunk * 2 - 4 * OWN * 4
+    room = SHARED_BYTES - OWN * others * 2 - 8 * chunk * 2 - 4 * OWN * 4 - _AHEAD * 2 * chunk * 4
     own_slots = 2 if room - 2 * pair >= 4 * part else 1
     return own_slots, min(_MOST_SLOTS, (room - own_slots * pair) // part)
 
@@ -218,8 +220,20 @@ def _round(own: _Backward) -> None:
     if own.terms:
         emit("sums = gl.zeros([64, 8], gl.float32, T)")
     for chunk in range(chunks):
-        _chunk(own, chunk, chunks, {**known, **(lines[chunk] if is_early else _read_lines(own, chunk))})
+        seen = {**known, **(lines[chunk] if is_early else _read_lines(own, chunk))}
+        _begin_products(own, chunk, chunks, seen)
+        if chunk == 0 and own.own_slots > 1:
+            emit("# The last round's gradients have left their places meanwhile.")
+            _free_own(own, f"round + {own.own_slots - 1}", "round > 0")
+        _chunk(own, chunk)
     _finish(own, chunks)
+
+
+def _free_own(own: _Backward, number: str, pred: str) -> None:
+    emit = own.emit
+    emit("tma.store_wait(0)")
+    emit("gl.thread_barrier()")
+    emit(f"free_slot(own_empty, {number}, {own.own_slots}, {pred})")
 
 
 def _read_lines(own: _Backward, chunk: int) -> dict[int, Value]:
@@ -235,8 +249,8 @@ def _read_lines(own: _Backward, chunk: int) -> dict[int, Value]:
     return found
 
 
-def _chunk(own: _Backward, chunk: int, chunks: int, known: dict[int, Value]) -> None:
-    """Scores, probabilities and slopes of a chunk, and what they add to the gradients."""
+def _begin_products(own: _Backward, chunk: int, chunks: int, known: dict[int, Value]) -> None:
+    """The products that scores and slopes of a chunk are."""
     emit, plan, region, size = own.emit, own.plan, own.region, own.chunk
     held = region.leaves.index(plan.held)
     emit(f"at = round * {chunks} + {chunk}")
@@ -261,6 +275,11 @@ def _chunk(own: _Backward, chunk: int, chunks: int, known: dict[int, Value]) -> 
             emit(f"{name} = lines.index(slot * 2 + {i}).load(gl.SliceLayout(0, S))[None, :]")
     emit(f"start = gl.zeros([64, {size}], gl.float32, S) - delta")
     emit("slopes = warpgroup_mma(slopes_own, slopes_chunk.permute((1, 0)), start, is_async=True)")
+
+
+def _chunk(own: _Backward, chunk: int) -> None:
+    """Probabilities and slopes of a chunk, and what they add to the gradients."""
+    emit, plan = own.emit, own.plan
     emit("scores = warpgroup_mma_wait(1, deps=[scores])")
     if chunk > 0:
         emit("# The last chunk's products are done, too.")
@@ -307,9 +326,8 @@ def _finish(own: _Backward, chunks: int) -> None:
         layout = layout_of(written.shape, written.dims, region.sizes)
         at = f"p_grad{i} + {layout.base(region.batch)} + {own.writer.times(f'r_{own.label}', own.label, layout)}"
         emit(f"tl.store({at}, (sums * {factor}).to(p_grad{i}.dtype.element_ty))")
-    emit("tma.store_wait(0)")
-    emit("gl.thread_barrier()")
-    emit(f"free_slot(own_empty, round, {own.own_slots})")
+    if own.own_slots == 1:
+        _free_own(own, "round", "True")
 
 
 def _load(own: _Backward) -> None:
@@ -330,7 +348,13 @@ def _load(own: _Backward) -> None:
             at = own.at(place, f"own * {OWN}", piece * 64)
         emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
     emit("C: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
-    _request_lines(own, "0")
+    last = f"count * {chunks} - 1"
+    if own.is_columns:
+        for step in range(_AHEAD):
+            _copy_lines(own, f"gl.minimum({step}, {last})", str(step))
+    else:
+        own.indices(None, "first")
+        _request_lines(own)
 
     def body() -> None:
         emit(f"round = step // {chunks}")
@@ -342,15 +366,20 @@ def _load(own: _Backward) -> None:
         _load_pair(own, "own", own.own_arrays, f"own * {OWN}", OWN)
         if not own.is_columns:
             _hand_over(own, "own_full")
-            _request_lines(own, f"gl.minimum(step + {chunks}, (count - 1) * {chunks})")
+            own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
+            _request_lines(own)
             own.indices(None, "(first + round)")
         own.writer.depth -= 1
         emit(f"slot = step % {own.slots}")
         emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
         _load_pair(own, "chunk", own.chunk_arrays, f"step % {chunks} * {own.chunk}", own.chunk)
         if own.is_columns:
+            emit(f"async_copy.wait_group({_AHEAD - 1})")
+            emit("gl.thread_barrier()")
+            for i, name in enumerate(("sum", "delta")):
+                emit(f"loaded_{name} = staged.index(step % {_AHEAD} * 2 + {i}).load(C)")
             _hand_over(own, "chunk_full")
-            _request_lines(own, f"gl.minimum(step + 1, count * {chunks} - 1)")
+            _copy_lines(own, f"gl.minimum(step + {_AHEAD}, {last})", f"step % {_AHEAD}")
 
     own.writer.loop(f"for step in range(count * {chunks}):", body)
     emit()
@@ -366,18 +395,24 @@ def _load_pair(own: _Backward, which: str, arrays: tuple[str, str], offset: str,
         own.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {which}_full.index(slot), {memory})")
 
 
-def _request_lines(own: _Backward, step: str) -> None:
-    """Load what the softmax left of some queries, and what their slopes are compared with."""
+def _request_lines(own: _Backward) -> None:
+    """Load what the softmax left of the program's queries, and what their slopes are compared with."""
+    own.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, C)")
+    own.emit(f"loaded_sum = tl.load(p_log_sum + {own.writer.row_place()})")
+    own.emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
+
+
+def _copy_lines(own: _Backward, step: str, slot: str) -> None:
+    """Begin to copy the lines of a chunk of queries."""
     emit = own.emit
     chunks = own.others // own.chunk
     emit(f"later = {step}")
     own.indices(None, f"(first + later // {chunks})")
-    if own.is_columns:
-        emit(f"o_q = later % {chunks} * {own.chunk} + gl.arange(0, {own.chunk}, C)")
-    else:
-        emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, C)")
-    emit(f"loaded_sum = tl.load(p_log_sum + {own.writer.row_place()})")
-    emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
+    emit(f"o_q = later % {chunks} * {own.chunk} + gl.arange(0, {own.chunk}, C)")
+    for i, name in enumerate(("log_sum", "delta")):
+        place = f"p_{name} + {own.writer.row_place()}"
+        emit(f"async_copy.async_copy_global_to_shared(staged.index({slot} * 2 + {i}), {place})")
+    emit("async_copy.commit_group()")
 
 
 def _hand_over(own: _Backward, full: str) -> None:
@@ -408,6 +443,10 @@ def _entry(own: _Backward) -> None:
     line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
     count, length = (own.slots, size) if own.is_columns else (own.own_slots, OWN)
     emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * count}, {length}], {line})")
+    if own.is_columns:
+        emit(f"staged = gl.allocate_shared_memory(gl.float32, [{2 * _AHEAD}, {size}], {line})")
+    else:
+        emit("staged = lines")
     shape = f"[2, {own.others}, 64]" if own.is_columns else f"[{own.others // 64}, {OWN}, 64]"
     emit(f"held = gl.allocate_shared_memory(bias.dtype, {shape}, bias.layout)")
     if own.terms:

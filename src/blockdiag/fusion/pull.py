@@ -133,8 +133,7 @@ class Puller:
         if name in _MOVES:
             return self.node(operands[0], moved_dims(equation, dims, self.sizes))
         if name == "iota":
-            at = dims[params["dimension"]]
-            return self._leaf(Source(None, (params["shape"][params["dimension"]],), np.dtype(params["dtype"])), (at,))
+            return self._leaf(*self._positions(equation, dims))
         if name == "dot_general":
             return self._product(equation, dims)
         if name == "reduce_sum":
@@ -251,9 +250,7 @@ class Puller:
             equation = self.producers.get(source)
             name = None if equation is None else equation.primitive.name
             if equation is not None and name == "iota":
-                at = equation.params["dimension"]
-                size, dtype = equation.params["shape"][at], np.dtype(equation.params["dtype"])
-                source, dims = Source(None, (size,), dtype), (dims[at],)
+                source, dims = self._positions(equation, dims)
                 break
             if name == "pvary" and equation is not None and isinstance(equation.invars[0], core.Var):
                 source = equation.invars[0]
@@ -290,6 +287,14 @@ class Puller:
             source, dims = self._in_rows(source, dims)
         leaf = Leaf(source, dims, role, tuple(label for label in self.batch if label in labels))
         return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
+
+    def _positions(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
+        """0, 1, 2, ... along an axis, which nobody has to read; a reshape may have put axes of one index beside it."""
+        at = equation.params["dimension"]
+        dim = dims[at]
+        if isinstance(dim, tuple):
+            dim = tuple(label for label in dim if self.sizes[label] > 1 or label in (ROWS, COLUMNS))
+        return Source(None, (equation.params["shape"][at],), np.dtype(equation.params["dtype"])), (dim,)
 
     def _in_rows(self, source: Source, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
         """What the program makes with queries and keys as its last axes, where others lie between neighbours.

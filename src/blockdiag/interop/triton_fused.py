@@ -3,9 +3,7 @@
 import collections
 import dataclasses
 import functools
-import hashlib
-import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +17,10 @@ from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows
 from blockdiag.fusion.kernels_diagonals import diagonals_source
 from blockdiag.fusion.kernels_resident import ResidentKernel, resident_kernel
 from blockdiag.fusion.kernels_resident_backward import resident_backward
+from blockdiag.fusion.kernels_resident_pairs import OWN, resident_pairs
 from blockdiag.fusion.layout import arranged_dims, flat_stride, layout_of, shape_of
 from blockdiag.fusion.live import Live, live_tiles
-from blockdiag.fusion.resident import rounds_each
+from blockdiag.fusion.resident import CHUNK, rounds_each
 from blockdiag.fusion.tiles import (
     canonical_result,
     leaf_array,
@@ -33,7 +32,9 @@ from blockdiag.fusion.tiles import (
 from blockdiag.fusion.tree import Leaf, Region, with_leaves
 from blockdiag.fusion.tree import Source as ArraySource
 from blockdiag.interop import jax_call
+from blockdiag.interop.by_target import by_target
 from blockdiag.triton_kernels.compile import shared_limit
+from blockdiag.triton_kernels.generated import GeneratedKernel
 from blockdiag.triton_kernels.plan import (
     Argument,
     CompileOptions,
@@ -83,7 +84,7 @@ class FusedLaunch:
     Attributes:
         num_stages: at most; fewer where shared memory is small.
         shared: about how many bytes of it the kernel needs once, and for each stage.
-        resident: what is launched in its place on Hopper.
+        resident: what is launched in its place on Hopper; with the same source, nothing is launched elsewhere.
     """
 
     source: Source
@@ -107,6 +108,8 @@ class FusedLaunch:
         """The launch on `target`."""
         if self.resident is not None and target.arch == 90:
             return self._resident_plan(self.resident, target)
+        if self.resident is not None and self.resident.source == self.source:
+            raise ValueError(f"kernel {self.name!r} is for Hopper alone, got compute capability {target.arch}")
         names = [f"p_{x}" for x in self.source.inputs]
         arguments = {name: Pointer("input", i) for i, name in enumerate(names)}
         arguments |= {f"p_{x.name}": Pointer("output", i) for i, x in enumerate(self.source.outputs)}
@@ -135,7 +138,7 @@ class FusedLaunch:
             layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
             arguments[name] = Descriptor(*places[array], shape=shape, block_shape=block, layout=layout)
         arguments |= {f"p_{name}": Pointer(*places[name]) for name in kernel.pointers}
-        each = rounds_each(kernel.rounds, kernel.tiles, target.num_sms)
+        each = kernel.each or rounds_each(kernel.rounds, kernel.tiles, target.num_sms)
         arguments["ROUNDS"] = Constexpr(each)
         return LaunchPlan(
             name=kernel.source.name,
@@ -155,21 +158,16 @@ class FusedLaunch:
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel_of(text: str, name: str) -> Any:
-    """The Triton function that a source defines."""
-    file = f"<blockdiag.fuse {name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    # Triton asks for the source of functions, which is in no file.
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"__name__": "blockdiag.generated"}
-    exec(compile(text, file, "exec"), scope)
-    return scope[name]
+def kernel_of(text: str, name: str) -> GeneratedKernel:
+    """The kernel that a source defines, which Triton reads only where it is compiled."""
+    return GeneratedKernel(text, name)
 
 
 def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: bool = False) -> tuple[Any, Any]:
     """The result, as the product that it replaces, and the log-sum-exp [batch.., q]."""
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
-    (results,) = _launch(region, [forward_kernel(inner, arrays)], arrays, interpret=interpret)
+    (results,) = _launch([forward_kernel(inner, arrays)], arrays, interpret=interpret, group=_group(region))
     output = results["output"]
     return (result_array(region, output) if change.changes_result else output), results["log_sum"]
 
@@ -185,26 +183,51 @@ def backward(
     interpret: bool = False,
 ) -> tuple[list[Any], Any]:
     """The gradients of the leaves, None of those that have none, and of the values."""
+    operands = (*leaves, value, output, log_sum, cotangent)
+
+    def compute(stays: bool, *operands: Any) -> list[Any]:
+        return _gradients(region, operands, stays=stays, interpret=interpret)
+
+    inner, _ = arranged(region)
+    if interpret or joint_kernel(inner) is None:
+        found = compute(False, *operands)
+    else:
+        found = by_target(_is_hopper, functools.partial(compute, True), functools.partial(compute, False), *operands)
+    *found, value_grad = found
+    rest = iter(found)
+    return [next(rest) if leaf.has_gradient else None for leaf in region.leaves], value_grad
+
+
+def _is_hopper(target: Target) -> bool:
+    return target.arch == 90
+
+
+def _gradients(region: Region, operands: Sequence[Any], *, stays: bool, interpret: bool) -> list[Any]:
+    """The gradients of the leaves that have one, and of the values.
+
+    Args:
+        operands: arrays of leaves, values, result, log-sum-exp and cotangent.
+        stays: whether a bias stays in shared memory while its gradient is summed.
+    """
+    *leaves, value, output, log_sum, cotangent = operands
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
     wide = jnp.float32
     delta = (canonical_result(region, output).astype(wide) * canonical_result(region, cotangent).astype(wide)).sum(-1)
     cotangent = canonical_result(region, cotangent) if change.changes_result else cotangent
     arrays |= {"log_sum": log_sum, "delta": delta, "cotangent": cotangent.astype(value.dtype)}
-    grads: list[Any] = [None] * len(leaves)
-    found: dict[int, tuple[Any, Any]] = {}
-    value_grad = None
-    wanted = backward_kernels(inner, arrays)
-    for kernel, results in zip(wanted, _launch(region, wanted, arrays, interpret=interpret), strict=True):
-        for written in kernel.source.outputs:
-            if written.name == "grad_value":
-                value_grad = (results[written.name], written.dims)
-            else:
-                found[int(written.name.removeprefix("grad"))] = (results[written.name], written.dims)
-    for i, (grad, dims) in found.items():
-        grads[i] = change.leaf_gradient(i, leaves[i], grad, dims)
-    assert value_grad is not None
-    return grads, change.value_gradient(value, *value_grad)
+    wanted = hopper_kernels(inner, arrays) if stays else backward_kernels(inner, arrays)
+    # Of two ways to compute them, one of which is never lowered, nothing is compiled before it is.
+    group = None if stays or joint_kernel(inner) is not None else _group(region)
+    written = {}
+    for kernel, results in zip(wanted, _launch(wanted, arrays, interpret=interpret, group=group), strict=True):
+        written |= {x.name: (results[x.name], x.dims) for x in kernel.source.outputs}
+    grads = [
+        change.leaf_gradient(i, leaves[i], *written[f"grad{i}"])
+        for i, leaf in enumerate(region.leaves)
+        if leaf.has_gradient
+    ]
+    return [*grads, change.value_gradient(value, *written["grad_value"])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +254,8 @@ class Kernel:
     @property
     def sources(self) -> tuple[Source, ...]:
         """All that it may launch."""
-        return (self.source,) if self.resident is None else (self.source, self.resident.source)
+        found = (self.source,) if self.resident is None else (self.source, self.resident.source)
+        return tuple(dict.fromkeys(found))
 
     def given(self, arrays: Mapping[str, Any]) -> list[Any]:
         """The arrays that it takes, in order."""
@@ -291,6 +315,33 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
     return found
 
 
+def joint_kernel(region: Region) -> Kernel | None:
+    """What takes the place of the kernels by rows and by pairs on Hopper, where both are asked for; None of nothing.
+
+    Args:
+        region: arranged.
+    """
+    try:
+        found = resident_pairs(region)
+    except NotPrintable:
+        # Gluon lacks words that Triton has.
+        return None
+    return None if found is None else Kernel(found.source, Tile(OWN, CHUNK), 4, 1, (0, 0), {}, found)
+
+
+def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
+    """The kernels of a backward pass on Hopper where there is a joint one.
+
+    Args:
+        region, arrays: as for `backward_kernels`.
+    """
+    joint = joint_kernel(region)
+    assert joint is not None
+    written = {x.name for x in joint.source.outputs}
+    rest = [x for x in backward_kernels(region, arrays) if not written & {out.name for out in x.source.outputs}]
+    return [joint, *rest]
+
+
 def _staying(kernel: Kernel, make: Callable[[], ResidentKernel | None]) -> Kernel:
     """A kernel without lists of tiles, with what takes its place on Hopper, if anything does."""
     if kernel.live:
@@ -316,6 +367,8 @@ def kernels(region: Region) -> list[Kernel]:
     def collect(leaves: Sequence[Any], value: Any) -> None:
         arrays = arrays_by_name(change, leaves, value)
         found.extend([forward_kernel(inner, arrays), *backward_kernels(inner, arrays)])
+        joint = joint_kernel(inner)
+        found.extend([] if joint is None else [joint])
 
     sources = [*(leaf.source for leaf in region.leaves), region.value]
     *leaves, value = [jax.ShapeDtypeStruct(source.shape, source.dtype) for source in sources]
@@ -351,7 +404,10 @@ class _Change:
         if dims == inner.dims:
             canonical = grad
         else:
-            sizes = {**self.inner.sizes, "tq": grad.shape[-1] if inner.role == "scalar" else 1}
+            # Numbers of parts are known here only.
+            sizes = self.inner.sizes | {
+                dim[0]: size for dim, size in zip(dims, grad.shape, strict=True) if len(dim) == 1
+            }
             order = [label for dim in dims for label in dim]
             parts = grad.reshape([sizes[label] for label in order])
             kept = {*leaf.labels, "q", "k"} | {label for label in order if label.startswith("f")}
@@ -414,10 +470,19 @@ def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[s
     return found
 
 
+def _group(region: Region) -> Hashable:
+    """Of the kernels of a region and of its derivative, whose leaves are marked otherwise."""
+    return (region.value, tuple(leaf.source for leaf in region.leaves), region.out_dims)
+
+
 def _launch(
-    region: Region, wanted: Sequence[Kernel], arrays: Mapping[str, Any], *, interpret: bool
+    wanted: Sequence[Kernel], arrays: Mapping[str, Any], *, interpret: bool, group: Hashable
 ) -> list[dict[str, Any]]:
-    """What each of these kernels writes, by name; none reads what another one writes."""
+    """What each of these kernels writes, by name; none reads what another one writes.
+
+    Args:
+        group: of kernels that are compiled beside each other, see `jax_call.launch_together`.
+    """
     launches = []
     for kernel in wanted:
         given = kernel.given(arrays)
@@ -425,8 +490,6 @@ def _launch(
         # The interpreter knows no layouts, which Gluon's kernels are made of.
         kernel = dataclasses.replace(kernel, resident=None) if interpret else kernel
         launches.append((kernel.launch(specs), given))
-    # The kernels of a region and of its derivative, whose leaves are marked otherwise, are compiled beside each other.
-    group = (region.value, tuple(leaf.source for leaf in region.leaves), region.out_dims)
     found = jax_call.launch_together(launches, interpret=interpret, group=group)
     names = [[x.name for x in kernel.source.outputs] for kernel in wanted]
     return [dict(zip(own, results, strict=True)) for own, results in zip(names, found, strict=True)]

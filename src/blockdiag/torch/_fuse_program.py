@@ -11,6 +11,7 @@ from jax.extend import core
 from blockdiag.fusion.api import Program
 from blockdiag.fusion.trace import aval_of, flat_jaxpr
 from blockdiag.interop.dlpack import to_torch
+from blockdiag.interop.torch_launch import device_target
 from blockdiag.interop.wrap import wrap_jax
 from blockdiag.torch._fuse_equations import computation_of
 from blockdiag.torch._fuse_region import Bind, BoundRegion, mark, region_p
@@ -45,6 +46,7 @@ class TorchProgram:
     def __init__(self, program: Program, device: torch.device, bind: Bind, *, has_gradient: bool) -> None:
         self._structure = program.structure
         self._bind = bind
+        self._target = device_target(device.index) if device.type == "cuda" and device.index is not None else None
         jaxpr = marked(program, has_gradient=has_gradient)
         split = Split(jaxpr)
         results = jaxpr.jaxpr.outvars
@@ -92,7 +94,8 @@ class TorchProgram:
         if isinstance(part, Segment):
             inputs, outputs, compute = part.inputs, part.outputs, _InJax(part)
         elif part.primitive is region_p:
-            inputs, outputs, compute = part.invars, part.outvars, BoundRegion(part.params["steps"], self._bind)
+            compute = BoundRegion(part.params["steps"], self._bind, self._target)
+            inputs, outputs = part.invars, part.outvars
         else:
             # Numbers are a part of what is computed.
             inputs, outputs, compute = variables_of(part.invars), part.outvars, computation_of(part)

@@ -1,5 +1,6 @@
 """A fused region in torch: its generated kernels as launches, and their derivative."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from blockdiag.interop.triton_fused import (
     arrays_by_name,
     backward_kernels,
     forward_kernel,
+    hopper_kernels,
+    joint_kernel,
     kernel_of,
 )
 from blockdiag.torch._native import dense
@@ -154,13 +157,15 @@ class Steps:
     Attributes:
         forward: writes the result and the log-sum-exp.
         delta: makes "delta", where a backward launch reads it.
-        backward: writes gradients; none where they were not asked for.
+        backward: write gradients; none where they were not asked for.
+        on_hopper: in the place of `backward` there, where the gradient of a bias is needed that stays in shared memory.
         cotangent: dtype of the cotangent that backward launches read.
     """
 
     forward: Step
     delta: Step | None
     backward: tuple[Step, ...]
+    on_hopper: tuple[Step, ...]
     cotangent: torch.dtype
 
     @property
@@ -188,13 +193,16 @@ def mark(region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: boo
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
     constant = {name: jax.lax.stop_gradient(x) for name, x in arrays.items()}
-    kernels = [forward_kernel(inner, constant), *(backward_kernels(inner, constant) if has_gradient else ())]
+    groups = [[forward_kernel(inner, constant)], backward_kernels(inner, constant) if has_gradient else [], []]
+    if has_gradient and joint_kernel(inner) is not None:
+        groups[-1] = hopper_kernels(inner, constant)
+    kernels = list(itertools.chain(*groups))
     names = {name for kernel in kernels for name in kernel.source.inputs}
     operands = {name: x for name, x in arrays.items() if name in names}
     places = {name: place for place, name in enumerate(operands)}
     arguments = list(operands.values())
     made = _made(kernels[0], value.dtype)
-    steps = []
+    steps: list[Step] = []
     for kernel in kernels:
         inputs: list[int | str] = []
         for name in kernel.source.inputs:
@@ -211,7 +219,9 @@ def mark(region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: boo
     delta = None
     if any("delta" in step.inputs for step in steps):
         delta = Step(DeltaLaunch(delta_source(inner), made["output"]), ("output", "cotangent"), (None,))
-    marker = Steps(steps[0], delta, tuple(steps[1:]), _tensor_dtype(value.dtype))
+    rest = iter(steps)
+    (forward,), backward, on_hopper = (tuple(itertools.islice(rest, len(group))) for group in groups)
+    marker = Steps(forward, delta, backward, on_hopper, _tensor_dtype(value.dtype))
     output = region_p.bind(*arguments, steps=marker)
     return result_array(region, output) if change.changes_result else output
 
@@ -254,10 +264,12 @@ class BoundRegion:
 
     Args:
         bind: makes a launch ready; called for each launch when it first runs.
+        target: the GPU, None for the interpreter.
     """
 
-    def __init__(self, steps: Steps, bind: Bind) -> None:
+    def __init__(self, steps: Steps, bind: Bind, target: Target | None) -> None:
         self.steps = steps
+        self._target = target
         self._bind = bind
         self._bound: dict[int, Callable[[Tensors], Tensors]] = {}
 
@@ -286,7 +298,7 @@ class BoundRegion:
             (made["delta"],) = self.run(steps.delta, (), made)
         made["cotangent"] = cotangent.to(steps.cotangent)
         found: list[torch.Tensor | None] = [None] * len(operands)
-        for step in steps.backward:
+        for step in self._backward_steps(needed):
             wanted = [gradient is not None and needed[gradient.operand] for gradient in step.gradients]
             if not any(wanted):
                 continue
@@ -296,6 +308,14 @@ class BoundRegion:
                 if gradient is not None and is_wanted:
                     found[gradient.operand] = gradient.finished(written)
         return found
+
+    def _backward_steps(self, needed: Any) -> tuple[Step, ...]:
+        """The launches for the gradients that are needed: a joint one does not pay where half of what it makes is."""
+        steps = self.steps.on_hopper
+        if self._target is None or self._target.arch != 90 or not steps:
+            return self.steps.backward
+        is_needed = all(gradient is None or needed[gradient.operand] for gradient in steps[0].gradients)
+        return steps if is_needed else self.steps.backward
 
 
 class _Region(torch.autograd.Function):

@@ -53,3 +53,9 @@ def widened(b_tile):
 def partial_sums(b_tile):
     """Sums of every eighth column, [rows, 8]: additions within threads, the rest is left for the end."""
     return gl.sum(gl.reshape(b_tile, [b_tile.shape[0], b_tile.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def forgotten(number):
+    """A number about which the compiler knows nothing: what follows from it is not kept in registers from before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)

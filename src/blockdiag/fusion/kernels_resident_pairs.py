@@ -1,0 +1,403 @@
+"""Gluon source of the backward kernel by rows that also sums the gradient of the bias it keeps, for Hopper.
+
+A program has a tile of queries of every round, so the gradient of its tile of the bias is a sum over the rounds: it
+stays in registers. Two groups of four warps share each tile, each with half of the keys; sums over keys of one half are
+handed to the group that writes queries' gradients. See resident.py, and kernels_resident_backward.py for the kernels
+of rows and columns alone.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+
+from blockdiag.fusion.emit import Value
+from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of
+from blockdiag.fusion.kernels_backward import gradient_dims
+from blockdiag.fusion.kernels_resident import (
+    HELD_COLUMNS,
+    ResidentKernel,
+    ResidentWriter,
+    begin_terms,
+    gluon_source,
+    print_function,
+    print_share,
+    request_terms,
+    store_terms,
+)
+from blockdiag.fusion.layout import layout_of, shape_of
+from blockdiag.fusion.resident import (
+    CHUNK,
+    SHARED_BYTES,
+    Place,
+    Resident,
+    place_of,
+    resident,
+    rounds_each,
+    terms_of,
+)
+from blockdiag.fusion.tiles import value_labels
+from blockdiag.fusion.tree import Region, leaves_of
+
+NAME = "fused_rows_and_pairs_resident"
+OWN = 64
+"""Queries of a program."""
+_MOST_SLOTS = 8
+USUAL_MULTIPROCESSORS = 132
+_MEMORY = (
+    "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, of_keys, other_half, held, own_full, own_empty, "
+    "chunk_full, chunk_empty, half_full, half_empty, held_full"
+)
+
+
+class _Pairs(ResidentWriter):
+    """Lines of the functions of the kernel.
+
+    Args:
+        place: of the queries' gradient.
+        factor: of the bias in the scores.
+    """
+
+    def __init__(self, region: Region, plan: Resident, place: Place, factor: float) -> None:
+        # Wide gradients leave few registers.
+        self.size = CHUNK if plan.width <= 64 else CHUNK // 2
+        super().__init__(region, plan, Writer(region, "rows", Tile(OWN, self.size)))
+        self.place, self.factor = place, factor
+        self.keys = region.sizes["k"]
+        self.chunks_each = self.keys // self.size // 2
+        self.own_slots, self.slots = _slots(plan.width, self.keys, self.wide_keys, self.size)
+        self.tiles_of = region.sizes["q"] // OWN
+        self.places = {**plan.places, "cotangent": plan.places["output"]}
+
+    def pointer_parameters(self) -> str:
+        return f"{self.parameters()}, p_log_sum, p_delta, p_{self.array('held', 'grad')}"
+
+    def array(self, name: Literal["query", "key", "held"], kind: str = "leaf") -> str:
+        """What an operand, or its gradient, is called among the arrays of the launch."""
+        return f"{kind}{self.region.leaves.index(getattr(self.plan, name))}"
+
+
+def _slots(width: int, keys: int, wide_keys: int, size: int) -> tuple[int, int]:
+    """Tiles of queries with their lines, and parts of keys and values, that there is room for.
+
+    Each part's slot is one group's: who waits for every second filling cannot tell the one before from it.
+    """
+    pair, part = 2 * OWN * width * 2 + (wide_keys + 2 * OWN) * 4, 2 * size * width * 2
+    room = SHARED_BYTES - OWN * keys * 2 - OWN * width * 4
+    most = keys // size
+    own_slots = 2 if (room - 2 * pair) // part >= most else 1
+    return own_slots, min(2 * most, (room - own_slots * pair) // part // 2 * 2, _MOST_SLOTS)
+
+
+def _compute(own: _Pairs) -> None:
+    """What a group of warps does."""
+    emit, plan = own.emit, own.plan
+    header = f"def compute({_MEMORY}, d_query{own.pointer_parameters()}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):"
+    print_function(own, header)
+    emit(f'"""{own.keys // 2} keys of each round."""')
+    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {own.size}, 16])")
+    emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
+    emit("P: gl.constexpr = gl.DotOperandLayout(0, D, 2)")
+    emit("dtype: gl.constexpr = own_scores.dtype")
+    print_share(own, own.tiles_of)
+    own.indices("cell", None)
+    emit(f"r_q = own * {OWN} + gl.arange(0, {OWN}, gl.SliceLayout(1, S))")
+    for chunk in range(own.chunks_each):
+        emit(f"bias_sum{chunk} = gl.zeros([{OWN}, {own.size}], gl.float32, S)")
+    emit("mbarrier.wait(held_full.index(0), 0)")
+    own.writer.loop("for round in range(count):", lambda: _round(own))
+    emit("tma.store_wait(0)")
+    factor = "" if own.factor == 1 else f" * {own.factor}"
+    target = f"p_{own.array('held', 'grad')} + gl.program_id(0).to(gl.int64) * {OWN * own.keys}"
+    emit(f"p_tile = {target} + GROUP * {own.keys // 2}")
+    emit(f"o_q = gl.arange(0, {OWN}, gl.SliceLayout(1, S))[:, None] * {own.keys}")
+    emit(f"o_k = gl.arange(0, {own.size}, gl.SliceLayout(0, S))[None, :]")
+    for chunk in range(own.chunks_each):
+        emit(f"gl.store(p_tile + o_q + o_k + {chunk * own.size}, bias_sum{chunk}{factor})")
+    emit()
+    emit()
+
+
+def _round(own: _Pairs) -> None:
+    emit, plan = own.emit, own.plan
+    count = own.chunks_each
+    own.indices(None, "(first + round)")
+    known = own.read(("row", "scalar"))
+    emit(f"own_slot = round % {own.own_slots}")
+    emit(f"mbarrier.wait(own_full.index(own_slot), round // {own.own_slots} % 2)")
+    for i, name in enumerate(("base", "delta")):
+        emit(f"{name} = lines.index(own_slot * 2 + {i}).load(gl.SliceLayout(1, S))[:, None]")
+    emit(f"sum_query = gl.zeros([{OWN}, {plan.width}], gl.float32, D)")
+    is_early = plan.width <= 64
+    for chunk in range(count):
+        if chunk == 0 or not is_early:
+            _begin_scores(own, chunk, known)
+        _begin_slopes(own, chunk)
+        if is_early and chunk + 1 < count:
+            _begin_scores(own, chunk + 1, known)
+        if chunk == 0:
+            emit("if GROUP == 0:")
+            own.writer.depth += 1
+            emit("# The last round's gradient has left.")
+            emit("tma.store_wait(0)")
+            emit("gl.thread_barrier()")
+            emit("mbarrier.arrive(half_empty.index(0), count=1, pred=round > 0)")
+            own.writer.depth -= 1
+        _chunk(own, chunk, 2 if is_early and chunk + 1 < count else 1)
+    _finish(own)
+
+
+def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value]) -> None:
+    emit, plan, size = own.emit, own.plan, own.size
+    held = own.region.leaves.index(plan.held)
+    first_key = f"GROUP * {own.keys // 2} + {chunk * size}"
+    columns = {}
+    if own.counts_keys:
+        emit(f"r_k = {first_key} + gl.arange(0, {size}, gl.SliceLayout(0, S))")
+        columns = own.read(("column",), counted=True)
+    piece = f"held.index(forgotten(({first_key}) // {HELD_COLUMNS}))"
+    piece += f".slice({chunk * size % HELD_COLUMNS}, {size}, dim=1)" if size < HELD_COLUMNS else ""
+    emit(f"leaf{held} = widened({piece}.load(S))")
+    tiles = own.tiles({**known, **columns, held: Value(f"leaf{held}", (OWN, size))})
+    start = own.evaluate(plan.others, tiles, f"x{chunk}_").name
+    if plan.of_keys is not None:
+        start += f" + of_keys.index(own_slot).slice({first_key}, {size}).load(gl.SliceLayout(0, S))[None, :]"
+    emit(f"start = {start}")
+    # Groups take turns.
+    emit(f"at{chunk} = forgotten(round) * {2 * own.chunks_each} + {2 * chunk} + GROUP")
+    emit(f"mbarrier.wait(chunk_full.index(at{chunk} % {own.slots}), at{chunk} // {own.slots} % 2)")
+    emit(f"keys{chunk} = chunk_scores.index(at{chunk} % {own.slots})")
+    emit("queries = own_scores.index(forgotten(own_slot))")
+    emit(f"scores{chunk} = warpgroup_mma(queries, keys{chunk}.permute((1, 0)), start, is_async=True)")
+
+
+def _begin_slopes(own: _Pairs, chunk: int) -> None:
+    emit = own.emit
+    emit(f"values = chunk_slopes.index(at{chunk} % {own.slots})")
+    emit(f"start = gl.zeros([{OWN}, {own.size}], gl.float32, S) - delta")
+    emit("cotangents = own_slopes.index(forgotten(own_slot))")
+    emit(f"slopes{chunk} = warpgroup_mma(cotangents, values.permute((1, 0)), start, is_async=True)")
+
+
+def _chunk(own: _Pairs, chunk: int, later: int) -> None:
+    """Probabilities and slopes of a chunk, and what they add to the gradients.
+
+    Args:
+        later: products begun after its scores.
+    """
+    emit, plan = own.emit, own.plan
+    emit(f"scores{chunk} = warpgroup_mma_wait({later}, deps=[scores{chunk}])")
+    if chunk > 0:
+        emit("# The last chunk's products are done, too.")
+        emit("gl.thread_barrier()")
+        emit(f"free_slot(chunk_empty, at{chunk - 1}, {own.slots})")
+    emit(f"power = gl.exp2(scores{chunk} * {plan.unit * LOG2_E} - base)")
+    emit(f"slopes{chunk} = warpgroup_mma_wait({later - 1}, deps=[slopes{chunk}])")
+    if chunk == own.chunks_each - 1:
+        emit("gl.thread_barrier()")
+        emit(f"free_slot(own_empty, round, {own.own_slots})")
+    emit(f"slopes = slopes{chunk} * power")
+    emit(f"bias_sum{chunk} += slopes")
+    first = "use_acc=False, " if chunk == 0 else ""
+    emit("factor = gl.convert_layout(slopes.to(dtype), P)")
+    emit(f"sum_query = warpgroup_mma(factor, keys{chunk}, sum_query, {first}is_async=True)")
+
+
+def _finish(own: _Pairs) -> None:
+    """One group hands its sums to the other, whose result leaves by way of the same memory."""
+    emit = own.emit
+    last = own.chunks_each - 1
+    emit("sum_query = warpgroup_mma_wait(0, deps=[sum_query])")
+    emit("gl.thread_barrier()")
+    emit(f"free_slot(chunk_empty, at{last}, {own.slots})")
+    emit("if GROUP == 1:")
+    own.writer.depth += 1
+    emit("mbarrier.wait(half_empty.index(0), round % 2 ^ 1)")
+    emit("other_half.store(sum_query)")
+    emit("gl.thread_barrier()")
+    emit("mbarrier.arrive(half_full.index(0), count=1)")
+    own.writer.depth -= 1
+    emit("else:")
+    own.writer.depth += 1
+    emit("mbarrier.wait(half_full.index(0), round % 2)")
+    emit("sum_query += other_half.load(D)")
+    emit("gl.thread_barrier()")
+    emit(f"gradient = other_half._reinterpret(dtype, [{OWN}, {own.plan.width}], d_query.layout)")
+    emit(f"gradient.store((sum_query * {own.plan.unit}).to(dtype))")
+    emit("fence_async_shared()")
+    emit("gl.thread_barrier()")
+    emit(f"tma.async_copy_shared_to_global(d_query, [{own.at(own.place, f'own * {OWN}')}], gradient)")
+    own.writer.depth -= 1
+
+
+def _load(own: _Pairs) -> None:
+    """What the warp does that loads."""
+    emit, plan = own.emit, own.plan
+    print_function(
+        own,
+        f"def load({_MEMORY}, query, cotangent, key, value, bias{own.parameters()}, p_log_sum, p_delta, "
+        "ROUNDS: gl.constexpr):",
+    )
+    emit('"""Fills the slots, for all rounds."""')
+    print_share(own, own.tiles_of)
+    own.indices("cell", None)
+    emit(f"mbarrier.expect(held_full.index(0), {OWN * own.keys * 2})")
+    for piece in range(own.keys // HELD_COLUMNS):
+        at = own.at(own.places["held"], f"own * {OWN}", piece * HELD_COLUMNS)
+        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
+    emit("B: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+    if plan.of_keys is not None:
+        begin_terms(own)
+    _request_lines(own, "first")
+
+    parts = 2 * own.chunks_each
+
+    def body() -> None:
+        emit(f"round = step // {parts}")
+        own.indices(None, "(first + round)")
+        emit(f"if step % {parts} == 0:")
+        own.writer.depth += 1
+        emit(f"slot = round % {own.own_slots}")
+        emit(f"mbarrier.wait(own_empty.index(slot), round // {own.own_slots} % 2 ^ 1)")
+        _load_pair(own, "own", ("query", "cotangent"), f"own * {OWN}", OWN)
+        emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
+        emit("lines.index(slot * 2 + 1).store(loaded_delta)")
+        if plan.of_keys is not None:
+            store_terms(own, plan.of_keys, "slot")
+        emit("gl.thread_barrier()")
+        emit("mbarrier.arrive(own_full.index(slot), count=1)")
+        own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
+        if plan.of_keys is not None:
+            request_terms(own)
+        _request_lines(own, None)
+        own.indices(None, "(first + round)")
+        own.writer.depth -= 1
+        emit(f"slot = step % {own.slots}")
+        emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
+        emit(f"first_key = step % {parts} // 2 * {own.size} + step % 2 * {own.keys // 2}")
+        _load_pair(own, "chunk", ("key", "value"), "first_key", own.size)
+
+    own.writer.loop(f"for step in range(count * {parts}):", body)
+    emit()
+    emit()
+
+
+def _load_pair(own: _Pairs, which: str, arrays: tuple[str, str], offset: str, rows: int) -> None:
+    """Tiles of both products, into `slot`."""
+    own.emit(f"mbarrier.expect({which}_full.index(slot), {2 * rows * own.plan.width * 2})")
+    for array, name in zip(arrays, ("scores", "slopes"), strict=True):
+        at = own.at(own.places[array], offset)
+        memory = f"{which}_{name}.index(slot)"
+        own.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {which}_full.index(slot), {memory})")
+
+
+def _request_lines(own: _Pairs, through: str | None) -> None:
+    """Load what the softmax left of the next round's queries, and what their slopes are compared with."""
+    if through is not None:
+        own.indices(None, through)
+    own.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, B)")
+    own.emit(f"loaded_sum = tl.load(p_log_sum + {own.writer.row_place()})")
+    own.emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
+
+
+def _entry(own: _Pairs) -> None:
+    """The kernel itself."""
+    emit = own.emit
+    width = own.plan.width
+    pointers = own.pointer_parameters()
+    print_function(own, f"def {NAME}(query, cotangent, key, value, bias, d_query{pointers}, ROUNDS: gl.constexpr):")
+    emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
+    for which, names, shape in (
+        ("own", ("query", "cotangent"), f"[{own.own_slots}, {OWN}, {width}]"),
+        ("chunk", ("key", "value"), f"[{own.slots}, {own.size}, {width}]"),
+    ):
+        for name, kind in zip(names, ("scores", "slopes"), strict=True):
+            emit(f"{which}_{kind} = gl.allocate_shared_memory(query.dtype, {shape}, {name}.layout)")
+    line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
+    emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * own.own_slots}, {OWN}], {line})")
+    if own.plan.of_keys is None:
+        emit("of_keys = lines")
+    else:
+        emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{own.own_slots}, {own.wide_keys}], {line})")
+    emit(f"HALF: gl.constexpr = gl.SwizzledSharedLayout(8, 1, {width // 8}, [1, 0])")
+    emit(f"other_half = gl.allocate_shared_memory(gl.float32, [{OWN}, {width}], HALF)")
+    held = f"[{own.keys // HELD_COLUMNS}, {OWN}, {HELD_COLUMNS}]"
+    emit(f"held = gl.allocate_shared_memory(bias.dtype, {held}, bias.layout)")
+    # Beside the copy engine's bytes, the lines that come with them.
+    emit(f"own_full = make_barriers({own.own_slots}, 2)")
+    emit(f"own_empty = make_barriers({own.own_slots}, 2)")
+    emit(f"chunk_full = make_barriers({own.slots}, 1)")
+    emit(f"chunk_empty = make_barriers({own.slots}, 1)")
+    emit("half_full = make_barriers(1, 1)")
+    emit("half_empty = make_barriers(1, 1)")
+    emit("held_full = make_barriers(1, 1)")
+    emit("fence_async_shared()")
+    emit("gl.thread_barrier()")
+    emit("gl.warp_specialize([")
+    for group in range(2):
+        emit(f"    (compute, ({_MEMORY}, d_query{pointers}, ROUNDS, {group})),")
+    arrays = "query, cotangent, key, value, bias"
+    emit(f"    (load, ({_MEMORY}, {arrays}{own.parameters()}, p_log_sum, p_delta, ROUNDS)),")
+    emit("], [4, 1], [240, 24])")
+
+
+def resident_pairs(region: Region) -> ResidentKernel | None:
+    """The kernel in the place of those by rows and by pairs, None where the bias cannot stay or has no gradient.
+
+    Args:
+        region: arranged.
+    """
+    plan = resident(region)
+    if plan is None or region.sizes["k"] % (2 * CHUNK) or not (plan.held.has_gradient and plan.query.has_gradient):
+        return None
+    leaves, sizes, batch = region.leaves, region.sizes, set(region.batch)
+    others = [x for x in leaves if x.has_gradient and x.role in ("row", "scalar")]
+    factor = _factor(region, plan)
+    if others or factor is None or set(plan.query.labels) != batch or set(value_labels(region)) != batch:
+        return None
+    dims = gradient_dims(plan.query, region.batch)
+    if dims is None:
+        return None
+    shape = shape_of(dims, sizes)
+    place = place_of(layout_of(shape, dims, sizes), shape, "q", plan.query.features, sizes)
+    if place is None:
+        return None
+    own = _Pairs(region, plan, place, factor)
+    _compute(own)
+    _load(own)
+    _entry(own)
+    return _kernel(own, Output(own.array("query", "grad"), dims, shape, jnp.dtype(plan.query.source.dtype).name))
+
+
+def _factor(region: Region, plan: Resident) -> float | None:
+    """Of the bias in the scores, None where it is not simply a term."""
+    assert region.score is not None
+    own = [(factor, node) for factor, node in terms_of(region.score) if plan.held in leaves_of(node)]
+    return None if any(node.leaf is not plan.held for _, node in own) else sum(factor for factor, _ in own)
+
+
+def _kernel(own: _Pairs, d_query: Output) -> ResidentKernel:
+    region, plan, width = own.region, own.plan, own.plan.width
+    rounds, tiles = cells_of(region, plan.through), own.tiles_of * cells_of(region, plan.cell)
+    # How many parts of its gradient there are is known before the GPU is.
+    each = rounds_each(rounds, tiles, USUAL_MULTIPROCESSORS)
+    labels = (*plan.cell, "part", "q", "k")
+    sizes = region.sizes | {"part": -(-rounds // each)}
+    d_bias = Output(own.array("held", "grad"), tuple((x,) for x in labels), tuple(sizes[x] for x in labels), "float32")
+    names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
+    source = Source(
+        gluon_source("forgotten, free_slot, widened", own.writer.lines),
+        NAME,
+        (*names, "value", "log_sum", "cotangent", "delta"),
+        (d_query, d_bias),
+        (tiles, 1, 1),
+    )
+    moved = (
+        ("query", own.array("query"), own.places["query"].shape, (OWN, width)),
+        ("cotangent", "cotangent", own.places["cotangent"].shape, (OWN, width)),
+        ("key", own.array("key"), own.places["key"].shape, (own.size, width)),
+        ("value", "value", own.places["value"].shape, (own.size, width)),
+        ("bias", own.array("held"), own.places["held"].shape, (OWN, HELD_COLUMNS)),
+        ("d_query", d_query.name, own.place.shape, (OWN, width)),
+    )
+    pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", d_bias.name)
+    return ResidentKernel(source, moved, jnp.dtype(region.dtype).name, pointers, rounds, tiles, each)
