@@ -305,7 +305,7 @@ def test_kernels_are_compiled_ahead_and_then_loaded(monkeypatch, tmp_path):
     assert rows["xla", "fwd+bwd"].cached_kernels_ms > row.cached_kernels_ms
 
 
-def test_a_kernel_that_cannot_be_compiled_is_a_reason():
+def test_a_kernel_that_cannot_be_compiled_is_a_reason(tmp_path):
     pytest.importorskip("triton")
 
     class Broken:
@@ -314,7 +314,7 @@ def test_a_kernel_that_cannot_be_compiled_is_a_reason():
         def plan(self, target):
             raise ValueError(f"nothing for {target.arch}")
 
-    assert fuse_ahead.timed_compilation([Broken()], Target(90, 132)) == "ValueError: nothing for 90"
+    assert fuse_ahead.timed_compilation([Broken()], Target(90, 132), str(tmp_path / "kernels")) == "ValueError: nothing for 90"
 
 
 def test_verdicts_compare_with_the_limits():

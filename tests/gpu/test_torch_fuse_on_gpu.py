@@ -6,9 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from blockdiag import fuse as jax_fuse  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
 from blockdiag.interop import dlpack  # noqa: E402
 from blockdiag.torch import fuse  # noqa: E402
+from tests.resident_cases import CASES as RESIDENT  # noqa: E402
 from tests.support import largest_error  # noqa: E402
 from tests.test_fusion_gallery import exact_and_allowed, operands, promotion  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
@@ -102,6 +104,28 @@ def test_native_and_through_jax_agree(name):
         other = through_jax[result]
         largest = other.float().abs().max().item()
         torch.testing.assert_close(one.float(), other.float(), rtol=1e-2, atol=1e-2 * largest, msg=result)
+
+
+@pytest.mark.parametrize("needed", [("query", "pair"), ("query", "value"), ("pair",)], ids="_".join)
+def test_a_bias_that_stays_has_the_gradients_that_jax_gets(needed):
+    """On Hopper queries' and the bias's gradients are one kernel's where both are needed."""
+    case = RESIDENT["evoformer"]
+    inputs = case.inputs()
+    tensors = {key: to_tensor(x, GPU).requires_grad_(key in needed) for key, x in inputs.items()}
+    output = fuse(case.function)(**tensors)
+    cotangent = torch.randn_like(output)
+    found = torch.autograd.grad(output, [tensors[x] for x in needed], cotangent)
+
+    def compute(given):
+        return jax_fuse(case.function, implementation="triton")(**inputs | given)
+
+    expected, pull = jax.vjp(compute, {x: inputs[x] for x in needed})
+    torch.testing.assert_close(output.cpu(), to_tensor(np.asarray(expected)), rtol=0, atol=0)
+    (gradients,) = pull(dlpack.to_jax(cotangent))
+    for name, one in zip(needed, found, strict=True):
+        other = to_tensor(np.asarray(gradients[name])).float()
+        assert bool(other.abs().max() > 0)
+        torch.testing.assert_close(one.cpu().float(), other, rtol=1e-2, atol=1e-2 * other.abs().max().item(), msg=name)
 
 
 @pytest.mark.parametrize("name", ["causal", "alibi", "grouped_query", "two_biases", "differential"])

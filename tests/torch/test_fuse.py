@@ -17,10 +17,11 @@ from blockdiag.fusion.api import trace  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
 from blockdiag.torch import _fuse_call, fuse  # noqa: E402
 from blockdiag.torch._fuse_program import marked  # noqa: E402
-from blockdiag.torch._fuse_region import region_p  # noqa: E402
+from blockdiag.torch._fuse_region import BoundRegion, region_p  # noqa: E402
 from blockdiag.torch._fuse_split import Segment, Split  # noqa: E402
 from blockdiag.triton_kernels.plan import Target  # noqa: E402
 from tests.plans_support import report_of  # noqa: E402
+from tests.resident_cases import CASES as RESIDENT  # noqa: E402
 from tests.support import compiled_quickly  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
 
@@ -401,3 +402,26 @@ def test_wrong_arguments(implementation):
         fused(query, key, {1, 2})
     with pytest.raises(TypeError, match=r"torch\.func"):
         torch.vmap(fused)(*[x[None] for x in (query, key, value)])
+
+
+@pytest.mark.parametrize(
+    ("arch", "needed", "is_joint"),
+    [(90, True, True), (90, False, False), (100, True, False), (None, True, False)],
+)
+def test_a_joint_kernel_is_launched_on_hopper_where_all_that_it_makes_is_needed(arch, needed, is_joint):
+    pytest.importorskip("triton")
+    case = RESIDENT["evoformer"]
+    given = {name: jax.ShapeDtypeStruct(shape, case.dtype) for name, shape in case.shapes.items()}
+    jaxpr = marked(trace(case.function, (), given), has_gradient=True)
+    (steps,) = [x.params["steps"] for x in jaxpr.jaxpr.eqns if x.primitive is region_p]
+    names = list(case.shapes)
+    assert len(steps.on_hopper) == 2 and len(steps.backward) == 3
+
+    def refuse(spec):
+        raise AssertionError(f"{spec.name} is made ready")
+
+    bound = BoundRegion(steps, refuse, None if arch is None else Target.for_arch(arch))
+    # Queries, the first gradient of the joint kernel, are needed in any case.
+    place = steps.on_hopper[0].gradients[0].operand
+    flags = [needed or i == place for i in range(len(names))]
+    assert (bound.backward_steps(flags) is steps.on_hopper) == is_joint

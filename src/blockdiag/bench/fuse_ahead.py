@@ -6,7 +6,6 @@ Triton and torch keep what they compile on disk, so that the benchmark itself th
 import multiprocessing
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,7 +49,7 @@ def compile_ahead(
     context = multiprocessing.get_context("spawn")
     end = began + limit_seconds
     # What this process loads for its first kernel is no part of what it takes to read others.
-    timed_compilation(launch_specs(_TINY, "fwd", target=target), target)
+    timed_compilation(launch_specs(_TINY, "fwd", target=target), target, kept_in(_TINY, "fwd"))
     # As many at once as have cores of their own, and a fresh process for each: what is timed is what a user waits for.
     with context.Pool(max(1, cores // _CORES_OF_A_PASS), maxtasksperchild=1) as pool:
         passes: dict[tuple[str, FusePass], Any] = {}
@@ -61,7 +60,9 @@ def compile_ahead(
                 except recordable_failures() as failure:
                     ahead.lines.append(f"{case.name}: no kernels for {pass_name}: {reason_of(failure)}")
                     continue
-                passes[case.name, pass_name] = pool.apply_async(timed_compilation, (specs, target))
+                passes[case.name, pass_name] = pool.apply_async(
+                    timed_compilation, (specs, target, kept_in(case, pass_name))
+                )
         for key, waiting in passes.items():
             found = _result(waiting, end)
             if isinstance(found, float):
@@ -88,27 +89,32 @@ def _result(waiting: Any, end: float) -> Any:
         return "not compiled ahead: it took too long"
 
 
-def timed_compilation(specs: Sequence[Any], target: Any) -> float | str:
+def kept_in(case: FuseCase, pass_name: FusePass) -> str:
+    """The folder of the kernels of a pass: Triton's files name others by whole paths, and cannot be moved."""
+    from triton import knobs
+
+    return os.path.join(knobs.cache.dir, f"{case.name}-{pass_name}")
+
+
+def timed_compilation(specs: Sequence[Any], target: Any, folder: str) -> float | str:
     """Seconds to plan the launches of a pass and to compile them together, or why that failed.
 
-    They are compiled as if nothing were on disk, and are there afterwards.
+    They are compiled as if nothing were on disk, and lie in `folder` afterwards.
     """
     import triton.compiler  # noqa: F401  what every process loads once
     from triton import knobs
 
     from blockdiag.triton_kernels.compile import compile_together
 
-    kept = knobs.cache.dir
-    with tempfile.TemporaryDirectory() as empty:
-        began = time.perf_counter()
-        with knobs.cache.scope():
-            knobs.cache.dir = empty
-            try:
-                compile_together([(spec.plan(target), target) for spec in specs])
-            except recordable_failures() as failure:
-                return reason_of(failure)
-        seconds = time.perf_counter() - began
-        shutil.copytree(empty, kept, dirs_exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.perf_counter()
+    with knobs.cache.scope():
+        knobs.cache.dir = folder
+        try:
+            compile_together([(spec.plan(target), target) for spec in specs])
+        except recordable_failures() as failure:
+            return reason_of(failure)
+    seconds = time.perf_counter() - began
     return seconds
 
 

@@ -9,7 +9,7 @@ import jax
 import torch
 
 from blockdiag.bench.clock import Framework, Subject, calibrate, sample_torch, summarise, take_rounds
-from blockdiag.bench.fuse_ahead import Ahead
+from blockdiag.bench.fuse_ahead import Ahead, kept_in
 from blockdiag.bench.fuse_cases import FUSE_PASSES, FuseCase, FusePass
 from blockdiag.bench.fuse_check import BASELINE_GATE, check_results, exact_results, expected_names, make_arrays
 from blockdiag.bench.fuse_programs import (
@@ -246,15 +246,19 @@ def _load_kernels(context: _Context, pass_name: FusePass, loads: dict[Any, float
     specs = context.ahead.specs.get((context.case.name, pass_name))
     if specs is None:
         return None
+    from triton import knobs
+
     from blockdiag.interop.targets import session_target
     from blockdiag.triton_kernels.compile import compile_plan
 
     target = session_target()
-    for spec in specs:
-        if spec not in loads:
-            begin = time.perf_counter()
-            compile_plan(spec.plan(target), target)
-            loads[spec] = time.perf_counter() - begin
+    with knobs.cache.scope():
+        knobs.cache.dir = kept_in(context.case, pass_name)
+        for spec in specs:
+            if spec not in loads:
+                begin = time.perf_counter()
+                compile_plan(spec.plan(target), target)
+                loads[spec] = time.perf_counter() - begin
     return sum(loads[spec] for spec in specs)
 
 

@@ -64,7 +64,7 @@ def config_of(region: Region, kind: Kind) -> Config:
         width = 512 if min(features, values) > 128 else max(features, values)
         rows, columns, warps, stages = table[next(wide for wide in table if width <= wide)]
         if kind == "forward" and not has_bias and features <= 64 < values <= 128:
-            warps = 4
+            warps, stages = 4, 4
     tile = _fitting(region, rows, columns)
     if kind == "diagonals":
         tile = Tile(*[min(tile.rows, tile.columns)] * 2)

@@ -6,6 +6,7 @@ handed to the group that writes queries' gradients. See resident.py, and kernels
 of rows and columns alone.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import jax.numpy as jnp
@@ -42,10 +43,12 @@ NAME = "fused_rows_and_pairs_resident"
 OWN = 64
 """Queries of a program."""
 _MOST_SLOTS = 8
+_PIECE = 8
+_OWN_MEMORY = ("own_scores", "own_slopes", "own_output")
 USUAL_MULTIPROCESSORS = 132
 _MEMORY = (
-    "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, of_keys, other_half, held, own_full, own_empty, "
-    "chunk_full, chunk_empty, half_full, half_empty, held_full"
+    "own_scores, own_slopes, own_output, chunk_scores, chunk_slopes, lines, of_keys, other_half, held, own_full, "
+    "own_empty, lines_full, chunk_full, chunk_empty, half_full, half_empty, held_full"
 )
 
 
@@ -64,35 +67,37 @@ class _Pairs(ResidentWriter):
         self.place, self.factor = place, factor
         self.keys = region.sizes["k"]
         self.chunks_each = self.keys // self.size // 2
-        self.own_slots, self.slots = _slots(plan.width, self.keys, self.wide_keys, self.size)
+        # What slopes are compared with takes a whole round to make: with room for one round, that would be waited for.
+        self.own_slots, self.slots, self.makes_delta = _slots(plan.width, self.keys, self.wide_keys, self.size)
         self.tiles_of = region.sizes["q"] // OWN
         self.places = {**plan.places, "cotangent": plan.places["output"]}
-
-    def pointer_parameters(self) -> str:
-        return f"{self.parameters()}, p_log_sum, p_delta, p_{self.array('held', 'grad')}"
 
     def array(self, name: Literal["query", "key", "held"], kind: str = "leaf") -> str:
         """What an operand, or its gradient, is called among the arrays of the launch."""
         return f"{kind}{self.region.leaves.index(getattr(self.plan, name))}"
 
 
-def _slots(width: int, keys: int, wide_keys: int, size: int) -> tuple[int, int]:
-    """Tiles of queries with their lines, and parts of keys and values, that there is room for.
+def _slots(width: int, keys: int, wide_keys: int, size: int) -> tuple[int, int, bool]:
+    """Tiles of queries with their lines, and parts of keys and values, that there is room for; whether for results too.
 
     Each part's slot is one group's: who waits for every second filling cannot tell the one before from it.
     """
-    pair, part = 2 * OWN * width * 2 + (wide_keys + 2 * OWN) * 4, 2 * size * width * 2
+    tile, part = OWN * width * 2, 2 * size * width * 2
+    lines = (wide_keys + 2 * OWN) * 4
     room = SHARED_BYTES - OWN * keys * 2 - OWN * width * 4
     most = keys // size
-    own_slots = 2 if (room - 2 * pair) // part >= most else 1
-    return own_slots, min(2 * most, (room - own_slots * pair) // part // 2 * 2, _MOST_SLOTS)
+    for own_slots, tiles in ((2, 3), (2, 2), (1, 2)):
+        slots = (room - own_slots * (tiles * tile + lines)) // part // 2 * 2
+        if slots >= most or own_slots == 1:
+            return own_slots, min(2 * most, slots, _MOST_SLOTS), tiles == 3
+    raise AssertionError("the last choice is taken")
 
 
 def _compute(own: _Pairs) -> None:
     """What a group of warps does."""
     emit, plan = own.emit, own.plan
-    header = f"def compute({_MEMORY}, d_query{own.pointer_parameters()}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):"
-    print_function(own, header)
+    pointers = f"{own.parameters()}, p_{own.array('held', 'grad')}"
+    print_function(own, f"def compute({_MEMORY}, d_query{pointers}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
     emit(f'"""{own.keys // 2} keys of each round."""')
     emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {own.size}, 16])")
     emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
@@ -123,7 +128,8 @@ def _round(own: _Pairs) -> None:
     own.indices(None, "(first + round)")
     known = own.read(("row", "scalar"))
     emit(f"own_slot = round % {own.own_slots}")
-    emit(f"mbarrier.wait(own_full.index(own_slot), round // {own.own_slots} % 2)")
+    for full in ("own_full", "lines_full"):
+        emit(f"mbarrier.wait({full}.index(own_slot), round // {own.own_slots} % 2)")
     for i, name in enumerate(("base", "delta")):
         emit(f"{name} = lines.index(own_slot * 2 + {i}).load(gl.SliceLayout(1, S))[:, None]")
     emit(f"sum_query = gl.zeros([{OWN}, {plan.width}], gl.float32, D)")
@@ -230,25 +236,17 @@ def _finish(own: _Pairs) -> None:
 
 
 def _load(own: _Pairs) -> None:
-    """What the warp does that loads."""
-    emit, plan = own.emit, own.plan
-    print_function(
-        own,
-        f"def load({_MEMORY}, query, cotangent, key, value, bias{own.parameters()}, p_log_sum, p_delta, "
-        "ROUNDS: gl.constexpr):",
-    )
-    emit('"""Fills the slots, for all rounds."""')
+    """What the warp does that loads tiles."""
+    emit = own.emit
+    names = ("query", "cotangent", *(["output"] if own.makes_delta else []))
+    print_function(own, f"def load({_MEMORY}, {', '.join(names)}, key, value, bias, ROUNDS: gl.constexpr):")
+    emit('"""Fills the slots of tiles, for all rounds."""')
     print_share(own, own.tiles_of)
     own.indices("cell", None)
     emit(f"mbarrier.expect(held_full.index(0), {OWN * own.keys * 2})")
     for piece in range(own.keys // HELD_COLUMNS):
         at = own.at(own.places["held"], f"own * {OWN}", piece * HELD_COLUMNS)
         emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
-    emit("B: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
-    if plan.of_keys is not None:
-        begin_terms(own)
-    _request_lines(own, "first")
-
     parts = 2 * own.chunks_each
 
     def body() -> None:
@@ -258,60 +256,104 @@ def _load(own: _Pairs) -> None:
         own.writer.depth += 1
         emit(f"slot = round % {own.own_slots}")
         emit(f"mbarrier.wait(own_empty.index(slot), round // {own.own_slots} % 2 ^ 1)")
-        _load_pair(own, "own", ("query", "cotangent"), f"own * {OWN}", OWN)
-        emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
-        emit("lines.index(slot * 2 + 1).store(loaded_delta)")
-        if plan.of_keys is not None:
-            store_terms(own, plan.of_keys, "slot")
-        emit("gl.thread_barrier()")
-        emit("mbarrier.arrive(own_full.index(slot), count=1)")
-        own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
-        if plan.of_keys is not None:
-            request_terms(own)
-        _request_lines(own, None)
-        own.indices(None, "(first + round)")
+        _load_tiles(own, "own", dict(zip(names, _OWN_MEMORY, strict=False)), f"own * {OWN}", OWN)
         own.writer.depth -= 1
         emit(f"slot = step % {own.slots}")
         emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
         emit(f"first_key = step % {parts} // 2 * {own.size} + step % 2 * {own.keys // 2}")
-        _load_pair(own, "chunk", ("key", "value"), "first_key", own.size)
+        memory = {"key": "chunk_scores", "value": "chunk_slopes"}
+        _load_tiles(own, "chunk", memory, "first_key", own.size)
 
     own.writer.loop(f"for step in range(count * {parts}):", body)
     emit()
     emit()
 
 
-def _load_pair(own: _Pairs, which: str, arrays: tuple[str, str], offset: str, rows: int) -> None:
-    """Tiles of both products, into `slot`."""
-    own.emit(f"mbarrier.expect({which}_full.index(slot), {2 * rows * own.plan.width * 2})")
-    for array, name in zip(arrays, ("scores", "slopes"), strict=True):
+def _load_tiles(own: _Pairs, which: str, memory: Mapping[str, str], offset: str, rows: int) -> None:
+    """Tiles of these arrays, into `slot`."""
+    own.emit(f"mbarrier.expect({which}_full.index(slot), {len(memory) * rows * own.plan.width * 2})")
+    for array, name in memory.items():
         at = own.at(own.places[array], offset)
-        memory = f"{which}_{name}.index(slot)"
-        own.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {which}_full.index(slot), {memory})")
+        own.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {which}_full.index(slot), {name}.index(slot))")
 
 
-def _request_lines(own: _Pairs, through: str | None) -> None:
-    """Load what the softmax left of the next round's queries, and what their slopes are compared with."""
-    if through is not None:
-        own.indices(None, through)
+def _gather(own: _Pairs) -> None:
+    """What the warp does that makes lines of queries and of keys."""
+    emit, plan = own.emit, own.plan
+    print_function(own, f"def gather({_MEMORY}{own.parameters()}, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
+    emit('"""Fills the slots of lines, for all rounds."""')
+    print_share(own, own.tiles_of)
+    own.indices("cell", None)
+    emit("B: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+    if plan.of_keys is not None:
+        begin_terms(own)
+    own.indices(None, "first")
+    _request_lines(own)
+
+    def body() -> None:
+        own.indices(None, "(first + round)")
+        emit(f"slot = round % {own.own_slots}")
+        if own.makes_delta:
+            emit(f"mbarrier.wait(own_full.index(slot), round // {own.own_slots} % 2)")
+            _make_delta(own)
+        else:
+            emit(f"mbarrier.wait(own_empty.index(slot), round // {own.own_slots} % 2 ^ 1)")
+            emit("lines.index(slot * 2 + 1).store(loaded_delta)")
+        emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
+        if plan.of_keys is not None:
+            store_terms(own, plan.of_keys, "slot")
+        emit("gl.thread_barrier()")
+        emit("mbarrier.arrive(lines_full.index(slot), count=1)")
+        if own.makes_delta:
+            emit("mbarrier.arrive(own_empty.index(slot), count=1)")
+        own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
+        if plan.of_keys is not None:
+            request_terms(own)
+        _request_lines(own)
+
+    own.writer.loop("for round in range(count):", body)
+    emit()
+    emit()
+
+
+def _make_delta(own: _Pairs) -> None:
+    """Sums of cotangents times results, a few columns at a time: this warp has few registers."""
+    emit = own.emit
+    emit(f"R: gl.constexpr = gl.BlockedLayout([1, {_PIECE}], [32, 1], [1, 1], [1, 0])")
+    for row in range(0, OWN, 32):
+        emit("delta = gl.zeros([32], gl.float32, gl.SliceLayout(1, R))")
+        for column in range(0, own.plan.width, _PIECE):
+            piece = f"index(slot).slice({row}, 32).slice({column}, {_PIECE}, dim=1).load(R)"
+            emit(f"delta += gl.sum(widened(own_slopes.{piece}) * widened(own_output.{piece}), 1)")
+        emit(f"lines.index(slot * 2 + 1).slice({row}, 32).store(delta)")
+        emit(f"o_q = own * {OWN} + {row} + gl.arange(0, 32, gl.SliceLayout(1, R))")
+        emit(f"gl.store(p_delta + {own.writer.row_place()}, delta)")
+
+
+def _request_lines(own: _Pairs) -> None:
+    """Load what the softmax left of a round's queries, and what their slopes are compared with."""
     own.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, B)")
     own.emit(f"loaded_sum = tl.load(p_log_sum + {own.writer.row_place()})")
-    own.emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
+    if not own.makes_delta:
+        own.emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
 
 
 def _entry(own: _Pairs) -> None:
     """The kernel itself."""
     emit = own.emit
     width = own.plan.width
-    pointers = own.pointer_parameters()
-    print_function(own, f"def {NAME}(query, cotangent, key, value, bias, d_query{pointers}, ROUNDS: gl.constexpr):")
+    gradient = f"p_{own.array('held', 'grad')}"
+    pointers = f"{own.parameters()}, p_log_sum, p_delta, {gradient}"
+    names = ("query", "cotangent", *(["output"] if own.makes_delta else []))
+    arrays = f"{', '.join(names)}, key, value, bias"
+    print_function(own, f"def {NAME}({arrays}, d_query{pointers}, ROUNDS: gl.constexpr):")
     emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
-    for which, names, shape in (
-        ("own", ("query", "cotangent"), f"[{own.own_slots}, {OWN}, {width}]"),
-        ("chunk", ("key", "value"), f"[{own.slots}, {own.size}, {width}]"),
-    ):
-        for name, kind in zip(names, ("scores", "slopes"), strict=True):
-            emit(f"{which}_{kind} = gl.allocate_shared_memory(query.dtype, {shape}, {name}.layout)")
+    memory = [(name, array, own.own_slots, OWN) for name, array in zip(_OWN_MEMORY, names, strict=False)]
+    memory += [(f"chunk_{kind}", name, own.slots, own.size) for kind, name in (("scores", "key"), ("slopes", "value"))]
+    for name, array, slots, rows in memory:
+        emit(f"{name} = gl.allocate_shared_memory(query.dtype, [{slots}, {rows}, {width}], {array}.layout)")
+    if not own.makes_delta:
+        emit("own_output = own_slopes")
     line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
     emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * own.own_slots}, {OWN}], {line})")
     if own.plan.of_keys is None:
@@ -322,22 +364,23 @@ def _entry(own: _Pairs) -> None:
     emit(f"other_half = gl.allocate_shared_memory(gl.float32, [{OWN}, {width}], HALF)")
     held = f"[{own.keys // HELD_COLUMNS}, {OWN}, {HELD_COLUMNS}]"
     emit(f"held = gl.allocate_shared_memory(bias.dtype, {held}, bias.layout)")
-    # Beside the copy engine's bytes, the lines that come with them.
-    emit(f"own_full = make_barriers({own.own_slots}, 2)")
-    emit(f"own_empty = make_barriers({own.own_slots}, 2)")
-    emit(f"chunk_full = make_barriers({own.slots}, 1)")
-    emit(f"chunk_empty = make_barriers({own.slots}, 1)")
-    emit("half_full = make_barriers(1, 1)")
-    emit("half_empty = make_barriers(1, 1)")
-    emit("held_full = make_barriers(1, 1)")
+    # Those who read tiles of queries: both groups, and who makes lines of them.
+    for name, count, arrivals in (
+        ("own_full", own.own_slots, 1), ("own_empty", own.own_slots, 2 + own.makes_delta),
+        ("lines_full", own.own_slots, 1), ("chunk_full", own.slots, 1), ("chunk_empty", own.slots, 1),
+        ("half_full", 1, 1), ("half_empty", 1, 1), ("held_full", 1, 1),
+    ):  # fmt: skip
+        emit(f"{name} = make_barriers({count}, {arrivals})")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
     emit("gl.warp_specialize([")
     for group in range(2):
-        emit(f"    (compute, ({_MEMORY}, d_query{pointers}, ROUNDS, {group})),")
-    arrays = "query, cotangent, key, value, bias"
-    emit(f"    (load, ({_MEMORY}, {arrays}{own.parameters()}, p_log_sum, p_delta, ROUNDS)),")
-    emit("], [4, 1], [240, 24])")
+        emit(f"    (compute, ({_MEMORY}, d_query{own.parameters()}, {gradient}, ROUNDS, {group})),")
+    emit(f"    (load, ({_MEMORY}, {arrays}, ROUNDS)),")
+    emit(f"    (gather, ({_MEMORY}{own.parameters()}, p_log_sum, p_delta, ROUNDS)),")
+    # To make sums of products takes registers, which the groups can spare where gradients are narrow.
+    registers = [232, 40, 40] if own.makes_delta else [240, 24, 24]
+    emit(f"], [4, 1, 1], {registers})")
 
 
 def resident_pairs(region: Region) -> ResidentKernel | None:
@@ -364,6 +407,7 @@ def resident_pairs(region: Region) -> ResidentKernel | None:
     own = _Pairs(region, plan, place, factor)
     _compute(own)
     _load(own)
+    _gather(own)
     _entry(own)
     return _kernel(own, Output(own.array("query", "grad"), dims, shape, jnp.dtype(plan.query.source.dtype).name))
 
@@ -383,17 +427,21 @@ def _kernel(own: _Pairs, d_query: Output) -> ResidentKernel:
     labels = (*plan.cell, "part", "q", "k")
     sizes = region.sizes | {"part": -(-rounds // each)}
     d_bias = Output(own.array("held", "grad"), tuple((x,) for x in labels), tuple(sizes[x] for x in labels), "float32")
+    rows = (*region.batch, "q")
+    delta = [Output("delta", tuple((x,) for x in rows), tuple(region.sizes[x] for x in rows), "float32")]
+    delta = delta if own.makes_delta else []
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
     source = Source(
         gluon_source("forgotten, free_slot, widened", own.writer.lines),
         NAME,
-        (*names, "value", "log_sum", "cotangent", "delta"),
-        (d_query, d_bias),
+        (*names, "value", "log_sum", "cotangent", "output" if own.makes_delta else "delta"),
+        (d_query, d_bias, *delta),
         (tiles, 1, 1),
     )
     moved = (
         ("query", own.array("query"), own.places["query"].shape, (OWN, width)),
         ("cotangent", "cotangent", own.places["cotangent"].shape, (OWN, width)),
+        *([("output", "output", own.places["output"].shape, (OWN, width))] if own.makes_delta else []),
         ("key", own.array("key"), own.places["key"].shape, (own.size, width)),
         ("value", "value", own.places["value"].shape, (own.size, width)),
         ("bias", own.array("held"), own.places["held"].shape, (OWN, HELD_COLUMNS)),

@@ -212,16 +212,23 @@ def _gradients(region: Region, operands: Sequence[Any], *, stays: bool, interpre
     *leaves, value, output, log_sum, cotangent = operands
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
-    wide = jnp.float32
-    delta = (canonical_result(region, output).astype(wide) * canonical_result(region, cotangent).astype(wide)).sum(-1)
-    cotangent = canonical_result(region, cotangent) if change.changes_result else cotangent
-    arrays |= {"log_sum": log_sum, "delta": delta, "cotangent": cotangent.astype(value.dtype)}
     wanted = hopper_kernels(inner, arrays) if stays else backward_kernels(inner, arrays)
-    # Of two ways to compute them, one of which is never lowered, nothing is compiled before it is.
-    group = None if stays or joint_kernel(inner) is not None else _group(region)
+    arrays |= {"log_sum": log_sum}
+    for name, x in (("output", output), ("cotangent", cotangent.astype(value.dtype))):
+        arrays[name] = canonical_result(region, x) if change.changes_result else x
+    # What a launch makes for those after it.
+    made = {x.name for x in wanted[0].source.outputs if x.name == "delta"}
+    if not made:
+        wide = jnp.float32
+        products = canonical_result(region, output).astype(wide) * canonical_result(region, cotangent).astype(wide)
+        arrays["delta"] = products.sum(-1)
+    # Of two ways to compute them, one of which is never lowered, each has a group of its own.
+    group = (stays, _group(region)) if joint_kernel(inner) is not None else _group(region)
     written = {}
-    for kernel, results in zip(wanted, _launch(wanted, arrays, interpret=interpret, group=group), strict=True):
-        written |= {x.name: (results[x.name], x.dims) for x in kernel.source.outputs}
+    for kernels in (wanted[:1], wanted[1:]) if made else (wanted,):
+        for kernel, results in zip(kernels, _launch(kernels, arrays, interpret=interpret, group=group), strict=True):
+            written |= {x.name: (results[x.name], x.dims) for x in kernel.source.outputs}
+            arrays |= {name: results[name] for name in made & results.keys()}
     grads = [
         change.leaf_gradient(i, leaves[i], *written[f"grad{i}"])
         for i, leaf in enumerate(region.leaves)

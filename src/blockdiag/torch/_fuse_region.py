@@ -143,11 +143,13 @@ class Step:
         inputs: places among the operands, and names of what the region itself makes: "output", "log_sum", "cotangent"
             and "delta".
         gradients: of each array that it writes; None where that is no gradient of an operand.
+        has_delta: whether it makes "delta" itself, as the last array that it writes, for the launches after it.
     """
 
     launch: KernelSpec
     inputs: tuple[int | str, ...]
     gradients: tuple[Gradient | None, ...]
+    has_delta: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +217,8 @@ def mark(region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: boo
                 inputs.append(places.get(name, name))
         specs = [made[x] if isinstance(x, str) else _spec(arguments[x]) for x in inputs]
         gradients = tuple(_gradient(inner, x, places) for x in kernel.source.outputs)
-        steps.append(Step(kernel.launch(specs), tuple(inputs), gradients))
+        has_delta = kernel.source.outputs[-1].name == "delta"
+        steps.append(Step(kernel.launch(specs), tuple(inputs), gradients, has_delta))
     delta = None
     if any("delta" in step.inputs for step in steps):
         delta = Step(DeltaLaunch(delta_source(inner), made["output"]), ("output", "cotangent"), (None,))
@@ -294,22 +297,24 @@ class BoundRegion:
         steps = self.steps
         cotangent = dense(cotangent)
         made = {"output": output, "log_sum": log_sum, "cotangent": cotangent}
-        if steps.delta is not None:
+        launches = self.backward_steps(needed)
+        if steps.delta is not None and not launches[0].has_delta:
             (made["delta"],) = self.run(steps.delta, (), made)
         made["cotangent"] = cotangent.to(steps.cotangent)
         found: list[torch.Tensor | None] = [None] * len(operands)
-        for step in self._backward_steps(needed):
+        for step in launches:
             wanted = [gradient is not None and needed[gradient.operand] for gradient in step.gradients]
             if not any(wanted):
                 continue
-            for gradient, written, is_wanted in zip(
-                step.gradients, self.run(step, operands, made), wanted, strict=True
-            ):
+            results = self.run(step, operands, made)
+            if step.has_delta:
+                made["delta"] = results[-1]
+            for gradient, written, is_wanted in zip(step.gradients, results, wanted, strict=True):
                 if gradient is not None and is_wanted:
                     found[gradient.operand] = gradient.finished(written)
         return found
 
-    def _backward_steps(self, needed: Any) -> tuple[Step, ...]:
+    def backward_steps(self, needed: Any) -> tuple[Step, ...]:
         """The launches for the gradients that are needed: a joint one does not pay where half of what it makes is."""
         steps = self.steps.on_hopper
         if self._target is None or self._target.arch != 90 or not steps:
