@@ -314,7 +314,10 @@ def test_a_kernel_that_cannot_be_compiled_is_a_reason(tmp_path):
         def plan(self, target):
             raise ValueError(f"nothing for {target.arch}")
 
-    assert fuse_ahead.timed_compilation([Broken()], Target(90, 132), str(tmp_path / "kernels")) == "ValueError: nothing for 90"
+    assert (
+        fuse_ahead.timed_compilation([Broken()], Target(90, 132), str(tmp_path / "kernels"))
+        == "ValueError: nothing for 90"
+    )
 
 
 def test_verdicts_compare_with_the_limits():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -360,3 +361,27 @@ def test_what_fails_ahead_fails_where_it_is_asked_for(nothing_compiled, monkeypa
             compile_plan(NONSENSE, TARGET)
     with pytest.raises(ValueError, match="`grid` must be three sizes"):
         compile_ahead([(plan_of(AddSpec(10), grid=(0, 1, 1)), TARGET)])
+
+
+def test_threads_do_not_import_what_others_import(tmp_path):
+    """In a fresh process the first program with a derivative: its threads, and this one, all need Gluon."""
+    program = """
+import jax, jax.numpy as jnp
+from blockdiag import fuse
+from blockdiag.interop import compile_target
+from tests.resident_cases import CASES
+
+case = CASES["three_chunks"]
+given = {name: jax.ShapeDtypeStruct(shape, case.dtype) for name, shape in case.shapes.items()}
+loss = lambda given: fuse(case.function, implementation="triton")(**given).astype(jnp.float32).sum()
+with compile_target(90):
+    lowered = jax.jit(jax.grad(loss)).trace(given).lower(lowering_platforms=("cuda",))
+print(lowered.as_text().count("custom_call @triton_kernel_call_ffi"))
+"""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["4"]

@@ -33,7 +33,7 @@ from blockdiag.fusion.tree import Leaf, Region, with_leaves
 from blockdiag.fusion.tree import Source as ArraySource
 from blockdiag.interop import jax_call
 from blockdiag.interop.by_target import by_target
-from blockdiag.triton_kernels.compile import shared_limit
+from blockdiag.triton_kernels.compile import load_compiler, shared_limit
 from blockdiag.triton_kernels.generated import GeneratedKernel
 from blockdiag.triton_kernels.plan import (
     Argument,
@@ -127,6 +127,7 @@ class FusedLaunch:
         )
 
     def _resident_plan(self, kernel: ResidentKernel, target: Target) -> LaunchPlan:
+        load_compiler()
         from triton.experimental.gluon import language as gl
 
         places: dict[str, tuple[Role, int]] = {x: ("input", i) for i, x in enumerate(self.source.inputs)}

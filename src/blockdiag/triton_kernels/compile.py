@@ -124,6 +124,18 @@ class CompiledLaunch:
         return self.kernel.asm["ptx"]
 
 
+_loading = threading.Lock()
+
+
+def load_compiler() -> None:
+    """Imports what compiling imports, one thread at a time: modules of Gluon import each other in circles, in which two
+    threads at once end with `_DeadlockError`. Whoever imports Gluon, or starts threads that do, calls this before."""
+    with _loading:
+        import triton.compiler
+        import triton.experimental.gluon.language.nvidia.ampere
+        import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
+
+
 def shared_limit(arch: int) -> int | None:
     """Bytes of shared memory a program may use on `arch`, or None where this table does not know the architecture."""
     kib = _SHARED_LIMITS_KIB.get(arch)
@@ -139,6 +151,7 @@ def compile_plan(plan: LaunchPlan, target: Target) -> CompiledLaunch:
         ValueError: when the plan does not describe its kernel (see `check_plan`).
         KernelCompileError: when the kernel does not fit the architecture or the compiler refuses it.
     """
+    load_compiler()
     check_plan(plan)
     key = compile_key(plan, target.arch)
     while True:
@@ -168,6 +181,7 @@ def compile_together(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[Comp
     Raises:
         ValueError, KernelCompileError: as `compile_plan`, for the first one that fails, once all have ended.
     """
+    load_compiler()
     # The fewer kernels, the better for whom debugs them: one is compiled where it is asked for.
     if len(launches) < 2:
         return [compile_plan(*launch) for launch in launches]
@@ -184,6 +198,7 @@ def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
     Raises:
         ValueError: when a plan does not describe its kernel (see `check_plan`).
     """
+    load_compiler()
     for plan, _ in launches:
         check_plan(plan)
     for plan, target in [launches[place] for place in _longest_first(launches)]:
