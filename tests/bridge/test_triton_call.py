@@ -116,7 +116,7 @@ def entry_parameters(**values) -> list[str]:
             kernel=scalar_kernel, out_shape=jax.ShapeDtypeStruct((1,), jnp.float32), grid=1, LABEL="x", **values
         )
     )
-    (compiled,) = compiler._compiled.values()
+    (compiled,) = [found.result() for found in compiler._compiled.values()]
     entry = compiled.ptx.split(".entry")[1].split(")")[0]
     assert ".f64" not in compiled.ptx
     return [line.split()[1] for line in entry.splitlines() if ".param" in line][1:-2]
