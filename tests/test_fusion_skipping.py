@@ -111,3 +111,24 @@ def test_what_is_added_as_an_array_of_floats_is_not_looked_at():
     bias = jnp.where(jnp.tri(TOKENS, dtype=bool), 0.0, -1e9)
     (region,) = explain(biased)(*operands(biased), bias).regions
     assert region.skipped == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1)], ids=str)
+def test_positions_are_never_arrays(batch, lead):
+    """Axes of one before a mask are not an axis of one sequence: somebody would write its positions down."""
+
+    def windowed(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+        far = distance(query)
+        seen = ((far >= 0) & (far <= 20)).reshape(*lead, *far.shape)
+        seen = jax.lax.expand_dims(seen, range(2 - len(lead)))
+        scores = jnp.where(seen, scores, -jnp.inf)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+    shape = jax.ShapeDtypeStruct((batch, 256, 2, 16), "bfloat16")
+    (region,) = explain(windowed)(shape, shape, shape).regions
+    positions = [leaf for leaf in region.leaves if leaf.role in ("row", "column")]
+    assert len(positions) == 2 and all(not leaf.labels and leaf.shape == (256,) for leaf in positions)
+    (text,) = [text for name, text in region.kernels.items() if name == "fused_forward"]
+    assert "p_leaf0" not in text and "p_leaf1" not in text
