@@ -437,6 +437,29 @@ def test_the_derivative_of_a_fused_region_is_compiled_beside_it(compiled_names):
     assert ahead[0] == backward and together == [backward]
 
 
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [
+        (90, {"fused_rows_and_pairs_resident", "fused_columns_resident"}),
+        (80, {"fused_rows", "fused_columns", "fused_pairs"}),
+    ],
+)
+def test_what_is_never_lowered_on_a_target_is_not_compiled_for_it(compiled_names, arch, expected):
+    from tests.resident_cases import CASES
+
+    ahead, _ = compiled_names
+    case = CASES["evoformer"]
+    given = {name: jax.ShapeDtypeStruct(shape, case.dtype) for name, shape in case.shapes.items()}
+
+    def loss(given):
+        return blockdiag.fuse(case.function, implementation="triton")(**given).astype(jnp.float32).sum()
+
+    with compile_target(arch):
+        jax.jit(jax.grad(loss)).trace(given).lower(lowering_platforms=("cuda",))
+    assert set(ahead[0]) == expected
+    assert set().union(*ahead) <= expected | {"fused_forward", "fused_forward_resident"}
+
+
 def test_a_launch_without_a_derivative_is_compiled_alone(vector, compiled_names):
     ahead, together = compiled_names
 

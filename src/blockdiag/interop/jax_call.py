@@ -8,7 +8,7 @@ other are one call of a second primitive, whose lowering knows them all before t
 import functools
 import importlib.util
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -79,8 +79,16 @@ def launch(spec: KernelSpec, *arrays: jax.Array, interpret: bool = False) -> tup
     return tuple(outputs)
 
 
+type _Where = Callable[[Target], bool] | None
+type _Members = dict[KernelSpec, set[_Where]]
+
+
 def launch_together(
-    launches: Sequence[tuple[KernelSpec, Sequence[jax.Array]]], *, interpret: bool = False, group: Hashable = None
+    launches: Sequence[tuple[KernelSpec, Sequence[jax.Array]]],
+    *,
+    interpret: bool = False,
+    group: Hashable = None,
+    where: _Where = None,
 ) -> list[tuple[jax.Array, ...]]:
     """Launches several kernels, none of which reads what another one writes; they are compiled side by side.
 
@@ -92,6 +100,7 @@ def launch_together(
         interpret: see `launch`.
         group: what these launches have in common with others that may wait for them, such as those of a derivative.
             When one of a group is lowered, those that have been traced by then begin to be compiled beside it.
+        where: on which targets these of the group are lowered at all; hashable. None: on all.
 
     Returns:
         The outputs of each launch, see `launch`.
@@ -102,7 +111,7 @@ def launch_together(
     if group is not None and not interpret:
         members = _members(group)
         for spec, _ in launches:
-            members[spec] = None
+            members.setdefault(spec, set()).add(where)
             _group_of(spec)[:] = [members]
     if len(launches) < 2:
         return [launch(spec, *arrays, interpret=interpret) for spec, arrays in launches]
@@ -122,14 +131,14 @@ def launch_together(
 
 # Forgotten groups cost time alone: their launches are compiled when they are lowered, like all others.
 @functools.lru_cache(maxsize=256)
-def _members(group: Hashable) -> dict[KernelSpec, None]:
-    """The launches of a group that have been traced, as a dictionary that is filled by and by."""
+def _members(group: Hashable) -> _Members:
+    """The launches of a group that have been traced, and where they are lowered; filled by and by."""
     del group
     return {}
 
 
 @functools.lru_cache(maxsize=1024)
-def _group_of(spec: KernelSpec) -> list[dict[KernelSpec, None]]:
+def _group_of(spec: KernelSpec) -> list[_Members]:
     """The members of the group in which a launch was traced last, in a list that is empty where it was in none.
 
     Programs that are traced anew have groups of their own, so that a program without a derivative meets no members of
@@ -252,7 +261,13 @@ def _compile_others(spec: KernelSpec, target: Target) -> None:
     """Begins to compile what is in one group with a launch that is about to be compiled."""
     from blockdiag.triton_kernels.compile import compile_ahead
 
-    compile_ahead([(x.plan(target), target) for members in _group_of(spec) for x in list(members) if x != spec])
+    others = {
+        x: None
+        for members in _group_of(spec)
+        for x, places in list(members.items())
+        if x != spec and any(where is None or where(target) for where in places)
+    }
+    compile_ahead([(x.plan(target), target) for x in others])
 
 
 def _lower_plan(ctx: Any, inputs: Sequence[Any], plan: LaunchPlan, target: Target) -> list[Any]:

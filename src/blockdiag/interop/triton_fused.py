@@ -185,15 +185,14 @@ def backward(
 ) -> tuple[list[Any], Any]:
     """The gradients of the leaves, None of those that have none, and of the values."""
     operands = (*leaves, value, output, log_sum, cotangent)
-
-    def compute(stays: bool, *operands: Any) -> list[Any]:
-        return _gradients(region, operands, stays=stays, interpret=interpret)
-
     inner, _ = arranged(region)
-    if interpret or joint_kernel(inner) is None:
-        found = compute(False, *operands)
+    joint = None if interpret else joint_kernel(inner)
+    if joint is None:
+        found = _gradients(region, None, None, *operands, interpret=interpret)
     else:
-        found = by_target(_is_hopper, functools.partial(compute, True), functools.partial(compute, False), *operands)
+        on_hopper = functools.partial(_gradients, region, joint, _is_hopper)
+        elsewhere = functools.partial(_gradients, region, None, _is_not_hopper)
+        found = by_target(_is_hopper, on_hopper, elsewhere, *operands)
     *found, value_grad = found
     rest = iter(found)
     return [next(rest) if leaf.has_gradient else None for leaf in region.leaves], value_grad
@@ -203,17 +202,28 @@ def _is_hopper(target: Target) -> bool:
     return target.arch == 90
 
 
-def _gradients(region: Region, operands: Sequence[Any], *, stays: bool, interpret: bool) -> list[Any]:
+def _is_not_hopper(target: Target) -> bool:
+    return not _is_hopper(target)
+
+
+def _gradients(
+    region: Region,
+    joint: "Kernel | None",
+    where: Callable[[Target], bool] | None,
+    *operands: Any,
+    interpret: bool = False,
+) -> list[Any]:
     """The gradients of the leaves that have one, and of the values.
 
     Args:
+        joint: the kernel in the place of those by rows and by pairs, if one is launched.
+        where: the targets on which they are computed so; None: on all.
         operands: arrays of leaves, values, result, log-sum-exp and cotangent.
-        stays: whether a bias stays in shared memory while its gradient is summed.
     """
     *leaves, value, output, log_sum, cotangent = operands
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
-    wanted = hopper_kernels(inner, arrays) if stays else backward_kernels(inner, arrays)
+    wanted = backward_kernels(inner, arrays) if joint is None else hopper_kernels(inner, arrays, joint)
     arrays |= {"log_sum": log_sum}
     for name, x in (("output", output), ("cotangent", cotangent.astype(value.dtype))):
         arrays[name] = canonical_result(region, x) if change.changes_result else x
@@ -223,11 +233,10 @@ def _gradients(region: Region, operands: Sequence[Any], *, stays: bool, interpre
         wide = jnp.float32
         products = canonical_result(region, output).astype(wide) * canonical_result(region, cotangent).astype(wide)
         arrays["delta"] = products.sum(-1)
-    # Of two ways to compute them, one of which is never lowered, each has a group of its own.
-    group = (stays, _group(region)) if joint_kernel(inner) is not None else _group(region)
+    launch = functools.partial(_launch, interpret=interpret, group=_group(region), where=where)
     written = {}
     for kernels in (wanted[:1], wanted[1:]) if made else (wanted,):
-        for kernel, results in zip(kernels, _launch(kernels, arrays, interpret=interpret, group=group), strict=True):
+        for kernel, results in zip(kernels, launch(kernels, arrays), strict=True):
             written |= {x.name: (results[x.name], x.dims) for x in kernel.source.outputs}
             arrays |= {name: results[name] for name in made & results.keys()}
     grads = [
@@ -337,14 +346,12 @@ def joint_kernel(region: Region) -> Kernel | None:
     return None if found is None else Kernel(found.source, Tile(OWN, CHUNK), 4, 1, (0, 0), {}, found)
 
 
-def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
-    """The kernels of a backward pass on Hopper where there is a joint one.
+def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None, joint: Kernel) -> list[Kernel]:
+    """The kernels of a backward pass on Hopper where there is a joint one, which comes first.
 
     Args:
         region, arrays: as for `backward_kernels`.
     """
-    joint = joint_kernel(region)
-    assert joint is not None
     written = {x.name for x in joint.source.outputs}
     rest = [x for x in backward_kernels(region, arrays) if not written & {out.name for out in x.source.outputs}]
     return [joint, *rest]
@@ -484,12 +491,17 @@ def _group(region: Region) -> Hashable:
 
 
 def _launch(
-    wanted: Sequence[Kernel], arrays: Mapping[str, Any], *, interpret: bool, group: Hashable
+    wanted: Sequence[Kernel],
+    arrays: Mapping[str, Any],
+    *,
+    interpret: bool,
+    group: Hashable,
+    where: Callable[[Target], bool] | None = None,
 ) -> list[dict[str, Any]]:
     """What each of these kernels writes, by name; none reads what another one writes.
 
     Args:
-        group: of kernels that are compiled beside each other, see `jax_call.launch_together`.
+        group, where: of kernels that are compiled beside each other, see `jax_call.launch_together`.
     """
     launches = []
     for kernel in wanted:
@@ -498,6 +510,6 @@ def _launch(
         # The interpreter knows no layouts, which Gluon's kernels are made of.
         kernel = dataclasses.replace(kernel, resident=None) if interpret else kernel
         launches.append((kernel.launch(specs), given))
-    found = jax_call.launch_together(launches, interpret=interpret, group=group)
+    found = jax_call.launch_together(launches, interpret=interpret, group=group, where=where)
     names = [[x.name for x in kernel.source.outputs] for kernel in wanted]
     return [dict(zip(own, results, strict=True)) for own, results in zip(names, found, strict=True)]

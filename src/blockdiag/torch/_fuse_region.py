@@ -196,8 +196,9 @@ def mark(region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: boo
     arrays = arrays_by_name(change, leaves, value)
     constant = {name: jax.lax.stop_gradient(x) for name, x in arrays.items()}
     groups = [[forward_kernel(inner, constant)], backward_kernels(inner, constant) if has_gradient else [], []]
-    if has_gradient and joint_kernel(inner) is not None:
-        groups[-1] = hopper_kernels(inner, constant)
+    joint = joint_kernel(inner) if has_gradient else None
+    if joint is not None:
+        groups[-1] = hopper_kernels(inner, constant, joint)
     kernels = list(itertools.chain(*groups))
     names = {name for kernel in kernels for name in kernel.source.inputs}
     operands = {name: x for name, x in arrays.items() if name in names}
