@@ -41,7 +41,8 @@ def test_a_bias_of_another_dtype_does_not_stay():
 
 
 KERNELS = ("forward", "rows", "columns")
-# What a group of warps has half of the keys of: two chunks at least.
+# Two groups of warps have half of the keys each, in whole chunks; lines of queries have gradients of their own; the
+# bias is not simply a term.
 WITHOUT_JOINT = ("three_chunks", "one_chunk", "terms", "bent")
 # Keys of one chunk have no tile of their own by columns; numbers of each head have a gradient of their own by rows.
 PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "columns"), ("terms", "rows")}
@@ -155,6 +156,17 @@ def test_rounds_are_shared_evenly():
         each = rounds_each(rounds, tiles, 132)
         longest = each * -(-tiles * -(-rounds // each) // 132)
         assert max(1.0, rounds * tiles / 132) <= longest <= 1.07 * rounds * tiles / 132 + 1
+
+
+def test_programs_with_memory_of_their_own_are_few():
+    for tiles in (4, 12, 128, 140, 404, 528, 600):
+        for rounds in (4, 67, 256, 512):
+            each = rounds_each(rounds, tiles, 132, 528)
+            programs = tiles * -(-rounds // each)
+            assert 1 <= each <= rounds and programs <= max(tiles, 528)
+            # Half of the GPU at least has something to do, where there is as much.
+            assert programs >= min(66, tiles * rounds)
+    assert rounds_each(512, 404, 132) < rounds_each(512, 404, 132, 528) == 512
 
 
 def test_a_launch_holds_the_plans_arrays():

@@ -47,6 +47,8 @@ _OWN_MEMORY = ("own_scores", "own_slopes", "own_output")
 _PIECE = 8
 # Of an H100 or H200 with the usual socket.
 _USUAL_MULTIPROCESSORS = 132
+# Each writes a part of the bias's gradient in float32, of at most 64 KiB.
+_MOST_PROGRAMS = 4 * _USUAL_MULTIPROCESSORS
 _MEMORY = (
     "own_scores, own_slopes, own_output, chunk_scores, chunk_slopes, lines, of_keys, other_half, held, own_full, "
     "own_empty, lines_full, chunk_full, chunk_empty, half_full, half_empty, held_full"
@@ -424,7 +426,7 @@ def _kernel(own: _Pairs, d_query: Output) -> ResidentKernel:
     region, plan, width = own.region, own.plan, own.plan.width
     rounds, tiles = cells_of(region, plan.through), own.tiles_of * cells_of(region, plan.cell)
     # How many parts of its gradient there are is known before the GPU is.
-    each = rounds_each(rounds, tiles, _USUAL_MULTIPROCESSORS)
+    each = rounds_each(rounds, tiles, _USUAL_MULTIPROCESSORS, _MOST_PROGRAMS)
     labels = (*plan.cell, "part", "q", "k")
     sizes = region.sizes | {"part": -(-rounds // each)}
     d_bias = Output(own.array("held", "grad"), tuple((x,) for x in labels), tuple(sizes[x] for x in labels), "float32")

@@ -179,19 +179,23 @@ def _count(region: Region, labels: Sequence[str]) -> int:
     return math.prod(region.sizes[x] for x in labels)
 
 
-def rounds_each(rounds: int, tiles: int, multiprocessors: int) -> int:
+def rounds_each(rounds: int, tiles: int, multiprocessors: int, most_programs: int | None = None) -> int:
     """How many rounds a program goes through, so that all end at about the same time; to begin takes as long as one.
 
     Args:
         rounds: in all.
         tiles: programs, if each went through all rounds.
         multiprocessors: each has one program at a time.
+        most_programs: where each has memory of its own; `tiles` where that is more.
     """
 
     def time(chunk: int) -> int:
         return -(-tiles * -(-rounds // chunk) // multiprocessors) * (chunk + 1)
 
-    return min(range(1, rounds + 1), key=lambda chunk: (time(chunk), -chunk))
+    def is_small(chunk: int) -> bool:
+        return most_programs is None or tiles * -(-rounds // chunk) <= max(tiles, most_programs)
+
+    return min(filter(is_small, range(1, rounds + 1)), key=lambda chunk: (time(chunk), -chunk))
 
 
 def terms_of(node: Node, factor: float = 1.0) -> list[tuple[float, Node]]:
