@@ -2,7 +2,7 @@
 
 Triton makes a function of a kernel to hash it: it looks for the source of every function, parses it and visits what it
 refers to. For generated kernels that was most of what loading them from the disk took: row attention forward and
-backward took 78 ms on the machine of an H200, and takes 15 (`cached_kernels_ms` of benchmarks/results/fuse.csv). Here
+backward took 78 ms on the machine of an H200, and takes 12 (`cached_kernels_ms` of benchmarks/results/fuse.csv). Here
 text is hashed as it is, together with the library's modules that it imports, so that a kernel whose compiled form is on
 disk never becomes a function.
 """
