@@ -122,6 +122,24 @@ class ResidentWriter:
                 lines[first:] = [line.replace("tl.", "gl.") for line in lines[first:]]
         return found
 
+    def known(self, roles: Sequence[str]) -> dict[int, Value]:
+        """What `read` names."""
+        leaves = self.region.leaves
+        return {
+            i: Value(f"leaf{i}", self.writer.tile_shape(leaf))
+            for i, leaf in enumerate(leaves)
+            if leaf.role in roles and (leaf.source.key is None or i in self.pointers)
+        }
+
+    def requested(self, roles: Sequence[str]) -> dict[int, Value]:
+        """What `read` loads, of what `request_terms` has begun to load."""
+        axis = {"row": self.writer.row, "column": self.writer.column}
+        for i in self.pointers:
+            leaf = self.region.leaves[i]
+            if leaf.role in roles:
+                self.emit(f"leaf{i} = (loaded{i}{widening(leaf)}){axis.get(leaf.role, '')}")
+        return self.known(roles) | self.read(roles, counted=True)
+
     def parameters(self) -> str:
         return "".join(f", p_leaf{i}" for i in self.pointers)
 
@@ -356,12 +374,13 @@ def begin_terms(own: ResidentWriter) -> None:
     request_terms(own)
 
 
-def request_terms(own: ResidentWriter) -> None:
-    """Load what terms of keys are made of, in the dtype that it has: to widen it is to wait for it."""
+def request_terms(own: ResidentWriter, roles: Sequence[str] = ("column", "scalar")) -> None:
+    """Load what terms of keys, or of queries, are made of, in the dtype that it has: to widen it is to wait for it."""
     for i in own.pointers:
         leaf, layout = own.region.leaves[i], own.writer.layouts[i]
-        if leaf.role in ("column", "scalar"):
-            line = f" + {own.writer.times('r_k', 'k', layout)}" if leaf.role == "column" else ""
+        if leaf.role in roles:
+            label = {"row": "q", "column": "k"}.get(leaf.role)
+            line = "" if label is None else f" + {own.writer.times(f'r_{label}', label, layout)}"
             own.emit(f"loaded{i} = tl.load(p_leaf{i} + {layout.base(leaf.labels)}{line})")
 
 

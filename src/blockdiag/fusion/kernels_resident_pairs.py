@@ -64,14 +64,12 @@ class _Pairs(ResidentWriter):
     """
 
     def __init__(self, region: Region, plan: Resident, place: Place, factor: float) -> None:
-        # Wide gradients leave few registers.
-        self.size = CHUNK if plan.width <= 64 else CHUNK // 2
-        super().__init__(region, plan, Writer(region, "rows", Tile(OWN, self.size)))
+        super().__init__(region, plan, Writer(region, "rows", Tile(OWN, CHUNK)))
         self.place, self.factor = place, factor
         self.keys = region.sizes["k"]
-        self.chunks_each = self.keys // self.size // 2
+        self.chunks_each = self.keys // CHUNK // 2
         # What slopes are compared with takes a whole round to make: with room for one round, that would be waited for.
-        self.own_slots, self.slots, self.makes_delta = _slots(plan.width, self.keys, self.wide_keys, self.size)
+        self.own_slots, self.slots, self.makes_delta = _slots(plan.width, self.keys, self.wide_keys)
         self.tiles_of = region.sizes["q"] // OWN
         self.places = {**plan.places, "cotangent": plan.places["output"]}
 
@@ -80,15 +78,15 @@ class _Pairs(ResidentWriter):
         return f"{kind}{self.region.leaves.index(getattr(self.plan, name))}"
 
 
-def _slots(width: int, keys: int, wide_keys: int, size: int) -> tuple[int, int, bool]:
+def _slots(width: int, keys: int, wide_keys: int) -> tuple[int, int, bool]:
     """Tiles of queries with their lines, and parts of keys and values, that there is room for; whether for results too.
 
     Each part's slot is one group's: who waits for every second filling cannot tell the one before from it.
     """
-    tile, part = OWN * width * 2, 2 * size * width * 2
+    tile, part = OWN * width * 2, 2 * CHUNK * width * 2
     lines = (wide_keys + 2 * OWN) * 4
     room = SHARED_BYTES - OWN * keys * 2 - OWN * width * 4
-    most = keys // size
+    most = keys // CHUNK
     for own_slots, tiles in ((2, 3), (2, 2), (1, 2)):
         slots = (room - own_slots * (tiles * tile + lines)) // part // 2 * 2
         if slots >= most or own_slots == 1:
@@ -102,7 +100,7 @@ def _compute(own: _Pairs) -> None:
     pointers = f"{own.parameters()}, p_{own.array('held', 'grad')}"
     print_function(own, f"def compute({_MEMORY}, d_query{pointers}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
     emit(f'"""{own.keys // 2} keys of each round."""')
-    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {own.size}, 16])")
+    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {CHUNK}, 16])")
     emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
     emit("P: gl.constexpr = gl.DotOperandLayout(0, D, 2)")
     emit("dtype: gl.constexpr = own_scores.dtype")
@@ -110,7 +108,7 @@ def _compute(own: _Pairs) -> None:
     own.indices("cell", None)
     emit(f"r_q = own * {OWN} + gl.arange(0, {OWN}, gl.SliceLayout(1, S))")
     for chunk in range(own.chunks_each):
-        emit(f"bias_sum{chunk} = gl.zeros([{OWN}, {own.size}], gl.float32, S)")
+        emit(f"bias_sum{chunk} = gl.zeros([{OWN}, {CHUNK}], gl.float32, S)")
     emit("mbarrier.wait(held_full.index(0), 0)")
     own.writer.loop("for round in range(count):", lambda: _round(own))
     emit("tma.store_wait(0)")
@@ -118,9 +116,9 @@ def _compute(own: _Pairs) -> None:
     target = f"p_{own.array('held', 'grad')} + gl.program_id(0).to(gl.int64) * {OWN * own.keys}"
     emit(f"p_tile = {target} + GROUP * {own.keys // 2}")
     emit(f"o_q = gl.arange(0, {OWN}, gl.SliceLayout(1, S))[:, None] * {own.keys}")
-    emit(f"o_k = gl.arange(0, {own.size}, gl.SliceLayout(0, S))[None, :]")
+    emit(f"o_k = gl.arange(0, {CHUNK}, gl.SliceLayout(0, S))[None, :]")
     for chunk in range(own.chunks_each):
-        emit(f"gl.store(p_tile + o_q + o_k + {chunk * own.size}, bias_sum{chunk}{factor})")
+        emit(f"gl.store(p_tile + o_q + o_k + {chunk * CHUNK}, bias_sum{chunk}{factor})")
     emit()
     emit()
 
@@ -156,20 +154,19 @@ def _round(own: _Pairs) -> None:
 
 
 def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value]) -> None:
-    emit, plan, size = own.emit, own.plan, own.size
+    emit, plan = own.emit, own.plan
     held = own.region.leaves.index(plan.held)
-    first_key = f"GROUP * {own.keys // 2} + {chunk * size}"
+    first_key = f"GROUP * {own.keys // 2} + {chunk * CHUNK}"
     columns = {}
     if own.counts_keys:
-        emit(f"r_k = {first_key} + gl.arange(0, {size}, gl.SliceLayout(0, S))")
+        emit(f"r_k = {first_key} + gl.arange(0, {CHUNK}, gl.SliceLayout(0, S))")
         columns = own.read(("column",), counted=True)
     piece = f"held.index(forgotten(({first_key}) // {HELD_COLUMNS}))"
-    piece += f".slice({chunk * size % HELD_COLUMNS}, {size}, dim=1)" if size < HELD_COLUMNS else ""
     emit(f"leaf{held} = widened({piece}.load(S))")
-    tiles = own.tiles({**known, **columns, held: Value(f"leaf{held}", (OWN, size))})
+    tiles = own.tiles({**known, **columns, held: Value(f"leaf{held}", (OWN, CHUNK))})
     start = own.evaluate(plan.others, tiles, f"x{chunk}_").name
     if plan.of_keys is not None:
-        start += f" + of_keys.index(own_slot).slice({first_key}, {size}).load(gl.SliceLayout(0, S))[None, :]"
+        start += f" + of_keys.index(own_slot).slice({first_key}, {CHUNK}).load(gl.SliceLayout(0, S))[None, :]"
     emit(f"start = {start}")
     # Groups take turns.
     emit(f"at{chunk} = forgotten(round) * {2 * own.chunks_each} + {2 * chunk} + GROUP")
@@ -182,7 +179,7 @@ def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value]) -> None:
 def _begin_slopes(own: _Pairs, chunk: int) -> None:
     emit = own.emit
     emit(f"values = chunk_slopes.index(at{chunk} % {own.slots})")
-    emit(f"start = gl.zeros([{OWN}, {own.size}], gl.float32, S) - delta")
+    emit(f"start = gl.zeros([{OWN}, {CHUNK}], gl.float32, S) - delta")
     emit("cotangents = own_slopes.index(forgotten(own_slot))")
     emit(f"slopes{chunk} = warpgroup_mma(cotangents, values.permute((1, 0)), start, is_async=True)")
 
@@ -204,7 +201,7 @@ def _chunk(own: _Pairs, chunk: int, later: int) -> None:
     if chunk == own.chunks_each - 1:
         emit("gl.thread_barrier()")
         emit(f"free_slot(own_empty, round, {own.own_slots})")
-    emit(f"slopes = slopes{chunk} * power")
+    emit(f"slopes = rounded_product(slopes{chunk}, power)")
     emit(f"bias_sum{chunk} += slopes")
     first = "use_acc=False, " if chunk == 0 else ""
     emit("factor = gl.convert_layout(slopes.to(dtype), P)")
@@ -263,9 +260,9 @@ def _load(own: _Pairs) -> None:
         own.writer.depth -= 1
         emit(f"slot = step % {own.slots}")
         emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
-        emit(f"first_key = step % {parts} // 2 * {own.size} + step % 2 * {own.keys // 2}")
+        emit(f"first_key = step % {parts} // 2 * {CHUNK} + step % 2 * {own.keys // 2}")
         memory = {"key": "chunk_scores", "value": "chunk_slopes"}
-        _load_tiles(own, "chunk", memory, "first_key", own.size)
+        _load_tiles(own, "chunk", memory, "first_key", CHUNK)
 
     own.writer.loop(f"for step in range(count * {parts}):", body)
     emit()
@@ -352,7 +349,7 @@ def _entry(own: _Pairs) -> None:
     print_function(own, f"def {NAME}({arrays}, d_query{pointers}, ROUNDS: gl.constexpr):")
     emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
     memory = [(name, array, own.own_slots, OWN) for name, array in zip(_OWN_MEMORY, names, strict=False)]
-    memory += [(f"chunk_{kind}", name, own.slots, own.size) for kind, name in (("scores", "key"), ("slopes", "value"))]
+    memory += [(f"chunk_{kind}", name, own.slots, CHUNK) for kind, name in (("scores", "key"), ("slopes", "value"))]
     for name, array, slots, rows in memory:
         emit(f"{name} = gl.allocate_shared_memory(query.dtype, [{slots}, {rows}, {width}], {array}.layout)")
     if not own.makes_delta:
@@ -435,7 +432,7 @@ def _kernel(own: _Pairs, d_query: Output) -> ResidentKernel:
     delta = delta if own.makes_delta else []
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
     source = Source(
-        gluon_source("forgotten, free_slot, widened", own.writer.lines),
+        gluon_source("forgotten, free_slot, rounded_product, widened", own.writer.lines),
         NAME,
         (*names, "value", "log_sum", "cotangent", "output" if own.makes_delta else "delta"),
         (d_query, d_bias, *delta),
@@ -445,8 +442,8 @@ def _kernel(own: _Pairs, d_query: Output) -> ResidentKernel:
         ("query", own.array("query"), own.places["query"].shape, (OWN, width)),
         ("cotangent", "cotangent", own.places["cotangent"].shape, (OWN, width)),
         *([("output", "output", own.places["output"].shape, (OWN, width))] if own.makes_delta else []),
-        ("key", own.array("key"), own.places["key"].shape, (own.size, width)),
-        ("value", "value", own.places["value"].shape, (own.size, width)),
+        ("key", own.array("key"), own.places["key"].shape, (CHUNK, width)),
+        ("value", "value", own.places["value"].shape, (CHUNK, width)),
         ("bias", own.array("held"), own.places["held"].shape, (OWN, HELD_COLUMNS)),
         ("d_query", d_query.name, own.place.shape, (OWN, width)),
     )

@@ -59,3 +59,11 @@ def partial_sums(b_tile):
 def forgotten(number):
     """A number about which the compiler knows nothing: what follows from it is not kept in registers from before."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def rounded_product(a_tile, b_tile):
+    """A product that is not fused with a sum of it, which would keep both factors in registers until then."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a_tile, b_tile], dtype=gl.float32, is_pure=True, pack=1
+    )
