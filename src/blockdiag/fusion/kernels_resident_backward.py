@@ -7,135 +7,35 @@ By columns tiles have keys first, so that probabilities and their gradients are 
 registers.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Literal
 
 import jax.numpy as jnp
 
 from blockdiag.fusion.emit import Value
-from blockdiag.fusion.kernels import LOG2_E, Source, Tile, Writer, cells_of
+from blockdiag.fusion.kernels import LOG2_E, Source, cells_of
 from blockdiag.fusion.kernels_resident import (
     ResidentKernel,
-    ResidentWriter,
     gluon_source,
     print_function,
     print_ones,
     print_share,
     request_terms,
 )
-from blockdiag.fusion.layout import layout_of
-from blockdiag.fusion.resident import SHARED_BYTES, Place, Resident, place_of, resident, terms_of
-from blockdiag.fusion.tiles import value_columns, value_labels
-from blockdiag.fusion.tree import Region, leaves_of
-
-Side = Literal["rows", "columns"]
-
-OWN = 128
-"""Queries or keys of a program: two groups of warps with 64 each."""
-MOST_OTHERS = 256
-_MOST_SLOTS = 6
-_FEWEST_SLOTS = 2
-_MOST_UNROLLED = 4
-_AHEAD = 4
-"""Chunks whose lines are on their way: memory takes longer than a chunk does."""
-# Gradients of the first factors of scores, and of slopes.
-_SUMS = ("sum_first", "sum_second")
-_MEMORY = (
-    "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, staged, ones, held, passage, own_full, own_empty, "
-    "chunk_full, chunk_empty, held_full, passage_free"
+from blockdiag.fusion.kernels_resident_sides import (
+    AHEAD,
+    FEWEST_SLOTS,
+    MEMORY,
+    MOST_OTHERS,
+    OWN,
+    SUMS,
+    Side,
+    SideWriter,
+    print_load,
 )
-
-
-class _Backward(ResidentWriter):
-    """Lines of the functions of the kernel.
-
-    Args:
-        plain: the kernel whose place this one takes.
-        terms: of each leaf with a gradient beside the product's one: its place, and the factor of its term.
-    """
-
-    def __init__(self, region: Region, plan: Resident, side: Side, plain: Source, terms: dict[int, float]) -> None:
-        is_columns = side == "columns"
-        # Wide gradients leave few registers.
-        self.chunk = 64 if plan.width <= 64 else 32
-        tile = Tile(self.chunk, 64) if is_columns else Tile(64, self.chunk)
-        super().__init__(region, plan, Writer(region, side, tile, flipped=is_columns))
-        self.side: Side = side
-        # Of what threads read themselves: the same for all chunks.
-        self.roles = ("column" if side == "columns" else "row", "scalar")
-        self.line_role = "row" if side == "columns" else "column"
-        self.is_columns = is_columns
-        self.name = f"fused_{side}_resident"
-        self.label, self.other = ("k", "q") if is_columns else ("q", "k")
-        # What scores and slopes are products of: the program's, and the chunks'.
-        self.own_arrays = ("key", "value") if is_columns else ("query", "cotangent")
-        self.chunk_arrays = ("query", "cotangent") if is_columns else ("key", "value")
-        self.terms, self.outputs = terms, {x.name: x for x in plain.outputs}
-        self.others = region.sizes[self.other]
-        self.own_slots, self.slots = slots_of(plan.width, self.others, self.chunk)
-        # With room for two rounds the first products of the next one begin before this one's results are written.
-        self.is_ahead = self.own_slots > 1
-        self.chunks = self.others // self.chunk
-        # Long rounds are loops, or compilation takes more than five seconds.
-        self.unrolled = self.chunks if self.is_ahead else math.gcd(self.chunks, _MOST_UNROLLED)
-        self.is_looped = self.unrolled < self.chunks
-        self.behind = 2 if is_columns and self.chunks > 2 else 0
-        self.tiles_of = region.sizes[self.label] // OWN
-        leaf = plan.key if is_columns else plan.query
-        self.written = {f"grad{region.leaves.index(leaf)}": leaf.features}
-        if is_columns:
-            self.written["grad_value"] = tuple(value_columns(region))
-        self.out_places = {name: self._out_place(name, lines) for name, lines in self.written.items()}
-        self.places = {**plan.places, "cotangent": plan.places["output"]}
-
-    def _out_place(self, name: str, lines: tuple[str, ...]) -> Place | None:
-        written = self.outputs[name]
-        layout = layout_of(written.shape, written.dims, self.region.sizes)
-        return place_of(layout, written.shape, self.label, lines, self.region.sizes)
-
-    def pointer_parameters(self) -> str:
-        grads = "".join(f", p_grad{i}" for i in self.terms)
-        return f"{self.parameters()}, p_log_sum, p_delta{grads}"
-
-    def forgotten(self, slot: str) -> str:
-        """A slot; wide gradients leave no registers for what is the same in each round, so that is computed again."""
-        return slot if self.is_ahead else f"forgotten({slot})"
-
-    def own_barrier(self, slot: str, group: str = "GROUP") -> str:
-        """Which barrier of the program's own tiles is a group's: with one round in memory each has its own.
-
-        Then one group loads while the other one computes.
-        """
-        return slot if self.is_ahead else f"{slot} * 2 + {group}"
-
-    def held_shape(self) -> str:
-        """Of the bias, as it is copied."""
-        return f"[2, {self.others}, 64]" if self.is_columns else f"[{self.others // 64}, {OWN}, 64]"
-
-    def number(self, chunk: int) -> str:
-        """Of a chunk of the loop, where there is one, among all."""
-        return f"(part * {self.unrolled} + {chunk})" if self.is_looped else str(chunk)
-
-    def sums(self) -> list[str]:
-        """Accumulators of a round."""
-        return [*_SUMS[: len(self.written)], *(["sums"] if self.terms else [])]
-
-    def array_name(self, name: str) -> str:
-        """What an operand is called among the arrays of the launch."""
-        leaves = self.region.leaves
-        return {"query": f"leaf{leaves.index(self.plan.query)}", "key": f"leaf{leaves.index(self.plan.key)}"}.get(
-            name, name
-        )
-
-
-def slots_of(width: int, others: int, chunk: int) -> tuple[int, int]:
-    """Pairs of tiles of the program's own, and of chunks, that there is room for."""
-    pair, part = 2 * OWN * width * 2, 2 * chunk * width * 2 + 2 * chunk * 4
-    room = SHARED_BYTES - OWN * others * 2 - 8 * chunk * 2 - 4 * OWN * 4 - _AHEAD * 2 * chunk * 4
-    if room - 2 * pair >= 4 * part:
-        return 2, min(_MOST_SLOTS, (room - 2 * pair) // part)
-    return 1, min(_MOST_SLOTS, (room - pair - pair // 4) // part)
+from blockdiag.fusion.layout import layout_of
+from blockdiag.fusion.resident import resident, terms_of
+from blockdiag.fusion.tiles import value_labels
+from blockdiag.fusion.tree import Region, leaves_of
 
 
 def resident_backward(region: Region, side: Side, places: Sequence[int], plain: Source) -> ResidentKernel | None:
@@ -157,10 +57,10 @@ def resident_backward(region: Region, side: Side, places: Sequence[int], plain: 
     labels = set(region.batch)
     if set(leaf.labels) != labels or set(value_labels(region)) != labels:
         return None
-    own = _Backward(region, plan, side, plain, terms)
+    own = SideWriter(region, plan, side, plain, terms)
     dtype = jnp.dtype(region.dtype).name
     is_written = all(place is not None for place in own.out_places.values())
-    if not is_written or {own.outputs[name].dtype for name in own.written} != {dtype} or own.slots < _FEWEST_SLOTS:
+    if not is_written or {own.outputs[name].dtype for name in own.written} != {dtype} or own.slots < FEWEST_SLOTS:
         return None
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", *(f"grad{i}" for i in terms))
     rounds = cells_of(region, plan.through)
@@ -185,7 +85,7 @@ def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float
     return found
 
 
-def _moved(own: _Backward) -> tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]:
+def _moved(own: SideWriter) -> tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]:
     """What the copy engine moves; see ResidentKernel."""
     width = own.plan.width
     rows = own.others if own.is_columns else OWN
@@ -200,9 +100,9 @@ def _moved(own: _Backward) -> tuple[tuple[str, str, tuple[int, int], tuple[int, 
     return tuple(found)
 
 
-def _source(own: _Backward) -> Source:
+def _source(own: SideWriter) -> Source:
     _compute(own)
-    _load(own)
+    print_load(own)
     _entry(own)
     region = own.region
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
@@ -215,11 +115,11 @@ def _source(own: _Backward) -> Source:
     )
 
 
-def _compute(own: _Backward) -> None:
+def _compute(own: SideWriter) -> None:
     """What a group of warps does."""
     emit, plan = own.emit, own.plan
     targets = "".join(f", d_{name}" for name in own.written)
-    header = f"def compute({_MEMORY}{targets}{own.pointer_parameters()}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):"
+    header = f"def compute({MEMORY}{targets}{own.pointer_parameters()}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):"
     print_function(own, header)
     emit(f'"""64 {"keys" if own.is_columns else "queries"} of each round."""')
     emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {own.chunk}, 16])")
@@ -245,7 +145,7 @@ def _compute(own: _Backward) -> None:
     emit()
 
 
-def _round(own: _Backward) -> None:
+def _round(own: SideWriter) -> None:
     emit, plan = own.emit, own.plan
     if own.is_ahead:
         _request_terms(own, "(first + gl.minimum(round + 1, count - 1))")
@@ -258,7 +158,7 @@ def _round(own: _Backward) -> None:
     is_early = plan.width <= 64
     lines = [_read_lines(own, chunk) if is_early and (chunk or not own.is_ahead) else {} for chunk in range(own.chunks)]
     _find_own(own, "round")
-    for name in _SUMS[: len(own.written)]:
+    for name in SUMS[: len(own.written)]:
         emit(f"{name} = gl.zeros([64, {plan.width}], gl.float32, D)")
     if own.terms:
         emit("sums = gl.zeros([64, 8], gl.float32, T)")
@@ -285,7 +185,7 @@ def _round(own: _Backward) -> None:
     _finish(own)
 
 
-def _end_last_round(own: _Backward) -> None:
+def _end_last_round(own: SideWriter) -> None:
     emit = own.emit
     emit("# The last round's gradients have left meanwhile.")
     emit("tma.store_wait(0)")
@@ -297,7 +197,7 @@ def _end_last_round(own: _Backward) -> None:
         emit(f"mbarrier.arrive(passage_free.index(1 - GROUP), count=1, pred={pred})")
 
 
-def _end_products(own: _Backward, later: int) -> None:
+def _end_products(own: SideWriter, later: int) -> None:
     """Wait for what chunks add to the gradients.
 
     Args:
@@ -311,7 +211,7 @@ def _end_products(own: _Backward, later: int) -> None:
     )
 
 
-def _find_own(own: _Backward, number: str) -> None:
+def _find_own(own: SideWriter, number: str) -> None:
     """The program's own tiles of a round, when they are there."""
     emit = own.emit
     emit(f"own_slot = ({number}) % {own.own_slots}")
@@ -325,7 +225,7 @@ def _find_own(own: _Backward, number: str) -> None:
             emit(f"{name} = {place}.load(gl.SliceLayout(1, S))[:, None]")
 
 
-def _request_terms(own: _Backward, through: str) -> None:
+def _request_terms(own: SideWriter, through: str) -> None:
     """Begin to load what the first scores of a round begin with."""
     own.indices(None, through)
     request_terms(own, own.roles)
@@ -334,22 +234,22 @@ def _request_terms(own: _Backward, through: str) -> None:
         request_terms(own, (own.line_role,))
 
 
-def _requested_terms(own: _Backward) -> dict[int, Value]:
+def _requested_terms(own: SideWriter) -> dict[int, Value]:
     if not _has_lines(own):
         return own.requested(own.roles)
     _count_lines(own, 0)
     return own.requested((*own.roles, own.line_role))
 
 
-def _has_lines(own: _Backward) -> bool:
+def _has_lines(own: SideWriter) -> bool:
     return any(leaf.role == own.line_role for leaf in own.region.leaves)
 
 
-def _count_lines(own: _Backward, chunk: int) -> None:
+def _count_lines(own: SideWriter, chunk: int) -> None:
     own.emit(f"r_{own.other} = {own.number(chunk)} * {own.chunk} + gl.arange(0, {own.chunk}, gl.SliceLayout(0, S))")
 
 
-def _read_lines(own: _Backward, chunk: int) -> dict[int, Value]:
+def _read_lines(own: SideWriter, chunk: int) -> dict[int, Value]:
     """Lines of a chunk."""
     if not _has_lines(own):
         return {}
@@ -361,11 +261,11 @@ def _read_lines(own: _Backward, chunk: int) -> dict[int, Value]:
     return found
 
 
-def _name_own(own: _Backward, name: str) -> None:
+def _name_own(own: SideWriter, name: str) -> None:
     own.emit(f"{name}_own = own_{name}.index({own.forgotten('own_slot')}).slice(GROUP * 64, 64)")
 
 
-def _find_chunk(own: _Backward, chunk: int, number: str) -> None:
+def _find_chunk(own: SideWriter, chunk: int, number: str) -> None:
     """Where a chunk is."""
     emit = own.emit
     emit(f"at = ({number}) * {own.chunks} + {own.number(chunk)}")
@@ -374,7 +274,7 @@ def _find_chunk(own: _Backward, chunk: int, number: str) -> None:
         emit(f"{name}_chunk = chunk_{name}.index({own.forgotten('slot')})")
 
 
-def _begin_scores(own: _Backward, chunk: int, known: dict[int, Value], number: str) -> None:
+def _begin_scores(own: SideWriter, chunk: int, known: dict[int, Value], number: str) -> None:
     """The product that scores of a chunk are."""
     emit, plan, region, size = own.emit, own.plan, own.region, own.chunk
     held = region.leaves.index(plan.held)
@@ -396,7 +296,7 @@ def _begin_scores(own: _Backward, chunk: int, known: dict[int, Value], number: s
     emit("scores = warpgroup_mma(scores_own, scores_chunk.permute((1, 0)), start, is_async=True)")
 
 
-def _begin_slopes(own: _Backward) -> None:
+def _begin_slopes(own: SideWriter) -> None:
     """The product that slopes of a chunk are."""
     emit = own.emit
     if own.is_columns:
@@ -408,7 +308,7 @@ def _begin_slopes(own: _Backward) -> None:
     emit("slopes = warpgroup_mma(slopes_own, slopes_chunk.permute((1, 0)), start, is_async=True)")
 
 
-def _chunk(own: _Backward, chunk: int, is_begun: bool) -> None:
+def _chunk(own: SideWriter, chunk: int, is_begun: bool) -> None:
     """Probabilities and slopes of a chunk, and what they add to the gradients.
 
     Args:
@@ -439,11 +339,11 @@ def _chunk(own: _Backward, chunk: int, is_begun: bool) -> None:
         emit(f"sums = warpgroup_mma(factor, ones.permute((1, 0)), sums, {first}is_async=True)")
 
 
-def _shape(own: _Backward) -> tuple[int, int]:
+def _shape(own: SideWriter) -> tuple[int, int]:
     return own.writer.tile.rows, own.writer.tile.columns
 
 
-def _finish(own: _Backward) -> None:
+def _finish(own: SideWriter) -> None:
     """Gradients leave by way of shared memory."""
     emit, region = own.emit, own.region
     if own.is_ahead:
@@ -454,7 +354,7 @@ def _finish(own: _Backward) -> None:
     if not own.is_looped:
         _end_products(own, int(own.is_ahead))
     factors = (f" * {own.plan.unit}", "")
-    results = [f"({total}{factor}).to(dtype)" for total, factor in zip(_SUMS, factors, strict=True)]
+    results = [f"({total}{factor}).to(dtype)" for total, factor in zip(SUMS, factors, strict=True)]
     written = list(zip(own.out_places, results, strict=False))
     if own.is_ahead:
         # Of this group's own rows, which nobody reads any more.
@@ -480,7 +380,7 @@ def _finish(own: _Backward) -> None:
         emit("scores = warpgroup_mma_wait(0, deps=[scores])")
 
 
-def _write(own: _Backward, written: Sequence[tuple[str, str]], memory: Sequence[str]) -> None:
+def _write(own: SideWriter, written: Sequence[tuple[str, str]], memory: Sequence[str]) -> None:
     """Gradients leave by way of shared memory."""
     emit = own.emit
     for (_, result), place in zip(written, memory, strict=False):
@@ -494,121 +394,7 @@ def _write(own: _Backward, written: Sequence[tuple[str, str]], memory: Sequence[
         emit(f"tma.async_copy_shared_to_global(d_{name}, [{at}], {shared})")
 
 
-def _load(own: _Backward) -> None:
-    """What the warp does that loads."""
-    emit = own.emit
-    chunks = own.chunks
-    arrays = ", ".join((*own.own_arrays, *own.chunk_arrays))
-    print_function(own, f"def load({_MEMORY}, {arrays}, bias, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
-    emit('"""Fills the slots, for all rounds."""')
-    print_share(own, own.tiles_of)
-    own.indices("cell", None)
-    emit(f"mbarrier.expect(held_full.index(0), {OWN * own.others * 2})")
-    emit(f"whole = held._reinterpret(bias.dtype, {own.held_shape()}, bias.layout)")
-    for piece in range(2 if own.is_columns else own.others // 64):
-        place = own.places["held"]
-        if own.is_columns:
-            at = own.at(place, "0", f"own * {OWN} + {piece * 64}")
-        else:
-            at = own.at(place, f"own * {OWN}", piece * 64)
-        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), whole.index({piece}))")
-    emit("C: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
-    last = f"count * {chunks} - 1"
-    if own.is_columns:
-        for step in range(_AHEAD):
-            _copy_lines(own, f"gl.minimum({step}, {last})", str(step))
-    else:
-        own.indices(None, "first")
-        _request_lines(own)
-
-    def body() -> None:
-        emit(f"round = step // {chunks}")
-        own.indices(None, "(first + round)")
-        # The second group comes a little later, as long as the first one keeps the tensor cores busy.
-        for group in range(1 if own.is_ahead else 2):
-            emit(f"if step % {chunks} == {group * own.behind}:")
-            own.writer.depth += 1
-            _load_own(own, group)
-            own.writer.depth -= 1
-        emit(f"slot = step % {own.slots}")
-        emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
-        emit(f"mbarrier.expect(chunk_full.index(slot), {2 * own.chunk * own.plan.width * 2})")
-        for array, name in zip(own.chunk_arrays, ("scores", "slopes"), strict=True):
-            at = own.at(own.places[array], f"step % {chunks} * {own.chunk}")
-            memory = f"chunk_{name}.index(slot)"
-            emit(f"tma.async_copy_global_to_shared({array}, [{at}], chunk_full.index(slot), {memory})")
-        if own.is_columns:
-            emit(f"async_copy.wait_group({_AHEAD - 1})")
-            emit("gl.thread_barrier()")
-            for i, name in enumerate(("sum", "delta")):
-                emit(f"loaded_{name} = staged.index(step % {_AHEAD} * 2 + {i}).load(C)")
-            _hand_over(own, ("chunk_full.index(slot)",))
-            _copy_lines(own, f"gl.minimum(step + {_AHEAD}, {last})", f"step % {_AHEAD}")
-
-    own.writer.loop(f"for step in range(count * {chunks}):", body)
-    if own.is_ahead:
-        emit("# Scores of one more round begin, with whatever is there, and are not used.")
-        emit(f"slot = count % {own.own_slots}")
-        emit(f"mbarrier.wait(own_empty.index(slot), count // {own.own_slots} % 2 ^ 1)")
-        emit(f"mbarrier.arrive(own_full.index(slot), count={1 if own.is_columns else 2})")
-        emit(f"slot = count * {chunks} % {own.slots}")
-        emit(f"mbarrier.wait(chunk_empty.index(slot), count * {chunks} // {own.slots} % 2 ^ 1)")
-        emit(f"mbarrier.arrive(chunk_full.index(slot), count={2 if own.is_columns else 1})")
-    emit()
-    emit()
-
-
-def _load_own(own: _Backward, group: int) -> None:
-    """The program's own tiles of a round, or a group's."""
-    emit = own.emit
-    rows, last = (OWN, 0) if own.is_ahead else (OWN // 2, 1)
-    emit(f"slot = round % {own.own_slots}")
-    emit(f"at = {own.own_barrier('slot', str(group))}")
-    emit(f"mbarrier.wait(own_empty.index(at), round // {own.own_slots} % 2 ^ 1)")
-    emit(f"mbarrier.expect(own_full.index(at), {2 * rows * own.plan.width * 2})")
-    for array, name in zip(own.own_arrays, ("scores", "slopes"), strict=True):
-        at = own.at(own.places[array], f"own * {OWN} + {group * rows}")
-        memory = f"own_{name}.index(slot).slice({group * rows}, {rows})"
-        emit(f"tma.async_copy_global_to_shared({array}, [{at}], own_full.index(at), {memory})")
-    if not own.is_columns and group == last:
-        _hand_over(own, [f"own_full.index({own.own_barrier('slot', str(x))})" for x in range(last + 1)])
-        own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
-        _request_lines(own)
-        own.indices(None, "(first + round)")
-
-
-def _request_lines(own: _Backward) -> None:
-    """Load what the softmax left of the program's queries, and what their slopes are compared with."""
-    own.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, C)")
-    own.emit(f"loaded_sum = tl.load(p_log_sum + {own.writer.row_place()})")
-    own.emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
-
-
-def _copy_lines(own: _Backward, step: str, slot: str) -> None:
-    """Begin to copy the lines of a chunk of queries."""
-    emit = own.emit
-    chunks = own.others // own.chunk
-    emit(f"later = {step}")
-    own.indices(None, f"(first + later // {chunks})")
-    emit(f"o_q = later % {chunks} * {own.chunk} + gl.arange(0, {own.chunk}, C)")
-    for i, name in enumerate(("log_sum", "delta")):
-        place = f"p_{name} + {own.writer.row_place()}"
-        emit(f"async_copy.async_copy_global_to_shared(staged.index({slot} * 2 + {i}), {place})")
-    emit("async_copy.commit_group()")
-
-
-def _hand_over(own: _Backward, full: Sequence[str]) -> None:
-    """What was loaded, to those who compute."""
-    emit = own.emit
-    emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
-    emit("# Slopes begin from it.")
-    emit("lines.index(slot * 2 + 1).store(0.0 - loaded_delta)")
-    emit("gl.thread_barrier()")
-    for barrier in full:
-        emit(f"mbarrier.arrive({barrier}, count=1)")
-
-
-def _entry(own: _Backward) -> None:
+def _entry(own: SideWriter) -> None:
     """The kernel itself."""
     emit = own.emit
     width, size = own.plan.width, own.chunk
@@ -628,7 +414,7 @@ def _entry(own: _Backward) -> None:
     count, length = (own.slots, size) if own.is_columns else (own.own_slots, OWN)
     emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * count}, {length}], {line})")
     if own.is_columns:
-        emit(f"staged = gl.allocate_shared_memory(gl.float32, [{2 * _AHEAD}, {size}], {line})")
+        emit(f"staged = gl.allocate_shared_memory(gl.float32, [{2 * AHEAD}, {size}], {line})")
     else:
         emit("staged = lines")
     shape = f"[{2 * own.chunks}, {size}, 64]" if own.is_columns else own.held_shape()
@@ -653,9 +439,9 @@ def _entry(own: _Backward) -> None:
         emit("passage_free = make_barriers(2, 1)")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
-    computing = f"{_MEMORY}{targets}{pointers}, ROUNDS"
+    computing = f"{MEMORY}{targets}{pointers}, ROUNDS"
     emit("gl.warp_specialize([")
     emit(f"    (compute, ({computing}, 0)),")
     emit(f"    (compute, ({computing}, 1)),")
-    emit(f"    (load, ({_MEMORY}, {arrays}, bias, p_log_sum, p_delta, ROUNDS)),")
+    emit(f"    (load, ({MEMORY}, {arrays}, bias, p_log_sum, p_delta, ROUNDS)),")
     emit("], [4, 1], [240, 24])")

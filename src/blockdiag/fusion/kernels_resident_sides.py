@@ -1,0 +1,237 @@
+"""What the backward kernels by rows and by columns are made of that keep a bias of pairs, and the warp that loads.
+
+See kernels_resident_backward.py for the groups of warps that compute.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from blockdiag.fusion.kernels import LOG2_E, Source, Tile, Writer
+from blockdiag.fusion.kernels_resident import ResidentWriter, print_function, print_share
+from blockdiag.fusion.layout import layout_of
+from blockdiag.fusion.resident import SHARED_BYTES, Place, Resident, place_of
+from blockdiag.fusion.tiles import value_columns
+from blockdiag.fusion.tree import Region
+
+Side = Literal["rows", "columns"]
+
+OWN = 128
+"""Queries or keys of a program: two groups of warps with 64 each."""
+MOST_OTHERS = 256
+_MOST_SLOTS = 6
+FEWEST_SLOTS = 2
+_MOST_UNROLLED = 4
+AHEAD = 4
+"""Chunks whose lines are on their way: memory takes longer than a chunk does."""
+# Gradients of the first factors of scores, and of slopes.
+SUMS = ("sum_first", "sum_second")
+MEMORY = (
+    "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, staged, ones, held, passage, own_full, own_empty, "
+    "chunk_full, chunk_empty, held_full, passage_free"
+)
+
+
+class SideWriter(ResidentWriter):
+    """Lines of the functions of the kernel.
+
+    Args:
+        plain: the kernel whose place this one takes.
+        terms: of each leaf with a gradient beside the product's one: its place, and the factor of its term.
+    """
+
+    def __init__(self, region: Region, plan: Resident, side: Side, plain: Source, terms: dict[int, float]) -> None:
+        is_columns = side == "columns"
+        # Wide gradients leave few registers.
+        self.chunk = 64 if plan.width <= 64 else 32
+        tile = Tile(self.chunk, 64) if is_columns else Tile(64, self.chunk)
+        super().__init__(region, plan, Writer(region, side, tile, flipped=is_columns))
+        self.side: Side = side
+        # Of what threads read themselves: the same for all chunks.
+        self.roles = ("column" if side == "columns" else "row", "scalar")
+        self.line_role = "row" if side == "columns" else "column"
+        self.is_columns = is_columns
+        self.name = f"fused_{side}_resident"
+        self.label, self.other = ("k", "q") if is_columns else ("q", "k")
+        # What scores and slopes are products of: the program's, and the chunks'.
+        self.own_arrays = ("key", "value") if is_columns else ("query", "cotangent")
+        self.chunk_arrays = ("query", "cotangent") if is_columns else ("key", "value")
+        self.terms, self.outputs = terms, {x.name: x for x in plain.outputs}
+        self.others = region.sizes[self.other]
+        self.own_slots, self.slots = slots_of(plan.width, self.others, self.chunk)
+        # With room for two rounds the first products of the next one begin before this one's results are written.
+        self.is_ahead = self.own_slots > 1
+        self.chunks = self.others // self.chunk
+        # Long rounds are loops, or compilation takes more than five seconds.
+        self.unrolled = self.chunks if self.is_ahead else math.gcd(self.chunks, _MOST_UNROLLED)
+        self.is_looped = self.unrolled < self.chunks
+        self.behind = 2 if is_columns and self.chunks > 2 else 0
+        self.tiles_of = region.sizes[self.label] // OWN
+        leaf = plan.key if is_columns else plan.query
+        self.written = {f"grad{region.leaves.index(leaf)}": leaf.features}
+        if is_columns:
+            self.written["grad_value"] = tuple(value_columns(region))
+        self.out_places = {name: self._out_place(name, lines) for name, lines in self.written.items()}
+        self.places = {**plan.places, "cotangent": plan.places["output"]}
+
+    def _out_place(self, name: str, lines: tuple[str, ...]) -> Place | None:
+        written = self.outputs[name]
+        layout = layout_of(written.shape, written.dims, self.region.sizes)
+        return place_of(layout, written.shape, self.label, lines, self.region.sizes)
+
+    def pointer_parameters(self) -> str:
+        grads = "".join(f", p_grad{i}" for i in self.terms)
+        return f"{self.parameters()}, p_log_sum, p_delta{grads}"
+
+    def forgotten(self, slot: str) -> str:
+        """A slot; wide gradients leave no registers for what is the same in each round, so that is computed again."""
+        return slot if self.is_ahead else f"forgotten({slot})"
+
+    def own_barrier(self, slot: str, group: str = "GROUP") -> str:
+        """Which barrier of the program's own tiles is a group's: with one round in memory each has its own.
+
+        Then one group loads while the other one computes.
+        """
+        return slot if self.is_ahead else f"{slot} * 2 + {group}"
+
+    def held_shape(self) -> str:
+        """Of the bias, as it is copied."""
+        return f"[2, {self.others}, 64]" if self.is_columns else f"[{self.others // 64}, {OWN}, 64]"
+
+    def number(self, chunk: int) -> str:
+        """Of a chunk of the loop, where there is one, among all."""
+        return f"(part * {self.unrolled} + {chunk})" if self.is_looped else str(chunk)
+
+    def sums(self) -> list[str]:
+        """Accumulators of a round."""
+        return [*SUMS[: len(self.written)], *(["sums"] if self.terms else [])]
+
+    def array_name(self, name: str) -> str:
+        """What an operand is called among the arrays of the launch."""
+        leaves = self.region.leaves
+        return {"query": f"leaf{leaves.index(self.plan.query)}", "key": f"leaf{leaves.index(self.plan.key)}"}.get(
+            name, name
+        )
+
+
+def slots_of(width: int, others: int, chunk: int) -> tuple[int, int]:
+    """Pairs of tiles of the program's own, and of chunks, that there is room for."""
+    pair, part = 2 * OWN * width * 2, 2 * chunk * width * 2 + 2 * chunk * 4
+    room = SHARED_BYTES - OWN * others * 2 - 8 * chunk * 2 - 4 * OWN * 4 - AHEAD * 2 * chunk * 4
+    if room - 2 * pair >= 4 * part:
+        return 2, min(_MOST_SLOTS, (room - 2 * pair) // part)
+    return 1, min(_MOST_SLOTS, (room - pair - pair // 4) // part)
+
+
+def print_load(own: SideWriter) -> None:
+    """What the warp does that loads."""
+    emit = own.emit
+    chunks = own.chunks
+    arrays = ", ".join((*own.own_arrays, *own.chunk_arrays))
+    print_function(own, f"def load({MEMORY}, {arrays}, bias, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
+    emit('"""Fills the slots, for all rounds."""')
+    print_share(own, own.tiles_of)
+    own.indices("cell", None)
+    emit(f"mbarrier.expect(held_full.index(0), {OWN * own.others * 2})")
+    emit(f"whole = held._reinterpret(bias.dtype, {own.held_shape()}, bias.layout)")
+    for piece in range(2 if own.is_columns else own.others // 64):
+        place = own.places["held"]
+        if own.is_columns:
+            at = own.at(place, "0", f"own * {OWN} + {piece * 64}")
+        else:
+            at = own.at(place, f"own * {OWN}", piece * 64)
+        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), whole.index({piece}))")
+    emit("C: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+    last = f"count * {chunks} - 1"
+    if own.is_columns:
+        for step in range(AHEAD):
+            _copy_lines(own, f"gl.minimum({step}, {last})", str(step))
+    else:
+        own.indices(None, "first")
+        _request_lines(own)
+
+    def body() -> None:
+        emit(f"round = step // {chunks}")
+        own.indices(None, "(first + round)")
+        # The second group comes a little later, as long as the first one keeps the tensor cores busy.
+        for group in range(1 if own.is_ahead else 2):
+            emit(f"if step % {chunks} == {group * own.behind}:")
+            own.writer.depth += 1
+            _load_own(own, group)
+            own.writer.depth -= 1
+        emit(f"slot = step % {own.slots}")
+        emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
+        emit(f"mbarrier.expect(chunk_full.index(slot), {2 * own.chunk * own.plan.width * 2})")
+        for array, name in zip(own.chunk_arrays, ("scores", "slopes"), strict=True):
+            at = own.at(own.places[array], f"step % {chunks} * {own.chunk}")
+            memory = f"chunk_{name}.index(slot)"
+            emit(f"tma.async_copy_global_to_shared({array}, [{at}], chunk_full.index(slot), {memory})")
+        if own.is_columns:
+            emit(f"async_copy.wait_group({AHEAD - 1})")
+            emit("gl.thread_barrier()")
+            for i, name in enumerate(("sum", "delta")):
+                emit(f"loaded_{name} = staged.index(step % {AHEAD} * 2 + {i}).load(C)")
+            _hand_over(own, ("chunk_full.index(slot)",))
+            _copy_lines(own, f"gl.minimum(step + {AHEAD}, {last})", f"step % {AHEAD}")
+
+    own.writer.loop(f"for step in range(count * {chunks}):", body)
+    if own.is_ahead:
+        emit("# Scores of one more round begin, with whatever is there, and are not used.")
+        emit(f"slot = count % {own.own_slots}")
+        emit(f"mbarrier.wait(own_empty.index(slot), count // {own.own_slots} % 2 ^ 1)")
+        emit(f"mbarrier.arrive(own_full.index(slot), count={1 if own.is_columns else 2})")
+        emit(f"slot = count * {chunks} % {own.slots}")
+        emit(f"mbarrier.wait(chunk_empty.index(slot), count * {chunks} // {own.slots} % 2 ^ 1)")
+        emit(f"mbarrier.arrive(chunk_full.index(slot), count={2 if own.is_columns else 1})")
+    emit()
+    emit()
+
+
+def _load_own(own: SideWriter, group: int) -> None:
+    """The program's own tiles of a round, or a group's."""
+    emit = own.emit
+    rows, last = (OWN, 0) if own.is_ahead else (OWN // 2, 1)
+    emit(f"slot = round % {own.own_slots}")
+    emit(f"at = {own.own_barrier('slot', str(group))}")
+    emit(f"mbarrier.wait(own_empty.index(at), round // {own.own_slots} % 2 ^ 1)")
+    emit(f"mbarrier.expect(own_full.index(at), {2 * rows * own.plan.width * 2})")
+    for array, name in zip(own.own_arrays, ("scores", "slopes"), strict=True):
+        at = own.at(own.places[array], f"own * {OWN} + {group * rows}")
+        memory = f"own_{name}.index(slot).slice({group * rows}, {rows})"
+        emit(f"tma.async_copy_global_to_shared({array}, [{at}], own_full.index(at), {memory})")
+    if not own.is_columns and group == last:
+        _hand_over(own, [f"own_full.index({own.own_barrier('slot', str(x))})" for x in range(last + 1)])
+        own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
+        _request_lines(own)
+        own.indices(None, "(first + round)")
+
+
+def _request_lines(own: SideWriter) -> None:
+    """Load what the softmax left of the program's queries, and what their slopes are compared with."""
+    own.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, C)")
+    own.emit(f"loaded_sum = tl.load(p_log_sum + {own.writer.row_place()})")
+    own.emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
+
+
+def _copy_lines(own: SideWriter, step: str, slot: str) -> None:
+    """Begin to copy the lines of a chunk of queries."""
+    emit = own.emit
+    chunks = own.others // own.chunk
+    emit(f"later = {step}")
+    own.indices(None, f"(first + later // {chunks})")
+    emit(f"o_q = later % {chunks} * {own.chunk} + gl.arange(0, {own.chunk}, C)")
+    for i, name in enumerate(("log_sum", "delta")):
+        place = f"p_{name} + {own.writer.row_place()}"
+        emit(f"async_copy.async_copy_global_to_shared(staged.index({slot} * 2 + {i}), {place})")
+    emit("async_copy.commit_group()")
+
+
+def _hand_over(own: SideWriter, full: Sequence[str]) -> None:
+    """What was loaded, to those who compute."""
+    emit = own.emit
+    emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
+    emit("# Slopes begin from it.")
+    emit("lines.index(slot * 2 + 1).store(0.0 - loaded_delta)")
+    emit("gl.thread_barrier()")
+    for barrier in full:
+        emit(f"mbarrier.arrive({barrier}, count=1)")
