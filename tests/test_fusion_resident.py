@@ -49,7 +49,8 @@ PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "c
 
 
 @pytest.mark.parametrize(
-    "name", ["evoformer", "wide", "narrow", "three_chunks", "one_chunk", "triangle", "terms", "bent"]
+    "name",
+    ["evoformer", "many_rows", "many_wide_rows", "narrow", "three_chunks", "one_chunk", "triangle", "terms", "bent"],
 )
 def test_kernels_fit_hopper(name):
     launches = launches_of(CASES[name].region())
@@ -66,7 +67,8 @@ def test_kernels_fit_hopper(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["evoformer", "wide", "narrow", "float16", "triangle", "masked", "shared", *WITHOUT_JOINT]
+    "name",
+    ["evoformer", "many_rows", "many_wide_rows", "narrow", "float16", "triangle", "masked", "shared", *WITHOUT_JOINT],
 )
 def test_a_joint_kernel_fits_hopper(name):
     inner, _ = triton_fused.arranged(CASES[name].region())

@@ -24,7 +24,6 @@ from blockdiag.fusion.kernels_resident import (
 from blockdiag.fusion.kernels_resident_sides import (
     AHEAD,
     FEWEST_SLOTS,
-    MEMORY,
     MOST_OTHERS,
     OWN,
     SUMS,
@@ -118,9 +117,8 @@ def _source(own: SideWriter) -> Source:
 def _compute(own: SideWriter) -> None:
     """What a group of warps does."""
     emit, plan = own.emit, own.plan
-    targets = "".join(f", d_{name}" for name in own.written)
-    header = f"def compute({MEMORY}{targets}{own.pointer_parameters()}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):"
-    print_function(own, header)
+    arrays = f"{own.memory()}{''.join(f', d_{name}' for name in own.written)}{own.pointer_parameters()}"
+    print_function(own, f"def compute({arrays}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
     emit(f'"""64 {"keys" if own.is_columns else "queries"} of each round."""')
     emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {own.chunk}, 16])")
     emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
@@ -279,7 +277,11 @@ def _begin_scores(own: SideWriter, chunk: int, known: dict[int, Value], number: 
     emit, plan, region, size = own.emit, own.plan, own.region, own.chunk
     held = region.leaves.index(plan.held)
     if own.is_columns:
-        emit(f"leaf{held} = widened(held.index(GROUP * {own.chunks} + {own.number(chunk)}).permute((1, 0)).load(S))")
+        piece = f"held.index(GROUP).slice({chunk * size}, {size})"
+        if own.is_looped:
+            emit(f"pieces = held._reinterpret(dtype, [{2 * own.chunks}, {size}, 64], held.layout)")
+            piece = f"pieces.index(GROUP * {own.chunks} + {own.number(chunk)})"
+        emit(f"leaf{held} = widened({piece}.permute((1, 0)).load(S))")
     else:
         piece = f"held.index({own.number(chunk)} * {size} // 64).slice(GROUP * 64, 64)"
         piece += f".slice({chunk * size % 64}, {size}, dim=1)" if size < 64 else ""
@@ -417,7 +419,7 @@ def _entry(own: SideWriter) -> None:
         emit(f"staged = gl.allocate_shared_memory(gl.float32, [{2 * AHEAD}, {size}], {line})")
     else:
         emit("staged = lines")
-    shape = f"[{2 * own.chunks}, {size}, 64]" if own.is_columns else own.held_shape()
+    shape = f"[2, {own.others}, 64]" if own.is_columns else f"[{own.others // 64}, {OWN}, 64]"
     emit(f"held = gl.allocate_shared_memory(bias.dtype, {shape}, bias.layout)")
     if own.terms:
         print_ones(emit, "query.dtype", size)
@@ -430,18 +432,15 @@ def _entry(own: SideWriter) -> None:
     emit(f"chunk_full = make_barriers({own.slots}, {2 if own.is_columns else 1})")
     emit(f"chunk_empty = make_barriers({own.slots}, 2)")
     emit("held_full = make_barriers(1, 1)")
-    if own.is_ahead:
-        emit("passage = lines")
-        emit("passage_free = held_full")
-    else:
+    if not own.is_ahead:
         name = next(iter(own.written))
         emit(f"passage = gl.allocate_shared_memory(query.dtype, [1, {OWN // 2}, {width}], d_{name}.layout)")
         emit("passage_free = make_barriers(2, 1)")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
-    computing = f"{MEMORY}{targets}{pointers}, ROUNDS"
+    computing = f"{own.memory()}{targets}{pointers}, ROUNDS"
     emit("gl.warp_specialize([")
     emit(f"    (compute, ({computing}, 0)),")
     emit(f"    (compute, ({computing}, 1)),")
-    emit(f"    (load, ({MEMORY}, {arrays}, bias, p_log_sum, p_delta, ROUNDS)),")
+    emit(f"    (load, ({own.memory()}, {arrays}, bias, p_log_sum, p_delta, ROUNDS)),")
     emit("], [4, 1], [240, 24])")

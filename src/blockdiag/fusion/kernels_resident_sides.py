@@ -26,10 +26,6 @@ AHEAD = 4
 """Chunks whose lines are on their way: memory takes longer than a chunk does."""
 # Gradients of the first factors of scores, and of slopes.
 SUMS = ("sum_first", "sum_second")
-MEMORY = (
-    "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, staged, ones, held, passage, own_full, own_empty, "
-    "chunk_full, chunk_empty, held_full, passage_free"
-)
 
 
 class SideWriter(ResidentWriter):
@@ -83,6 +79,12 @@ class SideWriter(ResidentWriter):
         grads = "".join(f", p_grad{i}" for i in self.terms)
         return f"{self.parameters()}, p_log_sum, p_delta{grads}"
 
+    def memory(self) -> str:
+        """Parameters that are shared memory."""
+        own = "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, staged, ones, held"
+        barriers = "own_full, own_empty, chunk_full, chunk_empty, held_full"
+        return f"{own}, {barriers}" if self.is_ahead else f"{own}, passage, {barriers}, passage_free"
+
     def forgotten(self, slot: str) -> str:
         """A slot; wide gradients leave no registers for what is the same in each round, so that is computed again."""
         return slot if self.is_ahead else f"forgotten({slot})"
@@ -93,10 +95,6 @@ class SideWriter(ResidentWriter):
         Then one group loads while the other one computes.
         """
         return slot if self.is_ahead else f"{slot} * 2 + {group}"
-
-    def held_shape(self) -> str:
-        """Of the bias, as it is copied."""
-        return f"[2, {self.others}, 64]" if self.is_columns else f"[{self.others // 64}, {OWN}, 64]"
 
     def number(self, chunk: int) -> str:
         """Of a chunk of the loop, where there is one, among all."""
@@ -128,19 +126,18 @@ def print_load(own: SideWriter) -> None:
     emit = own.emit
     chunks = own.chunks
     arrays = ", ".join((*own.own_arrays, *own.chunk_arrays))
-    print_function(own, f"def load({MEMORY}, {arrays}, bias, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
+    print_function(own, f"def load({own.memory()}, {arrays}, bias, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots, for all rounds."""')
     print_share(own, own.tiles_of)
     own.indices("cell", None)
     emit(f"mbarrier.expect(held_full.index(0), {OWN * own.others * 2})")
-    emit(f"whole = held._reinterpret(bias.dtype, {own.held_shape()}, bias.layout)")
     for piece in range(2 if own.is_columns else own.others // 64):
         place = own.places["held"]
         if own.is_columns:
             at = own.at(place, "0", f"own * {OWN} + {piece * 64}")
         else:
             at = own.at(place, f"own * {OWN}", piece * 64)
-        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), whole.index({piece}))")
+        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
     emit("C: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
     last = f"count * {chunks} - 1"
     if own.is_columns:
