@@ -109,8 +109,8 @@ CASES = {
     "evoformer": Resident(rows_of_heads, _rows(2, 7, 256, 256, 2, 64)),
     "wide": Resident(rows_of_heads, _rows(1, 9, 256, 256, 2, 128)),
     # A program goes through several rounds.
-    "many_rows": Resident(rows_of_heads, _rows(2, 80, 256, 256, 2, 64)),
-    "many_wide_rows": Resident(rows_of_heads, _rows(1, 150, 256, 256, 2, 128)),
+    "many_rows": Resident(rows_of_heads, _rows(1, 150, 256, 256, 1, 64)),
+    "many_wide_rows": Resident(rows_of_heads, _rows(1, 150, 256, 256, 1, 128)),
     "narrow": Resident(rows_of_heads, _rows(1, 5, 128, 256, 4, 32)),
     "float16": Resident(rows_of_heads, _rows(1, 4, 128, 128, 2, 64), "float16"),
     "three_chunks": Resident(rows_of_heads, _rows(2, 4, 384, 192, 1, 128)),

@@ -101,7 +101,8 @@ def _origin(results: Iterable[Sequence[Timing | MoBATiming | PagedTiming | FuseT
         for rows in results
     ]
     first = measured[0]
-    dates = " and ".join(sorted({row.date for row in measured}))
+    days = sorted({row.date for row in measured})
+    dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return _filled(
         f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, {dates}; "
         "medians through `jax.jit` (paged decode: native launches in a CUDA graph), each result checked against "

@@ -1,0 +1,232 @@
+"""Runs the barriers of a printed Gluon kernel on the CPU: its warps as threads, tiles as nothing.
+
+Gluon has no interpreter. What warps tell each other does not depend on what tiles contain, though: with numbers for
+places and rounds, and barriers that count phases as those of the GPU do, a kernel ends here or it does not.
+"""
+
+import builtins
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from blockdiag.triton_kernels import resident_tiles
+
+
+class Deadlock(AssertionError):
+    """All warps that are left wait."""
+
+
+class Number(int):
+    """A number of a warp; what is made of it and of a tile is a tile."""
+
+    def to(self, dtype: object) -> "Number":
+        del dtype
+        return self
+
+
+class Tile:
+    """A tile, a descriptor, a layout or a dtype: whatever is done with it is one again."""
+
+    def __getattr__(self, name: str) -> "Tile":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Tile()
+
+    def __call__(self, *_: object, **__: object) -> "Tile":
+        return Tile()
+
+    def __getitem__(self, key: object) -> "Tile":
+        del key
+        return Tile()
+
+
+def _numbers(name: str) -> Callable[..., object]:
+    def compute(self: Number, other: object) -> object:
+        return Number(getattr(int, name)(self, other)) if isinstance(other, int) else Tile()
+
+    return compute
+
+
+# Some warps are this much slower, in seconds a barrier at most.
+_NAPS = (0.0, 0.0, 1e-4, 5e-4)
+_NAMES = [f"__{x}{y}__" for x in ("", "r") for y in ("add", "sub", "mul", "floordiv", "mod", "xor", "and")]
+for _name in _NAMES:
+    setattr(Number, _name, _numbers(_name))
+for _name in [*_NAMES, "__truediv__", "__rtruediv__", "__neg__", "__lt__", "__le__", "__gt__", "__ge__"]:
+    setattr(Tile, _name, lambda *_: Tile())
+
+
+class Warps:
+    """Those of one program, and what they wait for."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.changed = threading.Condition()
+        self.naps: dict[int, float] = {}
+        self.running = 0
+        self.waiting: dict[int, tuple[Barrier, int]] = {}
+        self.is_stuck = False
+
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Run all of them to their ends.
+
+        Raises:
+            Deadlock: where they do not come to them.
+        """
+
+        def finish(function: Callable[[], None], nap: float) -> None:
+            self.naps[threading.get_ident()] = nap
+            try:
+                function()
+            finally:
+                with self.changed:
+                    self.running -= 1
+                    self.look()
+
+        self.running = len(functions)
+        with ThreadPoolExecutor(len(functions)) as pool:
+            ends = [pool.submit(finish, x, self.chance.choice(_NAPS)) for x in functions]
+        failures = [x for x in (end.exception() for end in ends) if x is not None]
+        # Where one warp fails, others wait for it.
+        for failure in sorted(failures, key=lambda x: isinstance(x, Deadlock)):
+            raise failure
+
+    def nap(self) -> None:
+        """Make the calling warp as slow as it is."""
+        if most := self.naps.get(threading.get_ident()):
+            time.sleep(most * self.chance.random())
+
+    def look(self) -> None:
+        """Give up where nobody is left who could go on."""
+        are_stuck = all(barrier.phase % 2 == parity for barrier, parity in self.waiting.values())
+        self.is_stuck |= 0 < self.running == len(self.waiting) and are_stuck
+        self.changed.notify_all()
+
+
+class Barrier:
+    """One that counts arrivals, and whose phases have parities."""
+
+    def __init__(self, warps: Warps, arrivals: int) -> None:
+        self.warps, self.arrivals = warps, arrivals
+        self.phase, self.pending = 0, arrivals
+
+    def arrive(self, count: int) -> None:
+        self.warps.nap()
+        with self.warps.changed:
+            self.pending -= count
+            assert self.pending >= 0, "more arrivals than a phase has"
+            if self.pending == 0:
+                self.phase, self.pending = self.phase + 1, self.arrivals
+                self.warps.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        """Until the phase of this parity has ended, which is the one before or the present one."""
+        warps, thread = self.warps, threading.get_ident()
+        warps.nap()
+        with warps.changed:
+            while self.phase % 2 == parity and not warps.is_stuck:
+                warps.waiting[thread] = (self, parity)
+                warps.look()
+                if not warps.is_stuck:
+                    warps.changed.wait()
+            warps.waiting.pop(thread, None)
+            if self.phase % 2 == parity:
+                raise Deadlock("all warps wait")
+
+
+class _Barriers(list[Barrier]):
+    index = list.__getitem__  # pyrefly: ignore
+
+
+class _Mbarrier:
+    def wait(self, barrier: Barrier, parity: int) -> None:
+        barrier.wait(parity)
+
+    def arrive(self, barrier: Barrier, count: int = 1, pred: bool = True) -> None:
+        if pred:
+            barrier.arrive(count)
+
+    def expect(self, barrier: Barrier, count: int) -> None:
+        """Bytes arrive at once."""
+        del count
+        barrier.arrive(1)
+
+
+class _Language(Tile):
+    def __init__(self, program: int, warps: Warps) -> None:
+        self.program, self.warps = program, warps
+
+    def program_id(self, axis: int) -> Number:
+        del axis
+        return Number(self.program)
+
+    def minimum(self, left: object, right: object) -> object:
+        both = isinstance(left, int) and isinstance(right, int)
+        return Number(min(left, right)) if both else Tile()  # pyrefly: ignore
+
+    def broadcast(self, *_: object) -> tuple[Tile, Tile]:
+        return Tile(), Tile()
+
+    def warp_specialize(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], *_: object) -> None:
+        self.warps.run([lambda f=function, a=arguments: f(*a) for function, arguments in functions])
+
+
+class _Gluon:
+    @staticmethod
+    def jit(function: Any) -> Any:
+        return function
+
+
+def run_protocol(text: str, name: str, program: int, rounds: int, chance: random.Random) -> None:
+    """Run one program of a kernel.
+
+    Args:
+        text: Gluon source of a module.
+        name: of the kernel in it.
+        rounds: that a program goes through.
+        chance: decides which warps are slow.
+
+    Raises:
+        Deadlock: where its warps wait for each other forever.
+    """
+    warps = Warps(chance)
+    scope: dict[str, Any] = {
+        "gluon": _Gluon, "gl": _Language(program, warps), "tma": Tile(), "async_copy": Tile(), "mbarrier": _Mbarrier(),
+        "warpgroup_mma": Tile(), "warpgroup_mma_wait": _waited, "fence_async_shared": Tile(),
+        "widened": Tile(), "partial_sums": Tile(), "rounded_product": Tile(), "forgotten": Number,
+        "make_barriers": lambda count, arrivals: _Barriers(Barrier(warps, arrivals) for _ in builtins.range(count)),
+        "free_slot": _free_slot, "wait_slot": _wait_slot, "load_slot": _load_slot,
+        "range": lambda *bounds: map(Number, builtins.range(*bounds)),
+    }  # fmt: skip
+    assert {"free_slot", "wait_slot", "load_slot"} <= set(dir(resident_tiles))
+    body = text[text.index("@gluon.jit") :]
+    exec(compile(body, f"<{name}>", "exec"), scope)
+    kernel = scope[name]
+    given = [Tile() for _ in builtins.range(kernel.__code__.co_argcount - 1)]
+    kernel(*given, Number(rounds))
+
+
+def _waited(number: int, deps: Sequence[object]) -> object:
+    del number
+    return deps[0] if len(deps) == 1 else list(deps)
+
+
+def _free_slot(empty: _Barriers, number: int, slots: int, pred: bool = True) -> None:
+    if pred:
+        empty[number % slots].arrive(1)
+
+
+def _wait_slot(ring: Tile, full: _Barriers, number: int) -> Tile:
+    del ring
+    full[number % len(full)].wait(number // len(full) % 2)
+    return Tile()
+
+
+def _load_slot(source: Tile, ring: Tile, full: _Barriers, empty: _Barriers, number: int, *_: object) -> None:
+    del source, ring
+    slots = len(full)
+    empty[number % slots].wait(number // slots % 2 ^ 1)
+    full[number % slots].arrive(1)
