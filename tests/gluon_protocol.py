@@ -27,6 +27,19 @@ class Number(int):
         return self
 
 
+class Parity(Number):
+    """A number modulo 2, perhaps turned around: what a warp waits for, with the phases that it means by that."""
+
+    phases: int
+
+    @staticmethod
+    def of(number: int, turned: int = 0) -> "Parity":
+        """Of the phase of this number, or of the one before, which no barrier has before its first."""
+        found = Parity(int(number) % 2 ^ turned)
+        found.phases = number + 1 - turned
+        return found
+
+
 class Tile:
     """A tile, a descriptor, a layout or a dtype: whatever is done with it is one again."""
 
@@ -55,6 +68,8 @@ _NAPS = (0.0, 0.0, 1e-4, 5e-4)
 _NAMES = [f"__{x}{y}__" for x in ("", "r") for y in ("add", "sub", "mul", "floordiv", "mod", "xor", "and")]
 for _name in _NAMES:
     setattr(Number, _name, _numbers(_name))
+Number.__mod__ = lambda self, by: Parity.of(self) if by == 2 else Number(int(self) % by)  # pyrefly: ignore
+Parity.__xor__ = lambda self, by: Parity.of(self.phases - 1, int(by))  # pyrefly: ignore
 for _name in [*_NAMES, "__truediv__", "__rtruediv__", "__neg__", "__lt__", "__le__", "__gt__", "__ge__"]:
     setattr(Tile, _name, lambda *_: Tile())
 
@@ -112,6 +127,16 @@ class Barrier:
     def __init__(self, warps: Warps, arrivals: int) -> None:
         self.warps, self.arrivals = warps, arrivals
         self.phase, self.pending = 0, arrivals
+        self.fillings = 0
+        self.empty: Barrier | None = None
+
+    def fill(self) -> None:
+        """Bytes are copied into the slot that this barrier is of, and arrive at once."""
+        with self.warps.changed:
+            is_read = self.empty is None or self.empty.phase >= self.fillings
+            assert is_read, "what has not been read yet is written over"
+            self.fillings += 1
+        self.arrive(1)
 
     def arrive(self, count: int) -> None:
         self.warps.nap()
@@ -135,6 +160,8 @@ class Barrier:
             warps.waiting.pop(thread, None)
             if self.phase % 2 == parity:
                 raise Deadlock("all warps wait")
+            # Parity alone cannot tell a phase from the second one after it.
+            assert not isinstance(parity, Parity) or self.phase == parity.phases, "a warp goes on at another time"
 
 
 class _Barriers(list[Barrier]):
@@ -150,9 +177,8 @@ class _Mbarrier:
             barrier.arrive(count)
 
     def expect(self, barrier: Barrier, count: int) -> None:
-        """Bytes arrive at once."""
         del count
-        barrier.arrive(1)
+        barrier.fill()
 
 
 class _Language(Tile):
@@ -171,6 +197,13 @@ class _Language(Tile):
         return Tile(), Tile()
 
     def warp_specialize(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], *_: object) -> None:
+        for function, arguments in functions:
+            names = function.__code__.co_varnames  # pyrefly: ignore
+            given = dict(zip(names, arguments, strict=False))
+            for name, barriers in given.items():
+                if name.endswith("_full"):
+                    for full, empty in zip(barriers, given.get(name.replace("_full", "_empty"), []), strict=False):
+                        full.empty = empty
         self.warps.run([lambda f=function, a=arguments: f(*a) for function, arguments in functions])
 
 
@@ -229,4 +262,4 @@ def _load_slot(source: Tile, ring: Tile, full: _Barriers, empty: _Barriers, numb
     del source, ring
     slots = len(full)
     empty[number % slots].wait(number // slots % 2 ^ 1)
-    full[number % slots].arrive(1)
+    full[number % slots].fill()

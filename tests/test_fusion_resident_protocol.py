@@ -1,6 +1,7 @@
 """Whether the warps of kernels that keep a bias come to an end, whichever of them is slow and however many rounds."""
 
 import random
+import re
 
 import pytest
 
@@ -59,3 +60,20 @@ def test_a_kernel_without_one_arrival_does_not_end(name, kernel, line):
     assert line in text
     with pytest.raises(Deadlock):
         run_protocol(text.replace(line, "pass"), kernel, 0, 3, random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "line"),
+    [
+        ("many_rows", "fused_columns_resident", r"mbarrier\.wait\(chunk_empty.*"),
+        ("many_rows", "fused_rows_and_pairs_resident", r"mbarrier\.wait\(chunk_empty.*"),
+        ("many_wide_rows", "fused_columns_resident", r"mbarrier\.wait\(own_empty.*"),
+    ],
+)
+def test_a_loader_that_does_not_wait_is_noticed(name, kernel, line):
+    text, count = re.subn(line, "pass", resident_kernels(name)[kernel])
+    assert count
+    # Where the groups are slow.
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            run_protocol(text, kernel, 0, 8, random.Random(seed))
