@@ -24,6 +24,18 @@ def results(function, inputs, cotangent):
     return {name: np.asarray(x, np.float32) for name, x in jax.jit(compute)(inputs).items()}
 
 
+def exact_results(function, inputs, cotangent):
+    """The same in float32."""
+    with jax.default_matmul_precision("highest"):
+        return results(function, {x: array.astype(jnp.float32) for x, array in inputs.items()}, cotangent)
+
+
+def allowed(rough, exact, dtype):
+    """Twice the function's own error in 16 bits, and two units in the last place of the largest element."""
+    unit = 2.0 ** (np.ceil(np.log2(np.abs(exact).max())) - (8 if dtype == "bfloat16" else 11))
+    return 2 * np.abs(rough - exact).max() + 2 * unit
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.stays])
 def test_results_are_as_exact_as_the_functions(name):
     case = CASES[name]
@@ -35,8 +47,7 @@ def test_results_are_as_exact_as_the_functions(name):
     found = results(fused, inputs, cotangent)
     again = results(fused, inputs, cotangent)
     rough = results(case.function, inputs, cotangent)
-    with jax.default_matmul_precision("highest"):
-        wide = results(case.function, {x: array.astype(jnp.float32) for x, array in inputs.items()}, cotangent)
+    wide = exact_results(case.function, inputs, cotangent)
     for key, exact in wide.items():
         np.testing.assert_array_equal(found[key], again[key])
         actual, other = found[key], rough[key]
@@ -45,8 +56,26 @@ def test_results_are_as_exact_as_the_functions(name):
             if key in ("mask", "pair"):
                 continue
             exact, actual, other = (x[:, 1:] for x in (exact, actual, other))
-        unit = 2.0 ** (np.ceil(np.log2(np.abs(exact).max())) - (8 if case.dtype == "bfloat16" else 11))
-        allowed = 2 * np.abs(other - exact).max() + 2 * unit
-        assert np.abs(actual - exact).max() <= allowed, key
+        assert np.abs(actual - exact).max() <= allowed(other, exact, case.dtype), key
     if name == "masked":
         assert not found["output"][:, 0].any() and np.isfinite(found["output"]).all()
+
+
+@pytest.mark.parametrize("name", ["many_rows", "many_wide_rows"])
+def test_gradients_without_that_of_the_bias(name):
+    """By rows in a kernel of its own."""
+    case = CASES[name]
+    inputs = case.inputs()
+    pair = inputs.pop("pair")
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=inputs["query"].shape))
+
+    def attention(**given):
+        return case.function(**given, pair=pair.astype(given["query"].dtype))
+
+    fused = fuse(attention, implementation="triton")
+    found, again = (results(fused, inputs, cotangent) for _ in range(2))
+    rough, wide = results(attention, inputs, cotangent), exact_results(attention, inputs, cotangent)
+    assert found.keys() == {"output", "query", "key", "value", "mask"}
+    for key, exact in wide.items():
+        np.testing.assert_array_equal(found[key], again[key])
+        assert np.abs(found[key] - exact).max() <= allowed(rough[key], exact, case.dtype), key
