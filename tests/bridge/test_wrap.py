@@ -431,6 +431,13 @@ def test_transform_of_torch():
         torch.func.grad(lambda x: wrap_jax(jnp.sin)(x).sum())(torch.ones(3))
 
 
+def test_several_cotangents_at_once():
+    x = torch.ones(3, requires_grad=True)
+    output = wrap_jax(jnp.sin)(x)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(output, x, torch.ones(4, 3), is_grads_batched=True)
+
+
 def test_error_of_the_function_reaches_the_caller():
     def function(x):
         raise KeyError("missing weight")

@@ -402,6 +402,9 @@ def test_wrong_arguments(implementation):
         fused(query, key, {1, 2})
     with pytest.raises(TypeError, match=r"torch\.func"):
         torch.vmap(fused)(*[x[None] for x in (query, key, value)])
+    output = fused(query.requires_grad_(), key, value)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(output, query, torch.ones(2, *output.shape), is_grads_batched=True)
 
 
 @pytest.mark.parametrize(

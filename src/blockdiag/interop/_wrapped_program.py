@@ -329,6 +329,7 @@ def _backward(
     ctx: Any, kept: tuple[torch.Tensor, ...], cotangents: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Gradients of the operands, None for those that are not asked for."""
+    dlpack.refuse_several(cotangents)
     trace: _Trace = ctx.trace
     saved: list[jax.Array] = []
     if ctx.has_saved:

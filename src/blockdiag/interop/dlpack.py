@@ -199,14 +199,24 @@ def check_tensor(tensor: torch.Tensor) -> None:
             "`tensor` has a tangent, which JAX would not see; take forward-mode derivatives of JAX functions in JAX, "
             "with jax.jvp"
         )
-    if torch._is_functional_tensor(tensor) or not _has_storage(tensor):
+    if torch._is_functional_tensor(tensor) or not has_storage(tensor):
         raise TypeError(
             "`tensor` is traced by a transform of torch.func, so it has no memory to share; call this outside of the "
             "transform, and use jax.vmap or jax.grad within the JAX function"
         )
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
+def refuse_several(cotangents: Iterable[torch.Tensor | None]) -> None:
+    """Raise what gradients with `is_grads_batched=True` raise: one tensor without memory stands for several."""
+    if not all(x is None or has_storage(x) for x in cotangents):
+        raise NotImplementedError(
+            "gradients for several cotangents at once (is_grads_batched=True) are not available; ask for one after "
+            "the other, or in JAX, with jax.vmap of what jax.vjp returns"
+        )
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory, rather than being traced by a transform."""
     try:
         tensor.data_ptr()
     except RuntimeError:  # what torch raises for tensors without storage, and there is no other way to ask

@@ -14,7 +14,7 @@ from blockdiag.fusion.kernels import Output, Source
 from blockdiag.fusion.kernels_delta import delta_source
 from blockdiag.fusion.tiles import result_array
 from blockdiag.fusion.tree import DISTANCE, Dim, Region
-from blockdiag.interop.dlpack import TENSOR_DTYPES
+from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
 from blockdiag.interop.triton_fused import (
     Kernel,
     arranged,
@@ -366,4 +366,5 @@ def _gradients(
     log_sum: torch.Tensor,
     *operands: torch.Tensor,
 ) -> list[torch.Tensor | None]:
+    refuse_several([cotangent])
     return region.backward(operands, output, log_sum, cotangent, needed)
