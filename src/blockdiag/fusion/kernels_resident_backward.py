@@ -204,9 +204,8 @@ def _end_products(own: SideWriter, later: int) -> None:
     done = ", ".join(own.sums())
     own.emit(f"{done} = warpgroup_mma_wait({later}, deps=[{done}])")
     own.emit("gl.thread_barrier()")
-    own.emit(
-        f"free_slot(chunk_empty, {'at' if own.is_looped else f'round * {own.chunks} + {own.chunks - 1}'}, {own.slots})"
-    )
+    last = "at" if own.is_looped else f"round * {own.chunks} + {own.chunks - 1}"
+    own.emit(f"free_slot(chunk_empty, {last}, {own.slots})")
 
 
 def _find_own(own: SideWriter, number: str) -> None:

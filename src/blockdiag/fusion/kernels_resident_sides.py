@@ -61,6 +61,7 @@ class SideWriter(ResidentWriter):
         # Long rounds are loops, or compilation takes more than five seconds.
         self.unrolled = self.chunks if self.is_ahead else math.gcd(self.chunks, _MOST_UNROLLED)
         self.is_looped = self.unrolled < self.chunks
+        # Chunks that are loaded between the tiles of the one group and those of the other.
         self.behind = 2 if is_columns and self.chunks > 2 else 0
         self.tiles_of = region.sizes[self.label] // OWN
         leaf = plan.key if is_columns else plan.query
@@ -118,6 +119,7 @@ def slots_of(width: int, others: int, chunk: int) -> tuple[int, int]:
     room = SHARED_BYTES - OWN * others * 2 - 8 * chunk * 2 - 4 * OWN * 4 - AHEAD * 2 * chunk * 4
     if room - 2 * pair >= 4 * part:
         return 2, min(_MOST_SLOTS, (room - 2 * pair) // part)
+    # With one pair a group's gradients need a place of their own to leave by.
     return 1, min(_MOST_SLOTS, (room - pair - pair // 4) // part)
 
 
