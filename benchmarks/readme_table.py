@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdiag.bench.fuse_plots import case_name
-from blockdiag.bench.records import FuseTiming, GalleryTiming, MoBATiming, PagedTiming, Timing, read_rows
+from blockdiag.bench.records import FuseTiming, GalleryTiming, MoBATiming, PagedTiming, Timing, dates_of, read_rows
 from blockdiag.bench.speedup_table import behind_section, summary_section
 
 ROOT = Path(__file__).parent.parent
@@ -374,7 +374,7 @@ def fuse_section(rows: Iterable[FuseTiming]) -> str:
         "heads/key heads of 64. The floor is the longer of what the products and the compulsory bytes take at the "
         "rates of the same run. A dash: it did not fit, cannot, or was not run. "
         f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, "
-        f"{first.date}, bfloat16."
+        f"{dates_of(ours.values())}, bfloat16."
     )
     headings = [FUSE_COLUMNS[OURS], "floor", *(title for name, title in FUSE_COLUMNS.items() if name != OURS)]
     lines = [_filled(origin), "", "| | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]

@@ -388,6 +388,12 @@ def merge_rows(path: Path, kind: type, rows: Sequence[Row]) -> list[Any]:
     return list(merged.values())
 
 
+def dates_of(rows: Iterable[Any]) -> str:
+    """When rows were measured: a day, or the first and the last one."""
+    days = sorted({row.date for row in rows})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
 def _version(package: str) -> str:
     """Installed version of a package, or "absent"."""
     try:

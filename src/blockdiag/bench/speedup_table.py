@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from blockdiag.bench.plot_style import LOOKS
-from blockdiag.bench.records import FuseTiming, GalleryTiming, MoBATiming, PagedTiming, Timing
+from blockdiag.bench.records import FuseTiming, GalleryTiming, MoBATiming, PagedTiming, Timing, dates_of
 from blockdiag.bench.speedups import (
     SpeedUp,
     behind,
@@ -101,10 +101,9 @@ def _origin(results: Iterable[Sequence[Timing | MoBATiming | PagedTiming | FuseT
         for rows in results
     ]
     first = measured[0]
-    days = sorted({row.date for row in measured})
-    dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return _filled(
-        f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, {dates}; "
+        f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, "
+        f"{dates_of(measured)}; "
         "medians through `jax.jit` (paged decode: native launches in a CUDA graph), each result checked against "
         "float64. The floor is what the compulsory bytes and products take at the rates of the same run. Of the others "
         "the fastest of all that were measured on the same arrays is shown; * was recorded on an H200, not run here."
