@@ -106,7 +106,7 @@ def _source(own: SideWriter) -> Source:
     region = own.region
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
     return Source(
-        gluon_source("forgotten, free_slot, widened", own.writer.lines),
+        gluon_source("free_slot, widened" if own.is_ahead else "forgotten, free_slot, widened", own.writer.lines),
         own.name,
         (*names, "value", "log_sum", "cotangent", "delta"),
         tuple(own.outputs.values()),
@@ -211,8 +211,8 @@ def _end_products(own: SideWriter, later: int) -> None:
 def _find_own(own: SideWriter, number: str) -> None:
     """The program's own tiles of a round, when they are there."""
     emit = own.emit
-    emit(f"own_slot = ({number}) % {own.own_slots}")
-    emit(f"mbarrier.wait(own_full.index({own.own_barrier('own_slot')}), ({number}) // {own.own_slots} % 2)")
+    emit(f"own_slot = {number} % {own.own_slots}")
+    emit(f"mbarrier.wait(own_full.index({own.own_barrier('own_slot')}), {number} // {own.own_slots} % 2)")
     if own.is_ahead:
         for name in ("scores", "slopes"):
             _name_own(own, name)
@@ -265,7 +265,7 @@ def _name_own(own: SideWriter, name: str) -> None:
 def _find_chunk(own: SideWriter, chunk: int, number: str) -> None:
     """Where a chunk is."""
     emit = own.emit
-    emit(f"at = ({number}) * {own.chunks} + {own.number(chunk)}")
+    emit(f"at = {number} * {own.chunks} + {own.number(chunk)}")
     emit(f"slot = at % {own.slots}")
     for name in ("scores", "slopes"):
         emit(f"{name}_chunk = chunk_{name}.index({own.forgotten('slot')})")
@@ -349,13 +349,12 @@ def _finish(own: SideWriter) -> None:
     emit, region = own.emit, own.region
     if own.is_ahead:
         emit("scores_done, slopes_done = scores_own, slopes_own")
-        _find_own(own, "round + 1")
-        _begin_scores(own, 0, _requested_terms(own), "round + 1")
+        _find_own(own, "(round + 1)")
+        _begin_scores(own, 0, _requested_terms(own), "(round + 1)")
         emit("scores_own, slopes_own = scores_done, slopes_done")
     if not own.is_looped:
         _end_products(own, int(own.is_ahead))
-    factors = (f" * {own.plan.unit}", "")
-    results = [f"({total}{factor}).to(dtype)" for total, factor in zip(SUMS, factors, strict=True)]
+    results = (f"({SUMS[0]} * {own.plan.unit}).to(dtype)", f"{SUMS[1]}.to(dtype)")
     written = list(zip(own.out_places, results, strict=False))
     if own.is_ahead:
         # Of this group's own rows, which nobody reads any more.

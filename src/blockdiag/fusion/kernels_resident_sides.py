@@ -160,11 +160,9 @@ def print_load(own: SideWriter) -> None:
             own.writer.depth -= 1
         emit(f"slot = step % {own.slots}")
         emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
-        emit(f"mbarrier.expect(chunk_full.index(slot), {2 * own.chunk * own.plan.width * 2})")
-        for array, name in zip(own.chunk_arrays, ("scores", "slopes"), strict=True):
-            at = own.at(own.places[array], f"step % {chunks} * {own.chunk}")
-            memory = f"chunk_{name}.index(slot)"
-            emit(f"tma.async_copy_global_to_shared({array}, [{at}], chunk_full.index(slot), {memory})")
+        places = [f"chunk_{name}.index(slot)" for name in ("scores", "slopes")]
+        offset = f"step % {chunks} * {own.chunk}"
+        _copy_pair(own, own.chunk_arrays, offset, own.chunk, "chunk_full.index(slot)", places)
         if own.is_columns:
             emit(f"async_copy.wait_group({AHEAD - 1})")
             emit("gl.thread_barrier()")
@@ -193,16 +191,23 @@ def _load_own(own: SideWriter, group: int) -> None:
     emit(f"slot = round % {own.own_slots}")
     emit(f"at = {own.own_barrier('slot', str(group))}")
     emit(f"mbarrier.wait(own_empty.index(at), round // {own.own_slots} % 2 ^ 1)")
-    emit(f"mbarrier.expect(own_full.index(at), {2 * rows * own.plan.width * 2})")
-    for array, name in zip(own.own_arrays, ("scores", "slopes"), strict=True):
-        at = own.at(own.places[array], f"own * {OWN} + {group * rows}")
-        memory = f"own_{name}.index(slot).slice({group * rows}, {rows})"
-        emit(f"tma.async_copy_global_to_shared({array}, [{at}], own_full.index(at), {memory})")
+    places = [f"own_{name}.index(slot).slice({group * rows}, {rows})" for name in ("scores", "slopes")]
+    _copy_pair(own, own.own_arrays, f"own * {OWN} + {group * rows}", rows, "own_full.index(at)", places)
     if not own.is_columns and group == last:
         _hand_over(own, [f"own_full.index({own.own_barrier('slot', str(x))})" for x in range(last + 1)])
         own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
         _request_lines(own)
         own.indices(None, "(first + round)")
+
+
+def _copy_pair(
+    own: SideWriter, arrays: tuple[str, str], offset: str, rows: int, full: str, places: Sequence[str]
+) -> None:
+    """Begin to copy so many rows of two arrays, from this row on, to these places."""
+    own.emit(f"mbarrier.expect({full}, {2 * rows * own.plan.width * 2})")
+    for array, place in zip(arrays, places, strict=True):
+        at = own.at(own.places[array], offset)
+        own.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {full}, {place})")
 
 
 def _request_lines(own: SideWriter) -> None:
@@ -215,10 +220,9 @@ def _request_lines(own: SideWriter) -> None:
 def _copy_lines(own: SideWriter, step: str, slot: str) -> None:
     """Begin to copy the lines of a chunk of queries."""
     emit = own.emit
-    chunks = own.others // own.chunk
     emit(f"later = {step}")
-    own.indices(None, f"(first + later // {chunks})")
-    emit(f"o_q = later % {chunks} * {own.chunk} + gl.arange(0, {own.chunk}, C)")
+    own.indices(None, f"(first + later // {own.chunks})")
+    emit(f"o_q = later % {own.chunks} * {own.chunk} + gl.arange(0, {own.chunk}, C)")
     for i, name in enumerate(("log_sum", "delta")):
         place = f"p_{name} + {own.writer.row_place()}"
         emit(f"async_copy.async_copy_global_to_shared(staged.index({slot} * 2 + {i}), {place})")
