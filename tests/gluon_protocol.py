@@ -9,7 +9,7 @@ import inspect
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -73,6 +73,16 @@ Number.__mod__ = lambda self, by: Parity.of(self) if by == 2 else Number(int(sel
 Parity.__xor__ = lambda self, by: Parity.of(self.phases - 1, int(by))  # pyrefly: ignore
 for _name in [*_NAMES, "__truediv__", "__rtruediv__", "__neg__", "__lt__", "__le__", "__gt__", "__ge__"]:
     setattr(Tile, _name, lambda *_: Tile())
+
+
+class Memory:
+    """Numbers that a kernel reads, the same ones over and over."""
+
+    def __init__(self, numbers: Sequence[int], offset: int = 0) -> None:
+        self.numbers, self.offset = numbers, offset
+
+    def __add__(self, more: int) -> "Memory":
+        return Memory(self.numbers, self.offset + more)
 
 
 class Warps:
@@ -190,6 +200,13 @@ class _Language(Tile):
         del axis
         return Number(self.program)
 
+    def load(self, place: object) -> object:
+        return Number(place.numbers[place.offset % len(place.numbers)]) if isinstance(place, Memory) else Tile()
+
+    def maximum(self, left: object, right: object) -> object:
+        both = isinstance(left, int) and isinstance(right, int)
+        return Number(max(left, right)) if both else Tile()  # pyrefly: ignore
+
     def minimum(self, left: object, right: object) -> object:
         both = isinstance(left, int) and isinstance(right, int)
         return Number(min(left, right)) if both else Tile()  # pyrefly: ignore
@@ -220,14 +237,22 @@ class _Gluon:
         return function
 
 
-def run_protocol(text: str, name: str, program: int, rounds: int, chance: random.Random) -> None:
+def run_protocol(
+    text: str,
+    name: str,
+    program: int,
+    rounds: int | None,
+    chance: random.Random,
+    lists: Mapping[str, Sequence[int]] | None = None,
+) -> None:
     """Run one program of a kernel.
 
     Args:
         text: Gluon source of a module.
         name: of the kernel in it.
-        rounds: that a program goes through.
+        rounds: that a program goes through; None where it is not told.
         chance: decides which warps are slow.
+        lists: numbers in memory, by the parameters that point to them.
 
     Raises:
         Deadlock: where its warps wait for each other forever.
@@ -244,8 +269,9 @@ def run_protocol(text: str, name: str, program: int, rounds: int, chance: random
         # The one helper whose result is a number that barriers are found by.
         scope["forgotten"] = Number
     kernel = scope[name]
-    given = [Tile() for _ in builtins.range(kernel.__code__.co_argcount - 1)]
-    kernel(*given, Number(rounds))
+    given: dict[str, object] = {x: Tile() for x in kernel.__code__.co_varnames[: kernel.__code__.co_argcount]}
+    given |= {x: Memory(numbers) for x, numbers in (lists or {}).items()}
+    kernel(**given | ({} if rounds is None else {"ROUNDS": Number(rounds)}))
 
 
 def _waited(number: int, deps: Sequence[object]) -> object:

@@ -110,8 +110,8 @@ def test_parts_of_a_biass_gradient_fill_the_gpu():
     (bias,) = [x for x in joint.source.outputs if ("part",) in x.dims]
     parts = bias.shape[[x for (x,) in bias.dims].index("part")]
     assert bias.dtype == "float32" and parts > 1
-    assert joint.resident.each * parts >= joint.resident.rounds
-    assert joint_launch(inner).plan(Target.for_arch(90)).grid[0] == joint.resident.tiles * parts
+    assert joint.on_hopper.each * parts >= joint.on_hopper.rounds
+    assert joint_launch(inner).plan(Target.for_arch(90)).grid[0] == joint.on_hopper.tiles * parts
 
 
 @pytest.mark.parametrize(("arch", "expected"), [(90, ("rows_and_pairs_resident", "columns_resident")), (100, None)])
@@ -146,7 +146,7 @@ def test_other_architectures_get_the_plain_kernel():
     plans = {arch: launch.plan(Target.for_arch(arch)) for arch in (80, 90, 100)}
     found = {arch: plan.name for arch, plan in plans.items()}
     assert found == {80: "fused_forward", 90: "fused_forward_resident", 100: "fused_forward"}
-    plain = dataclasses.replace(launch, resident=None)
+    plain = dataclasses.replace(launch, on_hopper=None)
     assert plain.plan(Target.for_arch(90)).name == "fused_forward" and plain != launch
 
 

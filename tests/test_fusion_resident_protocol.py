@@ -19,9 +19,9 @@ def resident_kernels(name):
     region = CASES[name].region()
     inner, _ = triton_fused.arranged(region)
     launches = launches_of(region)
-    found = [launches[f"fused_{x}"].resident for x in ("forward", "rows", "columns")]
+    found = [launches[f"fused_{x}"].on_hopper for x in ("forward", "rows", "columns")]
     if triton_fused.joint_kernel(inner) is not None:
-        found.append(joint_launch(inner).resident)
+        found.append(joint_launch(inner).on_hopper)
     return {kernel.source.name: kernel.source.text for kernel in found if kernel is not None}
 
 

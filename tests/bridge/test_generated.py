@@ -48,7 +48,7 @@ def plan_of(kernel) -> LaunchPlan:
 
 def resident_kernels() -> list[GeneratedKernel]:
     launches = launches_of(CASES["narrow"].region()).values()
-    sources = [launch.resident.source if launch.resident else launch.source for launch in launches]
+    sources = [launch.on_hopper.source if launch.on_hopper else launch.source for launch in launches]
     return [GeneratedKernel(source.text, source.name) for source in sources]
 
 

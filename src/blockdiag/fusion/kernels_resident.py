@@ -5,133 +5,42 @@ groups of four warps compute. Scores start from the bias, and a row of them stay
 before the first exponential; products of the next round begin while results of the last one leave.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
 
-from blockdiag.fusion.emit import NotPrintable, Printer, Value
+from blockdiag.fusion.emit import Value
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, widening
+from blockdiag.fusion.kernels_gluon import GluonPrinter, GluonWriter, HopperKernel, gluon_source, print_function
 from blockdiag.fusion.layout import shape_of
-from blockdiag.fusion.resident import CHUNK, QUERY_SLOTS, ROWS, Place, Resident, resident
+from blockdiag.fusion.resident import CHUNK, QUERY_SLOTS, ROWS, Resident, resident
 from blockdiag.fusion.tree import Node, Region, leaves_of
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
 NAME = "fused_forward_resident"
 HELD_COLUMNS = 64
 
-_HEAD = """from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
-from blockdiag.triton_kernels.hopper_tiles import make_barriers
-from blockdiag.triton_kernels.resident_tiles import """
-
-
-def gluon_source(helpers: str, lines: Sequence[str]) -> str:
-    """The text of a kernel.
-
-    Args:
-        helpers: that it has from `resident_tiles`, as an import has them.
-    """
-    return f"{_HEAD}{helpers}\n\n\n" + "\n".join(lines) + "\n"
-
-
-class GluonPrinter(Printer):
-    """Gluon infers no layouts: numbers and lines become tiles where an operation meets one."""
-
-    def _printed(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
-        if equation.primitive.name in ("dot_general", "reduce_sum", "transpose"):
-            raise NotPrintable(f"`{equation.primitive.name}` of a tile whose layout is not known")
-        return super()._printed(equation, given)
-
-    def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:
-        if given.is_number or given.shape == shape or (len(given.shape) == len(shape) == 2):
-            return Value(given.name, shape, given.is_read)
-        raise NotPrintable(f"a reshape from {given.shape} to {shape}")
-
-
-class ResidentWriter:
+class ResidentWriter(GluonWriter):
     """Lines of the functions of one kernel."""
 
     def __init__(self, region: Region, plan: Resident, writer: Writer | None = None) -> None:
-        self.region, self.plan = region, plan
-        self.writer = Writer(region, "forward", Tile(CHUNK, CHUNK)) if writer is None else writer
+        writer = Writer(region, "forward", Tile(CHUNK, CHUNK)) if writer is None else writer
+        super().__init__(region, writer, (plan.held, plan.query, plan.key))
+        self.plan = plan
         self.parts = region.sizes["k"] // plan.part
         self.chunks = region.sizes["k"] // CHUNK
         self.wide_keys = next_power_of_2(region.sizes["k"])
         # With 128 columns products take as long as exponentials, and a round 9% longer if groups wait for each other.
         self.takes_turns = plan.width <= 64
-        # Leaves that threads read themselves, and whether places in them or in the log-sums need 64 bits.
-        moved = (plan.held, plan.query, plan.key)
         self.counts_keys = any(leaf.role == "column" and leaf.source.key is None for leaf in leaves_of(plan.others))
-        self.pointers = [i for i, leaf in enumerate(region.leaves) if leaf not in moved and leaf.source.key is not None]
-        counts = [math.prod(region.leaves[i].source.shape) for i in self.pointers]
-        self.is_long = max([*counts, cells_of(region, region.batch) * region.sizes["q"]]) >= 2**31
-
-    def emit(self, line: str = "") -> None:
-        self.writer.emit(line.replace("tl.", "gl."))
 
     def indices(self, cell: str | None, through: str | None) -> None:
         """`i_<label>` of batch labels, from one number each for those of the bias and for the others."""
         for name, labels in ((cell, self.plan.cell), (through, self.plan.through)):
-            if name is None:
-                continue
-            step = 1
-            for label in reversed(labels):
-                size = self.region.sizes[label]
-                place = name if step == 1 else f"{name} // {step}"
-                self.emit(f"i_{label} = {f'({place} % {size}).to(gl.int64)' if self.is_long else f'{place} % {size}'}")
-                step *= size
-
-    def at(self, place: Place, offset: str, column: int | str = 0) -> str:
-        """Row and column of a tile of a matrix that begins `offset` queries or keys, and so many columns, later."""
-        first_row, first_column = place.first
-        rows = [f"i_{x} * {step}" if step > 1 else f"i_{x}" for x, step in place.rows.items()]
-        columns = [f"i_{x} * {step}" for x, step in place.columns.items()]
-        rows = [*rows, *([str(first_row)] if first_row else []), offset]
-        columns += [str(x) for x in (first_column, column) if x != 0]
-        return ", ".join(_coordinate(terms) for terms in (rows, columns))
-
-    def evaluate(self, root: Node, tiles: Sequence[Value], prefix: str) -> Value:
-        """Print a node of which all leaves are read."""
-        program = self.writer.tile_program([root])
-        return GluonPrinter(self.emit, prefix, self.writer.precision).run(program, tiles)[0]
-
-    def tiles(self, known: dict[int, Value]) -> list[Value]:
-        """A value for each leaf; those that are not known are not used."""
-        return [known.get(i, Value("0", self.writer.tile_shape(leaf))) for i, leaf in enumerate(self.region.leaves)]
-
-    def read(self, roles: Sequence[str], *, counted: bool = False) -> dict[int, Value]:
-        """Load what threads read themselves, of some roles, and numbers of rows or columns; `counted`: only these."""
-        found = {}
-        for i, leaf in enumerate(self.region.leaves):
-            if leaf.role in roles and (leaf.source.key is None or (i in self.pointers and not counted)):
-                lines = self.writer.lines
-                first = len(lines)
-                found[i] = self.writer.read(i)
-                lines[first:] = [line.replace("tl.", "gl.") for line in lines[first:]]
-        return found
-
-    def known(self, roles: Sequence[str]) -> dict[int, Value]:
-        """What `read` names."""
-        leaves = self.region.leaves
-        return {
-            i: Value(f"leaf{i}", self.writer.tile_shape(leaf))
-            for i, leaf in enumerate(leaves)
-            if leaf.role in roles and (leaf.source.key is None or i in self.pointers)
-        }
+            if name is not None:
+                self.decode(name, labels)
 
     def requested(self, roles: Sequence[str]) -> dict[int, Value]:
         """What `read` loads, of what `request_terms` has begun to load."""
@@ -141,17 +50,6 @@ class ResidentWriter:
             if leaf.role in roles:
                 self.emit(f"leaf{i} = (loaded{i}{widening(leaf)}){axis.get(leaf.role, '')}")
         return self.known(roles) | self.read(roles, counted=True)
-
-    def parameters(self) -> str:
-        return "".join(f", p_leaf{i}" for i in self.pointers)
-
-
-def _coordinate(terms: Sequence[str]) -> str:
-    """A sum in 32 bits, as the copy engine takes it."""
-    kept = [term for term in terms if term != "0"]
-    if all(term.isdigit() for term in kept):
-        return str(sum(map(int, kept)))
-    return f"({' + '.join(kept)}).to(gl.int32)"
 
 
 _MEMORY = (
@@ -188,13 +86,6 @@ def print_share(own: ResidentWriter, tiles: int) -> None:
     emit(f"first = gl.program_id(0) // {tiles} % SHARES * ROUNDS")
     emit(f"cell = gl.program_id(0) // ({tiles} * SHARES)")
     emit(f"count = gl.minimum(ROUNDS, {rounds} - first)")
-
-
-def print_function(own: ResidentWriter, header: str) -> None:
-    own.writer.depth = 0
-    own.emit("@gluon.jit")
-    own.emit(header)
-    own.writer.depth = 1
 
 
 def _compute(own: ResidentWriter) -> None:
@@ -454,29 +345,7 @@ def _entry(own: ResidentWriter) -> None:
     emit("], [4, 1], [240, 24])")
 
 
-@dataclass(frozen=True)
-class ResidentKernel:
-    """The kernel, and what its launch needs to know.
-
-    Attributes:
-        moved: of each parameter that the copy engine moves: name, array, shape of its matrix, and of a tile.
-        dtype: of these arrays.
-        pointers: the parameters that are pointers, in order.
-        rounds: in all.
-        tiles: programs, if each went through all rounds.
-        each: how many rounds a program goes through, where that is not the launch's choice.
-    """
-
-    source: Source
-    moved: tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]
-    dtype: str
-    pointers: tuple[str, ...]
-    rounds: int
-    tiles: int
-    each: int | None = None
-
-
-def resident_kernel(region: Region) -> ResidentKernel | None:
+def resident_kernel(region: Region) -> HopperKernel | None:
     """The kernel of a region, None where its bias cannot stay.
 
     Args:
@@ -496,6 +365,6 @@ def resident_kernel(region: Region) -> ResidentKernel | None:
     )
     source = resident_source(region, plan)
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum")
-    return ResidentKernel(
+    return HopperKernel(
         source, moved, jnp.dtype(region.dtype).name, pointers, cells_of(region, plan.through), source.grid[0]
     )

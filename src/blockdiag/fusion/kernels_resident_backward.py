@@ -13,14 +13,8 @@ import jax.numpy as jnp
 
 from blockdiag.fusion.emit import Value
 from blockdiag.fusion.kernels import LOG2_E, Source, cells_of
-from blockdiag.fusion.kernels_resident import (
-    ResidentKernel,
-    gluon_source,
-    print_function,
-    print_ones,
-    print_share,
-    request_terms,
-)
+from blockdiag.fusion.kernels_gluon import HopperKernel, gluon_source, print_function
+from blockdiag.fusion.kernels_resident import print_ones, print_share, request_terms
 from blockdiag.fusion.kernels_resident_sides import (
     AHEAD,
     FEWEST_SLOTS,
@@ -37,7 +31,7 @@ from blockdiag.fusion.tiles import value_labels
 from blockdiag.fusion.tree import Region, leaves_of
 
 
-def resident_backward(region: Region, side: Side, places: Sequence[int], plain: Source) -> ResidentKernel | None:
+def resident_backward(region: Region, side: Side, places: Sequence[int], plain: Source) -> HopperKernel | None:
     """The kernel that takes the place of the plain one, None where the bias cannot stay.
 
     Args:
@@ -63,9 +57,7 @@ def resident_backward(region: Region, side: Side, places: Sequence[int], plain: 
         return None
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", *(f"grad{i}" for i in terms))
     rounds = cells_of(region, plan.through)
-    return ResidentKernel(
-        _source(own), _moved(own), dtype, pointers, rounds, own.tiles_of * cells_of(region, plan.cell)
-    )
+    return HopperKernel(_source(own), _moved(own), dtype, pointers, rounds, own.tiles_of * cells_of(region, plan.cell))
 
 
 def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float] | None:
@@ -85,7 +77,7 @@ def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float
 
 
 def _moved(own: SideWriter) -> tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]:
-    """What the copy engine moves; see ResidentKernel."""
+    """What the copy engine moves; see HopperKernel."""
     width = own.plan.width
     rows = own.others if own.is_columns else OWN
     rows_own = OWN if own.is_ahead else OWN // 2

@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from blockdiag.fusion.emit import Value
 from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of
 from blockdiag.fusion.kernels_backward import gradient_dims
+from blockdiag.fusion.kernels_gluon import HopperKernel, gluon_source, print_function
 from blockdiag.fusion.kernels_resident import (
     HELD_COLUMNS,
-    ResidentKernel,
     ResidentWriter,
     begin_terms,
-    gluon_source,
-    print_function,
     print_share,
     request_terms,
     store_terms,
@@ -383,7 +381,7 @@ def _entry(own: _Pairs) -> None:
     emit(f"], [4, 1, 1], {registers})")
 
 
-def resident_pairs(region: Region) -> ResidentKernel | None:
+def resident_pairs(region: Region) -> HopperKernel | None:
     """The kernel in the place of those by rows and by pairs, None where the bias cannot stay or has no gradient.
 
     Args:
@@ -419,7 +417,7 @@ def _factor(region: Region, plan: Resident) -> float | None:
     return None if any(node.leaf is not plan.held for _, node in own) else sum(factor for factor, _ in own)
 
 
-def _kernel(own: _Pairs, d_query: Output) -> ResidentKernel:
+def _kernel(own: _Pairs, d_query: Output) -> HopperKernel:
     region, plan, width = own.region, own.plan, own.plan.width
     rounds, tiles = cells_of(region, plan.through), own.tiles_of * cells_of(region, plan.cell)
     # How many parts of its gradient there are is known before the GPU is.
@@ -448,4 +446,4 @@ def _kernel(own: _Pairs, d_query: Output) -> ResidentKernel:
         ("d_query", d_query.name, own.place.shape, (OWN, width)),
     )
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", d_bias.name)
-    return ResidentKernel(source, moved, jnp.dtype(region.dtype).name, pointers, rounds, tiles, each)
+    return HopperKernel(source, moved, jnp.dtype(region.dtype).name, pointers, rounds, tiles, each)

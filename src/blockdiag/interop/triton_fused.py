@@ -15,9 +15,12 @@ from blockdiag.fusion.emit import NotPrintable
 from blockdiag.fusion.kernels import Kind, Lists, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.kernels_diagonals import diagonals_source
-from blockdiag.fusion.kernels_resident import ResidentKernel, resident_kernel
+from blockdiag.fusion.kernels_gluon import HopperKernel
+from blockdiag.fusion.kernels_resident import resident_kernel
 from blockdiag.fusion.kernels_resident_backward import resident_backward
 from blockdiag.fusion.kernels_resident_pairs import OWN, resident_pairs
+from blockdiag.fusion.kernels_resident_sides import Side
+from blockdiag.fusion.kernels_streamed import streamed_kernel
 from blockdiag.fusion.layout import arranged_dims, flat_stride, layout_of, shape_of
 from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.resident import CHUNK, rounds_each
@@ -84,7 +87,7 @@ class FusedLaunch:
     Attributes:
         num_stages: at most; fewer where shared memory is small.
         shared: about how many bytes of it the kernel needs once, and for each stage.
-        resident: what is launched in its place on Hopper; with the same source, nothing is launched elsewhere.
+        on_hopper: what is launched in its place on Hopper; with the same source, nothing is launched elsewhere.
     """
 
     source: Source
@@ -92,7 +95,7 @@ class FusedLaunch:
     num_warps: int
     num_stages: int
     shared: tuple[int, int]
-    resident: ResidentKernel | None = None
+    on_hopper: HopperKernel | None = None
 
     @property
     def name(self) -> str:
@@ -106,9 +109,9 @@ class FusedLaunch:
 
     def plan(self, target: Target) -> LaunchPlan:
         """The launch on `target`."""
-        if self.resident is not None and target.arch == 90:
-            return self._resident_plan(self.resident, target)
-        if self.resident is not None and self.resident.source == self.source:
+        if self.on_hopper is not None and target.arch == 90:
+            return self._hopper_plan(self.on_hopper, target)
+        if self.on_hopper is not None and self.on_hopper.source == self.source:
             raise ValueError(f"kernel {self.name!r} is for Hopper alone, got compute capability {target.arch}")
         names = [f"p_{x}" for x in self.source.inputs]
         arguments = {name: Pointer("input", i) for i, name in enumerate(names)}
@@ -126,7 +129,7 @@ class FusedLaunch:
             ),
         )
 
-    def _resident_plan(self, kernel: ResidentKernel, target: Target) -> LaunchPlan:
+    def _hopper_plan(self, kernel: HopperKernel, target: Target) -> LaunchPlan:
         load_compiler()
         from triton.experimental.gluon import language as gl
 
@@ -139,12 +142,15 @@ class FusedLaunch:
             layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
             arguments[name] = Descriptor(*places[array], shape=shape, block_shape=block, layout=layout)
         arguments |= {f"p_{name}": Pointer(*places[name]) for name in kernel.pointers}
-        each = kernel.each or rounds_each(kernel.rounds, kernel.tiles, target.num_sms)
-        arguments["ROUNDS"] = Constexpr(each)
+        shares = 1
+        if kernel.rounds is not None:
+            each = kernel.each or rounds_each(kernel.rounds, kernel.tiles, target.num_sms)
+            arguments["ROUNDS"] = Constexpr(each)
+            shares = -(-kernel.rounds // each)
         return LaunchPlan(
             name=kernel.source.name,
             kernel=kernel_of(kernel.source.text, kernel.source.name),
-            grid=(kernel.tiles * -(-kernel.rounds // each), 1, 1),
+            grid=(kernel.tiles * shares, 1, 1),
             inputs=self.inputs,
             outputs=self.outputs,
             arguments=arguments,
@@ -257,7 +263,7 @@ class Kernel:
         num_warps, num_stages: options of Triton's compiler.
         shared: bytes of shared memory that it needs once, and for each stage.
         live: the lists of tiles that it reads, by name.
-        resident: what is launched in its place on Hopper.
+        on_hopper: what is launched in its place on Hopper.
     """
 
     source: Source
@@ -266,12 +272,12 @@ class Kernel:
     num_stages: int
     shared: tuple[int, int]
     live: Mapping[str, Any]
-    resident: ResidentKernel | None = None
+    on_hopper: HopperKernel | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """All that it may launch."""
-        found = (self.source,) if self.resident is None else (self.source, self.resident.source)
+        found = (self.source,) if self.on_hopper is None else (self.source, self.on_hopper.source)
         return tuple(dict.fromkeys(found))
 
     def given(self, arrays: Mapping[str, Any]) -> list[Any]:
@@ -280,7 +286,7 @@ class Kernel:
 
     def launch(self, specs: Sequence[TensorSpec]) -> FusedLaunch:
         """One launch on arrays of these shapes and dtypes."""
-        return FusedLaunch(self.source, tuple(specs), self.num_warps, self.num_stages, self.shared, self.resident)
+        return FusedLaunch(self.source, tuple(specs), self.num_warps, self.num_stages, self.shared, self.on_hopper)
 
 
 def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
@@ -292,9 +298,14 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
     """
     config = config_of(region, "forward")
     live = None if arrays is None else live_tiles(region, config.tile, arrays)
-    source = forward_source(region, config.tile, None if live is None else live.lists)
-    kernel = _kernel(source, region, "forward", config, live)
-    return _staying(kernel, functools.partial(resident_kernel, region))
+    lists = None if live is None else live.lists
+    kernel = _kernel(forward_source(region, config.tile, lists), region, "forward", config, live)
+
+    def on_hopper() -> HopperKernel | None:
+        held = resident_kernel(region) if lists is None else None
+        return streamed_kernel(region, config.tile, lists) if held is None else held
+
+    return _on_hopper(kernel, on_hopper)
 
 
 def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
@@ -318,13 +329,17 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
         live = lists[config.tile]
         found.append(_kernel(make(config.tile, None if live is None else live.lists), region, kind, config, live))
 
+    def add_side(side: Side, make: Callable[[Tile, Lists | None], Source], places: Sequence[int]) -> None:
+        add(side, make)
+        kernel = found[-1]
+        if not kernel.live:
+            found[-1] = _on_hopper(kernel, lambda: resident_backward(region, side, places, kernel.source))
+
     rows = sorted(places["query"] + places["row"] + places["scalar"])
     columns = sorted(places["key"] + places["column"])
     if rows:
-        add("rows", lambda tile, lists: rows_source(region, tile, rows, lists))
-        found[-1] = _staying(found[-1], functools.partial(resident_backward, region, "rows", rows, found[-1].source))
-    add("columns", lambda tile, lists: columns_source(region, tile, columns, lists))
-    found[-1] = _staying(found[-1], functools.partial(resident_backward, region, "columns", columns, found[-1].source))
+        add_side("rows", lambda tile, lists: rows_source(region, tile, rows, lists), rows)
+    add_side("columns", lambda tile, lists: columns_source(region, tile, columns, lists), columns)
     for i in places["score"]:
         add("pairs", lambda tile, lists, i=i: pairs_source(region, tile, i))
     for i in places["distance"]:
@@ -357,12 +372,10 @@ def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None, joint: Kern
     return [joint, *rest]
 
 
-def _staying(kernel: Kernel, make: Callable[[], ResidentKernel | None]) -> Kernel:
-    """A kernel without lists of tiles, with what takes its place on Hopper, if anything does."""
-    if kernel.live:
-        return kernel
+def _on_hopper(kernel: Kernel, make: Callable[[], HopperKernel | None]) -> Kernel:
+    """A kernel with what takes its place on Hopper, if anything does."""
     try:
-        return dataclasses.replace(kernel, resident=make())
+        return dataclasses.replace(kernel, on_hopper=make())
     except NotPrintable:
         # Gluon lacks words that Triton has; the kernel stays as it is.
         return kernel
@@ -508,7 +521,7 @@ def _launch(
         given = kernel.given(arrays)
         specs = [TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name) for x in given]
         # The interpreter knows no layouts, which Gluon's kernels are made of.
-        kernel = dataclasses.replace(kernel, resident=None) if interpret else kernel
+        kernel = dataclasses.replace(kernel, on_hopper=None) if interpret else kernel
         launches.append((kernel.launch(specs), given))
     found = jax_call.launch_together(launches, interpret=interpret, group=group, where=where)
     names = [[x.name for x in kernel.source.outputs] for kernel in wanted]

@@ -1,0 +1,148 @@
+"""Regions whose keys and values stream through shared memory on Hopper, past queries that stay there.
+
+Those are softmaxes of a function of one product and of numbers of queries, without biases of queries by keys: the copy
+engine brings all that tiles are made of. Where masks leave lists of tiles, they may read numbers of keys, too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag.fusion.factors import factored
+from blockdiag.fusion.kernels import Lists, Tile, scores_of
+from blockdiag.fusion.layout import layout_of, shape_of
+from blockdiag.fusion.resident import ROWS, SHARED_BYTES, Place, place_of
+from blockdiag.fusion.tiles import value_columns
+from blockdiag.fusion.tree import Leaf, Node, Region, Source, leaves_of, nodes_of
+
+# Numbers of a query and of a value: how many keys there are at least. With fewer, or of other widths, plain kernels are
+# as fast on an H200, several of which share a multiprocessor: one begins while another one ends.
+_FEWEST_KEYS = {(64, 128): 2048, (64, 256): 512, (128, 128): 512, (128, 256): 256, (256, 256): 512}
+_MOST_SLOTS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """How a region is computed so.
+
+    Attributes:
+        region: with a leaf in the place of the product.
+        product: this leaf.
+        query, key: the factors of the product.
+        places: of the arrays that the copy engine moves: "query", "key", "value", "output".
+        features, columns: numbers of a query and of a value.
+        chunk: keys of a slot.
+        slots: for keys, and as many for values.
+        lists: of the tiles that masks leave, which are chunks; None: all.
+    """
+
+    region: Region
+    product: Leaf
+    query: Leaf
+    key: Leaf
+    places: dict[str, Place]
+    features: int
+    columns: int
+    chunk: int
+    slots: int
+    lists: Lists | None
+
+    @property
+    def has_exit(self) -> bool:
+        """Whether results leave by way of memory of their own; else by that of queries."""
+        return self.features != self.columns
+
+
+def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None:
+    """How keys and values can stream, None where they cannot, or where a plain kernel is as fast.
+
+    Args:
+        region: arranged.
+        tile: of which there are lists.
+    """
+    if region.score is None or region.weight is not None or region.extras:
+        return None
+    products = [node for node in nodes_of(region.score) if node.kind == "product"]
+    if len(products) != 1:
+        return None
+    query, key = (x.leaf for x in products[0].inputs)
+    if query is None or key is None:
+        return None
+    features, columns = _count(region, query.features), _count(region, value_columns(region))
+    # Scores of a chunk are in registers beside results.
+    chunk = tile.columns if lists is not None else 128 if columns <= 128 else 64
+    keys = region.sizes["k"]
+    is_tiled = region.sizes["q"] % ROWS == 0 and keys % chunk == 0 and (lists is None or tile.rows == ROWS)
+    # At most, of what masks leave.
+    seen = keys if lists is None else lists.widths[0] * tile.columns
+    is_long = seen >= _FEWEST_KEYS.get((features, columns), math.inf)
+    if not is_tiled or not is_long or not _is_narrow(region, query, key):
+        return None
+    # Short products leave no time for more than exponentials: with ALiBi or a soft cap plain kernels are as fast.
+    is_bare = lists is None and factored(region.score)[0] is products[0]
+    places = _places(region, query, key)
+    if places is None or not _is_at_hand(region, lists) or (features < 128 and not is_bare):
+        return None
+    shape = (region.sizes["q"], keys)
+    product = Leaf(Source("product", shape, np.dtype(np.float32)), (("q",), ("k",)), "score", (), is_constant=True)
+    score = _with_leaf(region.score, products[0], product)
+    inner = replace(region, score=score, leaves=(*region.leaves, product))
+    slots = _slots(features, columns, chunk)
+    return Streamed(inner, product, query, key, places, features, columns, chunk, slots, lists)
+
+
+def _is_at_hand(region: Region, lists: Lists | None) -> bool:
+    """Whether threads have all leaves all the time, the copy engine brings them, or only tiles with masks need them."""
+    if any(leaf.role in ("score", "distance") for leaf in region.leaves):
+        return False
+    plain = scores_of(region)[0][1]
+    needed = leaves_of(plain) if lists is not None and lists.has_full and plain is not None else region.leaves
+    return not any(leaf.role == "column" and leaf.source.key is not None for leaf in needed)
+
+
+def _with_leaf(score: Node, product: Node, leaf: Leaf) -> Node:
+    known = {id(product): Node("leaf", leaf=leaf)}
+
+    def rebuilt(node: Node) -> Node:
+        if id(node) not in known:
+            known[id(node)] = replace(node, inputs=tuple(map(rebuilt, node.inputs)))
+        return known[id(node)]
+
+    return rebuilt(score)
+
+
+def _is_narrow(region: Region, query: Leaf, key: Leaf) -> bool:
+    """Whether queries, keys and values are 16-bit numbers of one dtype."""
+    dtypes = {np.dtype(region.dtype), query.source.dtype, key.source.dtype, region.value.dtype}
+    return len(dtypes) == 1 and region.dtype.itemsize == 2 and bool(jnp.issubdtype(region.dtype, jnp.floating))
+
+
+def _places(region: Region, query: Leaf, key: Leaf) -> dict[str, Place] | None:
+    """Of the arrays that the copy engine moves, None where it cannot."""
+    sizes, columns = region.sizes, tuple(value_columns(region))
+    arrays = {
+        "query": (query.source.shape, query.dims, "q", query.features),
+        "key": (key.source.shape, key.dims, "k", key.features),
+        "value": (region.value.shape, region.value_dims, "k", columns),
+        "output": (shape_of(region.out_dims, sizes), region.out_dims, "q", columns),
+    }
+    found = {}
+    for name, (shape, dims, label, lines) in arrays.items():
+        place = place_of(layout_of(shape, dims, sizes), shape, label, lines, sizes)
+        if place is None:
+            return None
+        found[name] = place
+    return found
+
+
+def _slots(features: int, columns: int, chunk: int) -> int:
+    """How many chunks of keys and of values there is room for."""
+    once = ROWS * features * 2 + (ROWS * columns * 2 if features != columns else 0)
+    return min(_MOST_SLOTS, (SHARED_BYTES - once) // (chunk * (features + columns) * 2))
+
+
+def _count(region: Region, labels: Sequence[str]) -> int:
+    return math.prod(region.sizes[x] for x in labels)

@@ -1,0 +1,51 @@
+"""Keys and values that stream through shared memory, on a GPU: results and gradients against float32, and repeated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import fuse
+from blockdiag.interop import triton_fused
+from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
+from tests.gpu.test_fusion_resident_on_gpu import allowed, exact_results, results
+from tests.streamed_cases import CASES, attend
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.streams])
+def test_results_are_as_exact_as_the_functions(name):
+    case = CASES[name]
+    kernel = triton_fused.kernels(case.region())[0]
+    assert kernel.on_hopper is not None and kernel.on_hopper.source.name == "fused_forward_streamed"
+    fused = fuse(case.function, implementation="triton")
+    inputs = case.inputs()
+    whole = {x: array for x, array in inputs.items() if array.dtype.kind == "i"}
+    inputs = {x: array for x, array in inputs.items() if x not in whole}
+
+    def of(function):
+        return lambda **given: function(**given, **whole)
+
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=jax.eval_shape(of(case.function), **inputs).shape))
+    found = results(of(fused), inputs, cotangent)
+    again = results(of(fused), inputs, cotangent)
+    rough = results(of(case.function), inputs, cotangent)
+    wide = exact_results(of(case.function), inputs, cotangent)
+    for key, exact in wide.items():
+        np.testing.assert_array_equal(found[key], again[key])
+        actual, other = found[key], rough[key]
+        assert np.abs(actual - exact).max() <= allowed(other, exact, case.dtype), key
+
+
+def test_rows_that_see_nothing_are_0_whatever_values_are():
+    def attention(query, key, value):
+        row = jnp.arange(query.shape[1])
+        seen = (row[:, None] - row[None, :] >= 640)[None, None]
+        return attend(query, key, value, lambda scores: jnp.where(seen, scores, -jnp.inf))
+
+    inputs = CASES["far_away"].inputs()
+    inputs["value"] = inputs["value"].at[:, :64].set(jnp.nan)
+    poison_free_memory()
+    found = np.asarray(jax.jit(fuse(attention, implementation="triton"))(**inputs), np.float32)
+    assert not found[:, :640].any() and np.isnan(found[:, 640:]).all()

@@ -1,0 +1,179 @@
+"""Attention whose keys and values stream through shared memory on Hopper, and attention whose do not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag.fusion.match import find_regions
+from blockdiag.fusion.trace import flat_jaxpr
+from blockdiag.fusion.tree import Region
+
+type Shapes = dict[str, tuple[int, ...]]
+
+
+def attend(query, key, value, change=lambda scores: scores):
+    """query [B, T, N, H], key [B, S, N, H], value [B, S, N, V]."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(change(scores), axis=-1), value)
+
+
+def heads_first(query, key, value):
+    """query [B, N, T, H]; no scale."""
+    return jax.nn.softmax(query @ key.mT, axis=-1) @ value
+
+
+def grouped(query, key, value):
+    """query [B, T, K, G, H], key and value [B, S, K, H]."""
+    scores = jnp.einsum("btkgh,bskh->bkgts", query, key) * query.shape[-1] ** -0.5
+    return jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores, axis=-1), value)
+
+
+def differential(query, key, value):
+    """query, key [B, T, 2, N, H], value [B, T, N, V]."""
+    scores = jnp.einsum("btmnh,bsmnh->bmnts", query, key) * query.shape[-1] ** -0.5
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("bnts,bsnv->btnv", weights[:, 0] - 0.3 * weights[:, 1], value)
+
+
+def soft_cap(query, key, value):
+    return attend(query, key, value, lambda scores: 3 * jnp.tanh(scores / 3))
+
+
+def sloped(query, key, value, slope):
+    """slope [N]: ALiBi."""
+    away = (jnp.arange(key.shape[1])[None, :] - jnp.arange(query.shape[1])[:, None]).astype(slope.dtype)
+    bias = 0.01 * jnp.abs(slope)[None, :, None, None] * away[None, None]
+    return attend(query, key, value, lambda scores: scores + bias)
+
+
+def tempered(query, key, value, temperature):
+    """temperature [B, N, T]."""
+    return attend(query, key, value, lambda scores: scores * jnp.exp(temperature)[..., None])
+
+
+def where(scores, seen):
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def causal(query, key, value):
+    """The last query sees all keys."""
+    offset = key.shape[1] - query.shape[1]
+    seen = jnp.arange(key.shape[1])[None, :] <= jnp.arange(query.shape[1])[:, None] + offset
+    return attend(query, key, value, lambda scores: where(scores, seen[None, None]))
+
+
+def window(query, key, value):
+    away = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
+    return attend(query, key, value, lambda scores: where(scores, ((away >= 0) & (away < 600))[None, None]))
+
+
+def far_away(query, key, value):
+    """The first 640 queries see no key, and have results of 0."""
+    row = jnp.arange(query.shape[1])
+    seen = row[:, None] - jnp.arange(key.shape[1])[None, :] >= 640
+    found = attend(query, key, value, lambda scores: jnp.where(seen[None, None], scores, -1e9))
+    return jnp.where(row[None, :, None, None] >= 640, found, 0)
+
+
+def documents(query, key, value, segment):
+    """segment [B, T], whole numbers: causal documents."""
+    seen = jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])[None, :]
+    same = segment[:, :, None] == segment[:, None, :]
+    return attend(query, key, value, lambda scores: where(scores, (seen[None] & same)[:, None]))
+
+
+def padded(query, key, value, length):
+    """length [B], whole numbers: keys that are there; -1e9 in the place of the others' scores."""
+    seen = jnp.arange(key.shape[1])[None, :] < length[:, None]
+    return attend(query, key, value, lambda scores: jnp.where(seen[:, None, None, :], scores, -1e9))
+
+
+def biased(query, key, value, pair):
+    return attend(query, key, value, lambda scores: scores + pair)
+
+
+def biased_keys(query, key, value, mask):
+    return attend(query, key, value, lambda scores: scores + mask)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A call.
+
+    Attributes:
+        streams: whether keys and values do.
+    """
+
+    function: Callable[..., jax.Array]
+    shapes: Shapes
+    dtype: str = "bfloat16"
+    streams: bool = True
+
+    def dtype_of(self, name: str) -> str:
+        """Of an argument."""
+        return "int32" if name in ("segment", "length") else self.dtype
+
+    def inputs(self, seed: int = 0) -> dict[str, jax.Array]:
+        """Arrays that are worth attending to."""
+        generator = np.random.default_rng(seed)
+        found = {}
+        for name, shape in self.shapes.items():
+            match name:
+                case "segment":
+                    found[name] = np.sort(generator.integers(0, 3, shape), -1)
+                case "length":
+                    found[name] = generator.integers(1, self.shapes["key"][1], shape)
+                case _:
+                    found[name] = generator.normal(size=shape)
+        return {name: jnp.asarray(x, self.dtype_of(name)) for name, x in found.items()}
+
+    def region(self) -> Region:
+        """The first that `fuse` finds in the function."""
+        given = {name: jax.ShapeDtypeStruct(x, self.dtype_of(name)) for name, x in self.shapes.items()}
+        flat, _ = flat_jaxpr(lambda given: self.function(**given), given)
+        return next(iter(find_regions(flat.jaxpr).values()))[0]
+
+
+def _shapes(batch: int, queries: int, keys: int, heads: int, width: int, columns: int | None = None) -> Shapes:
+    return {
+        "query": (batch, queries, heads, width),
+        "key": (batch, keys, heads, width),
+        "value": (batch, keys, heads, columns or width),
+    }
+
+
+_HEADS_FIRST = dict.fromkeys(("query", "key", "value"), (2, 3, 512, 128))
+_GROUPED = {"query": (2, 256, 2, 3, 128), "key": (2, 512, 2, 128), "value": (2, 512, 2, 128)}
+_DIFFERENTIAL = dict.fromkeys(("query", "key"), (1, 2048, 2, 1, 64)) | {"value": (1, 2048, 1, 128)}
+CASES = {
+    "cross": Streamed(attend, _shapes(2, 128, 640, 3, 128)),
+    "wide_values": Streamed(attend, _shapes(1, 256, 256, 2, 128, 256)),
+    "wide": Streamed(attend, _shapes(1, 256, 512, 1, 256)),
+    "much_wider_values": Streamed(attend, _shapes(1, 128, 512, 2, 64, 256)),
+    "differential": Streamed(differential, _DIFFERENTIAL),
+    "float16": Streamed(attend, _shapes(1, 128, 512, 2, 128), "float16"),
+    "heads_first": Streamed(heads_first, _HEADS_FIRST),
+    "grouped": Streamed(grouped, _GROUPED),
+    "soft_cap": Streamed(soft_cap, _shapes(1, 128, 512, 2, 128)),
+    "sloped": Streamed(sloped, _shapes(2, 128, 512, 3, 128) | {"slope": (3,)}),
+    "tempered": Streamed(tempered, _shapes(2, 128, 512, 3, 128) | {"temperature": (2, 3, 128)}),
+    "causal": Streamed(causal, _shapes(1, 640, 640, 2, 128)),
+    "causal_wide_values": Streamed(causal, _shapes(1, 256, 512, 2, 128, 256)),
+    "window": Streamed(window, _shapes(1, 1280, 1280, 2, 128)),
+    "far_away": Streamed(far_away, _shapes(1, 1280, 1280, 1, 128)),
+    "documents": Streamed(documents, _shapes(3, 640, 640, 2, 128) | {"segment": (3, 640)}),
+    "padded": Streamed(padded, _shapes(4, 128, 640, 2, 128) | {"length": (4,)}),
+    "narrow": Streamed(attend, _shapes(1, 128, 2048, 2, 64), streams=False),
+    "narrower_values": Streamed(attend, _shapes(1, 128, 2048, 2, 128, 64), streams=False),
+    "short": Streamed(attend, _shapes(1, 128, 384, 2, 128), streams=False),
+    "odd_queries": Streamed(attend, _shapes(1, 100, 512, 2, 128), streams=False),
+    "odd_keys": Streamed(attend, _shapes(1, 128, 600, 2, 128), streams=False),
+    "float32": Streamed(attend, _shapes(1, 128, 512, 2, 128), "float32", streams=False),
+    "biased": Streamed(biased, _shapes(1, 128, 512, 2, 128) | {"pair": (1, 2, 128, 512)}, streams=False),
+    "biased_keys": Streamed(biased_keys, _shapes(1, 128, 512, 2, 128) | {"mask": (1, 1, 1, 512)}, streams=False),
+    "narrow_soft_cap": Streamed(soft_cap, _shapes(1, 128, 2048, 2, 64, 128), streams=False),
+    "causal_wide": Streamed(causal, _shapes(1, 512, 512, 2, 256), streams=False),
+}
