@@ -78,6 +78,13 @@ def far_away(query, key, value):
     return jnp.where(row[None, :, None, None] >= 640, found, 0)
 
 
+def added_mask(query, key, value):
+    """Causal, by -1e9 that are added."""
+    row = jnp.arange(query.shape[1])
+    unseen = (row[:, None] < row[None, :])[None, None]
+    return attend(query, key, value, lambda scores: scores + jnp.where(unseen, -1e9, 0.0))
+
+
 def documents(query, key, value, segment):
     """segment [B, T], whole numbers: causal documents."""
     seen = jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])[None, :]
@@ -164,6 +171,7 @@ CASES = {
     "causal_wide_values": Streamed(causal, _shapes(1, 256, 512, 2, 128, 256)),
     "window": Streamed(window, _shapes(1, 1280, 1280, 2, 128)),
     "far_away": Streamed(far_away, _shapes(1, 1280, 1280, 1, 128)),
+    "added_mask": Streamed(added_mask, _shapes(1, 512, 512, 2, 128)),
     "documents": Streamed(documents, _shapes(3, 640, 640, 2, 128) | {"segment": (3, 640)}),
     "padded": Streamed(padded, _shapes(4, 128, 640, 2, 128) | {"length": (4,)}),
     "narrow": Streamed(attend, _shapes(1, 128, 2048, 2, 64), streams=False),

@@ -11,6 +11,7 @@ from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
 from blockdiag.interop import dlpack  # noqa: E402
 from blockdiag.torch import fuse  # noqa: E402
 from tests.resident_cases import CASES as RESIDENT  # noqa: E402
+from tests.streamed_cases import CASES as STREAMED  # noqa: E402
 from tests.support import largest_error  # noqa: E402
 from tests.test_fusion_gallery import exact_and_allowed, operands, promotion  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
@@ -126,6 +127,15 @@ def test_a_bias_that_stays_has_the_gradients_that_jax_gets(needed):
         other = to_tensor(np.asarray(gradients[name])).float()
         assert bool(other.abs().max() > 0)
         torch.testing.assert_close(one.cpu().float(), other, rtol=1e-2, atol=1e-2 * other.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("name", ["cross", "causal", "documents", "differential"])
+def test_keys_that_stream_give_what_jax_gets(name):
+    case = STREAMED[name]
+    inputs = case.inputs()
+    output = fuse(case.function)(**{key: to_tensor(x, GPU) for key, x in inputs.items()})
+    expected = jax.jit(jax_fuse(case.function, implementation="triton"))(**inputs)
+    torch.testing.assert_close(output.cpu(), to_tensor(np.asarray(expected)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["causal", "alibi", "grouped_query", "two_biases", "differential"])

@@ -54,8 +54,9 @@ class _StreamWriter(GluonWriter):
         sizes = {label: region.sizes[label] for label in lists.labels}
         layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
         self.emit(f"line = ({layout.base(lists.labels)}) * {tiles} + own")
-        self.emit("# Where no tile is left one is gone through, of which nothing is seen.")
-        self.emit("count = gl.maximum(gl.load(p_live_counts + line * 2 + 1), 1)")
+        self.emit("left = gl.load(p_live_counts + line * 2 + 1)")
+        self.emit("# Where no tile is left one is gone through, and forgotten.")
+        self.emit("count = gl.maximum(left, 1)")
 
     def chunk_at(self, lists: Lists | None, place: str) -> str:
         """Which chunk of keys it is that is gone through at some place."""
@@ -135,7 +136,9 @@ def _end_scores(own: _StreamWriter, chunk: str, under_way: int, rows: dict[int, 
     emit("gl.thread_barrier()")
     emit(f"free_slot(key_empty, {chunk}, {plan.slots})")
     products = {len(own.region.leaves) - 1: Value("products", (_GROUP_ROWS, plan.chunk))}
-    emit(f"score = {own.evaluate(root, own.tiles({**rows, **columns, **products}), 'x').name}")
+    # Names of a loop are not those of another place, whose tiles may be of other dtypes.
+    prefix = "x" if chunk == "0" else "y" if root is plain else "z"
+    emit(f"score = {own.evaluate(root, own.tiles({**rows, **columns, **products}), prefix).name}")
 
 
 def _weigh(own: _StreamWriter, chunk: str) -> None:
@@ -164,7 +167,7 @@ def _end_values(own: _StreamWriter, chunk: str) -> None:
 def _finish(own: _StreamWriter) -> None:
     emit, plan = own.emit, own.plan
     emit("total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))")
-    emit("is_empty = total == 0  # rows that see no key are 0")
+    emit(f"is_empty = {'total == 0' if plan.lists is None else '(total == 0) | (left == 0)'}  # no key is seen: 0")
     emit("norm = gl.convert_layout(gl.where(is_empty, 0.0, 1.0 / total), gl.SliceLayout(1, O))[:, None]")
     emit("# Not a product: a value that nobody sees may be NaN.")
     emit("output_tile = gl.where(norm == 0.0, 0.0, output_tile * norm)")
