@@ -1,0 +1,298 @@
+"""Finds softmaxes along keys in a program, in the ways in which they are written."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from blockdiag.fusion.pull import Puller, Unpullable, broadcast_dims, labels_of, moved_dims, place_of, producers_of
+from blockdiag.fusion.trace import aval_of
+from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, number, operation
+
+MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
+CASTS = ("convert_element_type", "copy", "pvary", "reduce_precision")
+_PASSES = (*CASTS, "stop_gradient")
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """exp(score) / (sum of exp(score) + sum of exp(extras)).
+
+    Attributes:
+        mask: what the sum alone was masked by: the numerator must be, too.
+    """
+
+    score: Node
+    extras: tuple[Node, ...] = ()
+    mask: object = None
+
+
+class NoMatch(Exception):
+    """A value is not linear in softmaxes; the message, if there is one, says why."""
+
+
+class Softmaxes:
+    """Those of one program."""
+
+    def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
+        self.producers = producers_of(jaxpr)
+        self.sizes = sizes
+        self.puller = Puller(jaxpr, sizes, batch)
+        # The first of the weights that a slice has kept.
+        self.first = 0
+
+    def softmax(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax | None:
+        """exp(x - m) over its sum along the keys, where m is the same for all keys."""
+        if equation.primitive.name != "div":
+            return None
+        numerator = self.skip(equation.invars[0])
+        power = self.producer(numerator)
+        if power is None or power.primitive.name not in ("exp", "exp2"):
+            return None
+        below = broadcast_dims(equation.invars[1], aval_of(equation.outvars[0]).shape, dims)
+        total, total_dims = self.through_moves(equation.invars[1], below)
+        shift = self._shift(power, dims)
+        extras: list[Node] = []
+        while (source := self.producer(total)) is not None and source.primitive.name == "add":
+            # The sum over keys, and a term of each row.
+            given = [broadcast_dims(x, aval_of(source.outvars[0]).shape, total_dims) for x in source.invars]
+            for one, other in ((0, 1), (1, 0)):
+                extra = self._extra(source.invars[other], given[other], shift)
+                inner, inner_dims = self.through_moves(source.invars[one], given[one])
+                if extra is not None and self._is_sum(inner):
+                    extras.append(extra)
+                    total, total_dims = inner, inner_dims
+                    break
+            else:
+                return None
+        if COLUMNS in labels_of(total_dims) or not self._is_sum(total):
+            return None
+        source = self.producer(total)
+        assert source is not None
+        summed, mask = self.skip(source.invars[0]), None
+        masked = self.producer(summed)
+        if masked is not None and masked.primitive.name == "select_n" and self._is_zero(masked.invars[1]):
+            summed = self.skip(masked.invars[2])
+            mask, _ = self.through_moves(masked.invars[0], dims)
+        (axes, inner) = source.params["axes"], list(total_dims)
+        if summed is not numerator or len(axes) != 1:
+            return None
+        inner.insert(axes[0], (COLUMNS,))
+        if tuple(inner) != dims:
+            return None
+        return self._score(power, dims, extras, mask)
+
+    def _score(self, power: core.JaxprEqn, dims: tuple[Dim, ...], extras: Sequence[Node], mask: object) -> Softmax:
+        """The softmax of what an exponential is of."""
+        score = power.invars[0]
+        shifted = self.producer(self.skip(score))
+        if shifted is not None and shifted.primitive.name == "sub" and self._shift(power, dims) is not None:
+            score = shifted.invars[0]
+        joined = self.producer(self.skip(score))
+        if (
+            joined is not None
+            and joined.primitive.name == "concatenate"
+            and dims[joined.params["dimension"]] == (COLUMNS,)
+        ):
+            score, more = self._parted(joined, dims)
+            extras = [*extras, *more]
+        elif aval_of(power.outvars[0]).shape[dims.index((COLUMNS,))] != self.sizes[COLUMNS]:
+            raise NotFusible(f"`slice` of weights: some of a softmax's keys have no value, {place_of(power)}")
+        try:
+            node = self.puller.node(score, dims)
+        except Unpullable as failure:
+            raise NotFusible(f"{failure}, {place_of(power)}") from None
+        if power.primitive.name == "exp2":
+            node = operation(lax.mul_p, node, number(math.log(2)))
+        return Softmax(node, tuple(extras), mask)
+
+    def _parted(self, joined: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[object, list[Node]]:
+        """Scores that further logits were joined to, and these."""
+        axis, keys = joined.params["dimension"], self.sizes[COLUMNS]
+        scores, extras, first = None, [], 0
+        for operand in joined.invars:
+            size = aval_of(operand).shape[axis]
+            if size == keys and first == self.first:
+                scores = operand
+            elif size == 1:
+                extras.append(self.puller.node(operand, (*dims[:axis], (), *dims[axis + 1 :])))
+            else:
+                scores = None
+                break
+            first += size
+        if scores is None:
+            raise NotFusible(
+                "`concatenate` of scores: beside those of the keys that have values there may be single logits only, "
+                f"{place_of(joined)}"
+            )
+        return scores, extras
+
+    def normalised(self, power: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax:
+        """exp(x - m), where m is the logarithm of the sum of exp(x), or that of exp(x - n), and n."""
+        shift = self._shift(power, dims, CASTS)
+        joined = None if shift is None else self.producer(shift)
+        if power.primitive.name != "exp" or joined is None or joined.primitive.name not in ("add", "log"):
+            raise NoMatch
+        shifted = self.producer(self.skip(power.invars[0]))
+        assert shifted is not None
+        scores = self.skip(shifted.invars[0])
+        if joined.primitive.name == "log":
+            inner = self._summed_power(shift, dims)
+            if inner is not None and self.skip(inner.invars[0]) is scores:
+                return self._score(inner, dims, (), None)
+            raise NoMatch
+        for one, other in (joined.invars, joined.invars[::-1]):
+            inner = self._summed_power(one, dims)
+            below = None if inner is None else self.producer(self.skip(inner.invars[0]))
+            if inner is None or below is None or below.primitive.name != "sub":
+                continue
+            is_same = self._shift(inner, dims) is self.skip_moves(other, _PASSES)
+            if is_same and self.skip(below.invars[0]) is scores:
+                return self._score(inner, dims, (), None)
+        raise NoMatch
+
+    def _summed_power(self, var: object, dims: tuple[Dim, ...]) -> core.JaxprEqn | None:
+        """The exponentials of whose sum along the keys a value is the logarithm; None of anything else."""
+        logarithm = self.producer(self.skip_moves(var))
+        if logarithm is None or logarithm.primitive.name != "log":
+            return None
+        total = self.producer(self.skip_moves(logarithm.invars[0]))
+        if total is not None and total.primitive.name == "abs":
+            total = self.producer(self.skip_moves(total.invars[0]))
+        if total is None or total.primitive.name != "reduce_sum":
+            return None
+        inner = self.producer(self.skip(total.invars[0]))
+        axes = total.params["axes"]
+        is_power = inner is not None and inner.primitive.name == "exp"
+        return inner if is_power and len(axes) == 1 and dims[axes[0]] == (COLUMNS,) else None
+
+    def _shift(self, power: core.JaxprEqn, dims: tuple[Dim, ...], passes: Sequence[str] = _PASSES) -> object:
+        """What is subtracted from scores, where it is the same for all keys; None where nothing is.
+
+        A softmax is the same whatever it is, so that it may have a derivative or not.
+        """
+        shifted = self.producer(self.skip(power.invars[0]))
+        if shifted is None or shifted.primitive.name != "sub":
+            return None
+        below = broadcast_dims(shifted.invars[1], aval_of(shifted.outvars[0]).shape, dims)
+        shift, shift_dims = self.through_moves(shifted.invars[1], below, passes)
+        return None if COLUMNS in labels_of(shift_dims) else shift
+
+    def _extra(self, var: object, dims: tuple[Dim, ...], shift: object) -> Node | None:
+        """The logit whose exponential, less the shift, a term is."""
+        inner, inner_dims = self.through_moves(var, dims)
+        power = self.producer(inner)
+        if COLUMNS in labels_of(inner_dims):
+            return None
+        if power is None or power.primitive.name != "exp":
+            if shift is not None or not isinstance(inner, core.Literal):
+                return None
+            return number(float(np.log(np.asarray(inner.val))))
+        logit = self.producer(self.skip(power.invars[0]))
+        if shift is None:
+            return self.puller.node(power.invars[0], inner_dims)
+        if logit is None or logit.primitive.name not in ("sub", "neg"):
+            return None
+        taken = logit.invars[-1]
+        if self.skip_moves(taken, _PASSES) is not shift:
+            return None
+        if logit.primitive.name == "neg":
+            return number(0.0)
+        return self.puller.node(
+            logit.invars[0], broadcast_dims(logit.invars[0], aval_of(logit.outvars[0]).shape, inner_dims)
+        )
+
+    def _is_sum(self, var: object) -> bool:
+        equation = self.producer(var)
+        return equation is not None and equation.primitive.name == "reduce_sum"
+
+    def _is_zero(self, var: object) -> bool:
+        inner = self.skip_moves(var)
+        return isinstance(inner, core.Literal) and bool(np.all(np.asarray(inner.val) == 0))
+
+    def divided(
+        self, product: core.JaxprEqn, out_dims: tuple[Dim, ...], var: object, dims: tuple[Dim, ...]
+    ) -> tuple[Softmax, core.Var, tuple[Dim, ...]] | None:
+        """The softmax whose sum a product of exponentials is divided by, the quotient, and the quotient's dims."""
+        try:
+            power_var, dims = self.through_moves(var, dims)
+        except NoMatch:
+            return None
+        power = self.producer(power_var)
+        if power is None or power.primitive.name != "exp":
+            return None
+        for quotient in self.producers.values():
+            if quotient.primitive.name != "div" or isinstance(quotient.invars[1], core.Literal):
+                continue
+            whole = self._with_ones(quotient.invars[0], product.outvars[0], out_dims)
+            total = self.producer(self.skip_moves(quotient.invars[1]))
+            if whole is None or total is None or total.primitive.name != "reduce_sum":
+                continue
+            axes = total.params["axes"]
+            if self.skip(total.invars[0]) is not power_var or len(axes) != 1 or dims[axes[0]] != (COLUMNS,):
+                continue
+            given = broadcast_dims(quotient.invars[1], aval_of(quotient.outvars[0]).shape, whole)
+            _, inner = self.through_moves(quotient.invars[1], given)
+            if inner == dims[: axes[0]] + dims[axes[0] + 1 :]:
+                return self._score(power, dims, (), None), quotient.outvars[0], whole
+        return None
+
+    def _with_ones(self, var: object, product: core.Var, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
+        """The dims of a product's result to which axes of size 1 may have been added; None of anything else."""
+        if self.skip(var) is product:
+            return dims
+        added = self.producer(self.skip(var))
+        if added is None or added.primitive.name not in MOVES or self.skip(added.invars[0]) is not product:
+            return None
+        given, shape = aval_of(product).shape, aval_of(added.outvars[0]).shape
+        rest = list(zip(given, dims, strict=True))
+        found: list[Dim] = []
+        for size in shape:
+            if rest and rest[0][0] == size:
+                found.append(rest.pop(0)[1])
+            elif size == 1:
+                found.append(())
+            else:
+                return None
+        try:
+            moved = self.moved(added, tuple(found))
+        except NoMatch:
+            return None
+        return tuple(found) if not rest and moved == dims else None
+
+    def skip_moves(self, var: object, passes: Sequence[str] = CASTS) -> object:
+        """What a value is made of but for its shape and dtype."""
+        while (equation := self.producer(var)) is not None and equation.primitive.name in (*MOVES, *passes):
+            var = equation.invars[0]
+        return var
+
+    def through_moves(
+        self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = CASTS
+    ) -> tuple[object, tuple[Dim, ...]]:
+        """What a value is made of but for its shape and dtype, and its dims."""
+        while (equation := self.producer(var)) is not None:
+            name = equation.primitive.name
+            if name in MOVES:
+                dims = self.moved(equation, dims)
+            elif name not in passes:
+                break
+            var = equation.invars[0]
+        return var, dims
+
+    def skip(self, var: object) -> object:
+        """What a value is made of but for its dtype; a `stop_gradient` would be lost."""
+        while (equation := self.producer(var)) is not None and equation.primitive.name in CASTS:
+            var = equation.invars[0]
+        return var
+
+    def moved(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        try:
+            return moved_dims(equation, dims, self.sizes)
+        except Unpullable:
+            raise NoMatch from None
+
+    def producer(self, var: object) -> core.JaxprEqn | None:
+        return self.producers.get(var) if isinstance(var, core.Var) else None

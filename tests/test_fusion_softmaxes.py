@@ -1,0 +1,83 @@
+"""Ways to write a softmax: those that are one, with its gradients, and those that look like one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.lax import stop_gradient
+
+from blockdiag import NotFusible, fuse
+
+
+def over_sum(power):
+    return power / power.sum(axis=-1, keepdims=True)
+
+
+def largest(scores):
+    return scores.max(axis=-1, keepdims=True)
+
+
+def log_sum(scores, shift):
+    return shift + jnp.log(jnp.exp(scores - shift).sum(axis=-1, keepdims=True))
+
+
+SOFTMAXES = {
+    "over the sum": lambda x: over_sum(jnp.exp(x)),
+    "less the largest": lambda x: over_sum(jnp.exp(x - largest(x))),
+    "less the largest, which stands still": lambda x: over_sum(jnp.exp(x - stop_gradient(largest(x)))),
+    "less the log-sum-exp": lambda x: jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True)),
+    "less the log-sum-exp by hand": lambda x: jnp.exp(x - log_sum(x, largest(x))),
+    "less the logarithm of the sum": lambda x: jnp.exp(x - jnp.log(jnp.exp(x).sum(axis=-1, keepdims=True))),
+    "exp of log_softmax": lambda x: jnp.exp(jax.nn.log_softmax(x, axis=-1)),
+    "of scores that stand still": lambda x: jax.nn.softmax(stop_gradient(x), axis=-1),
+    "which stands still": lambda x: stop_gradient(jax.nn.softmax(x, axis=-1)),
+}
+OTHERS = {
+    "a sum that stands still": lambda x: jnp.exp(x) / stop_gradient(jnp.exp(x).sum(axis=-1, keepdims=True)),
+    "powers that stand still": lambda x: stop_gradient(jnp.exp(x)) / jnp.exp(x).sum(axis=-1, keepdims=True),
+    "a log-sum-exp that stands still": lambda x: jnp.exp(x - stop_gradient(log_sum(x, largest(x)))),
+    "a log-sum-exp of another shift": lambda x: jnp.exp(
+        x - jnp.log(jnp.exp(x - largest(x)).sum(axis=-1, keepdims=True)) - x.min(axis=-1, keepdims=True)
+    ),
+    "a log-sum-exp and another number": lambda x: jnp.exp(
+        x - (jnp.log(jnp.exp(x - largest(x)).sum(axis=-1, keepdims=True)) + x.min(axis=-1, keepdims=True))
+    ),
+}
+
+
+def attention_of(softmax):
+    def attention(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / 4
+        return jnp.einsum("bnts,bsnh->btnh", softmax(scores), value)
+
+    return attention
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    generator = np.random.default_rng(0)
+    return [jnp.asarray(generator.normal(size=(2, 20, 2, 16)), jnp.float32) for _ in range(3)]
+
+
+def with_gradients(function, arrays):
+    cotangent = jnp.cos(jnp.arange(arrays[0].size, dtype=jnp.float32)).reshape(arrays[0].shape)
+    output, pull = jax.vjp(function, *arrays)
+    return [output, *pull(cotangent)]
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_softmaxes_are_found(name, arrays):
+    function = attention_of(SOFTMAXES[name])
+    found = with_gradients(fuse(function, implementation="xla"), arrays)
+    for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_has_other_gradients_or_values_is_refused(name, arrays):
+    with pytest.raises(NotFusible, match="a number from all scores of a row"):
+        fuse(attention_of(OTHERS[name]))(*arrays)
+    function = attention_of(OTHERS[name])
+    found = with_gradients(fuse(function, fallback=True), arrays)
+    for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
+        np.testing.assert_array_equal(actual, expected)
