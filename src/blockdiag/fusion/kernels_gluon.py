@@ -8,8 +8,8 @@ from typing import Any
 from jax.extend import core
 
 from blockdiag.fusion.emit import NotPrintable, Printer, Value
+from blockdiag.fusion.hopper import Place
 from blockdiag.fusion.kernels import Source, Writer, cells_of
-from blockdiag.fusion.resident import Place
 from blockdiag.fusion.tree import Leaf, Node, Region
 
 _HEAD = """from triton.experimental import gluon

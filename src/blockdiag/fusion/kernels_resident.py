@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from blockdiag.fusion.emit import Value
 from blockdiag.fusion.factors import NO_KEY
+from blockdiag.fusion.hopper import ROWS
 from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, widening
 from blockdiag.fusion.kernels_gluon import GluonPrinter, GluonWriter, HopperKernel, gluon_source, print_function
 from blockdiag.fusion.layout import shape_of
-from blockdiag.fusion.resident import CHUNK, QUERY_SLOTS, ROWS, Resident, resident
+from blockdiag.fusion.resident import CHUNK, QUERY_SLOTS, Resident, resident
 from blockdiag.fusion.tree import Node, Region, leaves_of
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 

@@ -12,6 +12,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from blockdiag.fusion.emit import Value
+from blockdiag.fusion.hopper import SHARED_BYTES, Place, place_of
 from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of
 from blockdiag.fusion.kernels_backward import gradient_dims
 from blockdiag.fusion.kernels_gluon import HopperKernel, gluon_source, print_function
@@ -24,16 +25,7 @@ from blockdiag.fusion.kernels_resident import (
     store_terms,
 )
 from blockdiag.fusion.layout import layout_of, shape_of
-from blockdiag.fusion.resident import (
-    CHUNK,
-    SHARED_BYTES,
-    Place,
-    Resident,
-    place_of,
-    resident,
-    rounds_each,
-    terms_of,
-)
+from blockdiag.fusion.resident import CHUNK, Resident, resident, rounds_each, terms_of
 from blockdiag.fusion.tiles import value_labels
 from blockdiag.fusion.tree import Region, leaves_of
 

@@ -7,11 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from blockdiag.fusion.hopper import SHARED_BYTES, Place, place_of
 from blockdiag.fusion.kernels import LOG2_E, Source, Tile, Writer
 from blockdiag.fusion.kernels_gluon import print_function
 from blockdiag.fusion.kernels_resident import ResidentWriter, print_share
 from blockdiag.fusion.layout import layout_of
-from blockdiag.fusion.resident import SHARED_BYTES, Place, Resident, place_of
+from blockdiag.fusion.resident import Resident
 from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.tree import Region
 

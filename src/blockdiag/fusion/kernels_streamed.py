@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from blockdiag.fusion.emit import Value
 from blockdiag.fusion.factors import NO_KEY
+from blockdiag.fusion.hopper import ROWS
 from blockdiag.fusion.kernels import LOG2_E, Lists, Output, Source, Tile, Writer, cells_of
 from blockdiag.fusion.kernels_gluon import GluonWriter, HopperKernel, gluon_source, print_function
 from blockdiag.fusion.layout import layout_of, shape_of
-from blockdiag.fusion.resident import ROWS
 from blockdiag.fusion.streamed import Streamed, streamed
 from blockdiag.fusion.tree import Region, leaves_of
 

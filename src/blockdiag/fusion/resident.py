@@ -8,21 +8,17 @@ plain kernel reads the bias again for each of them, as many bytes as keys and va
 a program can hold a tile of the bias, go through the batch axis, and let the products add to it.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
+from blockdiag.fusion.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
 from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of, nodes_of, number, operation
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
-ROWS = 128
-"""Queries of a program: two groups of warps with 64 each."""
 CHUNK = 64
 """Keys whose scores a group computes at once."""
 MOST_KEYS = 256
@@ -33,25 +29,7 @@ QUERY_SLOTS = 2
 _PARTS = (256, 128, 64)
 # The keys of a round, and the first of its values.
 _FEWEST_SLOTS = 3
-# Of 227 KiB, less barriers.
-SHARED_BYTES = 232448 - 512
 _ONES_BYTES = 8 * CHUNK * 2
-
-
-@dataclass(frozen=True)
-class Place:
-    """An array as a matrix, of which the copy engine takes tiles.
-
-    Attributes:
-        shape: of the matrix.
-        rows, columns: by batch label, how many of either one step is.
-        first: row and column of the first element.
-    """
-
-    shape: tuple[int, int]
-    rows: dict[str, int]
-    columns: dict[str, int]
-    first: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +85,13 @@ def resident(region: Region) -> Resident | None:
     scores = _scores_of(region)
     if not is_tiled or scores is None:
         return None
-    width = _count(region, value_columns(region))
+    width = count_of(region, value_columns(region))
     cell = tuple(x for x in region.batch if x in scores.held.labels)
     through = tuple(x for x in region.batch if x not in scores.held.labels)
-    places = _places(region, scores)
+    held = (scores.held.source.shape, scores.held.dims, "q", ("k",))
+    places = places_of(region, scores.query, scores.key, held=held)
     part = next((x for x in _PARTS if keys % x == 0 and _slots(keys, width, x) >= _FEWEST_SLOTS), None)
-    if not _is_narrow(region, scores, width) or _count(region, through) < _FEWEST_ROUNDS:
+    if not _is_narrow(region, scores, width) or count_of(region, through) < _FEWEST_ROUNDS:
         return None
     if places is None or part is None:
         return None
@@ -148,35 +127,9 @@ def _scores_of(region: Region) -> Scores | None:
 
 
 def _is_narrow(region: Region, scores: Scores, width: int) -> bool:
-    """Whether queries, keys, values and the bias are 16-bit numbers of one dtype, and of a width that tiles have."""
-    sources = (scores.query.source, scores.key.source, region.value, scores.held.source)
-    dtypes = {np.dtype(region.dtype), *(source.dtype for source in sources)}
-    is_short = region.dtype.itemsize == 2 and bool(jnp.issubdtype(region.dtype, jnp.floating))
-    return is_short and len(dtypes) == 1 and width in _WIDTHS and _count(region, scores.query.features) == width
-
-
-def _places(region: Region, scores: Scores) -> dict[str, Place] | None:
-    """Of the arrays that the copy engine moves, None where it cannot."""
-    sizes, columns = region.sizes, tuple(value_columns(region))
-    query, key, held = scores.query, scores.key, scores.held
-    arrays = {
-        "query": (query.source.shape, query.dims, "q", query.features),
-        "key": (key.source.shape, key.dims, "k", key.features),
-        "value": (region.value.shape, region.value_dims, "k", columns),
-        "output": (shape_of(region.out_dims, sizes), region.out_dims, "q", columns),
-        "held": (held.source.shape, held.dims, "q", ("k",)),
-    }
-    found = {}
-    for name, (shape, dims, label, lines) in arrays.items():
-        place = place_of(layout_of(shape, dims, sizes), shape, label, lines, sizes)
-        if place is None:
-            return None
-        found[name] = place
-    return found
-
-
-def _count(region: Region, labels: Sequence[str]) -> int:
-    return math.prod(region.sizes[x] for x in labels)
+    """Whether all arrays are 16-bit numbers of one dtype, and of a width that tiles have."""
+    is_short = is_narrow(region, scores.query, scores.key, scores.held)
+    return is_short and width in _WIDTHS and count_of(region, scores.query.features) == width
 
 
 def rounds_each(rounds: int, tiles: int, multiprocessors: int, most_programs: int | None = None) -> int:
@@ -247,34 +200,6 @@ def _has_queries(node: Node) -> bool:
 def _varies(leaf: Leaf, role: str) -> bool:
     """Whether a leaf of this role lies in memory; 0, 1, 2, ... does not."""
     return leaf.role == role and leaf.source.key is not None
-
-
-def place_of(
-    layout: Layout, shape: tuple[int, ...], label: str, lines: tuple[str, ...], sizes: dict[str, int]
-) -> Place | None:
-    """An array as a matrix with a row for each query or key, None where it is none, or one that cannot be copied.
-
-    Args:
-        label: of queries or keys.
-        lines: of what lies side by side in a row.
-    """
-    step = layout.stride(label)
-    whole, width = math.prod(shape), math.prod(sizes[x] for x in lines)
-    if flat_stride(layout, lines, sizes) != 1 or step % 8 or not step or whole % step or whole // step >= 2**31:
-        return None
-    rows, columns = {}, {}
-    for other, stride in layout.strides.items():
-        if other == label or other in lines or sizes[other] == 1:
-            continue
-        if stride % step == 0:
-            rows[other] = stride // step
-        elif stride < step and stride % width == 0:
-            columns[other] = stride
-        else:
-            return None
-    first = (layout.offset // step, layout.offset % step)
-    end = first[1] + width + sum((sizes[x] - 1) * stride for x, stride in columns.items())
-    return Place((whole // step, step), rows, columns, first) if end <= step else None
 
 
 def _slots(keys: int, width: int, part: int) -> int:

@@ -5,16 +5,13 @@ engine brings all that tiles are made of. Where masks leave lists of tiles, they
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.fusion.factors import factored
+from blockdiag.fusion.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
 from blockdiag.fusion.kernels import Lists, Tile, scores_of
-from blockdiag.fusion.layout import layout_of, shape_of
-from blockdiag.fusion.resident import ROWS, SHARED_BYTES, Place, place_of
 from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.tree import Leaf, Node, Region, Source, leaves_of, nodes_of
 
@@ -71,7 +68,7 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     query, key = (x.leaf for x in products[0].inputs)
     if query is None or key is None:
         return None
-    features, columns = _count(region, query.features), _count(region, value_columns(region))
+    features, columns = count_of(region, query.features), count_of(region, value_columns(region))
     # Scores of a chunk are in registers beside results.
     chunk = tile.columns if lists is not None else 128 if columns <= 128 else 64
     keys = region.sizes["k"]
@@ -79,11 +76,11 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     # At most, of what masks leave.
     seen = keys if lists is None else lists.widths[0] * tile.columns
     is_long = seen >= _FEWEST_KEYS.get((features, columns), math.inf)
-    if not is_tiled or not is_long or not _is_narrow(region, query, key):
+    if not is_tiled or not is_long or not is_narrow(region, query, key):
         return None
     # Short products leave no time for more than exponentials: with ALiBi or a soft cap plain kernels are as fast.
     is_bare = lists is None and factored(region.score)[0] is products[0]
-    places = _places(region, query, key)
+    places = places_of(region, query, key)
     if places is None or not _is_at_hand(region, lists) or (features < 128 and not is_bare):
         return None
     shape = (region.sizes["q"], keys)
@@ -114,35 +111,7 @@ def _with_leaf(score: Node, product: Node, leaf: Leaf) -> Node:
     return rebuilt(score)
 
 
-def _is_narrow(region: Region, query: Leaf, key: Leaf) -> bool:
-    """Whether queries, keys and values are 16-bit numbers of one dtype."""
-    dtypes = {np.dtype(region.dtype), query.source.dtype, key.source.dtype, region.value.dtype}
-    return len(dtypes) == 1 and region.dtype.itemsize == 2 and bool(jnp.issubdtype(region.dtype, jnp.floating))
-
-
-def _places(region: Region, query: Leaf, key: Leaf) -> dict[str, Place] | None:
-    """Of the arrays that the copy engine moves, None where it cannot."""
-    sizes, columns = region.sizes, tuple(value_columns(region))
-    arrays = {
-        "query": (query.source.shape, query.dims, "q", query.features),
-        "key": (key.source.shape, key.dims, "k", key.features),
-        "value": (region.value.shape, region.value_dims, "k", columns),
-        "output": (shape_of(region.out_dims, sizes), region.out_dims, "q", columns),
-    }
-    found = {}
-    for name, (shape, dims, label, lines) in arrays.items():
-        place = place_of(layout_of(shape, dims, sizes), shape, label, lines, sizes)
-        if place is None:
-            return None
-        found[name] = place
-    return found
-
-
 def _slots(features: int, columns: int, chunk: int) -> int:
     """How many chunks of keys and of values there is room for."""
     once = ROWS * features * 2 + (ROWS * columns * 2 if features != columns else 0)
     return min(_MOST_SLOTS, (SHARED_BYTES - once) // (chunk * (features + columns) * 2))
-
-
-def _count(region: Region, labels: Sequence[str]) -> int:
-    return math.prod(region.sizes[x] for x in labels)

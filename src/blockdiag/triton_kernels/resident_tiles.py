@@ -1,4 +1,4 @@
-"""Device helpers of the generated Hopper kernels that keep a bias of pairs in shared memory.
+"""Device helpers of the generated Hopper kernels.
 
 One warp loads, two groups of four warps compute. What is loaded lies in rings of slots; each slot has a barrier that
 says that it is full, and one that both groups say empty on.
