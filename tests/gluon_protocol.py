@@ -1,7 +1,7 @@
 """Runs the barriers of a printed Gluon kernel on the CPU: its warps as threads, tiles as nothing.
 
-Gluon has no interpreter. What warps tell each other does not depend on what tiles contain, though: with numbers for
-places and rounds, and barriers that count phases as those of the GPU do, a kernel ends here or it does not.
+What warps tell each other does not depend on what tiles contain: with numbers for places and rounds, and barriers that
+count phases as those of the GPU do, a kernel ends here or it does not. gluon_interpreter.py has tiles of numbers.
 """
 
 import builtins
@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import numpy as np
 
 from blockdiag.triton_kernels import resident_tiles
 
@@ -59,12 +61,13 @@ class Tile:
 
 def _numbers(name: str) -> Callable[..., object]:
     def compute(self: Number, other: object) -> object:
-        return Number(getattr(int, name)(self, other)) if isinstance(other, int) else Tile()
+        # What it is and a tile is the tile's concern.
+        return Number(getattr(int, name)(self, other)) if isinstance(other, int) else NotImplemented
 
     return compute
 
 
-# Some warps are this much slower, in seconds a barrier at most.
+# How much slower warps are, in seconds a barrier at most; the first ones not at all.
 _NAPS = (0.0, 0.0, 1e-4, 5e-4)
 _NAMES = [f"__{x}{y}__" for x in ("", "r") for y in ("add", "sub", "mul", "floordiv", "mod", "xor", "and")]
 for _name in _NAMES:
@@ -106,7 +109,9 @@ class Warps:
         def finish(function: Callable[[], None], nap: float) -> None:
             self.naps[threading.get_ident()] = nap
             try:
-                function()
+                # As GPUs do, without a word.
+                with np.errstate(all="ignore"):
+                    function()
             finally:
                 with self.changed:
                     self.running -= 1
@@ -175,11 +180,15 @@ class Barrier:
             assert not isinstance(parity, Parity) or self.phase == parity.phases, "a warp goes on at another time"
 
 
-class _Barriers(list[Barrier]):
+class Barriers(list[Barrier]):
+    """Those of a ring's slots."""
+
     index = list.__getitem__  # pyrefly: ignore
 
 
-class _Mbarrier:
+class Mbarrier:
+    """The module of barriers."""
+
     def wait(self, barrier: Barrier, parity: int) -> None:
         barrier.wait(parity)
 
@@ -192,7 +201,9 @@ class _Mbarrier:
         barrier.fill()
 
 
-class _Language(Tile):
+class Language(Tile):
+    """The module of everything else."""
+
     def __init__(self, program: int, warps: Warps) -> None:
         self.program, self.warps = program, warps
 
@@ -258,20 +269,31 @@ def run_protocol(
         Deadlock: where its warps wait for each other forever.
     """
     warps = Warps(chance)
-    scope: dict[str, Any] = {
-        "gluon": _Gluon, "gl": _Language(program, warps), "tma": Tile(), "async_copy": Tile(), "mbarrier": _Mbarrier(),
-        "warpgroup_mma": Tile(), "warpgroup_mma_wait": _waited, "fence_async_shared": Tile(),
-        "make_barriers": lambda count, arrivals: _Barriers(Barrier(warps, arrivals) for _ in builtins.range(count)),
-        "range": lambda *bounds: map(Number, builtins.range(*bounds)),
+    words = {
+        "gl": Language(program, warps), "tma": Tile(), "async_copy": Tile(), "mbarrier": Mbarrier(),
+        "warpgroup_mma": Tile(), "warpgroup_mma_wait": _waited,
+        "make_barriers": lambda count, arrivals: Barriers(Barrier(warps, arrivals) for _ in builtins.range(count)),
     }  # fmt: skip
-    for source in (inspect.getsource(resident_tiles), text):
-        exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)
-        # The one helper whose result is a number that barriers are found by.
-        scope["forgotten"] = Number
-    kernel = scope[name]
+    # The one helper whose result is a number that barriers are found by.
+    kernel = kernel_with(text, name, words, {"forgotten": Number})
     given: dict[str, object] = {x: Tile() for x in kernel.__code__.co_varnames[: kernel.__code__.co_argcount]}
     given |= {x: Memory(numbers) for x, numbers in (lists or {}).items()}
     kernel(**given | ({} if rounds is None else {"ROUNDS": Number(rounds)}))
+
+
+def kernel_with(text: str, name: str, words: Mapping[str, Any], helpers: Mapping[str, Any]) -> Any:
+    """A kernel as a function of Python, of which these words are what its module imports.
+
+    Args:
+        helpers: what takes the place of helpers of the same names.
+    """
+    scope: dict[str, Any] = {
+        "gluon": _Gluon, "fence_async_shared": lambda: None, "range": lambda *x: map(Number, builtins.range(*x)),
+    } | dict(words)  # fmt: skip
+    for source in (inspect.getsource(resident_tiles), text):
+        exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)
+        scope |= helpers
+    return scope[name]
 
 
 def _waited(number: int, deps: Sequence[object]) -> object:
