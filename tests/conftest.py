@@ -15,8 +15,8 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and "XLA_FLAGS" not in os.environ:
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
     )
 
-# Processes of the suite share the cores, and so do threads that interpret warps: NumPy's own threads would only wait for
-# each other, in loops.
+# Processes of the suite share the cores, and so do threads that interpret warps: NumPy's own threads would only wait
+# for each other, in loops.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis

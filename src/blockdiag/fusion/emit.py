@@ -27,9 +27,9 @@ _CALLS = {
     "logistic": "1.0 / (1.0 + tl.exp(-{}))", "tanh": "1.0 - 2.0 / (1.0 + tl.exp(2.0 * {}))",
     "log1p": "tl.log(1.0 + {})", "expm1": "tl.exp({}) - 1.0", "clamp": "tl.minimum(tl.maximum({1}, {0}), {2})",
     "sign": "({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype)", "stop_gradient": "{}", "copy": "{}",
-    "select_n": "tl.where({0}, {2}, {1})", "transpose": "tl.trans({})",
+    "select_n": "tl.where({0}, {2}, {1})", "log2": "tl.log2({})", "transpose": "tl.trans({})",
 }  # fmt: skip
-# What may leave the range of an unsigned dtype.
+# What may leave the range of a dtype.
 _OVERFLOWING = frozenset({"add", "sub", "mul", "neg", "not", "shift_left", "convert_element_type", "integer_pow"})
 _KINDS = {"f": "tl.float32", "i": "tl.int32", "b": "tl.int1", "u": "tl.uint32", "V": "tl.float32"}
 
@@ -107,9 +107,11 @@ class Printer:
 
     def _equation(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
         result, dtype = self._printed(equation, given), np.dtype(aval_of(equation.outvars[0]).dtype)
-        if dtype.kind == "u" and dtype.itemsize < 4 and equation.primitive.name in _OVERFLOWING:
+        if dtype.kind in "iu" and dtype.itemsize < 4 and equation.primitive.name in _OVERFLOWING:
             # Registers are wider than the dtype.
-            return self.name(f"{result.name} & {np.iinfo(dtype).max}", result.shape)
+            spare = 32 - 8 * dtype.itemsize
+            within = f"& {np.iinfo(dtype).max}" if dtype.kind == "u" else f"<< {spare} >> {spare}"
+            return self.name(f"{result.name} {within}", result.shape)
         return result
 
     def _printed(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
@@ -138,6 +140,12 @@ class Printer:
                 raise NotPrintable(f"`{name}` of {dtype}")
             case "not":
                 return self.name(f"{given[0].name} == 0" if dtype.kind == "b" else f"~{given[0].name}", shape)
+            case "select_n" if np.dtype(aval_of(equation.invars[0]).dtype).kind != "b":
+                which, *cases = (x.name for x in given)
+                expression = cases.pop()
+                for number in reversed(range(len(cases))):
+                    expression = f"tl.where({which} == {number}, {cases[number]}, {expression})"
+                return self.name(expression, shape)
             case "integer_pow":
                 return self._power(given[0], params["y"], shape)
             case "broadcast_in_dim" | "reshape" | "squeeze":

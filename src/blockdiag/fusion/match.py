@@ -14,7 +14,9 @@ from blockdiag.fusion.pull import (
     Unpullable,
     broadcast_dims,
     labels_of,
+    parts_of,
     place_of,
+    producers_of,
     users_of,
 )
 from blockdiag.fusion.softmaxes import CASTS, MOVES, NoMatch, Softmax, Softmaxes
@@ -123,33 +125,80 @@ def _regions_of(
 ) -> tuple[core.Var, tuple[Region, ...]]:
     """The regions of a product one side of which has probabilities, and the variable whose value they are; none where
     it has not, which is added to `unmatched`."""
+    weights = equation.invars[side]
+    if isinstance(weights, core.Literal):
+        return equation.outvars[0], ()
+    rest: list[_Unmatched] = []
+    refusal, found = None, None
+    try:
+        found = _regions_with({}, jaxpr, equation, side, rest)
+    except NotFusible as failure:
+        refusal = failure
+    if found is None or not found[1]:
+        # Batch axes that scores had apart may be one axis of their weights.
+        parts = parts_of(producers_of(jaxpr), weights)
+        divided = _regions_with(parts, jaxpr, equation, side, []) if parts else None
+        if divided is not None and divided[1]:
+            return divided
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    unmatched += rest
+    return found
+
+
+def _regions_with(
+    parts: dict[int, tuple[int, ...]],
+    jaxpr: core.Jaxpr,
+    equation: core.JaxprEqn,
+    side: int,
+    unmatched: list[_Unmatched],
+) -> tuple[core.Var, tuple[Region, ...]]:
+    """`_regions_of`, with more than one label for some axes of weights.
+
+    Args:
+        parts: of these axes: the sizes of their labels.
+    """
     replaced = equation.outvars[0]
     contracted, shared = equation.params["dimension_numbers"]
     weights, value = equation.invars[side], equation.invars[1 - side]
-    if len(contracted[0]) != 1 or isinstance(weights, core.Literal) or isinstance(value, core.Literal):
+    if isinstance(value, core.Literal):
         return replaced, ()
     sizes: dict[str, int] = {}
     dims: dict[int, list[Dim]] = {side: [()] * len(aval_of(weights).shape), 1 - side: [()] * len(aval_of(value).shape)}
 
-    def assign(label: str, **axes: int) -> None:
-        for name, axis in axes.items():
-            at = side if name == "weights" else 1 - side
-            dims[at][axis] = (label,)
-            sizes[label] = aval_of(equation.invars[at]).shape[axis]
+    def assign(label: str, **axes: int) -> tuple[str, ...]:
+        places = [(side if name == "weights" else 1 - side, axis) for name, axis in axes.items()]
+        at, axis = places[0]
+        each = parts.get(axis, ()) if at == side else ()
+        labels = tuple(f"{label}_{i}" for i in range(len(each))) or (label,)
+        sizes.update(zip(labels, each or (aval_of(equation.invars[at]).shape[axis],), strict=True))
+        for at, axis in places:
+            dims[at][axis] = labels
+        return labels
 
+    if len(contracted[0]) != 1:
+        reason = f"`dot_general` that sums over {len(contracted[0])} axes of weights: make keys one axis"
+        matcher = _Matcher(jaxpr, sizes, [])
+        unmatched.append(_Unmatched(matcher, equation, weights, f"{reason}, {place_of(equation)}", ""))
+        return replaced, ()
     batch = []
     for i, axes in enumerate(zip(*shared, strict=True)):
-        assign(f"b{i}", weights=axes[side], value=axes[1 - side])
-        batch.append(f"b{i}")
+        batch += assign(f"b{i}", weights=axes[side], value=axes[1 - side])
+    parts = {axis: each for axis, each in parts.items() if axis not in contracted[side]}
     assign(COLUMNS, weights=contracted[side][0], value=contracted[1 - side][0])
     free = [axis for axis, dim in enumerate(dims[side]) if dim == ()]
     if not free:
+        matcher = _Matcher(jaxpr, sizes, batch)
+        if matcher.has_softmax(weights, tuple(dims[side])):
+            refused = "queries have no axis: give them one, of size 1"
+            unmatched.append(_Unmatched(matcher, equation, weights, "", f"{refused}, {place_of(equation)}"))
         return replaced, ()
     # Keys are read once for each tile of rows, so that these lie along the longest axis that values lack.
     rows = max(reversed(free), key=lambda axis: aval_of(weights).shape[axis])
+    parts = {axis: each for axis, each in parts.items() if axis != rows}
     for i, axis in enumerate(axis for axis in free if axis != rows):
-        assign(f"g{i}", weights=axis)
-        batch.append(f"g{i}")
+        batch += assign(f"g{i}", weights=axis)
     assign(ROWS, weights=rows)
     columns = [axis for axis, dim in enumerate(dims[1 - side]) if dim == ()]
     for i, axis in enumerate(columns):
@@ -202,6 +251,13 @@ def _regions_of(
 
 class _Matcher(Softmaxes):
     """Softmaxes and what is linear in them."""
+
+    def has_softmax(self, var: object, dims: tuple[Dim, ...]) -> bool:
+        """Whether a value is linear in softmaxes."""
+        try:
+            return any(term.softmax is not None for term in self.terms(var, dims))
+        except (NoMatch, NotFusible, Unpullable):
+            return False
 
     def terms(self, var: object, dims: tuple[Dim, ...]) -> list[_Term]:
         """Softmaxes and weights whose products add up to a value.
@@ -260,8 +316,10 @@ class _Matcher(Softmaxes):
 
     def _selected(self, equation: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> list[_Term]:
         """Where a mask holds 0 else what is linear, or the other way round."""
+        if len(equation.invars) != 3:
+            raise NoMatch
         predicate = self.puller.node(equation.invars[0], given[0])
-        mask, _ = self.through_moves(equation.invars[0], given[0])
+        mask = self.through_moves(equation.invars[0], given[0])
         for kept, dropped in ((1, 2), (2, 1)):
             other = self.puller.node(equation.invars[dropped], given[dropped])
             if other.kind != "number" or other.number != 0:
@@ -278,7 +336,7 @@ class _Matcher(Softmaxes):
     @staticmethod
     def _masked(term: _Term, predicate: Node, mask: object) -> _Term:
         softmax = term.softmax
-        if softmax is None or softmax.mask is None or softmax.mask is not mask:
+        if softmax is None or softmax.mask is None or softmax.mask != mask:
             return term
         score = operation(lax.select_n_p, predicate, number(-np.inf), softmax.score)
         return _Term(Softmax(score, softmax.extras), term.weight)
@@ -286,7 +344,9 @@ class _Matcher(Softmaxes):
     def plain(self, var: object, dims: tuple[Dim, ...]) -> tuple[list[_Term], str]:
         """A weight without a softmax, where it is a function of scores, not these; else nothing, and why."""
         equation = self.producer(self.skip_moves(var))
-        if equation is None or not self.puller.batch or equation.primitive.name == "dot_general":
+        # Without an axis that values share, it is as likely a layer between two matrices of weights.
+        is_shared = any(label.startswith("b") for label in self.puller.batch)
+        if equation is None or not is_shared or equation.primitive.name == "dot_general":
             return [], ""
         try:
             node = self.puller.node(var, dims)

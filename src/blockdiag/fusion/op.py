@@ -13,7 +13,8 @@ from jax.interpreters import ad, batching, mlir
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
-from blockdiag.fusion.tree import Dim, Leaf, Region, Source, with_leaves
+from blockdiag.fusion.layout import shape_of
+from blockdiag.fusion.tree import FEATURES, Dim, Leaf, Region, Source, with_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,9 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
     Raises:
         ValueError: an array is sharded over explicit axes of a mesh, and "xla" is not the only implementation.
     """
+    if any(size == 0 for label, size in call.region.sizes.items() if not label.startswith(FEATURES)):
+        # Of no queries there are no results, and of no keys those of queries that see none.
+        return jnp.zeros(shape_of(call.region.out_dims, call.region.sizes), call.region.dtype)
     is_sharded = any(axes is not None for x in (*leaves, value) for axes in jax.typeof(x).sharding.spec)
     if is_sharded and call.implementations != ("xla",):
         raise ValueError(

@@ -1,5 +1,6 @@
 """From values of a program to trees of tiles: labels are pulled from its axes down to what it is computed from."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from blockdiag.fusion.tree import (
 )
 
 # The same value, seen otherwise.
-_SAME = frozenset({"copy", "copy_p", "reduce_precision", "optimization_barrier", "pvary"})
+_SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary"})
 
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 # Elements of an array that is looked at while tracing.
@@ -88,6 +89,8 @@ class Puller:
         if equation is None or not (self._is_function or {ROWS, COLUMNS} <= labels):
             return self._leaf(var, dims)
         try:
+            if equation.primitive.name == "optimization_barrier":
+                return self.node(equation.invars[equation.outvars.index(var)], dims)
             return self._computed(equation, dims)
         except Unpullable as failure:
             if self._is_function:
@@ -95,7 +98,7 @@ class Puller:
             found = self._by_distance(var, dims)
             if found is not None:
                 return found
-            if self._has_product(var):
+            if self._has_product(var, dims):
                 raise NotFusible(
                     f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
                 ) from None
@@ -197,26 +200,21 @@ class Puller:
         return Trees(tuple(roots), tuple(found.get(x) for x in jaxpr.jaxpr.invars))
 
     def _product(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
-        (contracted, shared) = equation.params["dimension_numbers"]
-        sides: list[list[Dim]] = [[()] * len(aval_of(x).shape) for x in equation.invars]
-        left = iter(dims)
-        for axes in zip(*shared, strict=True):
-            label = next(left)
-            for side, axis in zip(sides, axes, strict=True):
-                side[axis] = label
+        sides = factor_dims(equation, dims)
+        (contracted, _) = equation.params["dimension_numbers"]
         for axes in zip(*contracted, strict=True):
             label = f"{FEATURES}{next(self._features):02}"
             self.sizes[label] = aval_of(equation.invars[0]).shape[axes[0]]
             for side, axis in zip(sides, axes, strict=True):
                 side[axis] = (label,)
-        for side, summed, common in zip(sides, contracted, shared, strict=True):
-            for axis in range(len(side)):
-                if axis not in summed and axis not in common:
-                    side[axis] = next(left)
         if not contracted[0]:
             # Nothing is summed: the product of each element with each.
             operands = zip(equation.invars, sides, strict=True)
             return operation(lax.mul_p, *(self.node(x, tuple(side)) for x, side in operands))
+        dtype = aval_of(equation.outvars[0]).dtype
+        is_whole = not jnp.issubdtype(dtype, jnp.floating)
+        if is_whole and any(np.dtype(aval_of(x).dtype).name not in ("int8", "uint8") for x in equation.invars):
+            raise Unpullable(f"`dot_general`: a product of {dtype}, of which tiles have float32")
         labels = [labels_of(tuple(side)) for side in sides]
         if any({ROWS, COLUMNS} <= x for x in labels):
             raise Unpullable(
@@ -229,7 +227,10 @@ class Puller:
         if query.leaf is None or query.leaf.role != "query" or key.leaf is None or key.leaf.role != "key":
             raise Unpullable("`dot_general`: a product that is none of queries and keys")
         self.products.add(equation.outvars[0])
-        return Node("product", (query, key))
+        product = Node("product", (query, key))
+        if not is_whole:
+            return product
+        return operation(lax.convert_element_type_p, product, new_dtype=dtype, weak_type=False, sharding=None)
 
     def _sum(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
         """A sum over features, each of which is a tile."""
@@ -363,21 +364,47 @@ class Puller:
                 waiting += [x for x in equation.invars if isinstance(x, core.Var)]
         return isinstance(var, core.Var) and bool({"exp", "exp2", "logistic"} & names) and self._has_product(var)
 
-    def _has_product(self, var: core.Var) -> bool:
-        """Whether a value is computed from a product that is larger than its factors, as scores are."""
-        seen, waiting = set(), [var]
+    def _has_product(self, var: core.Var, dims: tuple[Dim, ...] | None = None) -> bool:
+        """Whether a value is computed from scores: a floating product of what has queries and of what has keys.
+
+        Where it is not known what axes stand for, one that is larger than its factors.
+        """
+        seen, waiting = set(), [(var, dims)]
         while waiting:
-            equation = self.producers.get(waiting.pop())
-            if equation is None or id(equation) in seen:
+            var, dims = waiting.pop()
+            equation = self.producers.get(var)
+            if equation is None or (id(equation), dims) in seen:
                 continue
-            seen.add(id(equation))
-            size = math.prod(aval_of(equation.outvars[0]).shape)
-            if equation.primitive.name == "dot_general" and size > max(
-                math.prod(aval_of(x).shape) for x in equation.invars
-            ):
-                return True
-            waiting += [x for x in equation.invars if isinstance(x, core.Var)]
+            seen.add((id(equation), dims))
+            operands = self._operand_dims(equation, dims)
+            if equation.primitive.name == "dot_general" and jnp.issubdtype(aval_of(var).dtype, jnp.floating):
+                labels = [None if x is None else labels_of(x) & {ROWS, COLUMNS} for x in operands]
+                size = max(math.prod(aval_of(x).shape) for x in equation.invars)
+                is_large = None in labels and math.prod(aval_of(var).shape) > size
+                if is_large or sorted(map(sorted, filter(None, labels))) == [[COLUMNS], [ROWS]]:
+                    return True
+            pairs = zip(equation.invars, operands, strict=True)
+            waiting += [(x, inner) for x, inner in pairs if isinstance(x, core.Var)]
         return False
+
+    def _operand_dims(self, equation: core.JaxprEqn, dims: tuple[Dim, ...] | None) -> list[tuple[Dim, ...] | None]:
+        """What the axes of an equation's operands stand for, None where that is not known; summed axes stand for 1."""
+        name = equation.primitive.name
+        found: list[tuple[Dim, ...] | None] = [None] * len(equation.invars)
+        if dims is None or len(equation.outvars) != 1:
+            return found
+        shape = aval_of(equation.outvars[0]).shape
+        if name in ELEMENTWISE or name == "convert_element_type" or name in _SAME:
+            found = [broadcast_dims(x, shape, dims) for x in equation.invars]
+        elif name == "dot_general":
+            found = [tuple(side) for side in factor_dims(equation, dims)]
+        elif body_of(equation) is not None:
+            # A function with a derivative of its own is taken to work element by element.
+            found = [dims if aval_of(x).shape == shape else None for x in equation.invars]
+        elif name in _MOVES:
+            with contextlib.suppress(Unpullable):
+                found = [moved_dims(equation, dims, self.sizes)]
+        return found
 
 
 def _is_number(operand: Any, shape: tuple[int, ...]) -> bool:
@@ -389,6 +416,41 @@ def _is_number(operand: Any, shape: tuple[int, ...]) -> bool:
 def producers_of(jaxpr: core.Jaxpr) -> dict[core.Var, core.JaxprEqn]:
     """Of each variable the equation that computes it."""
     return {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+
+def parts_of(producers: Mapping[core.Var, core.JaxprEqn], var: core.Var) -> dict[int, tuple[int, ...]]:
+    """Of axes of a value that reshapes have made of several, before what works element by element: their sizes."""
+    found: dict[int, tuple[int, ...]] = {}
+    seen: set[tuple[core.Var, int]] = set()
+    waiting = [(var, axis, axis) for axis, size in enumerate(aval_of(var).shape) if size > 1]
+    while waiting:
+        one, at, axis = waiting.pop()
+        equation = producers.get(one)
+        if equation is None or axis in found or (one, at) in seen or len(equation.outvars) != 1:
+            continue
+        seen.add((one, at))
+        name, shape = equation.primitive.name, aval_of(one).shape
+        marked: tuple[Dim, ...] = tuple(("here",) if i == at else () for i in range(len(shape)))
+        for operand in equation.invars:
+            if not isinstance(operand, core.Var) or not aval_of(operand).shape:
+                continue
+            given = aval_of(operand).shape
+            if name == "reshape":
+                first, size = math.prod(shape[:at]), shape[at]
+                ends = [math.prod(given[: i + 1]) for i in range(len(given))]
+                axes = [i for i, end in enumerate(ends) if first < end <= first * size and given[i] > 1]
+                if math.prod(given[i] for i in axes) != size or first not in (1, *ends):
+                    continue
+                if len(axes) > 1:
+                    found[axis] = tuple(given[i] for i in axes)
+                else:
+                    waiting.append((operand, axes[0], axis))
+            elif name in ELEMENTWISE or name in _SAME or name == "convert_element_type":
+                waiting += [(operand, at, axis)] if given[at] == shape[at] else []
+            elif name in _MOVES:
+                inner = moved_dims(equation, marked, {})
+                waiting += [(operand, i, axis) for i, dim in enumerate(inner) if dim == ("here",)]
+    return found
 
 
 def users_of(jaxpr: core.Jaxpr) -> dict[core.Var, list[core.JaxprEqn | None]]:
@@ -412,6 +474,22 @@ def place_of(equation: core.JaxprEqn) -> str:
 def labels_of(dims: Sequence[Dim]) -> set[str]:
     """All labels of an array's axes."""
     return {label for dim in dims if isinstance(dim, tuple) for label in dim}
+
+
+def factor_dims(equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> list[list[Dim]]:
+    """The dims of the factors of a `dot_general`; what it sums over has none."""
+    (contracted, shared) = equation.params["dimension_numbers"]
+    sides: list[list[Dim]] = [[()] * len(aval_of(x).shape) for x in equation.invars]
+    left = iter(dims)
+    for axes in zip(*shared, strict=True):
+        label = next(left)
+        for side, axis in zip(sides, axes, strict=True):
+            side[axis] = label
+    for side, summed, common in zip(sides, contracted, shared, strict=True):
+        for axis in range(len(side)):
+            if axis not in summed and axis not in common:
+                side[axis] = next(left)
+    return sides
 
 
 def broadcast_dims(operand: Any, shape: tuple[int, ...], dims: tuple[Dim, ...]) -> tuple[Dim, ...]:

@@ -13,7 +13,7 @@ from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, number, operation
 
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
-CASTS = ("convert_element_type", "copy", "pvary", "reduce_precision")
+CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision")
 _PASSES = (*CASTS, "stop_gradient")
 
 
@@ -22,7 +22,7 @@ class Softmax:
     """exp(score) / (sum of exp(score) + sum of exp(extras)).
 
     Attributes:
-        mask: what the sum alone was masked by: the numerator must be, too.
+        mask: what the sum alone was masked by, and what its axes stand for: the numerator must be masked so, too.
     """
 
     score: Node
@@ -74,9 +74,10 @@ class Softmaxes:
         assert source is not None
         summed, mask = self.skip(source.invars[0]), None
         masked = self.producer(summed)
-        if masked is not None and masked.primitive.name == "select_n" and self._is_zero(masked.invars[1]):
+        if masked is not None and self._has_mask(masked) and self._is_zero(masked.invars[1]):
             summed = self.skip(masked.invars[2])
-            mask, _ = self.through_moves(masked.invars[0], dims)
+            shape = aval_of(masked.outvars[0]).shape
+            mask = self.through_moves(masked.invars[0], broadcast_dims(masked.invars[0], shape, dims))
         (axes, inner) = source.params["axes"], list(total_dims)
         if summed is not numerator or len(axes) != 1:
             return None
@@ -98,6 +99,8 @@ class Softmaxes:
             and dims[joined.params["dimension"]] == (COLUMNS,)
         ):
             score, more = self._parted(joined, dims)
+            if power.primitive.name == "exp2":
+                more = [operation(lax.mul_p, x, number(math.log(2))) for x in more]
             extras = [*extras, *more]
         elif aval_of(power.outvars[0]).shape[dims.index((COLUMNS,))] != self.sizes[COLUMNS]:
             raise NotFusible(f"`slice` of weights: some of a softmax's keys have no value, {place_of(power)}")
@@ -208,6 +211,11 @@ class Softmaxes:
     def _is_sum(self, var: object) -> bool:
         equation = self.producer(var)
         return equation is not None and equation.primitive.name == "reduce_sum"
+
+    @staticmethod
+    def _has_mask(equation: core.JaxprEqn) -> bool:
+        """Whether an equation chooses between two values."""
+        return equation.primitive.name == "select_n" and len(equation.invars) == 3
 
     def _is_zero(self, var: object) -> bool:
         inner = self.skip_moves(var)

@@ -136,9 +136,9 @@ def leaf_array(leaf: Leaf, array: Any, batch: Sequence[str], sizes: dict[str, in
     lead = array.shape[: len(leaf.labels)]
     match leaf.role:
         case "query":
-            return array.reshape(*lead, sizes["q"], -1)
+            return array.reshape(*lead, sizes["q"], math.prod(sizes[x] for x in leaf.features))
         case "key":
-            return array.reshape(*lead, sizes["k"], -1)
+            return array.reshape(*lead, sizes["k"], math.prod(sizes[x] for x in leaf.features))
         case "row":
             return array.reshape(*lead, sizes["q"], 1)
         case "column":

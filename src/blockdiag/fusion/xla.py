@@ -148,7 +148,7 @@ def backward(
             if not is_wanted:
                 grads.append(jnp.zeros(()))
             elif leaf.role == "key":
-                grads.append(tile.reshape(-1, x.shape[1])[:count])
+                grads.append(tile.reshape(tile.shape[0] * tile.shape[1], x.shape[1])[:count])
             elif leaf.role in _WITH_KEYS:
                 grads.append(tile.transpose(1, 0, 2).reshape(x.shape[0], -1)[:, :count])
             else:
@@ -221,12 +221,12 @@ def _key_tiles(region: Region, given: Sequence[Any], values: Any, size: int) -> 
     found = []
     for leaf, x in zip(region.leaves, given, strict=True):
         if leaf.role == "key":
-            found.append(jnp.pad(x, ((0, padded), (0, 0))).reshape(tiles, size, -1))
+            found.append(jnp.pad(x, ((0, padded), (0, 0))).reshape(tiles, size, x.shape[1]))
         elif leaf.role in _WITH_KEYS:
             found.append(jnp.pad(x, ((0, 0), (0, padded))).reshape(x.shape[0], tiles, size).transpose(1, 0, 2))
         else:
             found.append(jnp.zeros((tiles,)))
-    found.append(jnp.pad(values, ((0, padded), (0, 0))).reshape(tiles, size, -1))
+    found.append(jnp.pad(values, ((0, padded), (0, 0))).reshape(tiles, size, values.shape[1]))
     return found, jnp.arange(tiles * size).reshape(tiles, size)
 
 

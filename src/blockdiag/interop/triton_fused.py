@@ -32,7 +32,7 @@ from blockdiag.fusion.tiles import (
     value_columns,
     value_labels,
 )
-from blockdiag.fusion.tree import Leaf, Region, with_leaves
+from blockdiag.fusion.tree import Leaf, Region, nodes_of, with_leaves
 from blockdiag.fusion.tree import Source as ArraySource
 from blockdiag.interop import jax_call
 from blockdiag.interop.by_target import by_target
@@ -56,6 +56,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST_COLUMNS = 256
+_FLOATING = ("bfloat16", "float16", "float32")
 
 
 def available() -> str | None:
@@ -68,6 +69,8 @@ def supports(region: Region) -> str | None:
     for source in (*(leaf.source for leaf in region.leaves), region.value):
         if source.dtype.itemsize == 8:
             return f"the Triton kernels take no {source.dtype} arrays; use implementation='xla'"
+    if (declined := _declined_dtype(region)) is not None:
+        return f"{declined}; cast them, or use implementation='xla'"
     columns = widest(region)
     if columns > _MOST_COLUMNS:
         return f"the Triton kernels take head sizes up to {_MOST_COLUMNS}, got {columns}; use implementation='xla'"
@@ -77,6 +80,19 @@ def supports(region: Region) -> str | None:
         kernels(region)
     except NotPrintable as reason:
         return f"{reason}; use implementation='xla'"
+    return None
+
+
+def _declined_dtype(region: Region) -> str | None:
+    """Which factors of a product have dtypes that the kernels do not multiply, None where all do."""
+    if region.value.dtype.name not in _FLOATING:
+        return f"the Triton kernels take values of {', '.join(_FLOATING)}, got {region.value.dtype}"
+    for node in nodes_of(region.score, region.weight, *region.extras):
+        if node.kind == "product":
+            names = sorted({x.leaf.source.dtype.name for x in node.inputs if x.leaf is not None})
+            if len(names) > 1 or names[0] not in (*_FLOATING, "int8"):
+                given = " and ".join(names)
+                return f"the Triton kernels multiply two arrays of one of {', '.join(_FLOATING)}, int8, got {given}"
     return None
 
 

@@ -1,0 +1,214 @@
+"""Functions as they are written elsewhere: what stands between scores and their softmax, in other words and dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from blockdiag import NotFusible, explain, fuse
+
+BATCH, TOKENS, WIDTH = 4, 20, 16
+POSITIONS = np.arange(TOKENS)
+AWAY = POSITIONS[:, None] - POSITIONS[None, :]
+
+
+def attention_of(change):
+    """Attention with scores, or what `change` makes of them and other arrays."""
+
+    def attention(query, key, value, *others):
+        return jax.nn.softmax(change(query @ key.mT / 4, *others), axis=-1) @ value
+
+    return attention
+
+
+def behind_a_barrier(query, key, value):
+    """The second of two values that pass a barrier together."""
+    _, scores = lax.optimization_barrier((query @ key.mT, key @ query.mT / 4))
+    return jax.nn.softmax(scores, axis=-1) @ value
+
+
+def three_cases(scores):
+    away = jnp.broadcast_to(jnp.asarray(AWAY), scores.shape)
+    return jnp.select([away < 0, away < 4], [jnp.full_like(scores, -jnp.inf), scores], scores - 2)
+
+
+def one_of_three(query, key, value, which):
+    """which [B], 0, 1 or 2: another function of the scores for each."""
+
+    def one(query, key, value, which):
+        changes = (lambda x: x, lambda x: 3 * jnp.tanh(x), lambda x: x - jnp.abs(jnp.asarray(AWAY, x.dtype)))
+        scores = [change(query @ key.T / 4) for change in changes]
+        return jax.nn.softmax(lax.select_n(jnp.full(scores[0].shape, which), *scores), axis=-1) @ value
+
+    return jax.vmap(one)(query, key, value, which)
+
+
+def wrapped_positions(scores):
+    """Positions of eight bits: 60 - -70 is -126."""
+    position = jnp.asarray(POSITIONS * 10 - 90, jnp.int8)
+    return jnp.where(((position[:, None] - position[None, :]) >= 0)[None], scores, -1.0)
+
+
+def sinks_in_base_2(query, key, value, sink):
+    """sink [B]: a further logit of each row, of exp2."""
+    scores = jnp.concatenate([query @ key.mT / 4, jnp.broadcast_to(sink[:, None, None], (BATCH, TOKENS, 1))], axis=-1)
+    power = jnp.exp2(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    return (power / power.sum(axis=-1, keepdims=True))[..., :-1] @ value
+
+
+def segments(dtype):
+    """one_hot [B, T, 3]: who belongs together, as a product of whole numbers or truth."""
+
+    def change(scores, one_hot):
+        one_hot = one_hot.astype(dtype)
+        return jnp.where(one_hot @ one_hot.mT > jnp.zeros((), dtype), scores, -1e9)
+
+    return change
+
+
+def product_bias(scores, pair, weights):
+    """pair [B, T, T, 2], weights [2, 5]: a bias by a layer, wider than the pairs are."""
+    return scores + jnp.tanh(pair @ weights).sum(axis=-1)
+
+
+def positions_layer(scores, first, second):
+    """A bias of positions by two layers, as in Swin v2."""
+    table = jnp.stack([jnp.asarray(AWAY, jnp.float32), jnp.asarray(AWAY**2, jnp.float32)], axis=-1) / TOKENS
+    return scores + (jax.nn.relu(table @ first) @ second)[None, :, :, 0]
+
+
+def windows_apart(scores, mask):
+    """mask [2, T, T]: windows of an image, as in Swin, apart from images for the mask alone."""
+    return (scores.reshape(BATCH // 2, 2, TOKENS, TOKENS) + mask[None]).reshape(scores.shape)
+
+
+def softmax_apart(query, key, value, mask):
+    """As `windows_apart`, with the softmax on axes that are apart."""
+    scores = (query @ key.mT / 4).reshape(BATCH // 2, 2, TOKENS, TOKENS) + mask[None]
+    return jax.nn.softmax(scores, axis=-1).reshape(BATCH, TOKENS, TOKENS) @ value
+
+
+def _normal(*shape):
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+
+
+ONE_HOT = jnp.asarray(np.eye(3)[np.random.default_rng(0).integers(0, 3, (BATCH, TOKENS))], jnp.float32)
+CASES = {
+    "behind_a_barrier": (behind_a_barrier,),
+    "three_cases": (attention_of(three_cases),),
+    "one_of_three": (one_of_three, jnp.arange(BATCH) % 3),
+    "wrapped_positions": (attention_of(wrapped_positions),),
+    "sinks_in_base_2": (sinks_in_base_2, _normal(BATCH) + 3),
+    "whole_segments": (attention_of(segments(jnp.int32)), ONE_HOT),
+    "true_segments": (attention_of(segments(bool)), ONE_HOT),
+    "product_bias": (attention_of(product_bias), _normal(BATCH, TOKENS, TOKENS, 2), _normal(2, 5)),
+    "positions_layer": (attention_of(positions_layer), _normal(2, 6), _normal(6, 1)),
+    "windows_apart": (attention_of(windows_apart), _normal(2, TOKENS, TOKENS)),
+    "softmax_apart": (softmax_apart, _normal(2, TOKENS, TOKENS)),
+    "named": (attention_of(lambda scores: checkpoint_name(scores, "scores")),),
+    "logarithms": (attention_of(lambda scores: jnp.log2(1 + scores**2)),),
+}
+
+
+def operands(others=()):
+    return [_normal(BATCH, TOKENS, WIDTH) + i for i in range(3)] + list(others)
+
+
+def with_gradients(function, arrays):
+    floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def compute(*given):
+        return function(*(given[floating.index(i)] if i in floating else x for i, x in enumerate(arrays)))
+
+    output, pull = jax.vjp(compute, *(arrays[i] for i in floating))
+    return [output, *pull(jnp.cos(jnp.arange(output.size, dtype=jnp.float32)).reshape(output.shape))]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("name", CASES)
+def test_fused_functions_agree(name, implementation):
+    function, *others = CASES[name]
+    arrays = operands(others)
+    found = with_gradients(fuse(function, implementation=implementation), arrays)
+    for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5 * max(1.0, float(jnp.abs(expected).max())))
+
+
+def masked_by_rows_and_columns(query, key, value):
+    """The sum over keys is masked by columns as rows of the weights are."""
+    mask = value[..., 0] > 0
+    power = jnp.exp(query @ key.mT / 4)
+    total = jnp.where(mask[:, None, :], power, 0).sum(axis=-1, keepdims=True)
+    return jnp.where(mask[:, :, None], power / total, 0) @ value
+
+
+def one_query(query, key, value):
+    weights = jax.nn.softmax(jnp.einsum("bh,bsh->bs", query[:, 0], key), axis=-1)
+    return jnp.einsum("bs,bsh->bh", weights, value)
+
+
+def two_axes(query, key, value):
+    scores = jnp.einsum("bth,bsuh->btsu", query, key.reshape(BATCH, TOKENS // 2, 2, WIDTH))
+    weights = jax.nn.softmax(scores, axis=(-1, -2))
+    return jnp.einsum("btsu,bsuh->bth", weights, value.reshape(BATCH, TOKENS // 2, 2, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (masked_by_rows_and_columns, "other than a softmax's"),
+        (one_query, "queries have no axis: give them one"),
+        (two_axes, "make keys one axis"),
+    ],
+)
+def test_what_is_not_fused_is_refused_in_words(function, words):
+    arrays = operands()
+    with pytest.raises(NotFusible, match=words):
+        fuse(function)(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "words"),
+    [
+        (("float32", "float32", "int8"), "take values of bfloat16, float16, float32, got int8"),
+        (("float32", "bfloat16", "bfloat16"), "got bfloat16 and float32"),
+        (("int32", "int32", "float32"), "int8, got int32"),
+    ],
+)
+def test_kernels_say_which_dtypes_they_take(dtypes, words):
+    def attention(query, key, value):
+        scores = lax.dot_general(query, key, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        return jnp.matmul(jax.nn.softmax(scores / 4, axis=-1), value, preferred_element_type=jnp.float32)
+
+    with jax.numpy_dtype_promotion("standard"):
+        arrays = [x.astype(dtype) for x, dtype in zip(operands(), dtypes, strict=True)]
+        with pytest.raises(NotImplementedError, match=words):
+            fuse(attention, implementation="triton")(*arrays)
+        expected = attention(*arrays)
+        allowed = 2e-2 if "bfloat16" in dtypes else 1e-4
+        found = fuse(attention, implementation="xla")(*arrays)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=allowed * float(jnp.abs(expected).max()))
+
+
+def test_layers_beside_attention_are_left_alone():
+    def block(query, key, value, first, second):
+        output = jax.nn.softmax(query @ key.mT / 4, axis=-1) @ value
+        return output + jnp.maximum(output @ first, 0) @ second
+
+    arrays = operands([_normal(WIDTH, 40), _normal(40, WIDTH)])
+    assert len(explain(block)(*arrays).regions) == 1
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton", None])
+@pytest.mark.parametrize("shape", [(0, 20, 20, 16), (2, 0, 20, 16), (2, 20, 0, 16), (2, 20, 20, 0)])
+def test_empty_arrays(shape, implementation):
+    batch, queries, keys, width = shape
+    if implementation == "triton" and width == 0:
+        pytest.skip("the Triton kernels take no empty products")
+    arrays = [jnp.ones((batch, queries, width)), jnp.ones((batch, keys, width)), jnp.ones((batch, keys, 8))]
+    function = attention_of(lambda scores: scores)
+    output, *gradients = with_gradients(fuse(function, implementation=implementation), arrays)
+    assert output.shape == (batch, queries, 8) and [x.shape for x in gradients] == [x.shape for x in arrays]
+    np.testing.assert_allclose(output, function(*arrays))
