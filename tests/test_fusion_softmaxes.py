@@ -30,9 +30,13 @@ SOFTMAXES = {
     "less the logarithm of the sum": lambda x: jnp.exp(x - jnp.log(jnp.exp(x).sum(axis=-1, keepdims=True))),
     "exp of log_softmax": lambda x: jnp.exp(jax.nn.log_softmax(x, axis=-1)),
     "of scores that stand still": lambda x: jax.nn.softmax(stop_gradient(x), axis=-1),
+    "without NaN": lambda x: jnp.nan_to_num(jax.nn.softmax(x, axis=-1)),
+    "0 where it is NaN": lambda x: jnp.where(jnp.isnan(w := jax.nn.softmax(x, axis=-1)), 0.0, w),
+    "where it is finite": lambda x: jnp.where(jnp.isfinite(w := jax.nn.softmax(x, axis=-1)), w, 0.0),
     "which stands still": lambda x: stop_gradient(jax.nn.softmax(x, axis=-1)),
 }
 OTHERS = {
+    "another number where it is large": lambda x: jnp.where((w := jax.nn.softmax(x, axis=-1)) == 1.0, 0.0, w),
     "a sum that stands still": lambda x: jnp.exp(x) / stop_gradient(jnp.exp(x).sum(axis=-1, keepdims=True)),
     "powers that stand still": lambda x: stop_gradient(jnp.exp(x)) / jnp.exp(x).sum(axis=-1, keepdims=True),
     "a log-sum-exp that stands still": lambda x: jnp.exp(x - stop_gradient(log_sum(x, largest(x)))),
@@ -73,9 +77,24 @@ def test_softmaxes_are_found(name, arrays):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
 
 
+MISUSED = {
+    "square": (lambda x: jax.nn.softmax(x, axis=-1) ** 2, "`(square|integer_pow|mul)` of a softmax: weights may be"),
+    "largest": (lambda x: jnp.maximum(jax.nn.softmax(x, axis=-1), 0.1), "`max` of a softmax"),
+    "sum": (lambda x: (p := jnp.exp(x)) / stop_gradient(p.sum(axis=-1, keepdims=True)), "has the sum's gradient, too"),
+    "epsilon": (lambda x: (p := jnp.exp(x - largest(x))) / (p.sum(axis=-1, keepdims=True) + 1e-6), "rows that see no"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_what_is_done_to_a_softmax_is_named(name, arrays):
+    change, words = MISUSED[name]
+    with pytest.raises(NotFusible, match=words):
+        fuse(attention_of(change))(*arrays)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_has_other_gradients_or_values_is_refused(name, arrays):
-    with pytest.raises(NotFusible, match="a number from all scores of a row"):
+    with pytest.raises(NotFusible, match=r"a number from all scores of a row|of a softmax"):
         fuse(attention_of(OTHERS[name]))(*arrays)
     function = attention_of(OTHERS[name])
     found = with_gradients(fuse(function, fallback=True), arrays)

@@ -231,7 +231,14 @@ def _regions_with(
         score = None if term.softmax is None else term.softmax.score
         extras = () if term.softmax is None else term.softmax.extras
         leaves = leaves_of(score, *extras, term.weight)
-        matcher.puller.check_leaves(leaves)
+        try:
+            matcher.puller.check_leaves(leaves)
+        except NotFusible:
+            # The leaf may be the largest score, or the sum, of a softmax that something else is done to.
+            misused = matcher.misused(weights) if term.softmax is None else None
+            if misused is None:
+                raise
+            raise NotFusible(misused) from None
         regions.append(
             Region(
                 sizes=dict(sizes),
@@ -318,6 +325,12 @@ class _Matcher(Softmaxes):
         """Where a mask holds 0 else what is linear, or the other way round."""
         if len(equation.invars) != 3:
             raise NoMatch
+        kept = self._unless_nan(equation)
+        if kept is not None:
+            terms = self.terms(kept, given[equation.invars.index(kept)])
+            # Softmaxes are finite: rows that see no key, where they may be NaN, are 0 here.
+            if all(term.softmax is not None and term.weight is None for term in terms):
+                return terms
         predicate = self.puller.node(equation.invars[0], given[0])
         mask = self.through_moves(equation.invars[0], given[0])
         for kept, dropped in ((1, 2), (2, 1)):
@@ -332,6 +345,17 @@ class _Matcher(Softmaxes):
                 terms = [self._masked(term, predicate, mask) for term in terms]
             return [self._scaled(term, factor, lax.mul_p) for term in terms]
         raise NoMatch
+
+    def _unless_nan(self, equation: core.JaxprEqn) -> core.Var | None:
+        """The value that is chosen wherever it is finite; None where something else decides."""
+        test = self.producer(equation.invars[0])
+        if test is None or test.primitive.name not in ("ne", "eq", "is_finite"):
+            return None
+        kept = equation.invars[2 if test.primitive.name == "is_finite" else 1]
+        first, last = test.invars[0], test.invars[-1]
+        is_infinity = isinstance(last, core.Literal) and bool(np.isinf(last.val).all())
+        is_test = first is last if test.primitive.name != "eq" else is_infinity
+        return kept if is_test and isinstance(kept, core.Var) and first is kept else None
 
     @staticmethod
     def _masked(term: _Term, predicate: Node, mask: object) -> _Term:

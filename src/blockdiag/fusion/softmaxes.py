@@ -208,6 +208,34 @@ class Softmaxes:
             logit.invars[0], broadcast_dims(logit.invars[0], aval_of(logit.outvars[0]).shape, inner_dims)
         )
 
+    def misused(self, var: object) -> str | None:
+        """What is done to a softmax, or to its sum, that a value may not be made by; None where that is not seen."""
+        seen: set[int] = set()
+        waiting: list[tuple[object, core.JaxprEqn | None]] = [(var, None)]
+        while waiting:
+            one, user = waiting.pop()
+            equation = self.producer(self.skip_moves(one, _PASSES))
+            if equation is None or id(equation) in seen:
+                continue
+            seen.add(id(equation))
+            power = None
+            if equation.primitive.name == "div":
+                power = self.producer(self.skip(equation.invars[0]))
+            if power is None or power.primitive.name not in ("exp", "exp2"):
+                waiting += [(x, equation) for x in equation.invars]
+                continue
+            total = self.producer(self.skip_moves(equation.invars[1]))
+            if total is not None and total.primitive.name == "reduce_sum" and user is not None:
+                allowed = "weights may be added to each other, scaled, masked by 0 and cast"
+                return f"`{user.primitive.name}` of a softmax: {allowed}, {place_of(user)}"
+            if total is not None and any(self._is_sum(self.skip_moves(x)) for x in total.invars):
+                name = total.primitive.name
+                hint = "a small number is not needed there, as rows that see no key are 0"
+                if name == "stop_gradient":
+                    hint = "a softmax has the sum's gradient, too"
+                return f"`{name}` of the sum of a softmax: {hint}, {place_of(total)}"
+        return None
+
     def _is_sum(self, var: object) -> bool:
         equation = self.producer(var)
         return equation is not None and equation.primitive.name == "reduce_sum"
