@@ -193,12 +193,23 @@ def test_kernels_say_which_dtypes_they_take(dtypes, words):
 
 
 def test_layers_beside_attention_are_left_alone():
-    def block(query, key, value, first, second):
-        output = jax.nn.softmax(query @ key.mT / 4, axis=-1) @ value
-        return output + jnp.maximum(output @ first, 0) @ second
+    def model(x, layers):
+        for query, key, value, first, second in layers:
+            x += jax.nn.softmax((x @ query) @ (x @ key).mT / 4, axis=-1) @ (x @ value)
+            x += jax.nn.gelu(x @ first) @ second
+        return x
 
-    arrays = operands([_normal(WIDTH, 40), _normal(40, WIDTH)])
-    assert len(explain(block)(*arrays).regions) == 1
+    def make(*shape):
+        return _normal(*shape) / shape[0]
+
+    matrices = [make(WIDTH, WIDTH)] * 3 + [make(WIDTH, 40), make(40, WIDTH)]
+    arrays = (_normal(BATCH, TOKENS, WIDTH), [matrices, matrices, matrices])
+    assert len(explain(model)(*arrays).regions) == 3
+    value, pull = jax.vjp(model, *arrays)
+    found, pull_fused = jax.vjp(fuse(model, implementation="xla"), *arrays)
+    pairs = zip(jax.tree.leaves((found, pull_fused(found))), jax.tree.leaves((value, pull(value))), strict=True)
+    for actual, expected in pairs:
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton", None])

@@ -1,5 +1,6 @@
 """Finds attention in a program: products with values of what is linear in a softmax of scores."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,12 +135,15 @@ def _regions_of(
         found = _regions_with({}, jaxpr, equation, side, rest)
     except NotFusible as failure:
         refusal = failure
-    if found is None or not found[1]:
-        # Batch axes that scores had apart may be one axis of their weights.
-        parts = parts_of(producers_of(jaxpr), weights)
-        divided = _regions_with(parts, jaxpr, equation, side, []) if parts else None
-        if divided is not None and divided[1]:
-            return divided
+    # Batch axes that scores had apart may be one axis of their weights.
+    summed = equation.params["dimension_numbers"][0][side]
+    parts = {} if found is not None and found[1] else parts_of(producers_of(jaxpr), weights)
+    parts = {axis: each for axis, each in parts.items() if axis not in summed}
+    if parts:
+        with contextlib.suppress(NotFusible):
+            divided = _regions_with(parts, jaxpr, equation, side, [])
+            if divided[1]:
+                return divided
     if found is None:
         assert refusal is not None
         raise refusal
@@ -157,7 +161,7 @@ def _regions_with(
     """`_regions_of`, with more than one label for some axes of weights.
 
     Args:
-        parts: of these axes: the sizes of their labels.
+        parts: of these axes, which are not summed over: the sizes of their labels.
     """
     replaced = equation.outvars[0]
     contracted, shared = equation.params["dimension_numbers"]
@@ -185,7 +189,6 @@ def _regions_with(
     batch = []
     for i, axes in enumerate(zip(*shared, strict=True)):
         batch += assign(f"b{i}", weights=axes[side], value=axes[1 - side])
-    parts = {axis: each for axis, each in parts.items() if axis not in contracted[side]}
     assign(COLUMNS, weights=contracted[side][0], value=contracted[1 - side][0])
     free = [axis for axis, dim in enumerate(dims[side]) if dim == ()]
     if not free:
