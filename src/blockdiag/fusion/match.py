@@ -276,7 +276,7 @@ class _Matcher(Softmaxes):
             NoMatch: it is something else.
         """
         equation = self.producer(var)
-        if equation is None or COLUMNS not in labels_of(dims):
+        if not isinstance(var, core.Var) or equation is None or COLUMNS not in labels_of(dims):
             raise NoMatch
         softmax = self.softmax(equation, dims)
         if softmax is not None:
@@ -284,6 +284,8 @@ class _Matcher(Softmaxes):
         name, operands = equation.primitive.name, equation.invars
         if name in CASTS:
             return self.terms(operands[0], dims)
+        if name == "optimization_barrier":
+            return self.terms(operands[equation.outvars.index(var)], dims)
         if name == "stop_gradient":
             return [self._stopped(term, equation.primitive) for term in self.terms(operands[0], dims)]
         if name in MOVES:
