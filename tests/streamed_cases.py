@@ -54,6 +54,13 @@ def tempered(query, key, value, temperature):
     return attend(query, key, value, lambda scores: scores * jnp.exp(temperature)[..., None])
 
 
+def gated(query, key, value, gate):
+    """gate [B, N, T]: of weights."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    weights = jax.nn.softmax(scores, axis=-1) * jnp.tanh(gate)[..., None]
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
 def where(scores, seen):
     return jnp.where(seen, scores, -jnp.inf)
 
@@ -167,6 +174,7 @@ CASES = {
     "soft_cap": Streamed(soft_cap, _shapes(1, 128, 512, 2, 128)),
     "sloped": Streamed(sloped, _shapes(2, 128, 512, 3, 128) | {"slope": (3,)}),
     "tempered": Streamed(tempered, _shapes(2, 128, 512, 3, 128) | {"temperature": (2, 3, 128)}),
+    "gated": Streamed(gated, _shapes(2, 128, 512, 3, 128) | {"gate": (2, 3, 128)}),
     "causal": Streamed(causal, _shapes(1, 640, 640, 2, 128)),
     "causal_wide_values": Streamed(causal, _shapes(1, 256, 512, 2, 128, 256)),
     "window": Streamed(window, _shapes(1, 1280, 1280, 2, 128)),

@@ -159,7 +159,7 @@ def two_axes(query, key, value):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (masked_by_rows_and_columns, "other than a softmax's"),
+        (masked_by_rows_and_columns, "whose sum is masked otherwise"),
         (one_query, "queries have no axis: give them one"),
         (two_axes, "make keys one axis"),
     ],

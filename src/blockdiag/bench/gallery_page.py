@@ -34,7 +34,8 @@ arguments. `blockdiag.fusion.gallery` has them all, with inputs.
 - Pictures show which tiles of scores are visited (dark), queries downwards and keys to the right, of the first sequence
   and head; there is none where all are. Pictures and kernels are those of {tokens:,} tokens in bfloat16, with heads
   of {head_dim}.
-- Kernels: lines of generated Triton, forward / backward, for each kernel; printed by `explain(function)(*args).source`.
+- Kernels: lines of generated Triton, and of Hopper's own kernels after those that they replace, forward / backward;
+  printed by `explain(function)(*args).source`.
 - Times are of `jax.jit` of the fused function, and the factor is how many times as long XLA takes for the same function
   as it stands, in the same process; "backward" is the function with all its gradients. {where}
 """

@@ -96,7 +96,7 @@ def _compute(own: _StreamWriter) -> None:
     own.writer.loop(f"for chunk in range({first}, {own.count}):", lambda: _step(own, rows, has_masks=True))
     _add_values(own, f"{own.count} - 1")
     _end_values(own, f"{own.count} - 1")
-    _finish(own)
+    _finish(own, rows)
 
 
 def _step(own: _StreamWriter, rows: dict[int, Value], *, has_masks: bool) -> None:
@@ -164,13 +164,19 @@ def _end_values(own: _StreamWriter, chunk: str) -> None:
     own.emit(f"free_slot(value_empty, {chunk}, {own.plan.slots})")
 
 
-def _finish(own: _StreamWriter) -> None:
+def _finish(own: _StreamWriter, rows: dict[int, Value]) -> None:
     emit, plan = own.emit, own.plan
     emit("total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))")
     emit(f"is_empty = {'total == 0' if plan.lists is None else '(total == 0) | (left == 0)'}  # no key is seen: 0")
     emit("norm = gl.convert_layout(gl.where(is_empty, 0.0, 1.0 / total), gl.SliceLayout(1, O))[:, None]")
     emit("# Not a product: a value that nobody sees may be NaN.")
     emit("output_tile = gl.where(norm == 0.0, 0.0, output_tile * norm)")
+    if own.region.weight is not None:
+        weight = own.evaluate(own.region.weight, own.tiles(rows), "w")
+        name = weight.name
+        if not weight.is_number:
+            name = f"gl.convert_layout(gl.sum({name}, 1), gl.SliceLayout(1, O))[:, None]"
+        emit(f"output_tile = output_tile * {name}")
     emit(f"exit = passage.slice(GROUP * {_GROUP_ROWS}, {_GROUP_ROWS})")
     emit("exit.store(output_tile.to(dtype))")
     emit("fence_async_shared()")

@@ -226,6 +226,9 @@ class Softmaxes:
                 continue
             total = self.producer(self.skip_moves(equation.invars[1]))
             if total is not None and total.primitive.name == "reduce_sum" and user is not None:
+                summed = self.producer(self.skip(total.invars[0]))
+                if user.primitive.name == "select_n" and summed is not None and summed.primitive.name == "select_n":
+                    return f"`select_n` of a softmax whose sum is masked otherwise, {place_of(user)}"
                 allowed = "weights may be added to each other, scaled, masked by 0 and cast"
                 return f"`{user.primitive.name}` of a softmax: {allowed}, {place_of(user)}"
             if total is not None and any(self._is_sum(self.skip_moves(x)) for x in total.invars):

@@ -1,7 +1,8 @@
 """Regions whose keys and values stream through shared memory on Hopper, past queries that stay there.
 
-Those are softmaxes of a function of one product and of numbers of queries, without biases of queries by keys: the copy
-engine brings all that tiles are made of. Where masks leave lists of tiles, they may read numbers of keys, too.
+Those are softmaxes of a function of one product and of numbers of queries, times other numbers of queries perhaps,
+without biases of queries by keys: the copy engine brings all that tiles are made of. Where masks leave lists of tiles,
+they may read numbers of keys, too.
 """
 
 import math
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from blockdiag.fusion.factors import factored
+from blockdiag.fusion.factors import factored, has_keys
 from blockdiag.fusion.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
 from blockdiag.fusion.kernels import Lists, Tile, scores_of
 from blockdiag.fusion.tiles import value_columns
@@ -60,7 +61,7 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
         region: arranged.
         tile: of which there are lists.
     """
-    if region.score is None or region.weight is not None or region.extras:
+    if region.score is None or region.extras or (region.weight is not None and has_keys(region.weight)):
         return None
     products = [node for node in nodes_of(region.score) if node.kind == "product"]
     if len(products) != 1:
