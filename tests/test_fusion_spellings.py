@@ -193,24 +193,61 @@ def test_kernels_say_which_dtypes_they_take(dtypes, words):
         np.testing.assert_allclose(found, expected, rtol=0, atol=allowed * float(jnp.abs(expected).max()))
 
 
-def test_layers_beside_attention_are_left_alone():
-    def model(x, layers):
-        for query, key, value, first, second in layers:
-            x += jax.nn.softmax((x @ query) @ (x @ key).mT / 4, axis=-1) @ (x @ value)
-            x += jax.nn.gelu(x @ first) @ second
-        return x
+def _scaled(*shape):
+    return _normal(*shape) / shape[-2]
 
-    def make(*shape):
-        return _normal(*shape) / shape[0]
 
-    matrices = [make(WIDTH, WIDTH)] * 3 + [make(WIDTH, 40), make(40, WIDTH)]
-    arrays = (_normal(BATCH, TOKENS, WIDTH), [matrices, matrices, matrices])
-    assert len(explain(model)(*arrays).regions) == 3
+def _attend(x, query, key, value):
+    """Heads as Flax has them, from projections with biases."""
+    query, key, value = ((x @ w + b[None, None]).reshape(BATCH, TOKENS, 2, WIDTH // 2) for w, b in (query, key, value))
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / 3, axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value).reshape(x.shape)
+
+
+def _centred(x):
+    return x - x.mean(axis=-1, keepdims=True)
+
+
+def decoder(x, layers):
+    for *projections, first, second in layers:
+        x += _attend(_centred(x), *projections)
+        x += jax.nn.gelu(_centred(x) @ first) @ second
+    return x
+
+
+def decoder_of_experts(x, layers):
+    """first, second [E, ..]: a layer of experts for each quarter of the batch."""
+    for *projections, first, second in layers:
+        x += _attend(x, *projections)
+        hidden = jax.nn.relu(jnp.einsum("etd,edf->etf", x, first[:, : x.shape[-1]]))
+        x += jnp.einsum("etf,efd->etd", hidden, second)
+    return x
+
+
+def pairs_and_tokens(x, layers):
+    """Pairs are made of tokens, mixed by a layer, and bias the next attention, as in Evoformer."""
+    pair = jnp.zeros((BATCH, TOKENS, TOKENS, 40))
+    for query, key, value, first, second in layers:
+        pair += jnp.tanh(x @ first)[:, :, None] * (x @ first)[:, None]
+        scores = (x @ query[0]) @ (x @ key[0]).mT / 4 + (_centred(pair) @ second)[..., 0]
+        x += jax.nn.softmax(scores, axis=-1) @ (x @ value[0])
+    return x
+
+
+@pytest.mark.parametrize("model", [decoder, decoder_of_experts, pairs_and_tokens])
+def test_all_attention_of_a_model_is_fused_and_nothing_else(model):
+    lead = (BATCH,) if model is decoder_of_experts else ()
+    projection = (_scaled(WIDTH, WIDTH), _normal(WIDTH) / 4)
+    layer = [projection] * 3 + [_scaled(*lead, WIDTH, 40), _scaled(*lead, 40, WIDTH)]
+    arrays = (_normal(BATCH, TOKENS, WIDTH), [layer, layer])
+    found = explain(model)(*arrays).regions
+    assert len(found) == 2 and all("softmax" in str(region) and "no softmax" not in str(region) for region in found)
     value, pull = jax.vjp(model, *arrays)
-    found, pull_fused = jax.vjp(fuse(model, implementation="xla"), *arrays)
-    pairs = zip(jax.tree.leaves((found, pull_fused(found))), jax.tree.leaves((value, pull(value))), strict=True)
+    fused, pull_fused = jax.vjp(fuse(model, implementation="xla"), *arrays)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(pull(value)))
+    pairs = zip(jax.tree.leaves((fused, pull_fused(value))), jax.tree.leaves((value, pull(value))), strict=True)
     for actual, expected in pairs:
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton", None])

@@ -1,7 +1,7 @@
 """Finds attention in a program: products with values of what is linear in a softmax of scores."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +87,10 @@ def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, .
     users, matches = users_of(jaxpr), _matches(jaxpr, unmatched)
     if not matches and (refusal := _refusal(unmatched)) is not None:
         raise NotFusible(refusal)
+    if any(region.score is not None for one in matches for region in one.regions):
+        # Beside attention, what looks like it without a softmax may be a layer with matrices for each head or expert.
+        producers = producers_of(jaxpr)
+        matches = [one for one in matches if not _is_layer(one, producers)]
     sides = {id(one.equation): one.side for one in matches if one.result is one.equation.outvars[0]}
     read = {var for one in matches for region in one.regions for var in read_by(region)}
     return dict(followed(one.result, one.regions, users, read) for one in matches), sides
@@ -107,17 +111,39 @@ class _Match:
     regions: tuple[Region, ...]
 
 
+def _is_layer(match: _Match, producers: Mapping[core.Var, core.JaxprEqn]) -> bool:
+    """Whether keys and values are arguments of the function, and queries are computed, without a softmax."""
+
+    def is_argument(var: object) -> bool:
+        while isinstance(var, core.Var) and (equation := producers.get(var)) is not None:
+            if equation.primitive.name not in (*MOVES, *CASTS, "slice"):
+                return False
+            var = equation.invars[0]
+        return True
+
+    if any(region.score is not None for region in match.regions):
+        return False
+    products = [x for region in match.regions for x in nodes_of(region.weight) if x.kind == "product"]
+    pairs = [[None if x.leaf is None else x.leaf.source.key for x in product.inputs] for product in products]
+    values = [region.value.key for region in match.regions]
+    return all(is_argument(key) and not is_argument(query) for query, key in pairs) and all(map(is_argument, values))
+
+
 def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched]) -> list[_Match]:
     """The products with weights; others are added to `unmatched`."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name != "dot_general":
             continue
+        sides = []
         for side in (0, 1):
             result, regions = _regions_of(jaxpr, equation, side, unmatched)
             if regions:
-                found.append(_Match(equation, side, result, regions))
+                sides.append(_Match(equation, side, result, regions))
+            if any(region.score is not None for region in regions):
                 break
+        # Softmaxes before other functions of scores, which may be values of theirs.
+        found += sides[-1:] if sides and sides[-1].regions[0].score is not None else sides[:1]
     return found
 
 
@@ -234,14 +260,18 @@ def _regions_with(
         score = None if term.softmax is None else term.softmax.score
         extras = () if term.softmax is None else term.softmax.extras
         leaves = leaves_of(score, *extras, term.weight)
+        if score is not None:
+            matcher.puller.check_scores(score)
         try:
             matcher.puller.check_leaves(leaves)
-        except NotFusible:
-            # The leaf may be the largest score, or the sum, of a softmax that something else is done to.
-            misused = matcher.misused(weights) if term.softmax is None else None
-            if misused is None:
+        except NotFusible as failure:
+            if score is not None:
                 raise
-            raise NotFusible(misused) from None
+            # The leaf may be the largest score, or the sum, of a softmax that something else is done to; or this is
+            # another layer, below attention.
+            reason = matcher.misused(weights) or str(failure)
+            unmatched.append(_Unmatched(matcher, equation, weights, reason, ""))
+            return replaced, ()
         regions.append(
             Region(
                 sizes=dict(sizes),
@@ -257,6 +287,32 @@ def _regions_with(
             )
         )
     return replaced, tuple(regions)
+
+
+def _shared_labels(product: Node) -> set[str]:
+    """The batch labels that values have, too, of both factors."""
+    first, second = ({x for x in (node.leaf.labels if node.leaf else ()) if x[0] == "b"} for node in product.inputs)
+    return first & second
+
+
+def _is_linear(node: Node) -> bool:
+    """Whether a node is a sum of products, each times what is no function of queries and keys at once."""
+    if node.kind == "product" or not any(x.kind == "product" for x in nodes_of(node)):
+        return True
+    name = getattr(node.primitive, "name", "")
+    if name in ("add", "add_any", "sub", "neg", "convert_element_type"):
+        return all(map(_is_linear, node.inputs))
+    if name == "mul":
+        first, second = node.inputs
+        pairs = ((first, second), (second, first))
+        return any(_is_linear(x) and not _has_both(y) for x, y in pairs)
+    return name == "div" and _is_linear(node.inputs[0]) and not _has_both(node.inputs[1])
+
+
+def _has_both(node: Node) -> bool:
+    """Whether a node is a function of queries and keys."""
+    roles = {leaf.role for leaf in leaves_of(node)}
+    return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})
 
 
 class _Matcher(Softmaxes):
@@ -373,15 +429,20 @@ class _Matcher(Softmaxes):
     def plain(self, var: object, dims: tuple[Dim, ...]) -> tuple[list[_Term], str]:
         """A weight without a softmax, where it is a function of scores, not these; else nothing, and why."""
         equation = self.producer(self.skip_moves(var))
-        # Without an axis that values share, it is as likely a layer between two matrices of weights.
-        is_shared = any(label.startswith("b") for label in self.puller.batch)
-        if equation is None or not is_shared or equation.primitive.name == "dot_general":
+        if equation is None or equation.primitive.name == "dot_general":
             return [], ""
         try:
             node = self.puller.node(var, dims)
         except (NotFusible, Unpullable) as failure:
             return [], str(failure)
-        return ([_Term(None, node)] if any(x.kind == "product" for x in nodes_of(node)) else []), ""
+        for leaf in leaves_of(node):
+            if leaf in self.puller.doubts:
+                return [], self.puller.doubts[leaf]
+        products = [x for x in nodes_of(node) if x.kind == "product"]
+        # Without an axis that queries, keys and values share it is as likely a layer between matrices of weights, and
+        # what is linear in its products is one.
+        are_shared = all(_shared_labels(x) for x in products)
+        return ([_Term(None, node)] if products and are_shared and not _is_linear(node) else []), ""
 
     @staticmethod
     def _stopped(term: _Term, primitive: core.Primitive) -> _Term:

@@ -28,6 +28,8 @@ from blockdiag.fusion.tree import (
     Source,
     Trees,
     Unpullable,
+    leaves_of,
+    nodes_of,
     number,
     operation,
     source_of,
@@ -67,6 +69,8 @@ class Puller:
         self._moved: dict[tuple[Source, tuple[int, ...]], Source] = {}
         self.leaves: dict[Leaf, Node] = {}
         self.products: set[core.Var] = set()
+        # Leaves that may be scores themselves, and what has kept them from being a tree.
+        self.doubts: dict[Leaf, str] = {}
 
     def node(self, operand: Any, dims: tuple[Dim, ...]) -> Node:
         """The tree of a value whose axes stand for `dims`.
@@ -98,12 +102,12 @@ class Puller:
             found = self._by_distance(var, dims)
             if found is not None:
                 return found
-            if self._has_product(var, dims):
-                raise NotFusible(
-                    f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
-                ) from None
-        # Made by the program as it stands, and read in tiles.
-        return self._leaf(var, dims)
+            # Made by the program as it stands, and read in tiles.
+            made = self._leaf(var, dims)
+            if made.leaf is not None and self._has_product(var, dims):
+                reason = f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
+                self.doubts.setdefault(made.leaf, reason)
+            return made
 
     def _by_distance(self, var: core.Var, dims: tuple[Dim, ...]) -> Node | None:
         """The leaf that a function of q - k alone is; None of other values."""
@@ -328,6 +332,17 @@ class Puller:
                 return None if inner is None else np.asarray(inner).astype(equation.params["new_dtype"])
             var = equation.invars[0]
         return var.val
+
+    def check_scores(self, score: Node) -> None:
+        """Refuse scores that were to be made by the program as it stands.
+
+        Raises:
+            NotFusible: there is no product in them, but something that is made of one.
+        """
+        if not any(node.kind == "product" for node in nodes_of(score)):
+            for leaf in leaves_of(score):
+                if leaf in self.doubts:
+                    raise NotFusible(self.doubts[leaf])
 
     def check_leaves(self, leaves: Sequence[Leaf]) -> None:
         """Refuse leaves that are computed from whole rows of the scores that are made tile by tile.
