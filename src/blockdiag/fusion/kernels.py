@@ -451,12 +451,17 @@ def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> So
         emit(f"log_sum = tl.zeros([{tile.rows}], tl.float32)")
     emit(f"tl.store(p_output + {place}, output.to(p_output.dtype.element_ty){store_mask(masks)})")
     emit(f"tl.store(p_log_sum + {writer.row_place()}, log_sum{store_mask(writer.mask(True, False, 1))})")
+    writer.outputs = list(forward_outputs(region))
+    return writer.source(writer.row_tiles * cells_of(region, region.batch))
+
+
+def forward_outputs(region: Region) -> tuple[Output, Output]:
+    """The result and the log-sum-exp."""
     labels = (*region.batch, "q")
-    writer.outputs = [
+    return (
         Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), _name(region.dtype)),
         Output("log_sum", tuple((x,) for x in labels), tuple(region.sizes[x] for x in labels), "float32"),
-    ]
-    return writer.source(writer.row_tiles * cells_of(region, region.batch))
+    )
 
 
 def _add_tile(writer: Writer, score: Value | None, weight: Value | None, masks: Sequence[str]) -> None:

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from blockdiag.fusion.emit import Value
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.hopper import ROWS
-from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, widening
+from blockdiag.fusion.kernels import LOG2_E, Source, Tile, Writer, cells_of, forward_outputs, widening
 from blockdiag.fusion.kernels_gluon import GluonPrinter, GluonWriter, HopperKernel, gluon_source, print_function
-from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.resident import CHUNK, QUERY_SLOTS, Resident, resident
 from blockdiag.fusion.tree import Node, Region, leaves_of
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
@@ -64,16 +63,11 @@ def resident_source(region: Region, plan: Resident) -> Source:
     _compute(own)
     _load(own)
     _entry(own)
-    labels = (*region.batch, "q")
-    outputs = (
-        Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), jnp.dtype(region.dtype).name),
-        Output("log_sum", tuple((x,) for x in labels), tuple(region.sizes[x] for x in labels), "float32"),
-    )
     return Source(
         gluon_source("free_slot, load_slot, partial_sums, wait_slot, widened", own.writer.lines),
         NAME,
         (*(f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None), "value"),
-        outputs,
+        forward_outputs(region),
         (region.sizes["q"] // ROWS * cells_of(region, plan.cell), 1, 1),
     )
 

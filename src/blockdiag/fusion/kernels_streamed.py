@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from blockdiag.fusion.emit import Value
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.hopper import ROWS
-from blockdiag.fusion.kernels import LOG2_E, Lists, Output, Source, Tile, Writer, cells_of
+from blockdiag.fusion.kernels import LOG2_E, Lists, Source, Tile, Writer, cells_of, forward_outputs
 from blockdiag.fusion.kernels_gluon import GluonWriter, HopperKernel, gluon_source, print_function
-from blockdiag.fusion.layout import layout_of, shape_of
+from blockdiag.fusion.layout import layout_of
 from blockdiag.fusion.streamed import Streamed, streamed
 from blockdiag.fusion.tree import Region, leaves_of
 
@@ -253,11 +253,6 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
     _compute(own)
     _load(own)
     _entry(own)
-    labels = (*region.batch, "q")
-    outputs = (
-        Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), jnp.dtype(region.dtype).name),
-        Output("log_sum", tuple((x,) for x in labels), tuple(region.sizes[x] for x in labels), "float32"),
-    )
     tiles = own.tiles_of * cells_of(region, region.batch)
     leaves, places = region.leaves, plan.places
     listed = _LISTS if lists is not None else ()
@@ -272,5 +267,5 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum")
     # With lists a program is not told how many rounds there are.
     rounds = None if lists is not None else region.sizes["k"] // plan.chunk
-    source = Source(text, NAME, inputs, outputs, (tiles, 1, 1))
+    source = Source(text, NAME, inputs, forward_outputs(region), (tiles, 1, 1))
     return HopperKernel(source, moved, jnp.dtype(region.dtype).name, pointers, rounds, tiles, rounds)
