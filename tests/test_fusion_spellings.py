@@ -250,6 +250,18 @@ def test_all_attention_of_a_model_is_fused_and_nothing_else(model):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * largest)
 
 
+def test_loops_that_may_have_attention_are_named():
+    def model(query, key, value):
+        attention = attention_of(lambda scores: scores)
+        first = attention(query, key, value)
+        return lax.fori_loop(0, 3, lambda _, x: attention(x, key, value), first)
+
+    found = explain(model)(*operands())
+    assert len(found.regions) == 1
+    assert found.unopened.startswith("there may be more in `scan`, at ") and found.unopened in str(found)
+    assert explain(attention_of(lambda scores: scores))(*operands()).unopened is None
+
+
 @pytest.mark.parametrize("implementation", ["xla", "triton", None])
 @pytest.mark.parametrize("shape", [(0, 20, 20, 16), (2, 0, 20, 16), (2, 20, 0, 16), (2, 20, 20, 0)])
 def test_empty_arrays(shape, implementation):

@@ -191,13 +191,17 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return Program(with_positions(jaxpr), arrays, structure)
 
 
+UNOPENED = "loops and branches are not opened: fuse what they run"
+"""What is said of attention that may be in them."""
+
+
 def _nothing_found(jaxpr: core.Jaxpr) -> str:
     """Why a program has no attention."""
     whole = "there is no product with a softmax of scores"
     hidden = hidden_attention(jaxpr)
     if hidden is None:
         return f"{whole}; `fuse` is for attention"
-    why = "loops and branches are not opened: fuse what they run"
+    why = UNOPENED
     if body_of(hidden) is not None:
         why = "it has a derivative of its own, which `fuse` would lose"
     return f"{whole}, but for what may be in `{hidden.primitive.name}` {place_of(hidden)}; {why}"

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.api import Program, trace
+from blockdiag.fusion.api import UNOPENED, Program, trace
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
+from blockdiag.fusion.pull import place_of
 from blockdiag.fusion.tiles import value_columns
-from blockdiag.fusion.trace import bind, read
+from blockdiag.fusion.trace import bind, loop_with_attention, read
 from blockdiag.fusion.tree import NotFusible, Region, nodes_of
 
 __all__ = ["Explanation", "LeafReport", "RegionReport", "explain"]
@@ -144,6 +145,7 @@ class Explanation:
         regions: what becomes kernels.
         outside: how many equations of each primitive are computed as they stand.
         reason: why the function is not fusible; None where it is.
+        unopened: what may have attention that is not found, in words; None where nothing has.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -161,6 +163,7 @@ class Explanation:
     regions: tuple[RegionReport, ...]
     outside: Mapping[str, int]
     reason: str | None = None
+    unopened: str | None = None
 
     @property
     def source(self) -> str:
@@ -172,7 +175,8 @@ class Explanation:
             return f"not fusible: {self.reason}"
         parts = [f"region {i}\n" + _indented(str(region)) for i, region in enumerate(self.regions)]
         outside = ", ".join(f"{count} {name}" for name, count in sorted(self.outside.items())) or "nothing"
-        return "\n".join([*parts, f"outside: {outside}"])
+        unopened = [] if self.unopened is None else [self.unopened]
+        return "\n".join([*parts, f"outside: {outside}", *unopened])
 
 
 def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
@@ -225,7 +229,11 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
             for equation in program.jaxpr.jaxpr.eqns
             if any(var in needed for var in equation.outvars) and equation.outvars[0] not in program.regions
         )
-        return Explanation(regions, dict(outside))
+        loop = loop_with_attention(program.jaxpr.jaxpr)
+        unopened = None
+        if loop is not None:
+            unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {UNOPENED}"
+        return Explanation(regions, dict(outside), unopened=unopened)
 
     return explained
 

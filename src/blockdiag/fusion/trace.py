@@ -174,12 +174,20 @@ def _is_softmax(equation: core.JaxprEqn) -> bool:
 
 def hidden_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     """An equation with a softmax, or a product, inside: a call with a derivative of its own, a loop or a branch."""
-    for equation in jaxpr.eqns:
-        inner = [x for param in equation.params.values() for x in (param if isinstance(param, tuple) else (param,))]
-        bodies = [x.jaxpr for x in inner if isinstance(x, core.ClosedJaxpr)]
-        if any({"dot_general", "exp"} & set(primitives(body)) for body in bodies):
-            return equation
-    return None
+    found = (equation for equation in jaxpr.eqns if {"dot_general", "exp"} & _inside(equation))
+    return next(found, None)
+
+
+def loop_with_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
+    """A loop or a branch with exponentials and products inside."""
+    found = (x for x in jaxpr.eqns if body_of(x) is None and {"dot_general", "exp"} <= _inside(x))
+    return next(found, None)
+
+
+def _inside(equation: core.JaxprEqn) -> set[str]:
+    """The names of all primitives in an equation's programs."""
+    inner = [x for param in equation.params.values() for x in (param if isinstance(param, tuple) else (param,))]
+    return {name for x in inner if isinstance(x, core.ClosedJaxpr) for name in primitives(x.jaxpr)}
 
 
 def primitives(jaxpr: core.Jaxpr) -> Iterator[str]:
