@@ -36,6 +36,10 @@ SOFTMAXES = {
     "which stands still": lambda x: stop_gradient(jax.nn.softmax(x, axis=-1)),
 }
 OTHERS = {
+    "a log-sum-exp of other heads": lambda x: jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True).swapaxes(0, 1)),
+    "a logarithm of other heads": lambda x: jnp.exp(
+        x - (largest(x) + jnp.log(jnp.exp(x - largest(x)).sum(axis=-1, keepdims=True)).swapaxes(0, 1))
+    ),
     "another number where it is large": lambda x: jnp.where((w := jax.nn.softmax(x, axis=-1)) == 1.0, 0.0, w),
     "a sum that stands still": lambda x: jnp.exp(x) / stop_gradient(jnp.exp(x).sum(axis=-1, keepdims=True)),
     "powers that stand still": lambda x: stop_gradient(jnp.exp(x)) / jnp.exp(x).sum(axis=-1, keepdims=True),

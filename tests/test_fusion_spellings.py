@@ -266,10 +266,12 @@ def test_loops_that_may_have_attention_are_named():
 @pytest.mark.parametrize("shape", [(0, 20, 20, 16), (2, 0, 20, 16), (2, 20, 0, 16), (2, 20, 20, 0)])
 def test_empty_arrays(shape, implementation):
     batch, queries, keys, width = shape
-    if implementation == "triton" and width == 0:
-        pytest.skip("the Triton kernels take no empty products")
     arrays = [jnp.ones((batch, queries, width)), jnp.ones((batch, keys, width)), jnp.ones((batch, keys, 8))]
     function = attention_of(lambda scores: scores)
+    if implementation == "triton" and width == 0:
+        with pytest.raises(NotImplementedError, match="take no empty arrays"):
+            fuse(function, implementation=implementation)(*arrays)
+        return
     output, *gradients = with_gradients(fuse(function, implementation=implementation), arrays)
     assert output.shape == (batch, queries, 8) and [x.shape for x in gradients] == [x.shape for x in arrays]
     np.testing.assert_allclose(output, function(*arrays))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from blockdiag.fusion.emit import Value
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.hopper import ROWS
-from blockdiag.fusion.kernels import LOG2_E, Lists, Source, Tile, Writer, cells_of, forward_outputs
+from blockdiag.fusion.kernels import LIVE, LOG2_E, Lists, Source, Tile, Writer, cells_of, forward_outputs
 from blockdiag.fusion.kernels_gluon import GluonWriter, HopperKernel, gluon_source, print_function
 from blockdiag.fusion.layout import layout_of
 from blockdiag.fusion.streamed import Streamed, streamed
@@ -19,7 +19,7 @@ from blockdiag.fusion.tree import Region, leaves_of
 NAME = "fused_forward_streamed"
 _GROUP_ROWS = ROWS // 2
 _MEMORY = "q_smem, key_ring, value_ring, passage, query_full, key_full, key_empty, value_full, value_empty, turns"
-_LISTS = ("live_counts", "live_tiles")
+_LISTS = LIVE[:2]
 
 
 class _StreamWriter(GluonWriter):

@@ -135,45 +135,56 @@ class Softmaxes:
 
     def normalised(self, power: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax:
         """exp(x - m), where m is the logarithm of the sum of exp(x), or that of exp(x - n), and n."""
-        shift = self._shift(power, dims, CASTS)
-        joined = None if shift is None else self.producer(shift)
-        if power.primitive.name != "exp" or joined is None or joined.primitive.name not in ("add", "log"):
-            raise NoMatch
         shifted = self.producer(self.skip(power.invars[0]))
-        assert shifted is not None
+        shift = self._shift(power, dims, CASTS)
+        joined = None if shift is None else self.producer(shift[0])
+        if power.primitive.name != "exp" or shifted is None or shift is None or joined is None:
+            raise NoMatch
         scores = self.skip(shifted.invars[0])
         if joined.primitive.name == "log":
-            inner = self._summed_power(shift, dims)
+            inner = self._summed_power(*shift, dims)
             if inner is not None and self.skip(inner.invars[0]) is scores:
                 return self._score(inner, dims, (), None)
+        if joined.primitive.name != "add":
             raise NoMatch
-        for one, other in (joined.invars, joined.invars[::-1]):
-            inner = self._summed_power(one, dims)
+        given = [broadcast_dims(x, aval_of(joined.outvars[0]).shape, shift[1]) for x in joined.invars]
+        for one, other in ((0, 1), (1, 0)):
+            inner = self._summed_power(joined.invars[one], given[one], dims)
             below = None if inner is None else self.producer(self.skip(inner.invars[0]))
             if inner is None or below is None or below.primitive.name != "sub":
                 continue
-            is_same = self._shift(inner, dims) is self.skip_moves(other, _PASSES)
-            if is_same and self.skip(below.invars[0]) is scores:
+            taken = self.through_moves(joined.invars[other], given[other], _PASSES)
+            if self._shift(inner, dims) == taken and self.skip(below.invars[0]) is scores:
                 return self._score(inner, dims, (), None)
         raise NoMatch
 
-    def _summed_power(self, var: object, dims: tuple[Dim, ...]) -> core.JaxprEqn | None:
-        """The exponentials of whose sum along the keys a value is the logarithm; None of anything else."""
-        logarithm = self.producer(self.skip_moves(var))
+    def _summed_power(self, var: object, given: tuple[Dim, ...], dims: tuple[Dim, ...]) -> core.JaxprEqn | None:
+        """The exponentials of whose sum along the keys a value is the logarithm; None of anything else.
+
+        Args:
+            given, dims: of the value, and of the exponentials.
+        """
+        inner, given = self.through_moves(var, given)
+        logarithm = self.producer(inner)
         if logarithm is None or logarithm.primitive.name != "log":
             return None
-        total = self.producer(self.skip_moves(logarithm.invars[0]))
+        inner, given = self.through_moves(logarithm.invars[0], given)
+        total = self.producer(inner)
         if total is not None and total.primitive.name == "abs":
-            total = self.producer(self.skip_moves(total.invars[0]))
+            inner, given = self.through_moves(total.invars[0], given)
+            total = self.producer(inner)
         if total is None or total.primitive.name != "reduce_sum":
             return None
-        inner = self.producer(self.skip(total.invars[0]))
-        axes = total.params["axes"]
-        is_power = inner is not None and inner.primitive.name == "exp"
-        return inner if is_power and len(axes) == 1 and dims[axes[0]] == (COLUMNS,) else None
+        axes, whole = total.params["axes"], list(given)
+        whole.insert(axes[0], (COLUMNS,))
+        power = self.producer(self.skip(total.invars[0]))
+        is_power = power is not None and power.primitive.name == "exp"
+        return power if is_power and len(axes) == 1 and tuple(whole) == dims else None
 
-    def _shift(self, power: core.JaxprEqn, dims: tuple[Dim, ...], passes: Sequence[str] = _PASSES) -> object:
-        """What is subtracted from scores, where it is the same for all keys; None where nothing is.
+    def _shift(
+        self, power: core.JaxprEqn, dims: tuple[Dim, ...], passes: Sequence[str] = _PASSES
+    ) -> tuple[object, tuple[Dim, ...]] | None:
+        """What is subtracted from scores, and its dims, where it is the same for all keys; None where nothing is.
 
         A softmax is the same whatever it is, so that it may have a derivative or not.
         """
@@ -181,8 +192,8 @@ class Softmaxes:
         if shifted is None or shifted.primitive.name != "sub":
             return None
         below = broadcast_dims(shifted.invars[1], aval_of(shifted.outvars[0]).shape, dims)
-        shift, shift_dims = self.through_moves(shifted.invars[1], below, passes)
-        return None if COLUMNS in labels_of(shift_dims) else shift
+        found = self.through_moves(shifted.invars[1], below, passes)
+        return None if COLUMNS in labels_of(found[1]) else found
 
     def _extra(self, var: object, dims: tuple[Dim, ...], shift: object) -> Node | None:
         """The logit whose exponential, less the shift, a term is."""
@@ -199,8 +210,8 @@ class Softmaxes:
             return self.puller.node(power.invars[0], inner_dims)
         if logit is None or logit.primitive.name not in ("sub", "neg"):
             return None
-        taken = logit.invars[-1]
-        if self.skip_moves(taken, _PASSES) is not shift:
+        below = broadcast_dims(logit.invars[-1], aval_of(logit.outvars[0]).shape, inner_dims)
+        if self.through_moves(logit.invars[-1], below, _PASSES) != shift:
             return None
         if logit.primitive.name == "neg":
             return number(0.0)
