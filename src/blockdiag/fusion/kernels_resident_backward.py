@@ -16,7 +16,6 @@ from blockdiag.fusion.kernels import LOG2_E, Source, cells_of
 from blockdiag.fusion.kernels_gluon import HopperKernel, gluon_source, print_function
 from blockdiag.fusion.kernels_resident import print_ones, print_share, request_terms
 from blockdiag.fusion.kernels_resident_sides import (
-    AHEAD,
     FEWEST_SLOTS,
     MOST_OTHERS,
     OWN,
@@ -26,7 +25,7 @@ from blockdiag.fusion.kernels_resident_sides import (
     print_load,
 )
 from blockdiag.fusion.layout import layout_of
-from blockdiag.fusion.resident import resident, terms_of
+from blockdiag.fusion.resident import CHUNK, resident, terms_of
 from blockdiag.fusion.tiles import value_labels
 from blockdiag.fusion.tree import Region, leaves_of
 
@@ -82,7 +81,7 @@ def _moved(own: SideWriter) -> tuple[tuple[str, str, tuple[int, int], tuple[int,
     rows = own.others if own.is_columns else OWN
     rows_own = OWN if own.is_ahead else OWN // 2
     found = [(x, own.array_name(x), own.places[x].shape, (rows_own, width)) for x in own.own_arrays]
-    found += [(x, own.array_name(x), own.places[x].shape, (own.chunk, width)) for x in own.chunk_arrays]
+    found += [(x, own.array_name(x), own.places[x].shape, (CHUNK, width)) for x in own.chunk_arrays]
     held = f"leaf{own.region.leaves.index(own.plan.held)}"
     found.append(("bias", held, own.places["held"].shape, (rows, 64)))
     for name, place in own.out_places.items():
@@ -112,7 +111,7 @@ def _compute(own: SideWriter) -> None:
     arrays = f"{own.memory()}{''.join(f', d_{name}' for name in own.written)}{own.pointer_parameters()}"
     print_function(own, f"def compute({arrays}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
     emit(f'"""64 {"keys" if own.is_columns else "queries"} of each round."""')
-    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {own.chunk}, 16])")
+    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {CHUNK}, 16])")
     emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
     emit("T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])")
     emit("P: gl.constexpr = gl.DotOperandLayout(0, D, 2)")
@@ -126,65 +125,62 @@ def _compute(own: SideWriter) -> None:
         _request_terms(own, "first")
         _begin_scores(own, 0, _requested_terms(own), "0")
         emit("scores = warpgroup_mma_wait(0, deps=[scores])")
+    else:
+        own.indices(None, "first")
+        request_terms(own, own.roles)
     own.writer.loop("for round in range(count):", lambda: _round(own))
     emit("tma.store_wait(0)")
-    if not own.is_ahead:
-        emit("gl.thread_barrier()")
-        emit("mbarrier.arrive(passage_free.index(1 - GROUP), count=1)")
     emit()
     emit()
 
 
 def _round(own: SideWriter) -> None:
     emit, plan = own.emit, own.plan
+    later = "(first + gl.minimum(round + 1, count - 1))"
     if own.is_ahead:
-        _request_terms(own, "(first + gl.minimum(round + 1, count - 1))")
-        own.indices(None, "(first + round)")
+        _request_terms(own, later)
         known = own.known(own.roles)
     else:
-        own.indices(None, "(first + round)")
-        known = own.read(own.roles)
+        known = own.requested(own.roles)
+    own.indices(None, "(first + round)")
     # Long before they are needed, where registers allow.
-    is_early = plan.width <= 64
-    lines = [_read_lines(own, chunk) if is_early and (chunk or not own.is_ahead) else {} for chunk in range(own.chunks)]
+    lines = [_read_lines(own, chunk) if chunk else {} for chunk in range(own.chunks if own.is_ahead else 0)]
     _find_own(own, "round")
     for name in SUMS[: len(own.written)]:
         emit(f"{name} = gl.zeros([64, {plan.width}], gl.float32, D)")
     if own.terms:
         emit("sums = gl.zeros([64, 8], gl.float32, T)")
-
-    def part() -> None:
-        for chunk in range(own.unrolled):
-            is_begun = chunk == 0 and own.is_ahead
-            if is_begun:
+    if own.is_ahead:
+        for chunk in range(own.chunks):
+            if chunk == 0:
                 _find_chunk(own, 0, "round")
             else:
-                seen = {**known, **(lines[chunk] if is_early else _read_lines(own, chunk))}
-                _begin_scores(own, chunk, seen, "round")
+                _begin_scores(own, chunk, {**known, **lines[chunk]}, "round")
             _begin_slopes(own)
             if chunk == 0:
                 _end_last_round(own)
-            _chunk(own, chunk, is_begun)
-        if own.is_looped:
+            _chunk(own, chunk, chunk == 0)
+    else:
+
+        def part() -> None:
+            _begin_scores(own, 0, {**known, **_read_lines(own, 0)}, "round")
+            _begin_slopes(own)
+            _chunk(own, 0, is_begun=False)
             _end_products(own, 0)
 
-    if own.is_looped:
-        own.writer.loop(f"for part in range({own.chunks // own.unrolled}):", part)
-    else:
-        part()
+        own.writer.loop(f"for part in range({own.chunks}):", part)
+        # Now that there are registers; the gradients take long enough to leave.
+        own.indices(None, later)
+        request_terms(own, own.roles)
+        own.indices(None, "(first + round)")
     _finish(own)
 
 
 def _end_last_round(own: SideWriter) -> None:
-    emit = own.emit
-    emit("# The last round's gradients have left meanwhile.")
-    emit("tma.store_wait(0)")
-    emit("gl.thread_barrier()")
-    if own.is_ahead:
-        emit(f"free_slot(own_empty, round + {own.own_slots - 1}, {own.own_slots}, round > 0)")
-    else:
-        pred = "(round > 0) & (part == 0)" if own.is_looped else "round > 0"
-        emit(f"mbarrier.arrive(passage_free.index(1 - GROUP), count=1, pred={pred})")
+    own.emit("# The last round's gradients have left meanwhile.")
+    own.emit("tma.store_wait(0)")
+    own.emit("gl.thread_barrier()")
+    own.emit(f"free_slot(own_empty, round + {own.own_slots - 1}, {own.own_slots}, round > 0)")
 
 
 def _end_products(own: SideWriter, later: int) -> None:
@@ -196,7 +192,7 @@ def _end_products(own: SideWriter, later: int) -> None:
     done = ", ".join(own.sums())
     own.emit(f"{done} = warpgroup_mma_wait({later}, deps=[{done}])")
     own.emit("gl.thread_barrier()")
-    last = "at" if own.is_looped else f"round * {own.chunks} + {own.chunks - 1}"
+    last = f"round * {own.chunks} + {own.chunks - 1}" if own.is_ahead else "at"
     own.emit(f"free_slot(chunk_empty, {last}, {own.slots})")
 
 
@@ -235,7 +231,7 @@ def _has_lines(own: SideWriter) -> bool:
 
 
 def _count_lines(own: SideWriter, chunk: int) -> None:
-    own.emit(f"r_{own.other} = {own.number(chunk)} * {own.chunk} + gl.arange(0, {own.chunk}, gl.SliceLayout(0, S))")
+    own.emit(f"r_{own.other} = {own.number(chunk)} * {CHUNK} + gl.arange(0, {CHUNK}, gl.SliceLayout(0, S))")
 
 
 def _read_lines(own: SideWriter, chunk: int) -> dict[int, Value]:
@@ -263,26 +259,25 @@ def _find_chunk(own: SideWriter, chunk: int, number: str) -> None:
         emit(f"{name}_chunk = chunk_{name}.index({own.forgotten('slot')})")
 
 
-def _begin_scores(own: SideWriter, chunk: int, known: dict[int, Value], number: str) -> None:
-    """The product that scores of a chunk are."""
-    emit, plan, region, size = own.emit, own.plan, own.region, own.chunk
+def _begin_scores(own: SideWriter, chunk: int, known: dict[int, Value], round_number: str) -> None:
+    """The product that scores of a chunk of this round are."""
+    emit, plan, region = own.emit, own.plan, own.region
     held = region.leaves.index(plan.held)
-    if own.is_columns:
-        piece = f"held.index(GROUP).slice({chunk * size}, {size})"
-        if own.is_looped:
-            emit(f"pieces = held._reinterpret(dtype, [{2 * own.chunks}, {size}, 64], held.layout)")
-            piece = f"pieces.index(GROUP * {own.chunks} + {own.number(chunk)})"
-        emit(f"leaf{held} = widened({piece}.permute((1, 0)).load(S))")
+    number = own.number(chunk)
+    if not own.is_columns:
+        piece = f"held.index({number}).slice(GROUP * 64, 64)"
+    elif own.is_ahead:
+        piece = f"held.index(GROUP).slice({chunk * CHUNK}, {CHUNK}).permute((1, 0))"
     else:
-        piece = f"held.index({own.number(chunk)} * {size} // 64).slice(GROUP * 64, 64)"
-        piece += f".slice({chunk * size % 64}, {size}, dim=1)" if size < 64 else ""
-        emit(f"leaf{held} = widened({piece}.load(S))")
-    tiles = own.tiles({**known, held: Value(f"leaf{held}", own.writer.turned(*_shape(own)))})
+        emit(f"pieces = held._reinterpret(dtype, [{2 * own.chunks}, {CHUNK}, 64], held.layout)")
+        piece = f"pieces.index(GROUP * {own.chunks} + {number}).permute((1, 0))"
+    emit(f"leaf{held} = widened({piece}.load(S))")
+    tiles = own.tiles({**known, held: Value(f"leaf{held}", (CHUNK, CHUNK))})
     start = own.evaluate(plan.others, tiles, f"x{chunk}_").name
     if plan.of_keys is not None:
         start += f" + {own.evaluate(plan.of_keys, tiles, f'y{chunk}_').name}"
     emit(f"start = {start}")
-    _find_chunk(own, chunk, number)
+    _find_chunk(own, chunk, round_number)
     emit(f"mbarrier.wait(chunk_full.index(slot), at // {own.slots} % 2)")
     if not own.is_ahead:
         _name_own(own, "scores")
@@ -295,7 +290,7 @@ def _begin_slopes(own: SideWriter) -> None:
     if own.is_columns:
         for i, name in enumerate(("base", "delta")):
             emit(f"{name} = lines.index(slot * 2 + {i}).load(gl.SliceLayout(0, S))[None, :]")
-    emit(f"start, _ = gl.broadcast(delta, gl.zeros([64, {own.chunk}], gl.float32, S))")
+    emit(f"start, _ = gl.broadcast(delta, gl.zeros([64, {CHUNK}], gl.float32, S))")
     if not own.is_ahead:
         _name_own(own, "slopes")
     emit("slopes = warpgroup_mma(slopes_own, slopes_chunk.permute((1, 0)), start, is_async=True)")
@@ -315,25 +310,20 @@ def _chunk(own: SideWriter, chunk: int, is_begun: bool) -> None:
         emit("gl.thread_barrier()")
         emit(f"free_slot(chunk_empty, at + {own.slots - 1}, {own.slots})")
     emit(f"power = gl.exp2(scores * {plan.unit * LOG2_E} - base)")
-    first = "use_acc=False, " if chunk == 0 and not own.is_looped else ""
+    first = "use_acc=False, " if chunk == 0 and own.is_ahead else ""
     if own.is_columns:
         emit("factor = gl.convert_layout(power.to(dtype), P)")
         emit(f"sum_second = warpgroup_mma(factor, slopes_chunk, sum_second, {first}is_async=True)")
     emit(f"slopes = warpgroup_mma_wait({1 if own.is_columns else 0}, deps=[slopes])")
-    if not own.is_ahead and chunk == own.unrolled - 1:
+    if not own.is_ahead:
         emit("# Of the program's own tiles there are no more products.")
         emit("gl.thread_barrier()")
-        pred = f", pred=part == {own.chunks // own.unrolled - 1}" if own.is_looped else ""
-        emit(f"mbarrier.arrive(own_empty.index(GROUP), count=1{pred})")
+        emit(f"mbarrier.arrive(own_empty.index(GROUP), count=1, pred=part == {own.chunks - 1})")
     emit("slopes = (slopes * power).to(dtype)")
     emit(f"sum_first = warpgroup_mma(gl.convert_layout(slopes, P), scores_chunk, sum_first, {first}is_async=True)")
     if own.terms:
         emit("factor = gl.convert_layout(slopes, gl.DotOperandLayout(0, T, 2))")
         emit(f"sums = warpgroup_mma(factor, ones.permute((1, 0)), sums, {first}is_async=True)")
-
-
-def _shape(own: SideWriter) -> tuple[int, int]:
-    return own.writer.tile.rows, own.writer.tile.columns
 
 
 def _finish(own: SideWriter) -> None:
@@ -344,21 +334,18 @@ def _finish(own: SideWriter) -> None:
         _find_own(own, "(round + 1)")
         _begin_scores(own, 0, _requested_terms(own), "(round + 1)")
         emit("scores_own, slopes_own = scores_done, slopes_done")
-    if not own.is_looped:
-        _end_products(own, int(own.is_ahead))
+        _end_products(own, 1)
     results = (f"({SUMS[0]} * {own.plan.unit}).to(dtype)", f"{SUMS[1]}.to(dtype)")
     written = list(zip(own.out_places, results, strict=False))
     if own.is_ahead:
         # Of this group's own rows, which nobody reads any more.
         _write(own, written, ("scores_own", "slopes_own"))
     else:
-        emit("# Groups take turns.")
-        emit("mbarrier.wait(passage_free.index(GROUP), round % 2 ^ (1 - GROUP))")
-        for i, one in enumerate(written):
-            if i > 0:
-                emit("tma.store_wait(0)")
-                emit("gl.thread_barrier()")
-            _write(own, [one], ("passage.index(0)",))
+        for one in written:
+            emit("# What left before has left.")
+            emit("tma.store_wait(0)")
+            emit("gl.thread_barrier()")
+            _write(own, [one], ("passage.index(GROUP)",))
     if own.terms:
         # Columns of a product with ones are equal.
         emit("sums = gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, S))")
@@ -389,30 +376,30 @@ def _write(own: SideWriter, written: Sequence[tuple[str, str]], memory: Sequence
 def _entry(own: SideWriter) -> None:
     """The kernel itself."""
     emit = own.emit
-    width, size = own.plan.width, own.chunk
+    width = own.plan.width
     pointers = own.pointer_parameters()
-    arrays = ", ".join((*own.own_arrays, *own.chunk_arrays))
+    own_arrays, chunk_arrays = ", ".join(own.own_arrays), ", ".join(own.chunk_arrays)
     targets = "".join(f", d_{name}" for name in own.written)
-    print_function(own, f"def {own.name}({arrays}, bias{targets}{pointers}, ROUNDS: gl.constexpr):")
+    print_function(own, f"def {own.name}({own_arrays}, {chunk_arrays}, bias{targets}{pointers}, ROUNDS: gl.constexpr):")
     held = "keys" if own.is_columns else "queries"
     emit(f'"""One program: a tile of {held}, and ROUNDS of the indices along which the bias is the same."""')
     for which, names, shape in (
         ("own", own.own_arrays, f"[{own.own_slots}, {OWN}, {width}]"),
-        ("chunk", own.chunk_arrays, f"[{own.slots}, {size}, {width}]"),
+        ("chunk", own.chunk_arrays, f"[{own.slots}, {CHUNK}, {width}]"),
     ):
         for name, kind in zip(names, ("scores", "slopes"), strict=True):
             emit(f"{which}_{kind} = gl.allocate_shared_memory(query.dtype, {shape}, {name}.layout)")
     line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
-    count, length = (own.slots, size) if own.is_columns else (own.own_slots, OWN)
+    count, length = (own.slots, CHUNK) if own.is_columns else (own.own_slots, OWN)
     emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * count}, {length}], {line})")
     if own.is_columns:
-        emit(f"staged = gl.allocate_shared_memory(gl.float32, [{2 * AHEAD}, {size}], {line})")
+        emit(f"staged = gl.allocate_shared_memory(gl.float32, [{2 * own.lead}, {CHUNK}], {line})")
     else:
         emit("staged = lines")
     shape = f"[2, {own.others}, 64]" if own.is_columns else f"[{own.others // 64}, {OWN}, 64]"
     emit(f"held = gl.allocate_shared_memory(bias.dtype, {shape}, bias.layout)")
     if own.terms:
-        print_ones(emit, "query.dtype", size)
+        print_ones(emit, "query.dtype", CHUNK)
     else:
         emit("ones = lines")
     # Beside the copy engine's bytes, the lines that come with them.
@@ -424,13 +411,18 @@ def _entry(own: SideWriter) -> None:
     emit("held_full = make_barriers(1, 1)")
     if not own.is_ahead:
         name = next(iter(own.written))
-        emit(f"passage = gl.allocate_shared_memory(query.dtype, [1, {OWN // 2}, {width}], d_{name}.layout)")
-        emit("passage_free = make_barriers(2, 1)")
+        emit(f"passage = gl.allocate_shared_memory(query.dtype, [2, {OWN // 2}, {width}], d_{name}.layout)")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
     computing = f"{own.memory()}{targets}{pointers}, ROUNDS"
     emit("gl.warp_specialize([")
     emit(f"    (compute, ({computing}, 0)),")
     emit(f"    (compute, ({computing}, 1)),")
-    emit(f"    (load, ({own.memory()}, {arrays}, bias, p_log_sum, p_delta, ROUNDS)),")
-    emit("], [4, 1], [240, 24])")
+    lines = "p_log_sum, p_delta, ROUNDS"
+    if own.is_ahead:
+        emit(f"    (load, ({own.memory()}, {own_arrays}, {chunk_arrays}, bias, {lines})),")
+        emit("], [4, 1], [240, 24])")
+        return
+    emit(f"    (load, ({own.memory()}, {chunk_arrays}, {lines})),")
+    emit(f"    (load_own, ({own.memory()}, {own_arrays}, bias, {lines})),")
+    emit("], [4, 1, 1], [240, 24, 24])")

@@ -33,15 +33,16 @@ NAME = "fused_rows_and_pairs_resident"
 OWN = 64
 """Queries of a program."""
 _MOST_SLOTS = 8
-_OWN_MEMORY = ("own_scores", "own_slopes", "own_output")
+# Rounds whose tiles of queries have room: the next one's are there before one ends.
+_SLOTS = 2
 _PIECE = 8
 # Of an H100 or H200 with the usual socket.
 _USUAL_MULTIPROCESSORS = 132
 # Each writes a part of the bias's gradient in float32, of at most 64 KiB.
 _MOST_PROGRAMS = 4 * _USUAL_MULTIPROCESSORS
 _MEMORY = (
-    "own_scores, own_slopes, own_output, chunk_scores, chunk_slopes, lines, of_keys, other_half, held, own_full, "
-    "own_empty, lines_full, chunk_full, chunk_empty, half_full, half_empty, held_full"
+    "own_tiles, own_output, chunk_scores, chunk_slopes, lines, of_keys, half, held, own_full, own_empty, lines_full, "
+    "keys_empty, chunk_full, chunk_empty, half_full, half_empty, held_full"
 )
 
 
@@ -58,30 +59,34 @@ class _Pairs(ResidentWriter):
         self.place, self.factor = place, factor
         self.keys = region.sizes["k"]
         self.chunks_each = self.keys // CHUNK // 2
-        # What slopes are compared with takes a whole round to make: with room for one round, that would be waited for.
-        self.own_slots, self.slots, self.makes_delta = _slots(plan.width, self.keys, self.wide_keys)
+        self.slots, self.makes_delta = _slots(plan.width, self.keys, self.wide_keys)
+        # Where little has room, sums and gradients leave by way of the round's tiles, which the next but one waits for.
+        self.is_shared = not self.makes_delta
         self.tiles_of = region.sizes["q"] // OWN
         self.places = {**plan.places, "cotangent": plan.places["output"]}
+
+    def keys_slot(self, slot: str) -> str:
+        """Where lines of keys of the round in a slot are."""
+        return "0" if self.is_shared else slot
 
     def array(self, name: Literal["query", "key", "held"], kind: str = "leaf") -> str:
         """What an operand, or its gradient, is called among the arrays of the launch."""
         return f"{kind}{self.region.leaves.index(getattr(self.plan, name))}"
 
 
-def _slots(width: int, keys: int, wide_keys: int) -> tuple[int, int, bool]:
-    """Tiles of queries with their lines, and parts of keys and values, that there is room for; whether for results too.
+def _slots(width: int, keys: int, wide_keys: int) -> tuple[int, bool]:
+    """Parts of keys and values that there is room for, and whether there is room for tiles of results, too.
 
     Each part's slot is one group's: who waits for every second filling cannot tell the one before from it.
     """
     tile, part = OWN * width * 2, 2 * CHUNK * width * 2
-    lines = (wide_keys + 2 * OWN) * 4
-    room = SHARED_BYTES - OWN * keys * 2 - OWN * width * 4
+    room = SHARED_BYTES - OWN * keys * 2 - _SLOTS * (2 * tile + 2 * OWN * 4)
     most = keys // CHUNK
-    for own_slots, tiles in ((2, 3), (2, 2), (1, 2)):
-        slots = (room - own_slots * (tiles * tile + lines)) // part // 2 * 2
-        if slots >= most or own_slots == 1:
-            return own_slots, min(2 * most, slots, _MOST_SLOTS), tiles == 3
-    raise AssertionError("the last choice is taken")
+    # Beside results, what groups hand to each other has a place of its own, and lines of keys of two rounds have.
+    slots = (room - _SLOTS * (tile + wide_keys * 4) - OWN * width * 4) // part // 2 * 2
+    if slots >= most:
+        return min(2 * most, slots, _MOST_SLOTS), True
+    return min(2 * most, (room - wide_keys * 4) // part // 2 * 2, _MOST_SLOTS), False
 
 
 def _compute(own: _Pairs) -> None:
@@ -93,7 +98,7 @@ def _compute(own: _Pairs) -> None:
     emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {CHUNK}, 16])")
     emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
     emit("P: gl.constexpr = gl.DotOperandLayout(0, D, 2)")
-    emit("dtype: gl.constexpr = own_scores.dtype")
+    emit("dtype: gl.constexpr = own_tiles.dtype")
     print_share(own, own.tiles_of)
     own.indices("cell", None)
     emit(f"r_q = own * {OWN} + gl.arange(0, {OWN}, gl.SliceLayout(1, S))")
@@ -118,9 +123,9 @@ def _round(own: _Pairs) -> None:
     count = own.chunks_each
     own.indices(None, "(first + round)")
     known = own.read(("row", "scalar"))
-    emit(f"own_slot = round % {own.own_slots}")
+    emit(f"own_slot = round % {_SLOTS}")
     for full in ("own_full", "lines_full"):
-        emit(f"mbarrier.wait({full}.index(own_slot), round // {own.own_slots} % 2)")
+        emit(f"mbarrier.wait({full}.index(own_slot), round // {_SLOTS} % 2)")
     for i, name in enumerate(("base", "delta")):
         emit(f"{name} = lines.index(own_slot * 2 + {i}).load(gl.SliceLayout(1, S))[:, None]")
     emit(f"sum_query = gl.zeros([{OWN}, {plan.width}], gl.float32, D)")
@@ -137,7 +142,10 @@ def _round(own: _Pairs) -> None:
             emit("# The last round's gradient has left.")
             emit("tma.store_wait(0)")
             emit("gl.thread_barrier()")
-            emit("mbarrier.arrive(half_empty.index(0), count=1, pred=round > 0)")
+            if own.is_shared:
+                emit(f"free_slot(own_empty, round + {_SLOTS - 1}, {_SLOTS}, round > 0)")
+            else:
+                emit("mbarrier.arrive(half_empty.index(0), count=1, pred=round > 0)")
             own.writer.depth -= 1
         _chunk(own, chunk, 2 if is_early and chunk + 1 < count else 1)
     _finish(own)
@@ -156,13 +164,13 @@ def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value]) -> None:
     tiles = own.tiles({**known, **columns, held: Value(f"leaf{held}", (OWN, CHUNK))})
     start = own.evaluate(plan.others, tiles, f"x{chunk}_").name
     if plan.of_keys is not None:
-        start += f" + of_keys.index(own_slot).slice({first_key}, {CHUNK}).load(gl.SliceLayout(0, S))[None, :]"
+        start += f" + of_keys.index({own.keys_slot('own_slot')}).slice({first_key}, {CHUNK}).load(gl.SliceLayout(0, S))[None, :]"
     emit(f"start = {start}")
     # Groups take turns.
     emit(f"at{chunk} = forgotten(round) * {2 * own.chunks_each} + {2 * chunk} + GROUP")
     emit(f"mbarrier.wait(chunk_full.index(at{chunk} % {own.slots}), at{chunk} // {own.slots} % 2)")
     emit(f"keys{chunk} = chunk_scores.index(at{chunk} % {own.slots})")
-    emit("queries = own_scores.index(forgotten(own_slot))")
+    emit("queries = own_tiles.index(forgotten(own_slot) * 2)")
     emit(f"scores{chunk} = warpgroup_mma(queries, keys{chunk}.permute((1, 0)), start, is_async=True)")
 
 
@@ -170,7 +178,7 @@ def _begin_slopes(own: _Pairs, chunk: int) -> None:
     emit = own.emit
     emit(f"values = chunk_slopes.index(at{chunk} % {own.slots})")
     emit(f"start = gl.zeros([{OWN}, {CHUNK}], gl.float32, S) - delta")
-    emit("cotangents = own_slopes.index(forgotten(own_slot))")
+    emit("cotangents = own_tiles.index(forgotten(own_slot) * 2 + 1)")
     emit(f"slopes{chunk} = warpgroup_mma(cotangents, values.permute((1, 0)), start, is_async=True)")
 
 
@@ -190,7 +198,12 @@ def _chunk(own: _Pairs, chunk: int, later: int) -> None:
     emit(f"slopes{chunk} = warpgroup_mma_wait({later - 1}, deps=[slopes{chunk}])")
     if chunk == own.chunks_each - 1:
         emit("gl.thread_barrier()")
-        emit(f"free_slot(own_empty, round, {own.own_slots})")
+        if own.is_shared:
+            emit("mbarrier.arrive(keys_empty.index(0), count=1)")
+            emit("if GROUP == 0:")
+            emit("    mbarrier.arrive(half_empty.index(0), count=1)")
+        else:
+            emit(f"free_slot(own_empty, round, {_SLOTS})")
     emit(f"slopes = rounded_product(slopes{chunk}, power)")
     emit(f"bias_sum{chunk} += slopes")
     first = "use_acc=False, " if chunk == 0 else ""
@@ -202,22 +215,23 @@ def _finish(own: _Pairs) -> None:
     """One group hands its sums to the other, whose result leaves by way of the same memory."""
     emit = own.emit
     last = own.chunks_each - 1
+    half = f"half.index({'own_slot' if own.is_shared else 0})"
     emit("sum_query = warpgroup_mma_wait(0, deps=[sum_query])")
     emit("gl.thread_barrier()")
     emit(f"free_slot(chunk_empty, at{last}, {own.slots})")
     emit("if GROUP == 1:")
     own.writer.depth += 1
-    emit("mbarrier.wait(half_empty.index(0), round % 2 ^ 1)")
-    emit("other_half.store(sum_query)")
+    emit(f"mbarrier.wait(half_empty.index(0), round % 2{'' if own.is_shared else ' ^ 1'})")
+    emit(f"{half}.store(sum_query)")
     emit("gl.thread_barrier()")
     emit("mbarrier.arrive(half_full.index(0), count=1)")
     own.writer.depth -= 1
     emit("else:")
     own.writer.depth += 1
     emit("mbarrier.wait(half_full.index(0), round % 2)")
-    emit("sum_query += other_half.load(D)")
+    emit(f"sum_query += {half}.load(D)")
     emit("gl.thread_barrier()")
-    emit(f"gradient = other_half._reinterpret(dtype, [{OWN}, {own.plan.width}], d_query.layout)")
+    emit(f"gradient = {half}._reinterpret(dtype, [{OWN}, {own.plan.width}], d_query.layout)")
     emit(f"gradient.store((sum_query * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
@@ -244,27 +258,28 @@ def _load(own: _Pairs) -> None:
         own.indices(None, "(first + round)")
         emit(f"if step % {parts} == 0:")
         own.writer.depth += 1
-        emit(f"slot = round % {own.own_slots}")
-        emit(f"mbarrier.wait(own_empty.index(slot), round // {own.own_slots} % 2 ^ 1)")
-        _load_tiles(own, "own", dict(zip(names, _OWN_MEMORY, strict=False)), f"own * {OWN}", OWN)
+        emit(f"slot = round % {_SLOTS}")
+        emit(f"mbarrier.wait(own_empty.index(slot), round // {_SLOTS} % 2 ^ 1)")
+        places = ("own_tiles.index(slot * 2)", "own_tiles.index(slot * 2 + 1)", "own_output.index(slot)")
+        _load_tiles(own, "own", dict(zip(names, places, strict=False)), f"own * {OWN}", OWN)
         own.writer.depth -= 1
         emit(f"slot = step % {own.slots}")
         emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
         emit(f"first_key = step % {parts} // 2 * {CHUNK} + step % 2 * {own.keys // 2}")
-        memory = {"key": "chunk_scores", "value": "chunk_slopes"}
-        _load_tiles(own, "chunk", memory, "first_key", CHUNK)
+        places = {"key": "chunk_scores.index(slot)", "value": "chunk_slopes.index(slot)"}
+        _load_tiles(own, "chunk", places, "first_key", CHUNK)
 
     own.writer.loop(f"for step in range(count * {parts}):", body)
     emit()
     emit()
 
 
-def _load_tiles(own: _Pairs, which: str, memory: Mapping[str, str], offset: str, rows: int) -> None:
-    """Tiles of these arrays, into `slot`."""
-    own.emit(f"mbarrier.expect({which}_full.index(slot), {len(memory) * rows * own.plan.width * 2})")
-    for array, name in memory.items():
+def _load_tiles(own: _Pairs, which: str, places: Mapping[str, str], offset: str, rows: int) -> None:
+    """Tiles of these arrays, to their places in `slot`."""
+    own.emit(f"mbarrier.expect({which}_full.index(slot), {len(places) * rows * own.plan.width * 2})")
+    for array, place in places.items():
         at = own.at(own.places[array], offset)
-        own.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {which}_full.index(slot), {name}.index(slot))")
+        own.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {which}_full.index(slot), {place})")
 
 
 def _gather(own: _Pairs) -> None:
@@ -282,19 +297,21 @@ def _gather(own: _Pairs) -> None:
 
     def body() -> None:
         own.indices(None, "(first + round)")
-        emit(f"slot = round % {own.own_slots}")
+        emit(f"slot = round % {_SLOTS}")
         if own.makes_delta:
-            emit(f"mbarrier.wait(own_full.index(slot), round // {own.own_slots} % 2)")
+            emit(f"mbarrier.wait(own_full.index(slot), round // {_SLOTS} % 2)")
             _make_delta(own)
         else:
-            emit(f"mbarrier.wait(own_empty.index(slot), round // {own.own_slots} % 2 ^ 1)")
+            emit(f"mbarrier.wait(own_empty.index(slot), round // {_SLOTS} % 2 ^ 1)")
             emit("lines.index(slot * 2 + 1).store(loaded_delta)")
         emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
         if plan.of_keys is not None:
-            store_terms(own, plan.of_keys, "slot")
+            if own.is_shared:
+                emit("mbarrier.wait(keys_empty.index(0), round % 2 ^ 1)")
+            store_terms(own, plan.of_keys, own.keys_slot("slot"))
         emit("gl.thread_barrier()")
         emit("mbarrier.arrive(lines_full.index(slot), count=1)")
-        if own.makes_delta:
+        if not own.is_shared:
             emit("mbarrier.arrive(own_empty.index(slot), count=1)")
         own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
         if plan.of_keys is not None:
@@ -313,8 +330,9 @@ def _make_delta(own: _Pairs) -> None:
     for row in range(0, OWN, 32):
         emit("delta = gl.zeros([32], gl.float32, gl.SliceLayout(1, R))")
         for column in range(0, own.plan.width, _PIECE):
-            piece = f"index(slot).slice({row}, 32).slice({column}, {_PIECE}, dim=1).load(R)"
-            emit(f"delta += gl.sum(widened(own_slopes.{piece}) * widened(own_output.{piece}), 1)")
+            piece = f"slice({row}, 32).slice({column}, {_PIECE}, dim=1).load(R)"
+            cotangents, results = f"own_tiles.index(slot * 2 + 1).{piece}", f"own_output.index(slot).{piece}"
+            emit(f"delta += gl.sum(widened({cotangents}) * widened({results}), 1)")
         emit(f"lines.index(slot * 2 + 1).slice({row}, 32).store(delta)")
         emit(f"o_q = own * {OWN} + {row} + gl.arange(0, 32, gl.SliceLayout(1, R))")
         emit(f"gl.store(p_delta + {own.writer.row_place()}, delta)")
@@ -338,27 +356,30 @@ def _entry(own: _Pairs) -> None:
     arrays = f"{', '.join(names)}, key, value, bias"
     print_function(own, f"def {NAME}({arrays}, d_query{pointers}, ROUNDS: gl.constexpr):")
     emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
-    memory = [(name, array, own.own_slots, OWN) for name, array in zip(_OWN_MEMORY, names, strict=False)]
+    memory = [("own_tiles", "query", 2 * _SLOTS, OWN)]
+    memory += [("own_output", "output", _SLOTS, OWN)] if own.makes_delta else []
     memory += [(f"chunk_{kind}", name, own.slots, CHUNK) for kind, name in (("scores", "key"), ("slopes", "value"))]
     for name, array, slots, rows in memory:
         emit(f"{name} = gl.allocate_shared_memory(query.dtype, [{slots}, {rows}, {width}], {array}.layout)")
     if not own.makes_delta:
-        emit("own_output = own_slopes")
+        emit("own_output = own_tiles")
+    emit(f"HALF: gl.constexpr = gl.SwizzledSharedLayout(8, 1, {width // 8}, [1, 0])")
+    if own.is_shared:
+        emit(f"half = own_tiles._reinterpret(gl.float32, [{_SLOTS}, {OWN}, {width}], HALF)")
+    else:
+        emit(f"half = gl.allocate_shared_memory(gl.float32, [1, {OWN}, {width}], HALF)")
     line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
-    emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * own.own_slots}, {OWN}], {line})")
+    emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * _SLOTS}, {OWN}], {line})")
     if own.plan.of_keys is None:
         emit("of_keys = lines")
     else:
-        emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{own.own_slots}, {own.wide_keys}], {line})")
-    emit(f"HALF: gl.constexpr = gl.SwizzledSharedLayout(8, 1, {width // 8}, [1, 0])")
-    emit(f"other_half = gl.allocate_shared_memory(gl.float32, [{OWN}, {width}], HALF)")
+        emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{1 if own.is_shared else _SLOTS}, {own.wide_keys}], {line})")
     held = f"[{own.keys // HELD_COLUMNS}, {OWN}, {HELD_COLUMNS}]"
     emit(f"held = gl.allocate_shared_memory(bias.dtype, {held}, bias.layout)")
-    # Those who read tiles of queries: both groups, and who makes lines of them.
     for name, count, arrivals in (
-        ("own_full", own.own_slots, 1), ("own_empty", own.own_slots, 2 + own.makes_delta),
-        ("lines_full", own.own_slots, 1), ("chunk_full", own.slots, 1), ("chunk_empty", own.slots, 1),
-        ("half_full", 1, 1), ("half_empty", 1, 1), ("held_full", 1, 1),
+        ("own_full", _SLOTS, 1), ("own_empty", _SLOTS, 1 if own.is_shared else 3), ("lines_full", _SLOTS, 1), ("keys_empty", 1, 2),
+        ("chunk_full", own.slots, 1), ("chunk_empty", own.slots, 1), ("half_full", 1, 1), ("half_empty", 1, 1),
+        ("held_full", 1, 1),
     ):  # fmt: skip
         emit(f"{name} = make_barriers({count}, {arrivals})")
     emit("fence_async_shared()")

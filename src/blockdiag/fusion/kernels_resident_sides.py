@@ -3,7 +3,6 @@
 See kernels_resident_backward.py for the groups of warps that compute.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,7 +11,7 @@ from blockdiag.fusion.kernels import LOG2_E, Source, Tile, Writer
 from blockdiag.fusion.kernels_gluon import print_function
 from blockdiag.fusion.kernels_resident import ResidentWriter, print_share
 from blockdiag.fusion.layout import layout_of
-from blockdiag.fusion.resident import Resident
+from blockdiag.fusion.resident import CHUNK, Resident
 from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.tree import Region
 
@@ -23,9 +22,6 @@ OWN = 128
 MOST_OTHERS = 256
 _MOST_SLOTS = 6
 FEWEST_SLOTS = 2
-_MOST_UNROLLED = 4
-AHEAD = 4
-"""Chunks whose lines are on their way: memory takes longer than a chunk does."""
 # Gradients of the first factors of scores, and of slopes.
 SUMS = ("sum_first", "sum_second")
 
@@ -40,10 +36,7 @@ class SideWriter(ResidentWriter):
 
     def __init__(self, region: Region, plan: Resident, side: Side, plain: Source, terms: dict[int, float]) -> None:
         is_columns = side == "columns"
-        # Wide gradients leave few registers.
-        self.chunk = 64 if plan.width <= 64 else 32
-        tile = Tile(self.chunk, 64) if is_columns else Tile(64, self.chunk)
-        super().__init__(region, plan, Writer(region, side, tile, flipped=is_columns))
+        super().__init__(region, plan, Writer(region, side, Tile(CHUNK, CHUNK), flipped=is_columns))
         self.side: Side = side
         # Of what threads read themselves: the same for all chunks.
         self.roles = ("column" if side == "columns" else "row", "scalar")
@@ -56,15 +49,10 @@ class SideWriter(ResidentWriter):
         self.chunk_arrays = ("query", "cotangent") if is_columns else ("key", "value")
         self.terms, self.outputs = terms, {x.name: x for x in plain.outputs}
         self.others = region.sizes[self.other]
-        self.own_slots, self.slots = slots_of(plan.width, self.others, self.chunk)
+        self.own_slots, self.slots, self.lead = slots_of(plan.width, self.others)
         # With room for two rounds the first products of the next one begin before this one's results are written.
         self.is_ahead = self.own_slots > 1
-        self.chunks = self.others // self.chunk
-        # Long rounds are loops, or compilation takes more than five seconds.
-        self.unrolled = self.chunks if self.is_ahead else math.gcd(self.chunks, _MOST_UNROLLED)
-        self.is_looped = self.unrolled < self.chunks
-        # Chunks that are loaded between the tiles of the one group and those of the other.
-        self.behind = 2 if is_columns and self.chunks > 2 else 0
+        self.chunks = self.others // CHUNK
         self.tiles_of = region.sizes[self.label] // OWN
         leaf = plan.key if is_columns else plan.query
         self.written = {f"grad{region.leaves.index(leaf)}": leaf.features}
@@ -86,7 +74,7 @@ class SideWriter(ResidentWriter):
         """Parameters that are shared memory."""
         own = "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, staged, ones, held"
         barriers = "own_full, own_empty, chunk_full, chunk_empty, held_full"
-        return f"{own}, {barriers}" if self.is_ahead else f"{own}, passage, {barriers}, passage_free"
+        return f"{own}, {barriers}" if self.is_ahead else f"{own}, passage, {barriers}"
 
     def forgotten(self, slot: str) -> str:
         """A slot; wide gradients leave no registers for what is the same in each round, so that is computed again."""
@@ -100,8 +88,8 @@ class SideWriter(ResidentWriter):
         return slot if self.is_ahead else f"{slot} * 2 + {group}"
 
     def number(self, chunk: int) -> str:
-        """Of a chunk of the loop, where there is one, among all."""
-        return f"(part * {self.unrolled} + {chunk})" if self.is_looped else str(chunk)
+        """Of a chunk: wide ones are a loop, or compilation takes long."""
+        return str(chunk) if self.is_ahead else "part"
 
     def sums(self) -> list[str]:
         """Accumulators of a round."""
@@ -115,65 +103,60 @@ class SideWriter(ResidentWriter):
         )
 
 
-def slots_of(width: int, others: int, chunk: int) -> tuple[int, int]:
-    """Pairs of tiles of the program's own, and of chunks, that there is room for."""
-    pair, part = 2 * OWN * width * 2, 2 * chunk * width * 2 + 2 * chunk * 4
-    room = SHARED_BYTES - OWN * others * 2 - 8 * chunk * 2 - 4 * OWN * 4 - AHEAD * 2 * chunk * 4
-    if room - 2 * pair >= 4 * part:
-        return 2, min(_MOST_SLOTS, (room - 2 * pair) // part)
-    # With one pair a group's gradients need a place of their own to leave by.
-    return 1, min(_MOST_SLOTS, (room - pair - pair // 4) // part)
+def slots_of(width: int, others: int) -> tuple[int, int, int]:
+    """Pairs of tiles of the program's own, and of chunks, that there is room for; and how far ahead lines travel.
+
+    Chunks of narrow tiles take less time than memory does.
+    """
+    pair, part = 2 * OWN * width * 2, 2 * CHUNK * width * 2 + 2 * CHUNK * 4
+    ones, own_lines = 8 * CHUNK * 2, 4 * OWN * 4
+    room = SHARED_BYTES - OWN * others * 2 - ones
+    for lead in (4, 1):
+        left = room - own_lines - lead * 2 * CHUNK * 4 - 2 * pair
+        if left >= 4 * part:
+            return 2, min(_MOST_SLOTS, left // part), lead
+    # With one pair, gradients need a place of their own to leave by. Lines are those of chunks, or the program's own.
+    left = room - 2 * CHUNK * 4 - pair - pair // 2
+    return 1, min(_MOST_SLOTS, left // part), 1
 
 
 def print_load(own: SideWriter) -> None:
-    """What the warp does that loads."""
+    """What the warp does that loads; where the program's own tiles have one slot, another one waits for that."""
     emit = own.emit
     chunks = own.chunks
-    arrays = ", ".join((*own.own_arrays, *own.chunk_arrays))
-    print_function(own, f"def load({own.memory()}, {arrays}, bias, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
+    lines = "p_log_sum, p_delta, ROUNDS: gl.constexpr"
+    arrays = [*(own.own_arrays if own.is_ahead else ()), *own.chunk_arrays, *(["bias"] if own.is_ahead else [])]
+    print_function(own, f"def load({own.memory()}, {', '.join(arrays)}, {lines}):")
     emit('"""Fills the slots, for all rounds."""')
-    print_share(own, own.tiles_of)
-    own.indices("cell", None)
-    emit(f"mbarrier.expect(held_full.index(0), {OWN * own.others * 2})")
-    for piece in range(2 if own.is_columns else own.others // 64):
-        place = own.places["held"]
-        if own.is_columns:
-            at = own.at(place, "0", f"own * {OWN} + {piece * 64}")
-        else:
-            at = own.at(place, f"own * {OWN}", piece * 64)
-        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
-    emit("C: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+    _begin(own)
+    if own.is_ahead:
+        _begin_own(own)
     last = f"count * {chunks} - 1"
     if own.is_columns:
-        for step in range(AHEAD):
+        for step in range(own.lead):
             _copy_lines(own, f"gl.minimum({step}, {last})", str(step))
-    else:
-        own.indices(None, "first")
-        _request_lines(own)
 
-    def body() -> None:
+    def chunk() -> None:
         emit(f"round = step // {chunks}")
         own.indices(None, "(first + round)")
-        # The second group comes a little later, as long as the first one keeps the tensor cores busy.
-        for group in range(1 if own.is_ahead else 2):
-            emit(f"if step % {chunks} == {group * own.behind}:")
+        if own.is_ahead:
+            emit(f"if step % {chunks} == 0:")
             own.writer.depth += 1
-            _load_own(own, group)
+            _load_own(own, 0)
             own.writer.depth -= 1
         emit(f"slot = step % {own.slots}")
         emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
         places = [f"chunk_{name}.index(slot)" for name in ("scores", "slopes")]
-        offset = f"step % {chunks} * {own.chunk}"
-        _copy_pair(own, own.chunk_arrays, offset, own.chunk, "chunk_full.index(slot)", places)
+        _copy_pair(own, own.chunk_arrays, f"step % {chunks} * {CHUNK}", CHUNK, "chunk_full.index(slot)", places)
         if own.is_columns:
-            emit(f"async_copy.wait_group({AHEAD - 1})")
+            emit(f"async_copy.wait_group({own.lead - 1})")
             emit("gl.thread_barrier()")
             for i, name in enumerate(("sum", "delta")):
-                emit(f"loaded_{name} = staged.index(step % {AHEAD} * 2 + {i}).load(C)")
+                emit(f"loaded_{name} = staged.index(step % {own.lead} * 2 + {i}).load(C)")
             _hand_over(own, ("chunk_full.index(slot)",))
-            _copy_lines(own, f"gl.minimum(step + {AHEAD}, {last})", f"step % {AHEAD}")
+            _copy_lines(own, f"gl.minimum(step + {own.lead}, {last})", f"step % {own.lead}")
 
-    own.writer.loop(f"for step in range(count * {chunks}):", body)
+    own.writer.loop(f"for step in range(count * {chunks}):", chunk)
     if own.is_ahead:
         emit("# Scores of one more round begin, with whatever is there, and are not used.")
         emit(f"slot = count % {own.own_slots}")
@@ -184,6 +167,43 @@ def print_load(own: SideWriter) -> None:
         emit(f"mbarrier.arrive(chunk_full.index(slot), count={2 if own.is_columns else 1})")
     emit()
     emit()
+    if not own.is_ahead:
+        print_function(own, f"def load_own({own.memory()}, {', '.join(own.own_arrays)}, bias, {lines}):")
+        emit('"""Fills the slots of the program\'s own tiles, for all rounds."""')
+        _begin(own)
+        _begin_own(own)
+        own.writer.loop("for round in range(count):", lambda: _load_groups(own))
+        emit()
+        emit()
+
+
+def _begin(own: SideWriter) -> None:
+    print_share(own, own.tiles_of)
+    own.indices("cell", None)
+    own.emit("C: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+
+
+def _begin_own(own: SideWriter) -> None:
+    _load_held(own)
+    if not own.is_columns:
+        own.indices(None, "first")
+        _request_lines(own)
+
+
+def _load_groups(own: SideWriter) -> None:
+    """The program's own tiles of a round, each group's when it has done with the last one's."""
+    for group in range(2):
+        own.indices(None, "(first + round)")
+        _load_own(own, group)
+
+
+def _load_held(own: SideWriter) -> None:
+    """Begin to copy the program's part of the bias, which stays."""
+    own.emit(f"mbarrier.expect(held_full.index(0), {OWN * own.others * 2})")
+    for piece in range(2 if own.is_columns else own.others // 64):
+        first = ("0", f"own * {OWN} + {piece * 64}") if own.is_columns else (f"own * {OWN}", piece * 64)
+        at = own.at(own.places["held"], *first)
+        own.emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
 
 
 def _load_own(own: SideWriter, group: int) -> None:
@@ -224,7 +244,7 @@ def _copy_lines(own: SideWriter, step: str, slot: str) -> None:
     emit = own.emit
     emit(f"later = {step}")
     own.indices(None, f"(first + later // {own.chunks})")
-    emit(f"o_q = later % {own.chunks} * {own.chunk} + gl.arange(0, {own.chunk}, C)")
+    emit(f"o_q = later % {own.chunks} * {CHUNK} + gl.arange(0, {CHUNK}, C)")
     for i, name in enumerate(("log_sum", "delta")):
         place = f"p_{name} + {own.writer.row_place()}"
         emit(f"async_copy.async_copy_global_to_shared(staged.index({slot} * 2 + {i}), {place})")
