@@ -6,6 +6,7 @@ handed to the group that writes queries' gradients. See resident.py, and kernels
 of rows and columns alone.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -42,7 +43,7 @@ _USUAL_MULTIPROCESSORS = 132
 _MOST_PROGRAMS = 4 * _USUAL_MULTIPROCESSORS
 _MEMORY = (
     "own_tiles, own_output, chunk_scores, chunk_slopes, lines, of_keys, half, held, own_full, own_empty, lines_full, "
-    "keys_empty, chunk_full, chunk_empty, half_full, half_empty, held_full"
+    "keys_empty, chunk_full, chunk_empty, half_full, half_empty, held_full, delta_full"
 )
 
 
@@ -59,9 +60,12 @@ class _Pairs(ResidentWriter):
         self.place, self.factor = place, factor
         self.keys = region.sizes["k"]
         self.chunks_each = self.keys // CHUNK // 2
-        self.slots, self.makes_delta = _slots(plan.width, self.keys, self.wide_keys)
-        # Where little has room, sums and gradients leave by way of the round's tiles, which the next but one waits for.
-        self.is_shared = not self.makes_delta
+        self.slots, has_results = _slots(plan.width, self.keys, self.wide_keys)
+        # Where results have no room, groups read them themselves; and sums and gradients leave by way of the round's
+        # tiles, which those of the next round but one wait for.
+        self.is_shared = not has_results
+        self.results = layout_of(shape_of(region.out_dims, region.sizes), region.out_dims, region.sizes)
+        self.is_long = self.is_long or math.prod(shape_of(region.out_dims, region.sizes)) >= 2**31
         self.tiles_of = region.sizes["q"] // OWN
         self.places = {**plan.places, "cotangent": plan.places["output"]}
 
@@ -92,8 +96,8 @@ def _slots(width: int, keys: int, wide_keys: int) -> tuple[int, bool]:
 def _compute(own: _Pairs) -> None:
     """What a group of warps does."""
     emit, plan = own.emit, own.plan
-    pointers = f"{own.parameters()}, p_{own.array('held', 'grad')}"
-    print_function(own, f"def compute({_MEMORY}, d_query{pointers}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
+    arrays = f"{_MEMORY}, d_query{_pointers(own)}"
+    print_function(own, f"def compute({arrays}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
     emit(f'"""{own.keys // 2} keys of each round."""')
     emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {CHUNK}, 16])")
     emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
@@ -104,6 +108,13 @@ def _compute(own: _Pairs) -> None:
     emit(f"r_q = own * {OWN} + gl.arange(0, {OWN}, gl.SliceLayout(1, S))")
     for chunk in range(own.chunks_each):
         emit(f"bias_sum{chunk} = gl.zeros([{OWN}, {CHUNK}], gl.float32, S)")
+    if own.is_shared:
+        lanes = plan.width // 8
+        emit(f"R: gl.constexpr = gl.BlockedLayout([{lanes // 4}, 8], [{32 // lanes}, {lanes}], [4, 1], [1, 0])")
+        emit(f"o_q = own * {OWN} + GROUP * {OWN // 2} + gl.arange(0, {OWN // 2}, gl.SliceLayout(1, R))")
+        emit(f"columns = gl.arange(0, {plan.width}, gl.SliceLayout(0, R))")
+        emit(f"nothing = gl.zeros([{OWN}, {CHUNK}], gl.float32, S)")
+        _request_results(own, "first")
     emit("mbarrier.wait(held_full.index(0), 0)")
     own.writer.loop("for round in range(count):", lambda: _round(own))
     emit("tma.store_wait(0)")
@@ -118,6 +129,32 @@ def _compute(own: _Pairs) -> None:
     emit()
 
 
+def _pointers(own: _Pairs) -> str:
+    """Of arrays that groups read and write themselves."""
+    results = ", p_output, p_delta" if own.is_shared else ""
+    return f"{own.parameters()}{results}, p_{own.array('held', 'grad')}"
+
+
+def _request_results(own: _Pairs, through: str) -> None:
+    """Load a group's half of the results of a round's queries."""
+    own.indices(None, through)
+    place = f"{own.results.base(own.region.batch)} + o_q[:, None] * {own.results.stride('q')} + columns[None, :]"
+    own.emit(f"results = gl.load(p_output + {place})")
+
+
+def _sum_results(own: _Pairs) -> None:
+    """What slopes are compared with: sums of cotangents times results, half of them by each group, for both."""
+    emit, half = own.emit, OWN // 2
+    emit(f"cotangents = own_tiles.index(own_slot * 2 + 1).slice(GROUP * {half}, {half})")
+    emit("products = gl.sum(widened(cotangents.load(R)) * widened(results), 1)")
+    emit(f"lines.index(own_slot * 2 + 1).slice(GROUP * {half}, {half}).store(products)")
+    emit(f"gl.store(p_delta + {own.writer.row_place()}, products)")
+    emit("gl.thread_barrier()")
+    emit("mbarrier.arrive(delta_full.index(0), count=1)")
+    emit("mbarrier.wait(delta_full.index(0), round % 2)")
+    emit("delta = lines.index(own_slot * 2 + 1).load(gl.SliceLayout(1, S))[:, None]")
+
+
 def _round(own: _Pairs) -> None:
     emit, plan = own.emit, own.plan
     count = own.chunks_each
@@ -126,7 +163,7 @@ def _round(own: _Pairs) -> None:
     emit(f"own_slot = round % {_SLOTS}")
     for full in ("own_full", "lines_full"):
         emit(f"mbarrier.wait({full}.index(own_slot), round // {_SLOTS} % 2)")
-    for i, name in enumerate(("base", "delta")):
+    for i, name in enumerate(("base",) if own.is_shared else ("base", "delta")):
         emit(f"{name} = lines.index(own_slot * 2 + {i}).load(gl.SliceLayout(1, S))[:, None]")
     emit(f"sum_query = gl.zeros([{OWN}, {plan.width}], gl.float32, D)")
     is_early = plan.width <= 64
@@ -147,6 +184,8 @@ def _round(own: _Pairs) -> None:
             else:
                 emit("mbarrier.arrive(half_empty.index(0), count=1, pred=round > 0)")
             own.writer.depth -= 1
+            if own.is_shared:
+                _sum_results(own)
         _chunk(own, chunk, 2 if is_early and chunk + 1 < count else 1)
     _finish(own)
 
@@ -164,7 +203,8 @@ def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value]) -> None:
     tiles = own.tiles({**known, **columns, held: Value(f"leaf{held}", (OWN, CHUNK))})
     start = own.evaluate(plan.others, tiles, f"x{chunk}_").name
     if plan.of_keys is not None:
-        start += f" + of_keys.index({own.keys_slot('own_slot')}).slice({first_key}, {CHUNK}).load(gl.SliceLayout(0, S))[None, :]"
+        lines = f"of_keys.index({own.keys_slot('own_slot')}).slice({first_key}, {CHUNK})"
+        start += f" + {lines}.load(gl.SliceLayout(0, S))[None, :]"
     emit(f"start = {start}")
     # Groups take turns.
     emit(f"at{chunk} = forgotten(round) * {2 * own.chunks_each} + {2 * chunk} + GROUP")
@@ -177,9 +217,12 @@ def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value]) -> None:
 def _begin_slopes(own: _Pairs, chunk: int) -> None:
     emit = own.emit
     emit(f"values = chunk_slopes.index(at{chunk} % {own.slots})")
-    emit(f"start = gl.zeros([{OWN}, {CHUNK}], gl.float32, S) - delta")
+    start = "nothing, use_acc=False"
+    if not own.is_shared:
+        start = "start"
+        emit(f"start = gl.zeros([{OWN}, {CHUNK}], gl.float32, S) - delta")
     emit("cotangents = own_tiles.index(forgotten(own_slot) * 2 + 1)")
-    emit(f"slopes{chunk} = warpgroup_mma(cotangents, values.permute((1, 0)), start, is_async=True)")
+    emit(f"slopes{chunk} = warpgroup_mma(cotangents, values.permute((1, 0)), {start}, is_async=True)")
 
 
 def _chunk(own: _Pairs, chunk: int, later: int) -> None:
@@ -204,7 +247,7 @@ def _chunk(own: _Pairs, chunk: int, later: int) -> None:
             emit("    mbarrier.arrive(half_empty.index(0), count=1)")
         else:
             emit(f"free_slot(own_empty, round, {_SLOTS})")
-    emit(f"slopes = rounded_product(slopes{chunk}, power)")
+    emit(f"slopes = rounded_product(slopes{chunk}{' - delta' if own.is_shared else ''}, power)")
     emit(f"bias_sum{chunk} += slopes")
     first = "use_acc=False, " if chunk == 0 else ""
     emit("factor = gl.convert_layout(slopes.to(dtype), P)")
@@ -219,6 +262,9 @@ def _finish(own: _Pairs) -> None:
     emit("sum_query = warpgroup_mma_wait(0, deps=[sum_query])")
     emit("gl.thread_barrier()")
     emit(f"free_slot(chunk_empty, at{last}, {own.slots})")
+    if own.is_shared:
+        _request_results(own, "(first + gl.minimum(round + 1, count - 1))")
+        own.indices(None, "(first + round)")
     emit("if GROUP == 1:")
     own.writer.depth += 1
     emit(f"mbarrier.wait(half_empty.index(0), round % 2{'' if own.is_shared else ' ^ 1'})")
@@ -242,7 +288,7 @@ def _finish(own: _Pairs) -> None:
 def _load(own: _Pairs) -> None:
     """What the warp does that loads tiles."""
     emit = own.emit
-    names = ("query", "cotangent", *(["output"] if own.makes_delta else []))
+    names = _tiles(own)
     print_function(own, f"def load({_MEMORY}, {', '.join(names)}, key, value, bias, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots of tiles, for all rounds."""')
     print_share(own, own.tiles_of)
@@ -274,6 +320,11 @@ def _load(own: _Pairs) -> None:
     emit()
 
 
+def _tiles(own: _Pairs) -> tuple[str, ...]:
+    """The arrays of queries whose tiles the copy engine brings."""
+    return ("query", "cotangent") if own.is_shared else ("query", "cotangent", "output")
+
+
 def _load_tiles(own: _Pairs, which: str, places: Mapping[str, str], offset: str, rows: int) -> None:
     """Tiles of these arrays, to their places in `slot`."""
     own.emit(f"mbarrier.expect({which}_full.index(slot), {len(places) * rows * own.plan.width * 2})")
@@ -298,12 +349,11 @@ def _gather(own: _Pairs) -> None:
     def body() -> None:
         own.indices(None, "(first + round)")
         emit(f"slot = round % {_SLOTS}")
-        if own.makes_delta:
+        if own.is_shared:
+            emit(f"mbarrier.wait(own_empty.index(slot), round // {_SLOTS} % 2 ^ 1)")
+        else:
             emit(f"mbarrier.wait(own_full.index(slot), round // {_SLOTS} % 2)")
             _make_delta(own)
-        else:
-            emit(f"mbarrier.wait(own_empty.index(slot), round // {_SLOTS} % 2 ^ 1)")
-            emit("lines.index(slot * 2 + 1).store(loaded_delta)")
         emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
         if plan.of_keys is not None:
             if own.is_shared:
@@ -339,29 +389,26 @@ def _make_delta(own: _Pairs) -> None:
 
 
 def _request_lines(own: _Pairs) -> None:
-    """Load what the softmax left of a round's queries, and what their slopes are compared with."""
+    """Load what the softmax left of a round's queries."""
     own.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, B)")
     own.emit(f"loaded_sum = tl.load(p_log_sum + {own.writer.row_place()})")
-    if not own.makes_delta:
-        own.emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
 
 
 def _entry(own: _Pairs) -> None:
     """The kernel itself."""
     emit = own.emit
     width = own.plan.width
-    gradient = f"p_{own.array('held', 'grad')}"
-    pointers = f"{own.parameters()}, p_log_sum, p_delta, {gradient}"
-    names = ("query", "cotangent", *(["output"] if own.makes_delta else []))
-    arrays = f"{', '.join(names)}, key, value, bias"
+    results = ", p_output" if own.is_shared else ""
+    pointers = f"{own.parameters()}, p_log_sum, p_delta{results}, p_{own.array('held', 'grad')}"
+    arrays = f"{', '.join(_tiles(own))}, key, value, bias"
     print_function(own, f"def {NAME}({arrays}, d_query{pointers}, ROUNDS: gl.constexpr):")
     emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
     memory = [("own_tiles", "query", 2 * _SLOTS, OWN)]
-    memory += [("own_output", "output", _SLOTS, OWN)] if own.makes_delta else []
+    memory += [] if own.is_shared else [("own_output", "output", _SLOTS, OWN)]
     memory += [(f"chunk_{kind}", name, own.slots, CHUNK) for kind, name in (("scores", "key"), ("slopes", "value"))]
     for name, array, slots, rows in memory:
         emit(f"{name} = gl.allocate_shared_memory(query.dtype, [{slots}, {rows}, {width}], {array}.layout)")
-    if not own.makes_delta:
+    if own.is_shared:
         emit("own_output = own_tiles")
     emit(f"HALF: gl.constexpr = gl.SwizzledSharedLayout(8, 1, {width // 8}, [1, 0])")
     if own.is_shared:
@@ -373,24 +420,25 @@ def _entry(own: _Pairs) -> None:
     if own.plan.of_keys is None:
         emit("of_keys = lines")
     else:
-        emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{1 if own.is_shared else _SLOTS}, {own.wide_keys}], {line})")
+        slots = 1 if own.is_shared else _SLOTS
+        emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{slots}, {own.wide_keys}], {line})")
     held = f"[{own.keys // HELD_COLUMNS}, {OWN}, {HELD_COLUMNS}]"
     emit(f"held = gl.allocate_shared_memory(bias.dtype, {held}, bias.layout)")
     for name, count, arrivals in (
-        ("own_full", _SLOTS, 1), ("own_empty", _SLOTS, 1 if own.is_shared else 3), ("lines_full", _SLOTS, 1), ("keys_empty", 1, 2),
-        ("chunk_full", own.slots, 1), ("chunk_empty", own.slots, 1), ("half_full", 1, 1), ("half_empty", 1, 1),
-        ("held_full", 1, 1),
+        ("own_full", _SLOTS, 1), ("own_empty", _SLOTS, 1 if own.is_shared else 3), ("lines_full", _SLOTS, 1),
+        ("keys_empty", 1, 2), ("chunk_full", own.slots, 1), ("chunk_empty", own.slots, 1), ("half_full", 1, 1),
+        ("half_empty", 1, 1), ("held_full", 1, 1), ("delta_full", 1, 2),
     ):  # fmt: skip
         emit(f"{name} = make_barriers({count}, {arrivals})")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
     emit("gl.warp_specialize([")
     for group in range(2):
-        emit(f"    (compute, ({_MEMORY}, d_query{own.parameters()}, {gradient}, ROUNDS, {group})),")
+        emit(f"    (compute, ({_MEMORY}, d_query{_pointers(own)}, ROUNDS, {group})),")
     emit(f"    (load, ({_MEMORY}, {arrays}, ROUNDS)),")
     emit(f"    (gather, ({_MEMORY}{own.parameters()}, p_log_sum, p_delta, ROUNDS)),")
     # To make sums of products takes registers, which the groups can spare where gradients are narrow.
-    registers = [232, 40, 40] if own.makes_delta else [240, 24, 24]
+    registers = [240, 24, 24] if own.is_shared else [232, 40, 40]
     emit(f"], [4, 1, 1], {registers})")
 
 
@@ -439,24 +487,24 @@ def _kernel(own: _Pairs, d_query: Output) -> HopperKernel:
     sizes = region.sizes | {"part": -(-rounds // each)}
     d_bias = Output(own.array("held", "grad"), tuple((x,) for x in labels), tuple(sizes[x] for x in labels), "float32")
     rows = (*region.batch, "q")
-    delta = [Output("delta", tuple((x,) for x in rows), tuple(region.sizes[x] for x in rows), "float32")]
-    delta = delta if own.makes_delta else []
+    delta = Output("delta", tuple((x,) for x in rows), tuple(region.sizes[x] for x in rows), "float32")
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]
     source = Source(
         gluon_source("forgotten, free_slot, rounded_product, widened", own.writer.lines),
         NAME,
-        (*names, "value", "log_sum", "cotangent", "output" if own.makes_delta else "delta"),
-        (d_query, d_bias, *delta),
+        (*names, "value", "log_sum", "cotangent", "output"),
+        (d_query, d_bias, delta),
         (tiles, 1, 1),
     )
     moved = (
         ("query", own.array("query"), own.places["query"].shape, (OWN, width)),
         ("cotangent", "cotangent", own.places["cotangent"].shape, (OWN, width)),
-        *([("output", "output", own.places["output"].shape, (OWN, width))] if own.makes_delta else []),
+        *([] if own.is_shared else [("output", "output", own.places["output"].shape, (OWN, width))]),
         ("key", own.array("key"), own.places["key"].shape, (CHUNK, width)),
         ("value", "value", own.places["value"].shape, (CHUNK, width)),
         ("bias", own.array("held"), own.places["held"].shape, (OWN, HELD_COLUMNS)),
         ("d_query", d_query.name, own.place.shape, (OWN, width)),
     )
-    pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", d_bias.name)
+    results = ["output"] if own.is_shared else []
+    pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", *results, d_bias.name)
     return HopperKernel(source, moved, jnp.dtype(region.dtype).name, pointers, rounds, tiles, each)
