@@ -21,6 +21,8 @@ OWN = 128
 """Queries or keys of a program: two groups of warps with 64 each."""
 MOST_OTHERS = 256
 _MOST_SLOTS = 6
+# Chunks of narrow tiles whose lines are on their way: memory takes longer than such a chunk does.
+_LEAD = 4
 FEWEST_SLOTS = 2
 # Gradients of the first factors of scores, and of slopes.
 SUMS = ("sum_first", "sum_second")
@@ -104,19 +106,15 @@ class SideWriter(ResidentWriter):
 
 
 def slots_of(width: int, others: int) -> tuple[int, int, int]:
-    """Pairs of tiles of the program's own, and of chunks, that there is room for; and how far ahead lines travel.
-
-    Chunks of narrow tiles take less time than memory does.
-    """
+    """Pairs of tiles of the program's own, and of chunks, that there is room for; and how far ahead lines travel."""
     pair, part = 2 * OWN * width * 2, 2 * CHUNK * width * 2 + 2 * CHUNK * 4
-    ones, own_lines = 8 * CHUNK * 2, 4 * OWN * 4
-    room = SHARED_BYTES - OWN * others * 2 - ones
-    for lead in (4, 1):
-        left = room - own_lines - lead * 2 * CHUNK * 4 - 2 * pair
-        if left >= 4 * part:
-            return 2, min(_MOST_SLOTS, left // part), lead
-    # With one pair, gradients need a place of their own to leave by. Lines are those of chunks, or the program's own.
-    left = room - 2 * CHUNK * 4 - pair - pair // 2
+    lines = 2 * CHUNK * 4
+    room = SHARED_BYTES - OWN * others * 2 - 8 * CHUNK * 2
+    left = room - 4 * OWN * 4 - _LEAD * lines - 2 * pair
+    if left >= 4 * part:
+        return 2, min(_MOST_SLOTS, left // part), _LEAD
+    # With one pair, gradients need a place of their own to leave by; and a chunk takes as long as memory does.
+    left = room - lines - pair - pair // 2
     return 1, min(_MOST_SLOTS, left // part), 1
 
 
