@@ -59,6 +59,39 @@ def sinks_in_base_2(query, key, value, sink):
     return (power / power.sum(axis=-1, keepdims=True))[..., :-1] @ value
 
 
+def largest_taken_away_twice(query, key, value, sink):
+    """sink [B]: a further logit of each row, as models of Hugging Face have it."""
+    logits = jnp.concatenate([query @ key.mT / 4, jnp.broadcast_to(sink[:, None, None], (BATCH, TOKENS, 1))], axis=-1)
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return jax.nn.softmax(logits, axis=-1)[..., :-1] @ value
+
+
+def times_reciprocal(of):
+    """Exponentials times what `of` makes of their sum."""
+
+    def attention(query, key, value):
+        scores = query @ key.mT / 4
+        power = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        return (of(power.sum(axis=-1, keepdims=True)) * power) @ value
+
+    return attention
+
+
+def divided_last_by_heads(query, key, value):
+    """Tokens before heads in the result, which is divided by sums that have them the other way round."""
+    query, key, value = (x.reshape(BATCH, TOKENS, 2, WIDTH // 2) for x in (query, key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / 4
+    power = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    output = jnp.einsum("bnts,bsnh->btnh", power, value) / power.sum(axis=-1).transpose(0, 2, 1)[..., None]
+    return output.reshape(BATCH, TOKENS, WIDTH)
+
+
+def tied_rows(query, key, value):
+    """Rows of an alignment share their weights: products over rows and features, which do not lie together."""
+    scores = jnp.einsum("rth,rsh->ts", query, key) / 8
+    return jnp.einsum("ts,rsh->rth", jax.nn.softmax(scores, axis=-1), value)
+
+
 def segments(dtype):
     """one_hot [B, T, 3]: who belongs together, as a product of whole numbers or truth."""
 
@@ -109,6 +142,11 @@ CASES = {
     "windows_apart": (attention_of(windows_apart), _normal(2, TOKENS, TOKENS)),
     "softmax_apart": (softmax_apart, _normal(2, TOKENS, TOKENS)),
     "named": (attention_of(lambda scores: checkpoint_name(scores, "scores")),),
+    "largest_taken_away_twice": (largest_taken_away_twice, _normal(BATCH)),
+    "times_reciprocal": (times_reciprocal(jnp.reciprocal),),
+    "times_one_over": (times_reciprocal(lambda total: 1 / total),),
+    "divided_last_by_heads": (divided_last_by_heads,),
+    "tied_rows": (tied_rows,),
     "logarithms": (attention_of(lambda scores: jnp.log2(1 + scores**2)),),
 }
 
@@ -135,6 +173,20 @@ def test_fused_functions_agree(name, implementation):
     found = with_gradients(fuse(function, implementation=implementation), arrays)
     for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5 * max(1.0, float(jnp.abs(expected).max())))
+
+
+@pytest.mark.parametrize("name", ["divided_last_by_heads", "times_one_over", "tied_rows"])
+def test_nothing_of_all_scores_is_left_outside(name):
+    function, *others = CASES[name]
+    found = explain(function)(*operands(others))
+    (region,) = found.regions
+    assert region.has_softmax and region.skipped == 0
+    assert not {"dot_general", "exp", "reduce_sum"} & set(found.outside)
+
+
+def test_a_reciprocal_of_another_number_is_no_softmax():
+    with pytest.raises(NotFusible):
+        fuse(times_reciprocal(lambda total: 2 / total))(*operands())
 
 
 def masked_by_rows_and_columns(query, key, value):

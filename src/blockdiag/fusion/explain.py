@@ -14,7 +14,7 @@ from blockdiag.fusion.api import UNOPENED, Program, trace
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
 from blockdiag.fusion.pull import place_of
-from blockdiag.fusion.tiles import value_columns
+from blockdiag.fusion.tiles import leaf_array, value_columns
 from blockdiag.fusion.trace import bind, loop_with_attention, read
 from blockdiag.fusion.tree import NotFusible, Region, nodes_of
 
@@ -280,6 +280,9 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
 
 def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | None:
     """The tiles that are visited, where that is known."""
+    from blockdiag.interop import triton_fused
+
+    inner, change = triton_fused.arranged(region)
     arrays = {}
     for i, leaf in enumerate(region.leaves):
         is_bias = leaf.role in ("score", "distance") and leaf.source.dtype.kind in "fV"
@@ -288,8 +291,9 @@ def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | 
             continue
         if leaf.source.key not in known:
             return None
-        arrays[f"leaf{i}"] = np.asarray(known[leaf.source.key])
-    found = live_tiles(region, tile, arrays)
+        x = known[leaf.source.key]
+        arrays[f"leaf{i}"] = np.asarray(leaf_array(leaf, x, region.batch, region.sizes) if change.leaves[i] else x)
+    found = live_tiles(inner, tile, arrays)
     if found is None:
         return None
     counts, order = (np.asarray(found.arrays[name]) for name in ("live_counts", "live_tiles"))

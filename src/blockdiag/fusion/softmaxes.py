@@ -46,15 +46,14 @@ class Softmaxes:
 
     def softmax(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax | None:
         """exp(x - m) over its sum along the keys, where m is the same for all keys."""
-        if equation.primitive.name != "div":
+        quotient = self._quotient(equation, dims)
+        if quotient is None:
             return None
-        numerator = self.skip(equation.invars[0])
+        numerator, below, below_dims = quotient
         power = self.producer(numerator)
-        if power is None or power.primitive.name not in ("exp", "exp2"):
-            return None
-        below = broadcast_dims(equation.invars[1], aval_of(equation.outvars[0]).shape, dims)
-        total, total_dims = self.through_moves(equation.invars[1], below)
-        shift = self._shift(power, dims)
+        assert power is not None
+        total, total_dims = self.through_moves(below, below_dims)
+        shift = self._shift(power.invars[0], dims)
         extras: list[Node] = []
         while (source := self.producer(total)) is not None and source.primitive.name == "add":
             # The sum over keys, and a term of each row.
@@ -86,12 +85,37 @@ class Softmaxes:
             return None
         return self._score(power, dims, extras, mask)
 
+    def _quotient(
+        self, equation: core.JaxprEqn, dims: tuple[Dim, ...]
+    ) -> tuple[object, object, tuple[Dim, ...]] | None:
+        """Exponentials, and what they are divided by or times the reciprocal of, with its dims; None of others."""
+        if equation.primitive.name not in ("div", "mul"):
+            return None
+        for one, other in ((0, 1), (1, 0)) if equation.primitive.name == "mul" else ((0, 1),):
+            numerator, below = self.skip(equation.invars[one]), equation.invars[other]
+            power = self.producer(numerator)
+            if power is None or power.primitive.name not in ("exp", "exp2"):
+                continue
+            below_dims = broadcast_dims(below, aval_of(equation.outvars[0]).shape, dims)
+            if equation.primitive.name == "div":
+                return numerator, below, below_dims
+            inner, inner_dims = self.through_moves(below, below_dims)
+            reciprocal = self.producer(inner)
+            if reciprocal is None:
+                continue
+            if reciprocal.primitive.name == "integer_pow" and reciprocal.params["y"] == -1:
+                return numerator, reciprocal.invars[0], inner_dims
+            if reciprocal.primitive.name == "div" and self._is_one(reciprocal.invars[0]):
+                shape = aval_of(reciprocal.outvars[0]).shape
+                return numerator, reciprocal.invars[1], broadcast_dims(reciprocal.invars[1], shape, inner_dims)
+        return None
+
     def _score(self, power: core.JaxprEqn, dims: tuple[Dim, ...], extras: Sequence[Node], mask: object) -> Softmax:
         """The softmax of what an exponential is of."""
-        score = power.invars[0]
-        shifted = self.producer(self.skip(score))
-        if shifted is not None and shifted.primitive.name == "sub" and self._shift(power, dims) is not None:
-            score = shifted.invars[0]
+        score = self._unshifted(power.invars[0], dims)
+        while not extras and self._is_maximum(self._shift(score, dims)):
+            # Further logits would have the last shift, and no other one.
+            score = self._unshifted(score, dims)
         joined = self.producer(self.skip(score))
         if (
             joined is not None
@@ -136,7 +160,7 @@ class Softmaxes:
     def normalised(self, power: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax:
         """exp(x - m), where m is the logarithm of the sum of exp(x), or that of exp(x - n), and n."""
         shifted = self.producer(self.skip(power.invars[0]))
-        shift = self._shift(power, dims, CASTS)
+        shift = self._shift(power.invars[0], dims, CASTS)
         joined = None if shift is None else self.producer(shift[0])
         if power.primitive.name != "exp" or shifted is None or shift is None or joined is None:
             raise NoMatch
@@ -154,7 +178,7 @@ class Softmaxes:
             if inner is None or below is None or below.primitive.name != "sub":
                 continue
             taken = self.through_moves(joined.invars[other], given[other], _PASSES)
-            if self._shift(inner, dims) == taken and self.skip(below.invars[0]) is scores:
+            if self._shift(inner.invars[0], dims) == taken and self.skip(below.invars[0]) is scores:
                 return self._score(inner, dims, (), None)
         raise NoMatch
 
@@ -182,18 +206,28 @@ class Softmaxes:
         return power if is_power and len(axes) == 1 and tuple(whole) == dims else None
 
     def _shift(
-        self, power: core.JaxprEqn, dims: tuple[Dim, ...], passes: Sequence[str] = _PASSES
+        self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = _PASSES
     ) -> tuple[object, tuple[Dim, ...]] | None:
-        """What is subtracted from scores, and its dims, where it is the same for all keys; None where nothing is.
+        """What was subtracted from scores, and its dims, where it is the same for all keys; None where nothing was.
 
         A softmax is the same whatever it is, so that it may have a derivative or not.
         """
-        shifted = self.producer(self.skip(power.invars[0]))
+        shifted = self.producer(self.skip(var))
         if shifted is None or shifted.primitive.name != "sub":
             return None
         below = broadcast_dims(shifted.invars[1], aval_of(shifted.outvars[0]).shape, dims)
         found = self.through_moves(shifted.invars[1], below, passes)
         return None if COLUMNS in labels_of(found[1]) else found
+
+    def _unshifted(self, var: object, dims: tuple[Dim, ...]) -> object:
+        """What `_shift` was subtracted from, or the value itself."""
+        shifted = self.producer(self.skip(var))
+        return var if shifted is None or self._shift(var, dims) is None else shifted.invars[0]
+
+    def _is_maximum(self, shift: tuple[object, tuple[Dim, ...]] | None) -> bool:
+        """Whether a shift is a largest score: others may be so large that scores are lost in rounding."""
+        equation = None if shift is None else self.producer(shift[0])
+        return equation is not None and equation.primitive.name == "reduce_max"
 
     def _extra(self, var: object, dims: tuple[Dim, ...], shift: object) -> Node | None:
         """The logit whose exponential, less the shift, a term is."""
@@ -263,6 +297,10 @@ class Softmaxes:
         inner = self.skip_moves(var)
         return isinstance(inner, core.Literal) and bool(np.all(np.asarray(inner.val) == 0))
 
+    def _is_one(self, var: object) -> bool:
+        inner = self.skip_moves(var)
+        return isinstance(inner, core.Literal) and bool(np.all(np.asarray(inner.val) == 1))
+
     def divided(
         self, product: core.JaxprEqn, out_dims: tuple[Dim, ...], var: object, dims: tuple[Dim, ...]
     ) -> tuple[Softmax, core.Var, tuple[Dim, ...]] | None:
@@ -291,16 +329,21 @@ class Softmaxes:
         return None
 
     def _with_ones(self, var: object, product: core.Var, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-        """The dims of a product's result to which axes of size 1 may have been added; None of anything else."""
-        if self.skip(var) is product:
+        """The dims of a product's result, transposed or with axes of size 1; None of anything else."""
+        var = self.skip(var)
+        if var is product:
             return dims
-        added = self.producer(self.skip(var))
-        if added is None or added.primitive.name not in MOVES or self.skip(added.invars[0]) is not product:
+        equation = self.producer(var)
+        if equation is None or equation.primitive.name not in MOVES:
             return None
-        given, shape = aval_of(product).shape, aval_of(added.outvars[0]).shape
-        rest = list(zip(given, dims, strict=True))
+        inner = self._with_ones(equation.invars[0], product, dims)
+        if inner is None:
+            return None
+        if equation.primitive.name == "transpose":
+            return tuple(inner[axis] for axis in equation.params["permutation"])
+        rest = list(zip(aval_of(equation.invars[0]).shape, inner, strict=True))
         found: list[Dim] = []
-        for size in shape:
+        for size in aval_of(equation.outvars[0]).shape:
             if rest and rest[0][0] == size:
                 found.append(rest.pop(0)[1])
             elif size == 1:
@@ -308,10 +351,10 @@ class Softmaxes:
             else:
                 return None
         try:
-            moved = self.moved(added, tuple(found))
+            moved = self.moved(equation, tuple(found))
         except NoMatch:
             return None
-        return tuple(found) if not rest and moved == dims else None
+        return tuple(found) if not rest and moved == inner else None
 
     def skip_moves(self, var: object, passes: Sequence[str] = CASTS) -> object:
         """What a value is made of but for its shape and dtype."""
