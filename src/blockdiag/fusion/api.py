@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
+from blockdiag.fusion.apart import taken_apart
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.joined import joined
 from blockdiag.fusion.lookups import read_rows, reads_rows
@@ -107,6 +108,8 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
+        apart = taken_apart(jaxpr)
+        jaxpr = jaxpr if apart is None else apart
         self._take(jaxpr)
         drawn = drawn_by(jaxpr.jaxpr, [region for found in self.regions.values() for region in found])
         if drawn:
