@@ -44,6 +44,12 @@ def of_more_keys(change):
     return lambda query, key, value: function(query, jnp.concatenate([key, key[:, :1]], axis=1), value)
 
 
+def looked_up(places):
+    """An entry of a table of eight for each place."""
+    table = jnp.broadcast_to(jnp.arange(8.0)[None, None, None], (*places.shape[:-1], 8))
+    return jnp.take_along_axis(table, jnp.minimum(places, 7).astype(int), axis=-1)
+
+
 STANDS_BETWEEN = "cannot be computed a tile at a time; it stands between scores and their softmax, at"
 WHOLE_ROWS = "a number from all scores of a row or a column, other than a softmax's, at"
 OF_SCORES = {
@@ -59,6 +65,10 @@ OF_SCORES = {
     ),
     "deviation": (of_scores(lambda scores: scores / scores.std(axis=-1, keepdims=True)), f"`reduce_sum`: {WHOLE_ROWS}"),
     "softmax twice": (of_scores(softmax_of), f"`reduce_max`: {WHOLE_ROWS}"),
+    "contextual positions": (
+        of_scores(lambda scores: scores + looked_up(jnp.cumsum(jax.nn.sigmoid(scores), axis=-1))),
+        f"`gather`: {WHOLE_ROWS}",
+    ),
     "branch": (
         of_scores(lambda scores: jax.lax.cond(scores[0, 0, 0, 0] > 0, jnp.cos, jnp.sin, scores)),
         f"`cond` of scores {STANDS_BETWEEN}",

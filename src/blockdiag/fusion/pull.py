@@ -360,7 +360,8 @@ class Puller:
                 equation = self.producers.get(var)
                 if var in self.products:
                     what = "a number from all scores of a row or a column, other than a softmax's"
-                    raise NotFusible(what if below is None else f"`{below.primitive.name}`: {what}, {place_of(below)}")
+                    culprit = self.producers[leaf.source.key] if below is None else below
+                    raise NotFusible(f"`{culprit.primitive.name}`: {what}, {place_of(culprit)}")
                 if equation is not None and id(equation) not in seen:
                     seen.add(id(equation))
                     size = math.prod(aval_of(equation.outvars[0]).shape)
