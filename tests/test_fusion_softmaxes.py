@@ -34,11 +34,18 @@ SOFTMAXES = {
     "0 where it is NaN": lambda x: jnp.where(jnp.isnan(w := jax.nn.softmax(x, axis=-1)), 0.0, w),
     "where it is finite": lambda x: jnp.where(jnp.isfinite(w := jax.nn.softmax(x, axis=-1)), w, 0.0),
     "which stands still": lambda x: stop_gradient(jax.nn.softmax(x, axis=-1)),
+    "over the sum and what is lost beside it": lambda x: (
+        (p := jnp.exp(x - stop_gradient(largest(x)))) / (p.sum(axis=-1, keepdims=True) + 1e-9)
+    ),
+    "less the largest, twice": lambda x: jax.nn.softmax(x - largest(x), axis=-1),
 }
 OTHERS = {
     "a log-sum-exp of other heads": lambda x: jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True).swapaxes(0, 1)),
     "a logarithm of other heads": lambda x: jnp.exp(
         x - (largest(x) + jnp.log(jnp.exp(x - largest(x)).sum(axis=-1, keepdims=True)).swapaxes(0, 1))
+    ),
+    "a small number beside a sum less the largest of other heads": lambda x: (
+        (p := jnp.exp(x - largest(x).swapaxes(0, 1))) / (p.sum(axis=-1, keepdims=True) + 1e-9)
     ),
     "another number where it is large": lambda x: jnp.where((w := jax.nn.softmax(x, axis=-1)) == 1.0, 0.0, w),
     "a sum that stands still": lambda x: jnp.exp(x) / stop_gradient(jnp.exp(x).sum(axis=-1, keepdims=True)),

@@ -90,18 +90,23 @@ def _divides_weights(
     equation: core.JaxprEqn, parts: Sequence[_Part], producers: Mapping[core.Var, core.JaxprEqn]
 ) -> bool:
     """Whether the equation takes a softmax apart, by more than one index of an axis that its scores have."""
-    var, is_divided = equation.invars[0], len(parts) > 1 or parts[0].count > 1
-    while (source := producers.get(var)) is not None and source.primitive.name in (*MOVES, *CASTS):
+    is_divided = len(parts) > 1 or parts[0].count > 1
+    source = _producer(equation.invars[0], producers)
+    while source is not None and source.primitive.name in (*MOVES, *CASTS):
         if source.primitive.name == "reshape":
             before, after = ([x for x in aval_of(y).shape if x > 1] for y in (source.invars[0], source.outvars[0]))
             is_divided |= before != after
-        var = source.invars[0]
+        source = _producer(source.invars[0], producers)
     if source is None or source.primitive.name != "div" or not is_divided:
         return False
-    power = source.invars[0]
-    while (inner := producers.get(power)) is not None and inner.primitive.name in CASTS:
-        power = inner.invars[0]
-    return inner is not None and inner.primitive.name in ("exp", "exp2")
+    power = _producer(source.invars[0], producers)
+    while power is not None and power.primitive.name in CASTS:
+        power = _producer(power.invars[0], producers)
+    return power is not None and power.primitive.name in ("exp", "exp2")
+
+
+def _producer(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> core.JaxprEqn | None:
+    return producers.get(var) if isinstance(var, core.Var) else None
 
 
 class _Plan:
@@ -131,7 +136,7 @@ class _Plan:
         return key
 
     def _has_product(self, var: Any) -> bool:
-        equation = self.producers.get(var) if isinstance(var, core.Var) else None
+        equation = _producer(var, self.producers)
         if equation is None:
             return False
         if var not in self.has_products:

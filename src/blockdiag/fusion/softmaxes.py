@@ -59,10 +59,11 @@ class Softmaxes:
             # The sum over keys, and a term of each row.
             given = [broadcast_dims(x, aval_of(source.outvars[0]).shape, total_dims) for x in source.invars]
             for one, other in ((0, 1), (1, 0)):
-                extra = self._extra(source.invars[other], given[other], shift)
+                is_nothing = self._is_negligible(source.invars[other], power, dims)
+                extra = None if is_nothing else self._extra(source.invars[other], given[other], shift)
                 inner, inner_dims = self.through_moves(source.invars[one], given[one])
-                if extra is not None and self._is_sum(inner):
-                    extras.append(extra)
+                if (is_nothing or extra is not None) and self._is_sum(inner):
+                    extras += [] if extra is None else [extra]
                     total, total_dims = inner, inner_dims
                     break
             else:
@@ -218,6 +219,24 @@ class Softmaxes:
         below = broadcast_dims(shifted.invars[1], aval_of(shifted.outvars[0]).shape, dims)
         found = self.through_moves(shifted.invars[1], below, passes)
         return None if COLUMNS in labels_of(found[1]) else found
+
+    def _is_negligible(self, var: object, power: core.JaxprEqn, dims: tuple[Dim, ...]) -> bool:
+        """Whether a number is lost beside a sum of exponentials of which the largest is 1."""
+        term, scores = self.skip_moves(var), power.invars[0]
+        shift = self._shift(scores, dims)
+        largest = None if shift is None else self.producer(shift[0])
+        if not isinstance(term, core.Literal) or shift is None or largest is None:
+            return False
+        if largest.primitive.name != "reduce_max":
+            return False
+        whole = list(shift[1])
+        whole.insert(largest.params["axes"][0], (COLUMNS,))
+        of_scores = self.skip(largest.invars[0]) is self.skip(self._unshifted(scores, dims))
+        if not of_scores or len(largest.params["axes"]) != 1 or tuple(whole) != dims:
+            return False
+        is_double = aval_of(power.outvars[0]).dtype.itemsize == 8
+        lost = float(np.finfo(np.float64 if is_double else np.float32).eps) / 2
+        return 0 <= float(term.val) < lost
 
     def _unshifted(self, var: object, dims: tuple[Dim, ...]) -> object:
         """What `_shift` was subtracted from, or the value itself."""
