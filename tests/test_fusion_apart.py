@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
+from blockdiag.fusion.apart import _before_reshape, _Part, _Stays
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 18, 2, 16
 
@@ -103,6 +104,21 @@ def test_no_scores_are_left_outside(function):
     assert len(found.regions) == (1 if function is later_heads else 2)
     assert all(region.has_softmax for region in found.regions)
     assert not {"dot_general", "exp"} & set(found.outside)
+
+
+def test_no_sequences_have_parts_as_well():
+    none = [x[:0] for x in arrays()]
+    assert fuse(halves_of_heads)(*none).shape == halves_of_heads(*none).shape
+
+
+@pytest.mark.parametrize("batch", [3, 0])
+def test_indices_are_found_in_front_of_a_reshape(batch):
+    before, after = (batch, 12, 5), (batch, 4, 3, 5)
+    assert _before_reshape(before, after, _Part(2, 1, 2)) == _Part(1, 1, 12, 3)
+    assert _before_reshape(before, after, _Part(1, 1, 3)) == _Part(1, 3, 9)
+    assert _before_reshape(after, before, _Part(1, 3, 9)) == _Part(1, 1, 3)
+    with pytest.raises(_Stays):
+        _before_reshape(before, after, _Part(2, 1, 3))
 
 
 def test_parts_of_the_keys_are_no_weights_of_parts():

@@ -215,19 +215,20 @@ class _Plan:
 
 def _before_reshape(before: Sequence[int], after: Sequence[int], part: _Part) -> _Part:
     """The indices of one axis that a reshape makes these from."""
+    # Where an axis is empty the others lie as if it had one index.
+    before, after = ([max(1, x) for x in shape] for shape in (before, after))
     outer, size = math.prod(after[: part.axis]), after[part.axis]
     inner = math.prod(after[part.axis + 1 :])
     passed = 1
     for axis, whole in enumerate(before):
         rest = math.prod(before[axis + 1 :])
-        if whole > 1 and passed <= outer and rest <= inner and passed * whole * rest == outer * size * inner:
-            # The axis is divided: by `outer // passed` numbers before these indices, and `inner // rest` after.
-            ahead, behind = outer // passed, inner // rest
-            if passed * ahead == outer and rest * behind == inner and ahead * size * behind == whole:
-                if ahead == 1 and (part.step == 1 or behind == 1):
-                    return _Part(axis, part.first * behind, part.limit * behind, part.step)
-                if behind == 1 and part.count == 1:
-                    return _Part(axis, part.first, whole, size)
+        # The axis is divided: by `ahead` numbers before these indices, and `behind` after.
+        ahead, behind = outer // passed, inner // rest
+        if whole > 1 and passed * ahead == outer and rest * behind == inner and ahead * size * behind == whole:
+            if ahead == 1 and (part.step == 1 or behind == 1):
+                return _Part(axis, part.first * behind, part.limit * behind, part.step)
+            if behind == 1 and part.count == 1:
+                return _Part(axis, part.first, whole, size)
         if whole > 1 and passed == outer and rest > inner and size % whole == 0 and rest == inner * (size // whole):
             # The first of two axes that became one.
             second = size // whole

@@ -377,12 +377,13 @@ def _make_delta(own: _Pairs) -> None:
     """Sums of cotangents times results, a few columns at a time: this warp has few registers."""
     emit = own.emit
     emit(f"R: gl.constexpr = gl.BlockedLayout([1, {_PIECE}], [32, 1], [1, 1], [1, 0])")
+    # The many pieces of wide tiles leave no register for where these are.
+    cotangent = f"own_tiles.index({'slot' if own.plan.width <= 64 else 'forgotten(slot)'} * 2 + 1)"
     for row in range(0, OWN, 32):
         emit("delta = gl.zeros([32], gl.float32, gl.SliceLayout(1, R))")
         for column in range(0, own.plan.width, _PIECE):
             piece = f"slice({row}, 32).slice({column}, {_PIECE}, dim=1).load(R)"
-            cotangents, results = f"own_tiles.index(slot * 2 + 1).{piece}", f"own_output.index(slot).{piece}"
-            emit(f"delta += gl.sum(widened({cotangents}) * widened({results}), 1)")
+            emit(f"delta += gl.sum(widened({cotangent}.{piece}) * widened(own_output.index(slot).{piece}), 1)")
         emit(f"lines.index(slot * 2 + 1).slice({row}, 32).store(delta)")
         emit(f"o_q = own * {OWN} + {row} + gl.arange(0, 32, gl.SliceLayout(1, R))")
         emit(f"gl.store(p_delta + {own.writer.row_place()}, delta)")
