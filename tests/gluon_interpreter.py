@@ -275,6 +275,12 @@ class _Values(Language):
     def reshape(self, tile: Array, shape: Sequence[int]) -> Array:
         return tile.reshape(shape)
 
+    def permute(self, tile: Array, order: Sequence[int]) -> Array:
+        return tile.transpose(order)
+
+    def split(self, tile: Array) -> tuple[Array, Array]:
+        return tile[..., 0], tile[..., 1]
+
     def convert_layout(self, tile: Array, layout: object) -> Array:
         del layout
         return tile

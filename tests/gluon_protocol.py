@@ -231,6 +231,9 @@ class Language(Tile):
     def broadcast(self, *_: object) -> tuple[Tile, Tile]:
         return Tile(), Tile()
 
+    def split(self, _: object) -> tuple[Tile, Tile]:
+        return Tile(), Tile()
+
     def warp_specialize(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], *_: object) -> None:
         for function, arguments in functions:
             names = function.__code__.co_varnames  # pyrefly: ignore

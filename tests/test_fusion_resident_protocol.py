@@ -47,7 +47,7 @@ def test_warps_end(name):
         # Nobody brings what the last round's products of one more begin with.
         ("many_rows", "fused_columns_resident", "mbarrier.arrive(own_full.index(slot), count=1)"),
         # Nobody says that lines of keys, or that tiles which sums leave by, have been read.
-        ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(keys_empty.index(0), count=1)"),
+        ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(keys_empty.index(GROUP), count=1)"),
         ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_empty.index(0), count=1)"),
         # One less arrival than a phase has.
         (

@@ -19,18 +19,18 @@ from blockdiag.fusion.tree import Node, Region, leaves_of
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
 NAME = "fused_forward_resident"
-HELD_COLUMNS = 64
 
 
 class ResidentWriter(GluonWriter):
     """Lines of the functions of one kernel."""
 
     def __init__(self, region: Region, plan: Resident, writer: Writer | None = None) -> None:
-        writer = Writer(region, "forward", Tile(CHUNK, CHUNK)) if writer is None else writer
+        # Keys whose scores are one product: the more of them, the less often its first factor is read.
+        self.chunk = 2 * CHUNK if plan.width == 128 and plan.part % (2 * CHUNK) == 0 else CHUNK
+        writer = Writer(region, "forward", Tile(ROWS // 2, self.chunk)) if writer is None else writer
         super().__init__(region, writer, (plan.held, plan.query, plan.key))
         self.plan = plan
         self.parts = region.sizes["k"] // plan.part
-        self.chunks = region.sizes["k"] // CHUNK
         self.wide_keys = next_power_of_2(region.sizes["k"])
         # With 128 columns products take as long as exponentials, and a round 9% longer if groups wait for each other.
         self.takes_turns = plan.width <= 64
@@ -85,13 +85,13 @@ def print_share(own: ResidentWriter, tiles: int) -> None:
 
 def _compute(own: ResidentWriter) -> None:
     """What a group of warps does."""
-    emit, plan, chunks = own.emit, own.plan, own.chunks
-    per_part = plan.part // CHUNK
+    emit, plan, chunk = own.emit, own.plan, own.chunk
+    chunks, per_part = own.region.sizes["k"] // chunk, plan.part // chunk
     width = plan.width
     print_function(own, f"def compute({_MEMORY}, output, p_log_sum{own.parameters()}, ROUNDS: gl.constexpr, "
               "GROUP: gl.constexpr):")  # fmt: skip
     emit(f'"""{ROWS // 2} queries of each round."""')
-    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {CHUNK}, 16])")
+    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {chunk}, 16])")
     emit(f"O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {width}, 16])")
     emit("T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])")
     emit("dtype: gl.constexpr = q_smem.dtype")
@@ -108,7 +108,7 @@ def _compute(own: ResidentWriter) -> None:
 
 def _round(own: ResidentWriter, chunks: int, per_part: int) -> None:
     emit, plan, region, parts = own.emit, own.plan, own.region, own.parts
-    slots = plan.slots
+    slots, width = plan.slots, own.chunk
     held = region.leaves.index(plan.held)
     own.indices(None, "(first + round)")
     emit(f"part = round * {2 * parts}")
@@ -121,20 +121,19 @@ def _round(own: ResidentWriter, chunks: int, per_part: int) -> None:
     for chunk in range(chunks):
         columns = {}
         if own.counts_keys:
-            emit(f"r_k = {chunk * CHUNK} + gl.arange(0, {CHUNK}, gl.SliceLayout(0, S))")
+            emit(f"r_k = {chunk * width} + gl.arange(0, {width}, gl.SliceLayout(0, S))")
             columns = own.read(("column",), counted=True)
-        emit(f"leaf{held} = widened(held.index({chunk * CHUNK // HELD_COLUMNS})"
-             f".slice(GROUP * {ROWS // 2}, {ROWS // 2}).load(S))")  # fmt: skip
-        known = {**rows, **columns, held: Value(f"leaf{held}", (CHUNK, CHUNK))}
+        emit(f"leaf{held} = widened(held.index({chunk}).slice(GROUP * {ROWS // 2}, {ROWS // 2}).load(S))")
+        known = {**rows, **columns, held: Value(f"leaf{held}", (ROWS // 2, width))}
         start = own.evaluate(plan.others, own.tiles(known), f"x{chunk}_").name
         if plan.of_keys is not None:
-            start += f" + keys_part.slice({chunk * CHUNK}, {CHUNK}).load(gl.SliceLayout(0, S))[None, :]"
+            start += f" + keys_part.slice({chunk * width}, {width}).load(gl.SliceLayout(0, S))[None, :]"
         emit(f"start = {start}")
         if chunk == 0:
             emit(f"mbarrier.wait(query_full.index(place), round // {QUERY_SLOTS} % 2)")
         if chunk % per_part == 0:
             emit(f"k_part = wait_slot(ring, part_full, part + {chunk // per_part})")
-        emit(f"s{chunk} = warpgroup_mma(q_part, k_part.slice({chunk % per_part * CHUNK}, {CHUNK}).permute((1, 0)), "
+        emit(f"s{chunk} = warpgroup_mma(q_part, k_part.slice({chunk % per_part * width}, {width}).permute((1, 0)), "
              "start, is_async=True)")  # fmt: skip
     emit("# The last round's result has left its query's place.")
     emit("tma.store_wait(0)")
@@ -182,7 +181,7 @@ def _weigh(own: ResidentWriter, chunks: int, per_part: int, unit: float) -> None
             emit("gl.thread_barrier()")
             emit(f"free_slot(part_empty, part + {part - 1}, {slots})")
         first = "use_acc=False, " if chunk == 0 else ""
-        values = f"v_part.slice({chunk % per_part * CHUNK}, {CHUNK})"
+        values = f"v_part.slice({chunk % per_part * own.chunk}, {own.chunk})"
         emit("factor = gl.convert_layout(power, gl.DotOperandLayout(0, O, 2))")
         emit(f"output_tile = warpgroup_mma(factor, {values}, output_tile, {first}is_async=True)")
         if plan.has_ones:
@@ -224,8 +223,8 @@ def _load(own: ResidentWriter) -> None:
     print_share(own, own.region.sizes["q"] // ROWS)
     own.indices("cell", None)
     emit(f"mbarrier.expect(held_full.index(0), {ROWS * keys * 2})")
-    for piece in range(keys // HELD_COLUMNS):
-        at = own.at(plan.places["held"], f"own * {ROWS}", piece * HELD_COLUMNS)
+    for piece in range(keys // own.chunk):
+        at = own.at(plan.places["held"], f"own * {ROWS}", piece * own.chunk)
         emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
 
     if plan.of_keys is not None:
@@ -317,13 +316,13 @@ def _entry(own: ResidentWriter) -> None:
     emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
     emit(f"q_smem = gl.allocate_shared_memory(query.dtype, [{QUERY_SLOTS}, {ROWS}, {width}], query.layout)")
     emit(f"ring = gl.allocate_shared_memory(query.dtype, [{plan.slots}, {plan.part}, {width}], key.layout)")
-    emit(f"held = gl.allocate_shared_memory(bias.dtype, [{keys // HELD_COLUMNS}, {ROWS}, {HELD_COLUMNS}], bias.layout)")
+    emit(f"held = gl.allocate_shared_memory(bias.dtype, [{keys // own.chunk}, {ROWS}, {own.chunk}], bias.layout)")
     line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
     emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{QUERY_SLOTS}, {own.wide_keys}], {line})")
     if not plan.has_ones:
         emit("ones = of_keys")
     else:
-        print_ones(emit, "query.dtype", CHUNK)
+        print_ones(emit, "query.dtype", own.chunk)
     for name, count in (("query", QUERY_SLOTS), ("part", plan.slots)):
         emit(f"{name}_full = make_barriers({count}, 1)")
         emit(f"{name}_empty = make_barriers({count}, 2)")
@@ -355,7 +354,7 @@ def resident_kernel(region: Region) -> HopperKernel | None:
         ("query", f"leaf{leaves.index(plan.query)}", places["query"].shape, (ROWS, width)),
         ("key", f"leaf{leaves.index(plan.key)}", places["key"].shape, (plan.part, width)),
         ("value", "value", places["value"].shape, (plan.part, width)),
-        ("bias", f"leaf{leaves.index(plan.held)}", places["held"].shape, (ROWS, HELD_COLUMNS)),
+        ("bias", f"leaf{leaves.index(plan.held)}", places["held"].shape, (ROWS, own.chunk)),
         ("output", "output", places["output"].shape, (ROWS // 2, width)),
     )
     source = resident_source(region, plan)

@@ -29,7 +29,7 @@ QUERY_SLOTS = 2
 _PARTS = (256, 128, 64)
 # The keys of a round, and the first of its values.
 _FEWEST_SLOTS = 3
-_ONES_BYTES = 8 * CHUNK * 2
+_ONES_BYTES = 8 * 2 * CHUNK * 2
 
 
 @dataclass(frozen=True, eq=False)

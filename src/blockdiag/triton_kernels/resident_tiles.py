@@ -56,6 +56,14 @@ def partial_sums(b_tile):
 
 
 @gluon.jit
+def halves(b_tile):
+    """The left and the right half of a tile's columns; threads keep what they have."""
+    ROWS: gl.constexpr = b_tile.shape[0]
+    HALF: gl.constexpr = b_tile.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(b_tile, [ROWS, 2, HALF]), [0, 2, 1]))
+
+
+@gluon.jit
 def forgotten(number):
     """A number about which the compiler knows nothing: what follows from it is not kept in registers from before."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)

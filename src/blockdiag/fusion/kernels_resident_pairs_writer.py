@@ -1,0 +1,81 @@
+"""What the two backward kernels by rows share that also sum the gradient of the bias they keep, for Hopper.
+
+A program has a tile of queries of every round, so the gradient of its tile of the bias is a sum over the rounds: it
+stays in registers. Two groups of four warps share each tile, each with half of the keys. See resident.py,
+kernels_resident_pairs.py for narrow heads and kernels_resident_pairs_wide.py for wide ones.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from blockdiag.fusion.hopper import Place
+from blockdiag.fusion.kernels import LOG2_E, Tile, Writer
+from blockdiag.fusion.kernels_resident import ResidentWriter
+from blockdiag.fusion.resident import Resident
+from blockdiag.fusion.tree import Region
+
+NAME = "fused_rows_and_pairs_resident"
+OWN = 64
+"""Queries of a program."""
+SLOTS = 2
+"""Rounds whose tiles of queries have room: the next one's are there before one ends."""
+
+
+type Moved = tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]
+
+
+class PairsWriter(ResidentWriter):
+    """Lines of the functions of the kernel.
+
+    `HELPERS` are those that it has from `resident_tiles`, `INPUTS` the arrays that it reads beside those of all.
+
+    Args:
+        columns: of scores that are one product.
+        place: of the queries' gradient.
+        factor: of the bias in the scores.
+    """
+
+    HELPERS: str
+    INPUTS: tuple[str, ...] = ()
+
+    def __init__(self, region: Region, plan: Resident, columns: int, place: Place, factor: float) -> None:
+        super().__init__(region, plan, Writer(region, "rows", Tile(OWN, columns)))
+        self.place, self.factor = place, factor
+        self.keys = region.sizes["k"]
+        self.tiles_of = region.sizes["q"] // OWN
+        self.places = {**plan.places, "cotangent": plan.places["output"]}
+
+    def array(self, name: Literal["query", "key", "held"], kind: str = "leaf") -> str:
+        """What an operand, or its gradient, is called among the arrays of the launch."""
+        return f"{kind}{self.region.leaves.index(getattr(self.plan, name))}"
+
+    def moved(self) -> Moved:
+        """What the copy engine moves beside gradients; see HopperKernel."""
+        raise NotImplementedError
+
+    def load_tiles(self, full: str, places: Mapping[str, str], offset: str, rows: int) -> None:
+        """So many rows of these arrays, from `offset` on, to their places; `full`: the barrier that tells."""
+        self.emit(f"mbarrier.expect({full}, {len(places) * rows * self.plan.width * 2})")
+        for array, place in places.items():
+            at = self.at(self.places[array], offset)
+            self.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {full}, {place})")
+
+    def request_lines(self) -> None:
+        """Load what the softmax left of a round's queries."""
+        self.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, B)")
+        self.emit(f"loaded_sum = tl.load(p_log_sum + {self.writer.row_place()})")
+
+    def store_lines(self, slot: str) -> None:
+        """What was requested, as exponentials of base 2 are scaled by it."""
+        self.emit(f'lines.index({slot}).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
+
+    def store_bias(self, sums: Mapping[int, str]) -> None:
+        """Write what a group has summed for the bias: names, by the first column of each among the group's."""
+        columns = self.writer.tile.columns
+        target = f"p_{self.array('held', 'grad')} + gl.program_id(0).to(gl.int64) * {OWN * self.keys}"
+        self.emit(f"p_tile = {target} + GROUP * {self.keys // 2}")
+        self.emit(f"o_q = gl.arange(0, {OWN}, gl.SliceLayout(1, S))[:, None] * {self.keys}")
+        self.emit(f"o_k = gl.arange(0, {columns}, gl.SliceLayout(0, S))[None, :]")
+        factor = "" if self.factor == 1 else f" * {self.factor}"
+        for first, name in sums.items():
+            self.emit(f"gl.store(p_tile + o_q + o_k + {first}, {name}{factor})")
