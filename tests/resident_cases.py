@@ -119,6 +119,8 @@ CASES = {
     "terms": Resident(one_bias, _one_bias(64)),
     "bent": Resident(bent, _rows(1, 4, 128, 128, 2, 64)),
     "masked": Resident(masked_rows, _rows(1, 4, 128, 256, 2, 64)),
+    "wide_masked": Resident(masked_rows, _rows(1, 4, 128, 256, 2, 128)),
+    "wide_triangle": Resident(heads_of_rows, _heads(1, 5, 1, 256, 128), "float16"),
     "shared": Resident(scaled_bias, _rows(1, 67, 256, 128, 2, 128)),
     "selected": Resident(selected, _rows(1, 4, 128, 128, 2, 64), stays=False),
     "long": Resident(rows_of_heads, _rows(1, 4, 128, 320, 2, 64), stays=False),

@@ -50,7 +50,19 @@ PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "c
 
 @pytest.mark.parametrize(
     "name",
-    ["evoformer", "many_rows", "many_wide_rows", "narrow", "three_chunks", "one_chunk", "triangle", "terms", "bent"],
+    [
+        "evoformer",
+        "many_rows",
+        "many_wide_rows",
+        "shared",
+        "narrow",
+        "three_chunks",
+        "one_chunk",
+        "triangle",
+        "terms",
+        "bent",
+        "wide_triangle",
+    ],
 )
 def test_kernels_fit_hopper(name):
     launches = launches_of(CASES[name].region())
@@ -68,7 +80,18 @@ def test_kernels_fit_hopper(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["evoformer", "many_rows", "many_wide_rows", "narrow", "float16", "triangle", "masked", "shared", *WITHOUT_JOINT],
+    [
+        "evoformer",
+        "many_rows",
+        "many_wide_rows",
+        "narrow",
+        "float16",
+        "triangle",
+        "masked",
+        "shared",
+        "wide_triangle",
+        *WITHOUT_JOINT,
+    ],
 )
 def test_a_joint_kernel_fits_hopper(name):
     inner, _ = triton_fused.arranged(CASES[name].region())

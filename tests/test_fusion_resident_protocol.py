@@ -26,7 +26,7 @@ def resident_kernels(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["many_rows", "many_wide_rows", "narrow", "three_chunks", "one_chunk", "terms", "shared"]
+    "name", ["many_rows", "many_wide_rows", "narrow", "three_chunks", "one_chunk", "terms", "shared", "wide_triangle"]
 )
 def test_warps_end(name):
     kernels = resident_kernels(name)
@@ -46,9 +46,10 @@ def test_warps_end(name):
         ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_full.index(0), count=1)"),
         # Nobody brings what the last round's products of one more begin with.
         ("many_rows", "fused_columns_resident", "mbarrier.arrive(own_full.index(slot), count=1)"),
-        # Nobody says that lines of keys, or that tiles which sums leave by, have been read.
-        ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(keys_empty.index(GROUP), count=1)"),
+        # Nobody says that keys, or that tiles which sums leave by, have been read, or that gradients are there.
+        ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(ring_empty.index(keys), count=1)"),
         ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_empty.index(0), count=1)"),
+        ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(grads_full.index(own_slot), count=1)"),
         # One less arrival than a phase has.
         (
             "many_wide_rows",
@@ -69,6 +70,7 @@ def test_a_kernel_without_one_arrival_does_not_end(name, kernel, line):
     [
         ("many_rows", "fused_columns_resident", r"mbarrier\.wait\(chunk_empty.*"),
         ("many_rows", "fused_rows_and_pairs_resident", r"mbarrier\.wait\(chunk_empty.*"),
+        ("many_wide_rows", "fused_rows_and_pairs_resident", r"mbarrier\.wait\(ring_empty.*"),
         ("many_wide_rows", "fused_columns_resident", r"mbarrier\.wait\(own_empty.*"),
     ],
 )

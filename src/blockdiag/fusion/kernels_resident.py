@@ -301,7 +301,8 @@ def store_terms(own: ResidentWriter, terms: Node, slot: str) -> None:
 
 def print_ones(emit: Callable[[str], None], dtype: str, count: int) -> None:
     """Ones, [8, count], that a product adds up columns with."""
-    emit(f"LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width={2 * count}, element_bitwidth=16, rank=2)")
+    swizzle = f"swizzle_byte_width={min(128, 2 * count)}"
+    emit(f"LINES: gl.constexpr = gl.NVMMASharedLayout({swizzle}, element_bitwidth=16, rank=2)")
     emit("SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])")
     emit(f"ones = gl.allocate_shared_memory({dtype}, [8, {count}], LINES)")
     emit(f"ones.store(gl.full([8, {count}], 1.0, gl.float32, SPREAD).to({dtype}))")

@@ -168,7 +168,7 @@ def _finish(own: WidePairs) -> None:
     emit(f"gradient.store((kept * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
-    emit("mbarrier.arrive(grads_full.index(0), count=1)")
+    emit("mbarrier.arrive(grads_full.index(own_slot), count=1)")
 
 
 def _load(own: WidePairs) -> None:
@@ -240,9 +240,9 @@ def _gather(own: WidePairs) -> None:
 def _leave(own: WidePairs, number: str) -> None:
     """Write out the gradients of a round, and wait until their place is free."""
     emit, half = own.emit, own.plan.width // 2
-    emit(f"mbarrier.wait(grads_full.index(0), ({number}) % 2)")
-    own.indices(None, f"(first + {number})")
     emit(f"left_slot = ({number}) % {SLOTS}")
+    emit(f"mbarrier.wait(grads_full.index(left_slot), ({number}) // {SLOTS} % 2)")
+    own.indices(None, f"(first + {number})")
     for group in range(2):
         place = f"half.index(left_slot * 2 + {1 - group})"
         emit(f"gradient = {place}._reinterpret(own_tiles.dtype, [{OWN}, {half}], d_query.layout)")
@@ -274,7 +274,7 @@ def _entry(own: WidePairs) -> None:
     emit(f"held = gl.allocate_shared_memory(bias.dtype, [2, {OWN}, {part}], bias.layout)")
     for name, count, arrivals in (
         ("own_full", SLOTS, 1), ("own_empty", SLOTS, 1), ("lines_full", SLOTS, 1), ("ring_full", 4, 1),
-        ("ring_empty", 4, 1), ("sums_full", 1, 2), ("half_full", 2, 1), ("half_empty", 1, 2), ("grads_full", 1, 2),
+        ("ring_empty", 4, 1), ("sums_full", 1, 2), ("half_full", 2, 1), ("half_empty", 1, 2), ("grads_full", SLOTS, 2),
         ("held_full", 1, 1),
     ):  # fmt: skip
         emit(f"{name} = make_barriers({count}, {arrivals})")
