@@ -15,7 +15,7 @@ from blockdiag.fusion.kernels_backward import gradient_dims
 from blockdiag.fusion.kernels_gluon import HopperKernel, gluon_source, print_function
 from blockdiag.fusion.kernels_resident import begin_terms, print_share, request_terms, store_terms
 from blockdiag.fusion.kernels_resident_pairs_wide import WidePairs, print_wide
-from blockdiag.fusion.kernels_resident_pairs_writer import NAME, OWN, SLOTS, Moved, PairsWriter
+from blockdiag.fusion.kernels_resident_pairs_writer import NAME, OWN, SLOTS, PairsWriter
 from blockdiag.fusion.layout import layout_of, shape_of
 from blockdiag.fusion.resident import CHUNK, Resident, resident, rounds_each, terms_of
 from blockdiag.fusion.tiles import value_labels
@@ -43,18 +43,6 @@ class _Pairs(PairsWriter):
         super().__init__(region, plan, CHUNK, place, factor)
         self.chunks_each = self.keys // CHUNK // 2
         self.slots = _slots(plan.width, self.keys, self.wide_keys)
-
-    def moved(self) -> Moved:
-        """What the copy engine moves beside gradients; see HopperKernel."""
-        width = self.plan.width
-        return (
-            ("query", self.array("query"), self.places["query"].shape, (OWN, width)),
-            ("cotangent", "cotangent", self.places["cotangent"].shape, (OWN, width)),
-            ("output", "output", self.places["output"].shape, (OWN, width)),
-            ("key", self.array("key"), self.places["key"].shape, (CHUNK, width)),
-            ("value", "value", self.places["value"].shape, (CHUNK, width)),
-            ("bias", self.array("held"), self.places["held"].shape, (OWN, CHUNK)),
-        )
 
 
 def _slots(width: int, keys: int, wide_keys: int) -> int:
@@ -375,7 +363,7 @@ def _factor(region: Region, plan: Resident) -> float | None:
 
 
 def _kernel(own: PairsWriter, d_query: Output) -> HopperKernel:
-    region, plan, width = own.region, own.plan, own.plan.width
+    region, plan = own.region, own.plan
     rounds, tiles = cells_of(region, plan.through), own.tiles_of * cells_of(region, plan.cell)
     # How many parts of its gradient there are is known before the GPU is.
     each = rounds_each(rounds, tiles, _USUAL_MULTIPROCESSORS, _MOST_PROGRAMS)
@@ -392,7 +380,6 @@ def _kernel(own: PairsWriter, d_query: Output) -> HopperKernel:
         (d_query, d_bias, delta),
         (tiles, 1, 1),
     )
-    columns = width // 2 if isinstance(own, WidePairs) else width
-    moved = (*own.moved(), ("d_query", d_query.name, own.place.shape, (OWN, columns)))
     pointers = (*(f"leaf{i}" for i in own.pointers), "log_sum", "delta", d_bias.name)
+    moved = own.moved(d_query.name)
     return HopperKernel(source, moved, jnp.dtype(region.dtype).name, pointers, rounds, tiles, each)

@@ -14,7 +14,7 @@ from blockdiag.fusion.hopper import Place
 from blockdiag.fusion.kernels import LOG2_E
 from blockdiag.fusion.kernels_gluon import print_function
 from blockdiag.fusion.kernels_resident import begin_terms, print_share, request_terms, store_terms
-from blockdiag.fusion.kernels_resident_pairs_writer import NAME, OWN, SLOTS, Moved, PairsWriter
+from blockdiag.fusion.kernels_resident_pairs_writer import NAME, OWN, SLOTS, PairsWriter
 from blockdiag.fusion.resident import Resident
 from blockdiag.fusion.tree import Region
 
@@ -28,22 +28,12 @@ class WidePairs(PairsWriter):
     """Lines of the functions of the kernel, see PairsWriter."""
 
     HELPERS = "forgotten, halves, rounded_product, widened"
+    PARTS = 2
 
     def __init__(self, region: Region, plan: Resident, place: Place, factor: float) -> None:
         # Keys of a group.
         self.part = region.sizes["k"] // 2
         super().__init__(region, plan, self.part, place, factor)
-
-    def moved(self) -> Moved:
-        """What the copy engine moves beside gradients; see HopperKernel."""
-        width = self.plan.width
-        return (
-            ("query", self.array("query"), self.places["query"].shape, (OWN, width)),
-            ("cotangent", "cotangent", self.places["cotangent"].shape, (OWN, width)),
-            ("key", self.array("key"), self.places["key"].shape, (self.part, width)),
-            ("value", "value", self.places["value"].shape, (self.part, width)),
-            ("bias", self.array("held"), self.places["held"].shape, (OWN, self.part)),
-        )
 
 
 def print_wide(own: WidePairs) -> None:

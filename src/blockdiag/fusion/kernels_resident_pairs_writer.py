@@ -21,13 +21,11 @@ SLOTS = 2
 """Rounds whose tiles of queries have room: the next one's are there before one ends."""
 
 
-type Moved = tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]
-
-
 class PairsWriter(ResidentWriter):
     """Lines of the functions of the kernel.
 
-    `HELPERS` are those that it has from `resident_tiles`, `INPUTS` the arrays that it reads beside those of all.
+    `HELPERS` are those that it has from `resident_tiles`, `INPUTS` the arrays of queries that it loads beside those of
+    all, and in `PARTS` a tile of queries' gradients leaves.
 
     Args:
         columns: of scores that are one product.
@@ -37,6 +35,7 @@ class PairsWriter(ResidentWriter):
 
     HELPERS: str
     INPUTS: tuple[str, ...] = ()
+    PARTS: int = 1
 
     def __init__(self, region: Region, plan: Resident, columns: int, place: Place, factor: float) -> None:
         super().__init__(region, plan, Writer(region, "rows", Tile(OWN, columns)))
@@ -49,9 +48,17 @@ class PairsWriter(ResidentWriter):
         """What an operand, or its gradient, is called among the arrays of the launch."""
         return f"{kind}{self.region.leaves.index(getattr(self.plan, name))}"
 
-    def moved(self) -> Moved:
-        """What the copy engine moves beside gradients; see HopperKernel."""
-        raise NotImplementedError
+    def moved(self, gradient: str) -> tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]:
+        """What the copy engine moves, see HopperKernel; `gradient`: what that of queries is called."""
+        width, columns, places = self.plan.width, self.writer.tile.columns, self.places
+        return (
+            ("query", self.array("query"), places["query"].shape, (OWN, width)),
+            *((name, name, places[name].shape, (OWN, width)) for name in ("cotangent", *self.INPUTS)),
+            ("key", self.array("key"), places["key"].shape, (columns, width)),
+            ("value", "value", places["value"].shape, (columns, width)),
+            ("bias", self.array("held"), places["held"].shape, (OWN, columns)),
+            ("d_query", gradient, self.place.shape, (OWN, width // self.PARTS)),
+        )
 
     def load_tiles(self, full: str, places: Mapping[str, str], offset: str, rows: int) -> None:
         """So many rows of these arrays, from `offset` on, to their places; `full`: the barrier that tells."""
