@@ -13,7 +13,7 @@ from blockdiag.fusion.hopper import SHARED_BYTES, Place, place_of
 from blockdiag.fusion.kernels import LOG2_E, Output, Source, cells_of
 from blockdiag.fusion.kernels_backward import gradient_dims
 from blockdiag.fusion.kernels_gluon import HopperKernel, gluon_source, print_function
-from blockdiag.fusion.kernels_resident import begin_terms, print_share, request_terms, store_terms
+from blockdiag.fusion.kernels_resident import print_share
 from blockdiag.fusion.kernels_resident_pairs_wide import WidePairs, print_wide
 from blockdiag.fusion.kernels_resident_pairs_writer import NAME, OWN, SLOTS, PairsWriter
 from blockdiag.fusion.layout import layout_of, shape_of
@@ -236,34 +236,20 @@ def _load(own: _Pairs) -> None:
 
 def _gather(own: _Pairs) -> None:
     """What the warp does that makes lines of queries and of keys."""
-    emit, plan = own.emit, own.plan
+    emit = own.emit
     print_function(own, f"def gather({_MEMORY}{own.parameters()}, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots of lines, for all rounds."""')
     print_share(own, own.tiles_of)
     own.indices("cell", None)
-    emit("B: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
-    if plan.of_keys is not None:
-        begin_terms(own)
-    own.indices(None, "first")
-    own.request_lines()
 
-    def body() -> None:
-        own.indices(None, "(first + round)")
-        emit(f"slot = round % {SLOTS}")
+    def before() -> None:
         emit(f"mbarrier.wait(own_full.index(slot), round // {SLOTS} % 2)")
         _make_delta(own)
-        own.store_lines("slot * 2")
-        if plan.of_keys is not None:
-            store_terms(own, plan.of_keys, "slot")
-        emit("gl.thread_barrier()")
-        emit("mbarrier.arrive(lines_full.index(slot), count=1)")
-        emit("mbarrier.arrive(own_empty.index(slot), count=1)")
-        own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
-        if plan.of_keys is not None:
-            request_terms(own)
-        own.request_lines()
 
-    own.writer.loop("for round in range(count):", body)
+    def after() -> None:
+        emit("mbarrier.arrive(own_empty.index(slot), count=1)")
+
+    own.gather_lines("slot * 2", "slot", before, after, lambda: None)
     emit()
     emit()
 

@@ -13,7 +13,7 @@ from blockdiag.fusion.emit import Value
 from blockdiag.fusion.hopper import Place
 from blockdiag.fusion.kernels import LOG2_E
 from blockdiag.fusion.kernels_gluon import print_function
-from blockdiag.fusion.kernels_resident import begin_terms, print_share, request_terms, store_terms
+from blockdiag.fusion.kernels_resident import print_share
 from blockdiag.fusion.kernels_resident_pairs_writer import NAME, OWN, SLOTS, PairsWriter
 from blockdiag.fusion.resident import Resident
 from blockdiag.fusion.tree import Region
@@ -192,36 +192,22 @@ def _load(own: WidePairs) -> None:
 
 def _gather(own: WidePairs) -> None:
     """What the warp does that makes lines of queries and of keys, and lets gradients leave."""
-    emit, plan = own.emit, own.plan
+    emit = own.emit
     print_function(own, f"def gather({_MEMORY}, d_query{own.parameters()}, p_log_sum, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots of lines, for all rounds, and empties those of gradients."""')
     print_share(own, own.tiles_of)
     own.indices("cell", None)
-    emit("B: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
-    if plan.of_keys is not None:
-        begin_terms(own)
-    own.indices(None, "first")
-    own.request_lines()
 
-    def body() -> None:
-        own.indices(None, "(first + round)")
-        emit(f"slot = round % {SLOTS}")
+    def before() -> None:
         emit("mbarrier.wait(half_empty.index(0), round % 2 ^ 1)")
-        own.store_lines("slot")
-        if plan.of_keys is not None:
-            store_terms(own, plan.of_keys, "0")
-        emit("gl.thread_barrier()")
-        emit("mbarrier.arrive(lines_full.index(slot), count=1)")
-        own.indices(None, "(first + gl.minimum(round + 1, count - 1))")
-        if plan.of_keys is not None:
-            request_terms(own)
-        own.request_lines()
+
+    def last() -> None:
         emit("if round > 0:")
         own.writer.depth += 1
         _leave(own, "round - 1")
         own.writer.depth -= 1
 
-    own.writer.loop("for round in range(count):", body)
+    own.gather_lines("slot", "0", before, lambda: None, last)
     _leave(own, "count - 1")
     emit()
     emit()

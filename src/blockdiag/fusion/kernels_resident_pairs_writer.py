@@ -5,12 +5,12 @@ stays in registers. Two groups of four warps share each tile, each with half of 
 kernels_resident_pairs.py for narrow heads and kernels_resident_pairs_wide.py for wide ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from blockdiag.fusion.hopper import Place
 from blockdiag.fusion.kernels import LOG2_E, Tile, Writer
-from blockdiag.fusion.kernels_resident import ResidentWriter
+from blockdiag.fusion.kernels_resident import ResidentWriter, begin_terms, request_terms, store_terms
 from blockdiag.fusion.resident import Resident
 from blockdiag.fusion.tree import Region
 
@@ -67,14 +67,46 @@ class PairsWriter(ResidentWriter):
             at = self.at(self.places[array], offset)
             self.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {full}, {place})")
 
-    def request_lines(self) -> None:
+    def gather_lines(
+        self, lines: str, of_keys: str, before: Callable[[], None], after: Callable[[], None], last: Callable[[], None]
+    ) -> None:
+        """What a warp does that makes lines of queries and of keys for all rounds, each requested a round ahead.
+
+        Args:
+            lines, of_keys: the places of a round's lines in memory.
+            before: prints what comes before lines are stored.
+            after: what comes when they are there.
+            last: what comes when those of the next round are on their way.
+        """
+        emit, terms = self.emit, self.plan.of_keys
+        emit("B: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+        if terms is not None:
+            begin_terms(self)
+        self.indices(None, "first")
+        self._request_lines()
+
+        def body() -> None:
+            self.indices(None, "(first + round)")
+            emit(f"slot = round % {SLOTS}")
+            before()
+            emit(f'lines.index({lines}).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
+            if terms is not None:
+                store_terms(self, terms, of_keys)
+            emit("gl.thread_barrier()")
+            emit("mbarrier.arrive(lines_full.index(slot), count=1)")
+            after()
+            self.indices(None, "(first + gl.minimum(round + 1, count - 1))")
+            if terms is not None:
+                request_terms(self)
+            self._request_lines()
+            last()
+
+        self.writer.loop("for round in range(count):", body)
+
+    def _request_lines(self) -> None:
         """Load what the softmax left of a round's queries."""
         self.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, B)")
         self.emit(f"loaded_sum = tl.load(p_log_sum + {self.writer.row_place()})")
-
-    def store_lines(self, slot: str) -> None:
-        """What was requested, as exponentials of base 2 are scaled by it."""
-        self.emit(f'lines.index({slot}).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
 
     def store_bias(self, sums: Mapping[int, str]) -> None:
         """Write what a group has summed for the bias: names, by the first column of each among the group's."""
