@@ -197,11 +197,6 @@ def masked_by_rows_and_columns(query, key, value):
     return jnp.where(mask[:, :, None], power / total, 0) @ value
 
 
-def one_query(query, key, value):
-    weights = jax.nn.softmax(jnp.einsum("bh,bsh->bs", query[:, 0], key), axis=-1)
-    return jnp.einsum("bs,bsh->bh", weights, value)
-
-
 def two_axes(query, key, value):
     scores = jnp.einsum("bth,bsuh->btsu", query, key.reshape(BATCH, TOKENS // 2, 2, WIDTH))
     weights = jax.nn.softmax(scores, axis=(-1, -2))
@@ -212,7 +207,6 @@ def two_axes(query, key, value):
     ("function", "words"),
     [
         (masked_by_rows_and_columns, "whose sum is masked otherwise"),
-        (one_query, "queries have no axis: give them one"),
         (two_axes, "make keys one axis"),
     ],
 )

@@ -13,9 +13,10 @@ from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.apart import taken_apart
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.joined import joined
+from blockdiag.fusion.lone import with_query_axes
 from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.made import with_made
-from blockdiag.fusion.match import regions_and_sides
+from blockdiag.fusion.match import QueryWithoutAxis, regions_and_sides
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.pull import place_of
@@ -110,7 +111,14 @@ class Program:
         self.structure = structure
         apart = taken_apart(jaxpr)
         jaxpr = jaxpr if apart is None else apart
-        self._take(jaxpr)
+        try:
+            self._take(jaxpr)
+        except QueryWithoutAxis as refusal:
+            with_axes = with_query_axes(jaxpr, refusal.products)
+            if with_axes is None:
+                raise NotFusible(str(refusal)) from None
+            jaxpr = with_axes
+            self._take(jaxpr)
         drawn = drawn_by(jaxpr.jaxpr, [region for found in self.regions.values() for region in found])
         if drawn:
             self._take(with_counters(jaxpr, drawn))

@@ -53,6 +53,7 @@ class _Unmatched:
         weights: the side that was looked at.
         reason: why it is not linear in softmaxes; empty where that is not known.
         refused: why it is no function of scores on tiles; empty where that is not known.
+        lacks_queries: whether that is because nothing has an axis of queries.
     """
 
     matcher: "_Matcher"
@@ -60,6 +61,19 @@ class _Unmatched:
     weights: object
     reason: str
     refused: str
+    lacks_queries: bool = False
+
+
+class QueryWithoutAxis(NotFusible):
+    """There are softmaxes before products, and nothing but that their one query has no axis is known against them.
+
+    Attributes:
+        products: with values.
+    """
+
+    def __init__(self, message: str, products: Sequence[core.JaxprEqn]) -> None:
+        super().__init__(message)
+        self.products = products
 
 
 def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
@@ -86,6 +100,9 @@ def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, .
     unmatched: list[_Unmatched] = []
     users, matches = users_of(jaxpr), _matches(jaxpr, unmatched)
     if not matches and (refusal := _refusal(unmatched)) is not None:
+        lone = [one.equation for one in unmatched if one.lacks_queries]
+        if lone and _refusal([one for one in unmatched if not one.lacks_queries]) is None:
+            raise QueryWithoutAxis(refusal, lone)
         raise NotFusible(refusal)
     if any(region.score is not None for one in matches for region in one.regions):
         # Beside attention, what looks like it without a softmax may be a layer with matrices for each head or expert.
@@ -221,7 +238,8 @@ def _regions_with(
         matcher = _Matcher(jaxpr, sizes, batch)
         if matcher.has_softmax(weights, tuple(dims[side])):
             refused = "queries have no axis: give them one, of size 1"
-            unmatched.append(_Unmatched(matcher, equation, weights, "", f"{refused}, {place_of(equation)}"))
+            where = place_of(equation)
+            unmatched.append(_Unmatched(matcher, equation, weights, "", f"{refused}, {where}", lacks_queries=True))
         return replaced, ()
     # Keys are read once for each tile of rows, so that these lie along the longest axis that values lack.
     rows = max(reversed(free), key=lambda axis: aval_of(weights).shape[axis])

@@ -283,6 +283,9 @@ class Puller:
                 role = "scalar"
             case (True, False, True):
                 role = "query"
+            case (False, False, True) if self.sizes.get(ROWS) == 1:
+                # Of one query, whose axis is another array's.
+                role = "query"
             case (False, True, True):
                 role = "key"
             case _:
