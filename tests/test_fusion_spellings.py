@@ -320,4 +320,5 @@ def test_empty_arrays(shape, implementation):
         return
     output, *gradients = with_gradients(fuse(function, implementation=implementation), arrays)
     assert output.shape == (batch, queries, 8) and [x.shape for x in gradients] == [x.shape for x in arrays]
-    np.testing.assert_allclose(output, function(*arrays))
+    # The mean of ones, to rounding.
+    np.testing.assert_allclose(output, function(*arrays), rtol=1e-6)
