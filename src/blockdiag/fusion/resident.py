@@ -29,6 +29,7 @@ QUERY_SLOTS = 2
 _PARTS = (256, 128, 64)
 # The keys of a round, and the first of its values.
 _FEWEST_SLOTS = 3
+# Of the widest products, which take two chunks.
 _ONES_BYTES = 8 * 2 * CHUNK * 2
 
 
