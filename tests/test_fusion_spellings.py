@@ -320,5 +320,5 @@ def test_empty_arrays(shape, implementation):
         return
     output, *gradients = with_gradients(fuse(function, implementation=implementation), arrays)
     assert output.shape == (batch, queries, 8) and [x.shape for x in gradients] == [x.shape for x in arrays]
-    # Of no keys nothing, otherwise the mean of ones; how XLA rounds that in the function itself depends on the processor.
+    # Of no keys nothing, otherwise the mean of ones, which XLA rounds in the function itself as the processor has it.
     np.testing.assert_allclose(output, 0 if keys == 0 else 1, rtol=2 * np.finfo(np.float32).eps)
