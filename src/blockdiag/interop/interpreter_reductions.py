@@ -102,7 +102,14 @@ def _known_reductions() -> dict[Any, Callable[[np.ndarray, int], np.ndarray]]:
 
 def _sum(numbers: np.ndarray, axis: int) -> np.ndarray:
     wide = _at_least_float32(numbers)
-    return np.add.reduce(wide, axis, dtype=wide.dtype)
+    if wide.dtype.kind in "iub":
+        return np.add.reduce(wide, axis, dtype=wide.dtype)
+    # Halves onto each other, as lanes of a warp add: zeros at the end of a longer axis change no bit, which results
+    # that must not depend on the length of a table rely upon. The order that numpy adds in depends on the length.
+    wide = np.moveaxis(wide, axis, 0)
+    while (half := len(wide) // 2) > 0:
+        wide = wide[:half] + wide[half:]
+    return wide[0]
 
 
 def _at_least_float32(numbers: np.ndarray) -> np.ndarray:
