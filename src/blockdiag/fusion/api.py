@@ -21,6 +21,7 @@ from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.pull import place_of
 from blockdiag.fusion.squares import with_products
+from blockdiag.fusion.sums import with_sums
 from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read
 from blockdiag.fusion.tree import NotFusible as NotFusible
 from blockdiag.fusion.tree import Region, Source
@@ -111,6 +112,8 @@ class Program:
         self.structure = structure
         apart = taken_apart(jaxpr)
         jaxpr = jaxpr if apart is None else apart
+        divided = with_sums(jaxpr)
+        jaxpr = jaxpr if divided is None else divided
         try:
             self._take(jaxpr)
         except QueryWithoutAxis as refusal:

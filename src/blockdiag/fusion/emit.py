@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.trace import aval_of, body_of
+from blockdiag.fusion.spelled import SPELLED, is_spelled
+from blockdiag.fusion.trace import aval_of, body_of, tile_jaxpr
 
 _BINARY = {
     "add": "+", "add_any": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -158,12 +161,32 @@ class Printer:
             return self.name(f"{given[0].name} {_BINARY[name]} {given[1].name}", shape)
         if name in _CALLS:
             return self.name(_CALLS[name].format(*(x.name for x in given)), shape)
+        if is_spelled(name, aval_of(equation.invars[0]).dtype):
+            return self._spelled(equation, given)
         raise NotPrintable(f"`{name}` has no Triton of its own here")
 
+    def _spelled(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
+        """An operation by others, of operands that have its shape."""
+        shape = aval_of(equation.outvars[0]).shape
+
+        def of_tiles(*operands: Any) -> Any:
+            whole = [x if x.shape == shape else lax.broadcast_in_dim(x, shape, ()) for x in operands]
+            return SPELLED[equation.primitive.name](*whole, **equation.params)
+
+        avals = [jax.ShapeDtypeStruct(aval_of(x).shape, aval_of(x).dtype) for x in equation.invars]
+        return self.run(tile_jaxpr(of_tiles, *avals), given)[0]
+
     def _power(self, base: Value, exponent: int, shape: tuple[int, ...]) -> Value:
-        if not 1 <= abs(exponent) <= 8:
-            raise NotPrintable(f"the power {exponent}")
-        product = " * ".join([base.name] * abs(exponent))
+        if exponent == 0:
+            raise NotPrintable("the power 0")
+        factors, square, left = [], base, abs(exponent)
+        while left:
+            if left % 2:
+                factors.append(square.name)
+            left //= 2
+            if left:
+                square = self.name(f"{square.name} * {square.name}", shape)
+        product = " * ".join(factors)
         return self.name(product if exponent > 0 else f"1.0 / ({product})", shape)
 
     def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:

@@ -164,6 +164,18 @@ def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched]) -> list[_Match]:
     return found
 
 
+def is_attention(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> bool:
+    """Whether a product is of values and of weights that are made tile by tile."""
+    for side in (0, 1):
+        try:
+            _, regions = _regions_of(jaxpr, product, side, [])
+        except NotFusible:
+            continue
+        if regions:
+            return True
+    return False
+
+
 def _regions_of(
     jaxpr: core.Jaxpr, equation: core.JaxprEqn, side: int, unmatched: list[_Unmatched]
 ) -> tuple[core.Var, tuple[Region, ...]]:

@@ -104,7 +104,7 @@ class Puller:
                 return found
             # Made by the program as it stands, and read in tiles.
             made = self._leaf(var, dims)
-            if made.leaf is not None and self._has_product(var, dims):
+            if made.leaf is not None and self.has_product(var, dims):
                 reason = f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
                 self.doubts.setdefault(made.leaf, reason)
             return made
@@ -381,9 +381,9 @@ class Puller:
                 seen.add(id(equation))
                 names.add(equation.primitive.name)
                 waiting += [x for x in equation.invars if isinstance(x, core.Var)]
-        return isinstance(var, core.Var) and bool({"exp", "exp2", "logistic"} & names) and self._has_product(var)
+        return isinstance(var, core.Var) and bool({"exp", "exp2", "logistic"} & names) and self.has_product(var)
 
-    def _has_product(self, var: core.Var, dims: tuple[Dim, ...] | None = None) -> bool:
+    def has_product(self, var: core.Var, dims: tuple[Dim, ...] | None = None) -> bool:
         """Whether a value is computed from scores: a floating product of what has queries and of what has keys.
 
         Where it is not known what axes stand for, one that is larger than its factors.

@@ -1,0 +1,348 @@
+"""Weights that are divided by a sum of weights, and are no softmax: their product with values is divided instead.
+
+As masked softmaxes that are normalised again, linear attention under a mask, retention, the mLSTM and attention with
+squared relu are written:
+
+    (w / f(sum w)) v = (w v) / f(w 1)
+
+The sum along keys becomes a product with ones beside that with values, and both are found as products of weights that
+are functions of single scores.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from blockdiag.fusion.match import is_attention
+from blockdiag.fusion.pull import broadcast_dims, labels_of
+from blockdiag.fusion.softmaxes import CASTS, MOVES, NoMatch, Softmaxes
+from blockdiag.fusion.trace import aval_of, bind, rewritten
+from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS, Dim
+
+_SAME = (*CASTS, "stop_gradient")
+
+type _Replacement = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
+
+
+def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
+    """The same flat program, in which what sums of weights divide are results; None where that helps no product."""
+    found = [one for one in _quotients(closed.jaxpr) if not is_attention(closed.jaxpr, one.product)]
+    if not found:
+        return None
+    before = _count(closed)
+    helped = [one for one in found if len(found) > 1 and _is_help(closed, [one], before)] or found
+    return _replaced(closed, helped) if _is_help(closed, helped, before) else None
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """A number of each row that weights are divided by, or times.
+
+    Attributes:
+        var, dims: the array or literal, and the label of each of its axes.
+        divides: whether weights are divided by it.
+    """
+
+    var: Any
+    dims: tuple[Dim, ...]
+    divides: bool
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Weights, taken apart.
+
+    Attributes:
+        dims: a label, or nothing, for each axis.
+        numerator: what has been divided.
+        path: what else is done to that, last first: an equation, and which of its operands it is.
+        factors: what it has been divided by, or times.
+    """
+
+    dims: tuple[Dim, ...]
+    numerator: Any
+    path: tuple[tuple[core.JaxprEqn, int], ...]
+    factors: tuple[_Factor, ...]
+
+    def value(self, value_of: Callable[[Any], Any]) -> Any:
+        """The weights without the factors."""
+        weights = value_of(self.numerator)
+        for equation, place in reversed(self.path):
+            given = [weights if i == place else value_of(x) for i, x in enumerate(equation.invars)]
+            (weights,) = bind(equation, given)
+        return weights
+
+    def with_factors(self, array: Any, dims: Sequence[Dim], value_of: Callable[[Any], Any]) -> Any:
+        """What has been computed from these, with the factors that it lacks.
+
+        Args:
+            dims: of the array.
+        """
+        for factor in self.factors:
+            each = _aligned(jnp.asarray(value_of(factor.var), array.dtype), factor.dims, dims)
+            array = array / each if factor.divides else array * each
+        return array
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum along keys of what is made of scores.
+
+    Attributes:
+        equation: the sum.
+        weights: what is summed.
+    """
+
+    equation: core.JaxprEqn
+    weights: _Weights
+
+
+@dataclass(frozen=True)
+class _Quotient:
+    """A product of values and of weights that have been divided.
+
+    Attributes:
+        product, side: it, and which of its operands has the weights.
+        weights: these.
+        sums: what the factors are made of.
+    """
+
+    product: core.JaxprEqn
+    side: int
+    weights: _Weights
+    sums: tuple[_Sum, ...]
+
+    @property
+    def shared(self) -> list[tuple[Dim, int]]:
+        """The labels that values have, too, and which of their axes."""
+        _, shared = self.product.params["dimension_numbers"]
+        return [(self.weights.dims[x], y) for x, y in zip(shared[self.side], shared[1 - self.side], strict=True)]
+
+    @property
+    def out_dims(self) -> list[Dim]:
+        """The labels of the product's axes; columns of values have none."""
+        (contracted, shared) = self.product.params["dimension_numbers"]
+        shape, taken = aval_of(self.product.outvars[0]).shape, (*contracted[self.side], *shared[self.side])
+        rows = [dim for axis, dim in enumerate(self.weights.dims) if axis not in taken]
+        columns: list[Dim] = [()] * (len(shape) - len(shared[0]) - len(rows))
+        return [*(dim for dim, _ in self.shared), *(rows + columns if self.side == 0 else columns + rows)]
+
+    def result(self, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
+        """The product, divided."""
+        operands = [value_of(x) for x in self.product.invars]
+        operands[self.side] = self.weights.value(value_of)
+        params, var = self.product.params, self.product.outvars[0]
+        dtype = aval_of(var).dtype
+        out = lax.dot_general(
+            *operands, params["dimension_numbers"], precision=params["precision"], preferred_element_type=_wide(dtype)
+        )
+        return {var: self.weights.with_factors(out, self.out_dims, value_of).astype(dtype)}
+
+    def total(self, one: _Sum, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
+        """A sum along keys as a product with ones, which has the axes that the values have."""
+        (var,), dims = one.equation.outvars, one.weights.dims
+        value = self.product.invars[1 - self.side]
+        weights = one.weights.value(value_of).astype(aval_of(value).dtype)
+        both = [(dims.index(dim), axis) for dim, axis in self.shared if dim in dims]
+        batch, keys = [axis for axis, _ in both], dims.index((COLUMNS,))
+        ones = jnp.ones([*(weights.shape[axis] for axis in batch), weights.shape[keys], 1], weights.dtype)
+        numbers = (([keys], [len(batch)]), (batch, list(range(len(batch)))))
+        dtype, precision = aval_of(var).dtype, self.product.params["precision"]
+        out = lax.dot_general(weights, ones, numbers, precision=precision, preferred_element_type=_wide(dtype))
+        rest = [axis for axis in range(weights.ndim) if axis != keys]
+        order = [*batch, *(axis for axis in rest if axis not in batch)]
+        out = lax.transpose(lax.squeeze(out, [len(order)]), [order.index(axis) for axis in rest])
+        return {var: one.weights.with_factors(out, [dims[axis] for axis in rest], value_of).astype(dtype)}
+
+
+def _wide(dtype: Any) -> Any:
+    return np.promote_types(dtype, np.float32)
+
+
+def _aligned(array: Any, dims: Sequence[Dim], wanted: Sequence[Dim]) -> Any:
+    """An array with axes in the order of others, and ones of size 1 where it lacks them."""
+    order = sorted((axis for axis, dim in enumerate(dims) if dim), key=lambda axis: wanted.index(dims[axis]))
+    array = lax.transpose(array, [*order, *(axis for axis, dim in enumerate(dims) if not dim)])
+    sizes = {dims[axis]: array.shape[i] for i, axis in enumerate(order)}
+    return lax.reshape(array, [sizes.get(dim, 1) if dim else 1 for dim in wanted])
+
+
+def _replaced(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient]) -> core.ClosedJaxpr:
+    replaced: dict[int, _Replacement] = {}
+    for one in quotients:
+        replaced |= {id(x.equation): functools.partial(one.total, x) for x in one.sums}
+        replaced[id(one.product)] = one.result
+    return rewritten(closed, closed.jaxpr.eqns, replaced)
+
+
+def _is_help(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient], before: int) -> bool:
+    """Whether products and sums have all become attention."""
+    sums = {id(x.equation) for one in quotients for x in one.sums}
+    return _count(_replaced(closed, quotients)) >= before + len(quotients) + len(sums)
+
+
+def _count(closed: core.ClosedJaxpr) -> int:
+    """How many products with values there are."""
+    return sum(x.primitive.name == "dot_general" and is_attention(closed.jaxpr, x) for x in closed.jaxpr.eqns)
+
+
+def _quotients(jaxpr: core.Jaxpr) -> list[_Quotient]:
+    """Products of weights that have been divided by a function of sums of what is made of scores."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            each = (_Finder(jaxpr, equation, side).quotient() for side in (0, 1))
+            found += [one for one in each if one is not None][:1]
+    return found
+
+
+class _Finder(Softmaxes):
+    """Looks for what weights were divided by, from a product upwards."""
+
+    def __init__(self, jaxpr: core.Jaxpr, product: core.JaxprEqn, side: int) -> None:
+        contracted, shared = product.params["dimension_numbers"]
+        self.product, self.side = product, side
+        shape = aval_of(product.invars[side]).shape
+        free = [axis for axis in range(len(shape)) if axis not in (*contracted[side], *shared[side])]
+        self.keys = contracted[side]
+        labels = {axis: f"b{axis}" for axis in range(len(shape))}
+        labels |= {axis: ROWS for axis in sorted(free, key=lambda axis: shape[axis])[-1:]}
+        labels |= dict.fromkeys(self.keys, COLUMNS)
+        self.dims: tuple[Dim, ...] = tuple((labels[axis],) for axis in range(len(shape)))
+        sizes = {labels[axis]: size for axis, size in enumerate(shape)}
+        super().__init__(jaxpr, sizes, [x for x in sizes if x not in (ROWS, COLUMNS)])
+
+    def quotient(self) -> _Quotient | None:
+        """The product, where its weights have factors of rows that sums are in."""
+        var = self.product.invars[self.side]
+        if len(self.keys) != 1 or (ROWS,) not in self.dims or isinstance(var, core.Literal):
+            return None
+        sums: dict[int, _Sum] = {}
+        try:
+            weights = self._weights(var, self.dims, sums)
+        except NoMatch:
+            return None
+        return _Quotient(self.product, self.side, weights, tuple(sums.values())) if sums else None
+
+    def _weights(self, var: Any, dims: tuple[Dim, ...], sums: dict[int, _Sum]) -> _Weights:
+        """Weights as a numerator, factors of rows and the rest.
+
+        Args:
+            sums: by their `id`; those that the factors are made of are added.
+        """
+        numerator, length, inner = var, 0, dims
+        path: list[tuple[core.JaxprEqn, int]] = []
+        factors: list[_Factor] = []
+        while (equation := self.producer(var)) is not None:
+            try:
+                found = self._factor(equation, inner, sums)
+                if found is None:
+                    place, inner = self._linear(equation, inner)
+                    path.append((equation, place))
+                else:
+                    place, inner, factor = found
+                    factors.append(factor)
+                    numerator, length = equation.invars[place], len(path)
+            except NoMatch:
+                break
+            var = equation.invars[place]
+        return _Weights(dims, numerator, tuple(path[:length]), tuple(factors))
+
+    def _factor(
+        self, equation: core.JaxprEqn, dims: tuple[Dim, ...], sums: dict[int, _Sum]
+    ) -> tuple[int, tuple[Dim, ...], _Factor] | None:
+        """Of a product with a number of each row, or a quotient: which operand is not that number, its dims, and the
+        number, whose sums are added.
+
+        Raises:
+            NoMatch: it is a softmax.
+        """
+        name, operands = equation.primitive.name, equation.invars
+        if name not in ("mul", "div"):
+            return None
+        shape = aval_of(equation.outvars[0]).shape
+        given = [broadcast_dims(x, shape, dims) for x in operands]
+        for one, other in ((0, 1), (1, 0)) if name == "mul" else ((0, 1),):
+            inner, inner_dims = self.through_moves(operands[other], given[other])
+            if COLUMNS in labels_of(inner_dims) or COLUMNS not in labels_of(given[one]):
+                continue
+            if any(isinstance(dim, int) or len(dim) > 1 for dim in inner_dims):
+                raise NoMatch
+            found = list(self._sums(inner, inner_dims, set()))
+            power = self.producer(self.skip(operands[one]))
+            if found and power is not None and power.primitive.name in ("exp", "exp2"):
+                raise NoMatch
+            for equation, whole in found:
+                if id(equation) not in sums:
+                    weights = self._weights(equation.invars[0], whole, sums)
+                    sums[id(equation)] = _Sum(equation, weights)
+            return one, given[one], _Factor(inner, inner_dims, name == "div")
+        return None
+
+    def _sums(
+        self, var: Any, dims: tuple[Dim, ...], seen: set[Any]
+    ) -> Iterator[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
+        """The sums of scores along keys that a number of each row is made of, and the dims of what they sum.
+
+        Raises:
+            NoMatch: it is made of scores in another way.
+        """
+        equation = self.producer(var)
+        if equation is None or (var, dims) in seen:
+            return
+        seen.add((var, dims))
+        name, operands = equation.primitive.name, equation.invars
+        if name == "reduce_sum" and len(equation.params["axes"]) == 1:
+            (axis,) = equation.params["axes"]
+            whole = (*dims[:axis], (COLUMNS,), *dims[axis:])
+            is_keys = aval_of(operands[0]).shape[axis] == self.sizes[COLUMNS]
+            if is_keys and isinstance(operands[0], core.Var) and self.puller.has_product(operands[0], whole):
+                if any(isinstance(dim, int) or len(dim) > 1 for dim in whole):
+                    raise NoMatch
+                yield equation, whole
+        elif name in _SAME:
+            yield from self._sums(operands[0], dims, seen)
+        elif name in MOVES:
+            yield from self._sums(operands[0], self.moved(equation, dims), seen)
+        elif name in ELEMENTWISE:
+            for operand in operands:
+                shape = aval_of(equation.outvars[0]).shape
+                yield from self._sums(operand, broadcast_dims(operand, shape, dims), seen)
+        elif name == "reduce_max":
+            axes, left = equation.params["axes"], iter(dims)
+            rank = len(aval_of(operands[0]).shape)
+            whole = tuple((COLUMNS,) if axis in axes else next(left) for axis in range(rank))
+            if isinstance(operands[0], core.Var) and self.puller.has_product(operands[0], whole):
+                raise NoMatch
+
+    def _linear(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[int, tuple[Dim, ...]]:
+        """The operand that a value is linear in, and its dims.
+
+        Raises:
+            NoMatch: there is none.
+        """
+        name, operands = equation.primitive.name, equation.invars
+        shape = aval_of(equation.outvars[0]).shape
+        if name in _SAME or name == "neg":
+            return 0, dims
+        if name in MOVES:
+            return 0, self.moved(equation, dims)
+        if name in ("mul", "div"):
+            given = [broadcast_dims(x, shape, dims) for x in operands]
+            places = [i for i, x in enumerate(operands) if isinstance(x, core.Var) and self._has_sum(x, given[i])]
+            if len(places) == 1 and places[0] <= (name == "mul"):
+                return places[0], given[places[0]]
+        if name == "select_n" and len(operands) == 3:
+            places = [i for i in (1, 2) if not self._is_zero(operands[i])]
+            if len(places) == 1:
+                return places[0], broadcast_dims(operands[places[0]], shape, dims)
+        raise NoMatch
+
+    def _has_sum(self, var: core.Var, dims: tuple[Dim, ...]) -> bool:
+        return COLUMNS in labels_of(dims) and self.puller.has_product(var, dims)
