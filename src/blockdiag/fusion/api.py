@@ -17,6 +17,7 @@ from blockdiag.fusion.lone import with_query_axes
 from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.made import with_made
 from blockdiag.fusion.match import QueryWithoutAxis, regions_and_sides
+from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.pull import place_of
@@ -110,10 +111,8 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
-        apart = taken_apart(jaxpr)
-        jaxpr = jaxpr if apart is None else apart
-        divided = with_sums(jaxpr)
-        jaxpr = jaxpr if divided is None else divided
+        for rewrite in (taken_apart, with_merged_keys, with_sums):
+            jaxpr = rewrite(jaxpr) or jaxpr
         try:
             self._take(jaxpr)
         except QueryWithoutAxis as refusal:

@@ -176,6 +176,11 @@ def is_attention(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> bool:
     return False
 
 
+def attention_count(jaxpr: core.Jaxpr) -> int:
+    """How many products are of values and of weights that are made tile by tile."""
+    return sum(x.primitive.name == "dot_general" and is_attention(jaxpr, x) for x in jaxpr.eqns)
+
+
 def _regions_of(
     jaxpr: core.Jaxpr, equation: core.JaxprEqn, side: int, unmatched: list[_Unmatched]
 ) -> tuple[core.Var, tuple[Region, ...]]:

@@ -13,6 +13,7 @@ from jax.extend import core, source_info_util
 
 from blockdiag.fusion.calls import calls_of
 from blockdiag.fusion.distances import Distances
+from blockdiag.fusion.grids import Divide, Grids, base_of, has_parts, joined_parts
 from blockdiag.fusion.made import source_made_by
 from blockdiag.fusion.trace import aval_of, body_of, constants
 from blockdiag.fusion.tree import (
@@ -63,6 +64,7 @@ class Puller:
         self._distances = Distances(self.producers, sizes)
         self._constant_of = constants(jaxpr, _MOST_CONSTANTS)
         self.sizes = sizes
+        self.grids = Grids(sizes)
         self.batch = batch
         self._nodes: dict[Any, Node] = {}
         self._features = itertools.count()
@@ -138,7 +140,7 @@ class Puller:
             ]
             return inner if all(is_float) else operation(equation.primitive, inner, **params)
         if name in _MOVES:
-            return self.node(operands[0], moved_dims(equation, dims, self.sizes))
+            return self.node(operands[0], self._moved_scores(equation, dims))
         if name == "iota":
             return self._leaf(*self._positions(equation, dims))
         if name == "dot_general":
@@ -148,6 +150,17 @@ class Puller:
         if body_of(equation) is not None and len(equation.outvars) == 1:
             return self._call(equation, dims)
         raise Unpullable(f"`{name}` of scores cannot be computed a tile at a time")
+
+    def moved(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """`moved_dims`, where the axes of queries and of keys may be divided."""
+        return moved_dims(equation, dims, self.grids.sizes, self.grids.divided)
+
+    def _moved_scores(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """The same, where only scores divide them: what else is reshaped is read as it is made."""
+        inner, operand = self.moved(equation, dims), equation.invars[0]
+        if has_parts(inner) and not has_parts(dims) and not self.has_product(operand, inner):
+            raise Unpullable("`reshape` that divides an axis")
+        return inner
 
     def _call(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
         """A function with a derivative of its own, which it keeps on tiles."""
@@ -191,6 +204,7 @@ class Puller:
     def _trees(self, jaxpr: core.ClosedJaxpr, dims: Sequence[tuple[Dim, ...] | None]) -> Trees:
         """The results of a function's program, whose axes stand for `dims`, of its arguments."""
         puller = Puller(jaxpr.jaxpr, self.sizes, self.batch, is_function=True)
+        puller.grids = self.grids
         roots = []
         for result, wanted in zip(jaxpr.jaxpr.outvars, dims, strict=True):
             if wanted is None:
@@ -265,11 +279,38 @@ class Puller:
                 source = source_of(source, self._constant_of(source) if is_small else None)
                 break
             try:
-                dims = moved_dims(equation, dims, self.sizes)
+                # Arrays with whole labels are read as they lie.
+                inner = self.moved(equation, dims)
+                if has_parts(inner) and not has_parts(dims):
+                    raise Unpullable("`reshape` that divides an axis")
+                dims = inner
             except Unpullable:
                 source = source_of(source)
                 break
             source = equation.invars[0]
+        assert isinstance(source, Source)
+        if has_parts(dims) and not self._is_function:
+            return self._on_grid(source, dims)
+        return self._leaf_of(source, dims)
+
+    def _on_grid(self, source: Source, dims: tuple[Dim, ...]) -> Node:
+        """A leaf whose axes stand for parts of labels, or the product that it is."""
+        labels = labels_of(dims)
+        is_score = {ROWS, COLUMNS} <= labels and not any(label.startswith(FEATURES) for label in labels)
+        factors = None
+        if is_score and jnp.issubdtype(source.dtype, jnp.floating):
+            feature = f"{FEATURES}{next(self._features):02}"
+            factors = self.grids.as_product(source, dims, feature)
+        made = [self.grids.whole(source, dims)] if factors is None else factors
+        for each, _ in made:
+            self.producers |= {out: equation for equation in each.made for out in equation.outvars}
+        if factors is None:
+            return self._leaf_of(*made[0])
+        self.sizes[feature] = self.grids.sizes[feature]
+        return Node("product", tuple(self._leaf_of(*factor) for factor in factors))
+
+    def _leaf_of(self, source: Source, dims: tuple[Dim, ...]) -> Node:
+        """A leaf with whole labels."""
         labels = labels_of(dims)
         has_features = any(label.startswith(FEATURES) for label in labels)
         match (ROWS in labels, COLUMNS in labels, has_features):
@@ -290,7 +331,6 @@ class Puller:
                 role = "key"
             case _:
                 raise Unpullable("features of pairs of queries and keys")
-        assert isinstance(source, Source)
         if role == "score" and source.constant is None and jnp.issubdtype(source.dtype, jnp.floating):
             source, dims = self._in_rows(source, dims)
         leaf = Leaf(source, dims, role, tuple(label for label in self.batch if label in labels))
@@ -301,7 +341,7 @@ class Puller:
         at = equation.params["dimension"]
         dim = dims[at]
         if isinstance(dim, tuple):
-            dim = tuple(label for label in dim if self.sizes[label] > 1 or label in (ROWS, COLUMNS))
+            dim = tuple(x for x in dim if self.grids.sizes[x] > 1 or x in (ROWS, COLUMNS))
         return Source(None, (equation.params["shape"][at],), np.dtype(equation.params["dtype"])), (dim,)
 
     def _in_rows(self, source: Source, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
@@ -422,7 +462,7 @@ class Puller:
             found = [dims if aval_of(x).shape == shape else None for x in equation.invars]
         elif name in _MOVES:
             with contextlib.suppress(Unpullable):
-                found = [moved_dims(equation, dims, self.sizes)]
+                found = [self.moved(equation, dims)]
         return found
 
 
@@ -491,8 +531,8 @@ def place_of(equation: core.JaxprEqn) -> str:
 
 
 def labels_of(dims: Sequence[Dim]) -> set[str]:
-    """All labels of an array's axes."""
-    return {label for dim in dims if isinstance(dim, tuple) for label in dim}
+    """All labels of an array's axes; of parts of one that label."""
+    return {base_of(label) for dim in dims if isinstance(dim, tuple) for label in dim}
 
 
 def factor_dims(equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> list[list[Dim]]:
@@ -519,8 +559,14 @@ def broadcast_dims(operand: Any, shape: tuple[int, ...], dims: tuple[Dim, ...]) 
     return tuple(() if size == 1 and size != whole else dim for size, whole, dim in pairs)
 
 
-def moved_dims(equation: core.JaxprEqn, dims: tuple[Dim, ...], sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+def moved_dims(
+    equation: core.JaxprEqn, dims: tuple[Dim, ...], sizes: Mapping[str, int], divide: Divide | None = None
+) -> tuple[Dim, ...]:
     """The dims of the operand of an equation that moves elements about.
+
+    Args:
+        sizes: of labels.
+        divide: gives the parts of a label, by their sizes; None where labels stay whole.
 
     Raises:
         Unpullable: an axis of the operand is a part of a label.
@@ -539,12 +585,16 @@ def moved_dims(equation: core.JaxprEqn, dims: tuple[Dim, ...], sizes: Mapping[st
             rest = iter(dims)
             return tuple(() if axis in removed else next(rest) for axis in range(len(given)))
         case "reshape":
-            return regrouped(given, shape, dims, sizes)
+            return regrouped(given, shape, dims, sizes, divide)
     raise Unpullable(f"`{name}`")
 
 
 def regrouped(
-    given: Sequence[int], shape: Sequence[int], dims: tuple[Dim, ...], sizes: Mapping[str, int]
+    given: Sequence[int],
+    shape: Sequence[int],
+    dims: tuple[Dim, ...],
+    sizes: Mapping[str, int],
+    divide: Divide | None = None,
 ) -> tuple[Dim, ...]:
     """The dims of the operand of a reshape: labels in order, as many as fill each axis.
 
@@ -563,9 +613,24 @@ def regrouped(
         while math.prod(sizes[label] for label in taken) < size:
             if not labels:
                 raise Unpullable("`reshape` that divides an axis")
-            taken.append(labels.pop(0))
+            label, missing = labels.pop(0), size // math.prod(sizes[label] for label in taken)
+            if divide is not None and sizes[label] > missing > 1:
+                label, *rest = divide(label, _sizes_of_parts(sizes[label], missing, given[len(found) + 1 :]))
+                labels[:0] = rest
+            taken.append(label)
         if math.prod(sizes[label] for label in taken) != size:
             raise Unpullable("`reshape` that divides an axis")
-        found.append(tuple(taken))
+        found.append(joined_parts(taken))
     # Labels of size 1 that no axis of the operand needed.
     return tuple(found)
+
+
+def _sizes_of_parts(whole: int, first: int, following: Sequence[int]) -> list[int]:
+    """The sizes of axes that become one: the first one's, and of as many others as fill it."""
+    found = [first]
+    for size in following:
+        if math.prod(found) < whole and size > 1:
+            found.append(size)
+    if math.prod(found) != whole:
+        raise Unpullable("`reshape` that divides an axis")
+    return found

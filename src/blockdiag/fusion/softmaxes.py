@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.pull import Puller, Unpullable, broadcast_dims, labels_of, moved_dims, place_of, producers_of
+from blockdiag.fusion.pull import Puller, Unpullable, broadcast_dims, labels_of, place_of, producers_of
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, number, operation
 
@@ -78,11 +78,7 @@ class Softmaxes:
             summed = self.skip(masked.invars[2])
             shape = aval_of(masked.outvars[0]).shape
             mask = self.through_moves(masked.invars[0], broadcast_dims(masked.invars[0], shape, dims))
-        (axes, inner) = source.params["axes"], list(total_dims)
-        if summed is not numerator or len(axes) != 1:
-            return None
-        inner.insert(axes[0], (COLUMNS,))
-        if tuple(inner) != dims:
+        if summed is not numerator or not _is_along_keys(source, total_dims, dims):
             return None
         return self._score(power, dims, extras, mask)
 
@@ -127,7 +123,7 @@ class Softmaxes:
             if power.primitive.name == "exp2":
                 more = [operation(lax.mul_p, x, number(math.log(2))) for x in more]
             extras = [*extras, *more]
-        elif aval_of(power.outvars[0]).shape[dims.index((COLUMNS,))] != self.sizes[COLUMNS]:
+        elif math.prod(aval_of(power.outvars[0]).shape[i] for i in _key_axes(dims)) != self.sizes[COLUMNS]:
             raise NotFusible(f"`slice` of weights: some of a softmax's keys have no value, {place_of(power)}")
         try:
             node = self.puller.node(score, dims)
@@ -200,11 +196,9 @@ class Softmaxes:
             total = self.producer(inner)
         if total is None or total.primitive.name != "reduce_sum":
             return None
-        axes, whole = total.params["axes"], list(given)
-        whole.insert(axes[0], (COLUMNS,))
         power = self.producer(self.skip(total.invars[0]))
         is_power = power is not None and power.primitive.name == "exp"
-        return power if is_power and len(axes) == 1 and tuple(whole) == dims else None
+        return power if is_power and _is_along_keys(total, given, dims) else None
 
     def _shift(
         self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = _PASSES
@@ -229,10 +223,8 @@ class Softmaxes:
             return False
         if largest.primitive.name != "reduce_max":
             return False
-        whole = list(shift[1])
-        whole.insert(largest.params["axes"][0], (COLUMNS,))
         of_scores = self.skip(largest.invars[0]) is self.skip(self._unshifted(scores, dims))
-        if not of_scores or len(largest.params["axes"]) != 1 or tuple(whole) != dims:
+        if not of_scores or not _is_along_keys(largest, shift[1], dims):
             return False
         is_double = aval_of(power.outvars[0]).dtype.itemsize == 8
         lost = float(np.finfo(np.float64 if is_double else np.float32).eps) / 2
@@ -402,9 +394,27 @@ class Softmaxes:
 
     def moved(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
         try:
-            return moved_dims(equation, dims, self.sizes)
+            return self.puller.moved(equation, dims)
         except Unpullable:
             raise NoMatch from None
 
     def producer(self, var: object) -> core.JaxprEqn | None:
         return self.producers.get(var) if isinstance(var, core.Var) else None
+
+
+def _key_axes(dims: tuple[Dim, ...]) -> list[int]:
+    """The axes along which keys lie."""
+    return [axis for axis, dim in enumerate(dims) if COLUMNS in labels_of((dim,))]
+
+
+def _is_along_keys(reduction: core.JaxprEqn, given: tuple[Dim, ...], dims: tuple[Dim, ...]) -> bool:
+    """Whether a reduction is of all keys and of nothing else.
+
+    Args:
+        given, dims: of its result, and of what it reduces.
+    """
+    axes = _key_axes(dims)
+    if any(labels_of((dims[axis],)) != {COLUMNS} for axis in axes):
+        return False
+    rest = tuple(dim for axis, dim in enumerate(dims) if axis not in axes)
+    return sorted(reduction.params["axes"]) == axes and given == rest

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.match import is_attention
+from blockdiag.fusion.match import attention_count, is_attention
 from blockdiag.fusion.pull import broadcast_dims, labels_of
 from blockdiag.fusion.softmaxes import CASTS, MOVES, NoMatch, Softmaxes
 from blockdiag.fusion.trace import aval_of, bind, rewritten
@@ -35,7 +35,7 @@ def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     found = [one for one in _quotients(closed.jaxpr) if not is_attention(closed.jaxpr, one.product)]
     if not found:
         return None
-    before = _count(closed)
+    before = attention_count(closed.jaxpr)
     helped = [one for one in found if len(found) > 1 and _is_help(closed, [one], before)] or found
     return _replaced(closed, helped) if _is_help(closed, helped, before) else None
 
@@ -184,12 +184,7 @@ def _replaced(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient]) -> core.
 def _is_help(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient], before: int) -> bool:
     """Whether products and sums have all become attention."""
     sums = {id(x.equation) for one in quotients for x in one.sums}
-    return _count(_replaced(closed, quotients)) >= before + len(quotients) + len(sums)
-
-
-def _count(closed: core.ClosedJaxpr) -> int:
-    """How many products with values there are."""
-    return sum(x.primitive.name == "dot_general" and is_attention(closed.jaxpr, x) for x in closed.jaxpr.eqns)
+    return attention_count(_replaced(closed, quotients).jaxpr) >= before + len(quotients) + len(sums)
 
 
 def _quotients(jaxpr: core.Jaxpr) -> list[_Quotient]:
