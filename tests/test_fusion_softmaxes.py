@@ -37,6 +37,7 @@ SOFTMAXES = {
     "over the sum and what is lost beside it": lambda x: (
         (p := jnp.exp(x - stop_gradient(largest(x)))) / (p.sum(axis=-1, keepdims=True) + 1e-9)
     ),
+    "powers that stand still": lambda x: stop_gradient(jnp.exp(x)) / jnp.exp(x).sum(axis=-1, keepdims=True),
     "less the largest, twice": lambda x: jax.nn.softmax(x - largest(x), axis=-1),
 }
 OTHERS = {
@@ -49,7 +50,6 @@ OTHERS = {
     ),
     "another number where it is large": lambda x: jnp.where((w := jax.nn.softmax(x, axis=-1)) == 1.0, 0.0, w),
     "a sum that stands still": lambda x: jnp.exp(x) / stop_gradient(jnp.exp(x).sum(axis=-1, keepdims=True)),
-    "powers that stand still": lambda x: stop_gradient(jnp.exp(x)) / jnp.exp(x).sum(axis=-1, keepdims=True),
     "a log-sum-exp that stands still": lambda x: jnp.exp(x - stop_gradient(log_sum(x, largest(x)))),
     "a log-sum-exp of another shift": lambda x: jnp.exp(
         x - jnp.log(jnp.exp(x - largest(x)).sum(axis=-1, keepdims=True)) - x.min(axis=-1, keepdims=True)
@@ -86,6 +86,17 @@ def test_softmaxes_are_found(name, arrays):
     found = with_gradients(fuse(function, implementation="xla"), arrays)
     for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
+
+
+def test_a_number_that_16_bits_lose_beside_the_sum(arrays):
+    def softmax(x):
+        power = jnp.exp(x - largest(x))
+        return power / (power.sum(axis=-1, keepdims=True) + jnp.bfloat16(1e-6))
+
+    narrow = [x.astype(jnp.bfloat16) for x in arrays]
+    function = attention_of(softmax)
+    found, exact = fuse(function)(*narrow), function(*narrow)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact.astype(jnp.float32), rtol=0, atol=0.03)
 
 
 MISUSED = {

@@ -71,8 +71,8 @@ BIASES = {
     "atan2": lambda x: jnp.arctan2(x, 1 - x), "atanh": lambda x: jnp.arctanh(0.5 * jnp.tanh(x)),
     "cbrt": lambda x: jnp.cbrt(size(x)), "cosh": jnp.cosh, "erfc": jax.scipy.special.erfc,
     "is_finite": lambda x: jnp.where(jnp.isfinite(1 / jnp.maximum(x, 0)), x, 0), "pow": lambda x: size(x) ** jnp.sin(x),
-    "round": jnp.round, "sinh": jnp.sinh, "tan": lambda x: jnp.tan(jnp.tanh(x)), "power of 11": lambda x: (1.5 * jnp.tanh(x)) ** 11,
-    "power of -9": lambda x: (size(x) + 1) ** -9,
+    "round": jnp.round, "sinh": jnp.sinh, "tan": lambda x: jnp.tan(jnp.tanh(x)),
+    "power of 11": lambda x: (1.5 * jnp.tanh(x)) ** 11, "power of -9": lambda x: (size(x) + 1) ** -9,
 }  # fmt: skip
 
 

@@ -99,18 +99,17 @@ class Grids:
         Args:
             feature: the label that is summed over, which gets a size.
         """
-        for base, other in ((COLUMNS, ROWS), (ROWS, COLUMNS)):
-            present = self._present(base, dims)
-            size = math.prod(self.sizes[x] for x in present)
-            if present and present != self._parts_of(base) and size <= _MOST_FEATURES:
-                break
-        else:
+        some = [x for x in (COLUMNS, ROWS) if self._present(x, dims) not in ([], self._parts_of(x))]
+        few = [x for x in some if math.prod(self.sizes[part] for part in self._present(x, dims)) <= _MOST_FEATURES]
+        if not few:
             return None
+        base, other = few[0], ROWS if few[0] == COLUMNS else COLUMNS
+        present = self._present(base, dims)
         groups = self._others(dims)
         if self._present(other, dims):
             groups.append(((other,), self._parts_of(other)))
         array = self._gathered(source, dims, [*groups, ((feature,), present)])
-        self.sizes[feature] = size
+        self.sizes[feature] = math.prod(self.sizes[x] for x in present)
         selection = self._selection(base, present, source.dtype), ((base,), (feature,))
         return [array, selection] if base == COLUMNS else [selection, array]
 

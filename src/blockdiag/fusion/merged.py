@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.match import attention_count, is_attention
-from blockdiag.fusion.trace import aval_of, rewritten
+from blockdiag.fusion.trace import rewritten
 
 
 def with_merged_keys(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:

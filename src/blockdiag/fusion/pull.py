@@ -158,7 +158,8 @@ class Puller:
     def _moved_scores(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
         """The same, where only scores divide them: what else is reshaped is read as it is made."""
         inner, operand = self.moved(equation, dims), equation.invars[0]
-        if has_parts(inner) and not has_parts(dims) and not self.has_product(operand, inner):
+        is_divided = has_parts(inner) and not has_parts(dims)
+        if is_divided and not (isinstance(operand, core.Var) and self.has_product(operand, inner)):
             raise Unpullable("`reshape` that divides an axis")
         return inner
 
@@ -297,17 +298,16 @@ class Puller:
         """A leaf whose axes stand for parts of labels, or the product that it is."""
         labels = labels_of(dims)
         is_score = {ROWS, COLUMNS} <= labels and not any(label.startswith(FEATURES) for label in labels)
-        factors = None
+        feature, factors = f"{FEATURES}{next(self._features):02}", None
         if is_score and jnp.issubdtype(source.dtype, jnp.floating):
-            feature = f"{FEATURES}{next(self._features):02}"
             factors = self.grids.as_product(source, dims, feature)
         made = [self.grids.whole(source, dims)] if factors is None else factors
-        for each, _ in made:
-            self.producers |= {out: equation for equation in each.made for out in equation.outvars}
+        self.producers |= {out: equation for each, _ in made for equation in each.made for out in equation.outvars}
+        leaves = tuple(self._leaf_of(*each) for each in made)
         if factors is None:
-            return self._leaf_of(*made[0])
+            return leaves[0]
         self.sizes[feature] = self.grids.sizes[feature]
-        return Node("product", tuple(self._leaf_of(*factor) for factor in factors))
+        return Node("product", leaves)
 
     def _leaf_of(self, source: Source, dims: tuple[Dim, ...]) -> Node:
         """A leaf with whole labels."""

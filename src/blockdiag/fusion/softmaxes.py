@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -226,9 +227,8 @@ class Softmaxes:
         of_scores = self.skip(largest.invars[0]) is self.skip(self._unshifted(scores, dims))
         if not of_scores or not _is_along_keys(largest, shift[1], dims):
             return False
-        is_double = aval_of(power.outvars[0]).dtype.itemsize == 8
-        lost = float(np.finfo(np.float64 if is_double else np.float32).eps) / 2
-        return 0 <= float(term.val) < lost
+        # In the dtype that the sum has in the function.
+        return 0 <= float(term.val) < float(jnp.finfo(aval_of(power.outvars[0]).dtype).eps) / 2
 
     def _unshifted(self, var: object, dims: tuple[Dim, ...]) -> object:
         """What `_shift` was subtracted from, or the value itself."""

@@ -135,13 +135,12 @@ class _Quotient:
 
     def result(self, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
         """The product, divided."""
-        operands = [value_of(x) for x in self.product.invars]
-        operands[self.side] = self.weights.value(value_of)
-        params, var = self.product.params, self.product.outvars[0]
+        weights, value = self.weights.value(value_of), value_of(self.product.invars[1 - self.side])
+        left, right = (weights, value) if self.side == 0 else (value, weights)
+        numbers, precision = self.product.params["dimension_numbers"], self.product.params["precision"]
+        var = self.product.outvars[0]
         dtype = aval_of(var).dtype
-        out = lax.dot_general(
-            *operands, params["dimension_numbers"], precision=params["precision"], preferred_element_type=_wide(dtype)
-        )
+        out = lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=_wide(dtype))
         return {var: self.weights.with_factors(out, self.out_dims, value_of).astype(dtype)}
 
     def total(self, one: _Sum, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
@@ -280,9 +279,7 @@ class _Finder(Softmaxes):
             return one, given[one], _Factor(inner, inner_dims, name == "div")
         return None
 
-    def _sums(
-        self, var: Any, dims: tuple[Dim, ...], seen: set[Any]
-    ) -> Iterator[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
+    def _sums(self, var: Any, dims: tuple[Dim, ...], seen: set[Any]) -> Iterator[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
         """The sums of scores along keys that a number of each row is made of, and the dims of what they sum.
 
         Raises:
