@@ -90,8 +90,9 @@ def by_rows_of_keys(query, key, value, rows):
 
 
 def sigmoids(query, key, value):
-    """No softmax."""
-    weights = jax.nn.sigmoid(jnp.einsum("bnhwc,bnijc->bnhwij", query, key) / 4) / PIXELS
+    """No softmax: weights that are divided by their sum."""
+    weights = jax.nn.sigmoid(jnp.einsum("bnhwc,bnijc->bnhwij", query, key) / 4)
+    weights = weights / weights.sum(axis=(-2, -1), keepdims=True)
     return jnp.einsum("bnhwij,bnijc->bnhwc", weights, value)
 
 

@@ -199,7 +199,7 @@ def masked_by_rows_and_columns(query, key, value):
 
 def two_axes(query, key, value):
     scores = jnp.einsum("bth,bsuh->btsu", query, key.reshape(BATCH, TOKENS // 2, 2, WIDTH))
-    weights = jax.nn.softmax(scores, axis=(-1, -2))
+    weights = jax.nn.softmax(scores, axis=(-1, -2)) ** 2
     return jnp.einsum("btsu,bsuh->bth", weights, value.reshape(BATCH, TOKENS // 2, 2, WIDTH))
 
 

@@ -111,7 +111,7 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
-        for rewrite in (taken_apart, with_merged_keys, with_sums):
+        for rewrite in (taken_apart, with_sums, with_merged_keys):
             jaxpr = rewrite(jaxpr) or jaxpr
         try:
             self._take(jaxpr)

@@ -10,6 +10,7 @@ are functions of single scores.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.match import attention_count, is_attention
+from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.pull import broadcast_dims, labels_of
 from blockdiag.fusion.softmaxes import CASTS, MOVES, NoMatch, Softmaxes
 from blockdiag.fusion.trace import aval_of, bind, rewritten
@@ -35,7 +37,7 @@ def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     found = [one for one in _quotients(closed.jaxpr) if not is_attention(closed.jaxpr, one.product)]
     if not found:
         return None
-    before = attention_count(closed.jaxpr)
+    before = _count(closed)
     helped = [one for one in found if len(found) > 1 and _is_help(closed, [one], before)] or found
     return _replaced(closed, helped) if _is_help(closed, helped, before) else None
 
@@ -149,12 +151,14 @@ class _Quotient:
         value = self.product.invars[1 - self.side]
         weights = one.weights.value(value_of).astype(aval_of(value).dtype)
         both = [(dims.index(dim), axis) for dim, axis in self.shared if dim in dims]
-        batch, keys = [axis for axis, _ in both], dims.index((COLUMNS,))
-        ones = jnp.ones([*(weights.shape[axis] for axis in batch), weights.shape[keys], 1], weights.dtype)
-        numbers = (([keys], [len(batch)]), (batch, list(range(len(batch)))))
+        batch = [axis for axis, _ in both]
+        keys = [axis for axis, dim in enumerate(dims) if COLUMNS in labels_of((dim,))]
+        ones = jnp.ones([*(weights.shape[axis] for axis in (*batch, *keys)), 1], weights.dtype)
+        first = list(range(len(batch)))
+        numbers = ((keys, [len(batch) + i for i in range(len(keys))]), (batch, first))
         dtype, precision = aval_of(var).dtype, self.product.params["precision"]
         out = lax.dot_general(weights, ones, numbers, precision=precision, preferred_element_type=_wide(dtype))
-        rest = [axis for axis in range(weights.ndim) if axis != keys]
+        rest = [axis for axis in range(weights.ndim) if axis not in keys]
         order = [*batch, *(axis for axis in rest if axis not in batch)]
         out = lax.transpose(lax.squeeze(out, [len(order)]), [order.index(axis) for axis in rest])
         return {var: one.weights.with_factors(out, [dims[axis] for axis in rest], value_of).astype(dtype)}
@@ -183,7 +187,12 @@ def _replaced(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient]) -> core.
 def _is_help(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient], before: int) -> bool:
     """Whether products and sums have all become attention."""
     sums = {id(x.equation) for one in quotients for x in one.sums}
-    return attention_count(_replaced(closed, quotients).jaxpr) >= before + len(quotients) + len(sums)
+    return _count(_replaced(closed, quotients)) >= before + len(quotients) + len(sums)
+
+
+def _count(closed: core.ClosedJaxpr) -> int:
+    """How many products are attention, once their keys are one axis."""
+    return attention_count((with_merged_keys(closed) or closed).jaxpr)
 
 
 def _quotients(jaxpr: core.Jaxpr) -> list[_Quotient]:
@@ -207,15 +216,18 @@ class _Finder(Softmaxes):
         self.keys = contracted[side]
         labels = {axis: f"b{axis}" for axis in range(len(shape))}
         labels |= {axis: ROWS for axis in sorted(free, key=lambda axis: shape[axis])[-1:]}
-        labels |= dict.fromkeys(self.keys, COLUMNS)
+        key_sizes = [shape[axis] for axis in self.keys]
+        sizes = {labels[axis]: size for axis, size in enumerate(shape) if axis not in self.keys}
+        batch = [x for x in sizes if x != ROWS]
+        super().__init__(jaxpr, sizes | {COLUMNS: math.prod(key_sizes)}, batch)
+        self.key_labels = self.puller.grids.divided(COLUMNS, key_sizes) if len(self.keys) > 1 else (COLUMNS,)
+        labels |= dict(zip(self.keys, self.key_labels, strict=True))
         self.dims: tuple[Dim, ...] = tuple((labels[axis],) for axis in range(len(shape)))
-        sizes = {labels[axis]: size for axis, size in enumerate(shape)}
-        super().__init__(jaxpr, sizes, [x for x in sizes if x not in (ROWS, COLUMNS)])
 
     def quotient(self) -> _Quotient | None:
         """The product, where its weights have factors of rows that sums are in."""
         var = self.product.invars[self.side]
-        if len(self.keys) != 1 or (ROWS,) not in self.dims or isinstance(var, core.Literal):
+        if not self.keys or (ROWS,) not in self.dims or isinstance(var, core.Literal):
             return None
         sums: dict[int, _Sum] = {}
         try:
@@ -290,11 +302,12 @@ class _Finder(Softmaxes):
             return
         seen.add((var, dims))
         name, operands = equation.primitive.name, equation.invars
-        if name == "reduce_sum" and len(equation.params["axes"]) == 1:
-            (axis,) = equation.params["axes"]
-            whole = (*dims[:axis], (COLUMNS,), *dims[axis:])
-            is_keys = aval_of(operands[0]).shape[axis] == self.sizes[COLUMNS]
-            if is_keys and isinstance(operands[0], core.Var) and self.puller.has_product(operands[0], whole):
+        if name == "reduce_sum" and len(equation.params["axes"]) == len(self.keys):
+            keys = dict(zip(sorted(equation.params["axes"]), self.key_labels, strict=True))
+            left, shape = iter(dims), aval_of(operands[0]).shape
+            whole = tuple((keys[axis],) if axis in keys else next(left) for axis in range(len(shape)))
+            are_keys = all(shape[axis] == self.puller.grids.sizes[label] for axis, label in keys.items())
+            if are_keys and isinstance(operands[0], core.Var) and self.puller.has_product(operands[0], whole):
                 if any(isinstance(dim, int) or len(dim) > 1 for dim in whole):
                     raise NoMatch
                 yield equation, whole
