@@ -11,6 +11,7 @@ from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.apart import taken_apart
+from blockdiag.fusion.dims import place_of
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.joined import joined
 from blockdiag.fusion.lone import with_query_axes
@@ -20,7 +21,6 @@ from blockdiag.fusion.match import QueryWithoutAxis, regions_and_sides
 from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.positions import with_positions
-from blockdiag.fusion.pull import place_of
 from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.sums import with_sums
 from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read

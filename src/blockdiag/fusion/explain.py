@@ -11,9 +11,9 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.fusion.api import UNOPENED, Program, trace
+from blockdiag.fusion.dims import place_of
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
-from blockdiag.fusion.pull import place_of
 from blockdiag.fusion.tiles import leaf_array, value_columns
 from blockdiag.fusion.trace import bind, loop_with_attention, read
 from blockdiag.fusion.tree import NotFusible, Region, nodes_of

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.pull import Unpullable, labels_of, regrouped
+from blockdiag.fusion.dims import labels_of, regrouped
 from blockdiag.fusion.trace import aval_of
-from blockdiag.fusion.tree import Dim, Region
+from blockdiag.fusion.tree import Dim, Region, Unpullable
 
 
 def followed(

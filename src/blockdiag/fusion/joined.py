@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.pull import producers_of
+from blockdiag.fusion.dims import producers_of
 from blockdiag.fusion.trace import aval_of, rewritten
 
 # What kernels have room for.

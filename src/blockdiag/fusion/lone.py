@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from blockdiag.fusion.dims import producers_of
 from blockdiag.fusion.match import regions_and_sides
-from blockdiag.fusion.pull import producers_of
 from blockdiag.fusion.trace import aval_of, bind, placed, rewritten
 from blockdiag.fusion.tree import NotFusible, nodes_of
 

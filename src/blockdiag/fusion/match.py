@@ -8,27 +8,20 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from blockdiag.fusion.dims import broadcast_dims, labels_of, parts_of, place_of, producers_of, users_of
 from blockdiag.fusion.factors import stopped
 from blockdiag.fusion.follow import followed, read_by
-from blockdiag.fusion.pull import (
-    ELEMENTWISE,
-    Unpullable,
-    broadcast_dims,
-    labels_of,
-    parts_of,
-    place_of,
-    producers_of,
-    users_of,
-)
 from blockdiag.fusion.softmaxes import CASTS, MOVES, NoMatch, Softmax, Softmaxes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import (
     COLUMNS,
+    ELEMENTWISE,
     ROWS,
     Dim,
     Node,
     NotFusible,
     Region,
+    Unpullable,
     leaves_of,
     nodes_of,
     number,

@@ -9,9 +9,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.pull import Puller, Unpullable, broadcast_dims, labels_of, place_of, producers_of
+from blockdiag.fusion.dims import broadcast_dims, labels_of, place_of, producers_of
+from blockdiag.fusion.pull import Puller
 from blockdiag.fusion.trace import aval_of
-from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, number, operation
+from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, Unpullable, number, operation
 
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision")

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.pull import producers_of, users_of
+from blockdiag.fusion.dims import producers_of, users_of
 from blockdiag.fusion.trace import aval_of, rewritten
 
 _CASTS = ("convert_element_type", "copy", "pvary", "reduce_precision")

@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from blockdiag.fusion.dims import broadcast_dims, labels_of
 from blockdiag.fusion.match import attention_count, is_attention
 from blockdiag.fusion.merged import with_merged_keys
-from blockdiag.fusion.pull import broadcast_dims, labels_of
 from blockdiag.fusion.softmaxes import CASTS, MOVES, NoMatch, Softmaxes
 from blockdiag.fusion.trace import aval_of, bind, rewritten
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS, Dim

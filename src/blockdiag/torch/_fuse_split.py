@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 from jax.extend import core
 
-from blockdiag.fusion.pull import producers_of
+from blockdiag.fusion.dims import producers_of
 from blockdiag.fusion.trace import bind, read
 from blockdiag.torch._fuse_equations import computation_of, is_view
 from blockdiag.torch._fuse_region import region_p
