@@ -20,6 +20,8 @@ from blockdiag.torch._fuse_program import marked  # noqa: E402
 from blockdiag.torch._fuse_region import BoundRegion, region_p  # noqa: E402
 from blockdiag.torch._fuse_split import Segment, Split  # noqa: E402
 from blockdiag.triton_kernels.plan import Target  # noqa: E402
+from tests import test_fusion_grids as grids  # noqa: E402
+from tests import test_fusion_sums as sums  # noqa: E402
 from tests.plans_support import report_of  # noqa: E402
 from tests.resident_cases import CASES as RESIDENT  # noqa: E402
 from tests.support import compiled_quickly  # noqa: E402
@@ -275,6 +277,20 @@ def test_bfloat16_in_the_interpreter():
     gradients = torch.autograd.grad(output.square().sum(), operands)
     for one, other in zip(gradients, torch.autograd.grad(expected.square().sum(), wide), strict=True):
         torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.05)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("cases", "function"), [(sums, sums.linear_attention), (grids, grids.decomposed)])
+def test_programs_that_are_written_anew(cases, function):
+    """Sums of weights that divide, and pixels of a grid."""
+    arrays = cases.arrays(function)
+    operands = [to_tensor(x).requires_grad_() for x in arrays]
+    output = fuse(function, implementation="triton")(*operands)
+    expected, pull_back = jax.vjp(function, *arrays)
+    torch.testing.assert_close(output.detach(), to_tensor(expected), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(output, operands, torch.ones_like(output))
+    for gradient, true in zip(gradients, pull_back(jnp.ones_like(expected)), strict=True):
+        torch.testing.assert_close(gradient, to_tensor(true), rtol=2e-5, atol=2e-5)
 
 
 @NEEDS_TRITON
