@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.dims import producers_of
-from blockdiag.fusion.softmaxes import CASTS, MOVES
+from blockdiag.fusion.guards import CASTS, MOVES
 from blockdiag.fusion.trace import aval_of, bind, rewritten
 from blockdiag.fusion.tree import ELEMENTWISE
 

@@ -11,7 +11,8 @@ from jax.extend import core
 from blockdiag.fusion.dims import broadcast_dims, labels_of, parts_of, place_of, producers_of, users_of
 from blockdiag.fusion.factors import stopped
 from blockdiag.fusion.follow import followed, read_by
-from blockdiag.fusion.softmaxes import CASTS, MOVES, NoMatch, Softmax, Softmaxes
+from blockdiag.fusion.guards import CASTS, MOVES, NoMatch
+from blockdiag.fusion.softmaxes import Softmax, Softmaxes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import (
     COLUMNS,
@@ -414,9 +415,9 @@ class _Matcher(Softmaxes):
         """Where a mask holds 0 else what is linear, or the other way round."""
         if len(equation.invars) != 3:
             raise NoMatch
-        kept = self._unless_nan(equation)
+        kept = self._unless_nan(equation) or self.guarded(equation, given)
         if kept is not None:
-            terms = self.terms(kept, given[equation.invars.index(kept)])
+            terms = self.terms(kept, given[[x is kept for x in equation.invars].index(True)])
             # Softmaxes are finite: rows that see no key, where they may be NaN, are 0 here.
             if all(term.softmax is not None and term.weight is None for term in terms):
                 return terms

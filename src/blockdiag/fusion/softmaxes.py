@@ -2,21 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import broadcast_dims, labels_of, place_of, producers_of
-from blockdiag.fusion.pull import Puller
+from blockdiag.fusion.dims import broadcast_dims, labels_of, place_of
+from blockdiag.fusion.guards import CASTS, MOVES, PASSES, Guards, NoMatch, Powers, is_along_keys, key_axes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, Unpullable, number, operation
-
-MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
-CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision")
-_PASSES = (*CASTS, "stop_gradient")
 
 
 @dataclass(frozen=True)
@@ -32,38 +27,26 @@ class Softmax:
     mask: object = None
 
 
-class NoMatch(Exception):
-    """A value is not linear in softmaxes; the message, if there is one, says why."""
-
-
-class Softmaxes:
+class Softmaxes(Guards):
     """Those of one program."""
-
-    def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
-        self.producers = producers_of(jaxpr)
-        self.sizes = sizes
-        self.puller = Puller(jaxpr, sizes, batch)
-        # The first of the weights that a slice has kept.
-        self.first = 0
 
     def softmax(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax | None:
         """exp(x - m) over its sum along the keys, where m is the same for all keys."""
         quotient = self._quotient(equation, dims)
         if quotient is None:
             return None
-        numerator, below, below_dims = quotient
-        power = self.producer(numerator)
-        assert power is not None
-        total, total_dims = self.through_moves(below, below_dims)
-        shift = self._shift(power.invars[0], dims)
+        powers, below, below_dims = quotient
+        power = powers.equation
+        total, total_dims = self.unguarded(below, below_dims, powers)
+        shift = self.shift(power.invars[0], dims)
         extras: list[Node] = []
         while (source := self.producer(total)) is not None and source.primitive.name == "add":
             # The sum over keys, and a term of each row.
             given = [broadcast_dims(x, aval_of(source.outvars[0]).shape, total_dims) for x in source.invars]
             for one, other in ((0, 1), (1, 0)):
-                is_nothing = self._is_negligible(source.invars[other], power, dims)
+                is_nothing = self.is_negligible(source.invars[other], powers)
                 extra = None if is_nothing else self._extra(source.invars[other], given[other], shift)
-                inner, inner_dims = self.through_moves(source.invars[one], given[one])
+                inner, inner_dims = self.unguarded(source.invars[one], given[one], powers)
                 if (is_nothing or extra is not None) and self._is_sum(inner):
                     extras += [] if extra is None else [extra]
                     total, total_dims = inner, inner_dims
@@ -76,24 +59,47 @@ class Softmaxes:
         assert source is not None
         summed, mask = self.skip(source.invars[0]), None
         masked = self.producer(summed)
-        if masked is not None and self._has_mask(masked) and self._is_zero(masked.invars[1]):
+        is_masked = masked is not None and self.has_mask(masked) and self.is_zero(masked.invars[1])
+        if not self.is_same(summed, powers.var) and masked is not None and is_masked:
             summed = self.skip(masked.invars[2])
             shape = aval_of(masked.outvars[0]).shape
             mask = self.through_moves(masked.invars[0], broadcast_dims(masked.invars[0], shape, dims))
-        if summed is not numerator or not _is_along_keys(source, total_dims, dims):
+        if not self.is_same(summed, powers.var) or not is_along_keys(source, total_dims, dims):
             return None
-        return self._score(power, dims, extras, mask)
+        softmax = self._score(power, dims, extras, mask)
+        if powers.mask is None:
+            return softmax
+        var, given, is_true = powers.mask
+        try:
+            predicate = self.puller.node(var, given)
+        except Unpullable:
+            raise NoMatch from None
+        cases = (number(-np.inf), softmax.score) if is_true else (softmax.score, number(-np.inf))
+        return replace(softmax, score=operation(lax.select_n_p, predicate, *cases))
+
+    def guarded(self, choice: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> object:
+        """The softmax that is chosen wherever its sum is not 0, else 0; None where a choice is another one."""
+        for place in (1, 2):
+            quotient = self.producer(self.skip(choice.invars[place]))
+            found = None if quotient is None else self._quotient(quotient, given[place])
+            if found is None or not self.is_zero(choice.invars[3 - place]):
+                continue
+            total, _ = self.unguarded(found[1], found[2], found[0])
+            tested = self.tested_sum(choice.invars[0], found[0])
+            if tested is not None and tested[1] == (place == 2) and self.is_same(tested[0], total):
+                return choice.invars[place]
+        return None
 
     def _quotient(
         self, equation: core.JaxprEqn, dims: tuple[Dim, ...]
-    ) -> tuple[object, object, tuple[Dim, ...]] | None:
+    ) -> tuple[Powers, object, tuple[Dim, ...]] | None:
         """Exponentials, and what they are divided by or times the reciprocal of, with its dims; None of others."""
         if equation.primitive.name not in ("div", "mul"):
             return None
         for one, other in ((0, 1), (1, 0)) if equation.primitive.name == "mul" else ((0, 1),):
-            numerator, below = self.skip(equation.invars[one]), equation.invars[other]
-            power = self.producer(numerator)
-            if power is None or power.primitive.name not in ("exp", "exp2"):
+            below = equation.invars[other]
+            numerator = self.powers(equation.invars[one], dims)
+            if numerator is None:
                 continue
             below_dims = broadcast_dims(below, aval_of(equation.outvars[0]).shape, dims)
             if equation.primitive.name == "div":
@@ -111,10 +117,10 @@ class Softmaxes:
 
     def _score(self, power: core.JaxprEqn, dims: tuple[Dim, ...], extras: Sequence[Node], mask: object) -> Softmax:
         """The softmax of what an exponential is of."""
-        score = self._unshifted(power.invars[0], dims)
-        while not extras and self._is_maximum(self._shift(score, dims)):
+        score = self.unshifted(power.invars[0], dims)
+        while not extras and self._is_maximum(self.shift(score, dims)):
             # Further logits would have the last shift, and no other one.
-            score = self._unshifted(score, dims)
+            score = self.unshifted(score, dims)
         joined = self.producer(self.skip(score))
         if (
             joined is not None
@@ -125,7 +131,7 @@ class Softmaxes:
             if power.primitive.name == "exp2":
                 more = [operation(lax.mul_p, x, number(math.log(2))) for x in more]
             extras = [*extras, *more]
-        elif math.prod(aval_of(power.outvars[0]).shape[i] for i in _key_axes(dims)) != self.sizes[COLUMNS]:
+        elif math.prod(aval_of(power.outvars[0]).shape[i] for i in key_axes(dims)) != self.sizes[COLUMNS]:
             raise NotFusible(f"`slice` of weights: some of a softmax's keys have no value, {place_of(power)}")
         try:
             node = self.puller.node(score, dims)
@@ -159,7 +165,7 @@ class Softmaxes:
     def normalised(self, power: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax:
         """exp(x - m), where m is the logarithm of the sum of exp(x), or that of exp(x - n), and n."""
         shifted = self.producer(self.skip(power.invars[0]))
-        shift = self._shift(power.invars[0], dims, CASTS)
+        shift = self.shift(power.invars[0], dims, CASTS)
         joined = None if shift is None else self.producer(shift[0])
         if power.primitive.name != "exp" or shifted is None or shift is None or joined is None:
             raise NoMatch
@@ -176,8 +182,8 @@ class Softmaxes:
             below = None if inner is None else self.producer(self.skip(inner.invars[0]))
             if inner is None or below is None or below.primitive.name != "sub":
                 continue
-            taken = self.through_moves(joined.invars[other], given[other], _PASSES)
-            if self._shift(inner.invars[0], dims) == taken and self.skip(below.invars[0]) is scores:
+            taken = self.through_moves(joined.invars[other], given[other], PASSES)
+            if self.shift(inner.invars[0], dims) == taken and self.skip(below.invars[0]) is scores:
                 return self._score(inner, dims, (), None)
         raise NoMatch
 
@@ -200,41 +206,7 @@ class Softmaxes:
             return None
         power = self.producer(self.skip(total.invars[0]))
         is_power = power is not None and power.primitive.name == "exp"
-        return power if is_power and _is_along_keys(total, given, dims) else None
-
-    def _shift(
-        self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = _PASSES
-    ) -> tuple[object, tuple[Dim, ...]] | None:
-        """What was subtracted from scores, and its dims, where it is the same for all keys; None where nothing was.
-
-        A softmax is the same whatever it is, so that it may have a derivative or not.
-        """
-        shifted = self.producer(self.skip(var))
-        if shifted is None or shifted.primitive.name != "sub":
-            return None
-        below = broadcast_dims(shifted.invars[1], aval_of(shifted.outvars[0]).shape, dims)
-        found = self.through_moves(shifted.invars[1], below, passes)
-        return None if COLUMNS in labels_of(found[1]) else found
-
-    def _is_negligible(self, var: object, power: core.JaxprEqn, dims: tuple[Dim, ...]) -> bool:
-        """Whether a number is lost beside a sum of exponentials of which the largest is 1."""
-        term, scores = self.skip_moves(var), power.invars[0]
-        shift = self._shift(scores, dims)
-        largest = None if shift is None else self.producer(shift[0])
-        if not isinstance(term, core.Literal) or shift is None or largest is None:
-            return False
-        if largest.primitive.name != "reduce_max":
-            return False
-        of_scores = self.skip(largest.invars[0]) is self.skip(self._unshifted(scores, dims))
-        if not of_scores or not _is_along_keys(largest, shift[1], dims):
-            return False
-        # In the dtype that the sum has in the function.
-        return 0 <= float(term.val) < float(jnp.finfo(aval_of(power.outvars[0]).dtype).eps) / 2
-
-    def _unshifted(self, var: object, dims: tuple[Dim, ...]) -> object:
-        """What `_shift` was subtracted from, or the value itself."""
-        shifted = self.producer(self.skip(var))
-        return var if shifted is None or self._shift(var, dims) is None else shifted.invars[0]
+        return power if is_power and is_along_keys(total, given, dims) else None
 
     def _is_maximum(self, shift: tuple[object, tuple[Dim, ...]] | None) -> bool:
         """Whether a shift is a largest score: others may be so large that scores are lost in rounding."""
@@ -257,7 +229,7 @@ class Softmaxes:
         if logit is None or logit.primitive.name not in ("sub", "neg"):
             return None
         below = broadcast_dims(logit.invars[-1], aval_of(logit.outvars[0]).shape, inner_dims)
-        if self.through_moves(logit.invars[-1], below, _PASSES) != shift:
+        if self.through_moves(logit.invars[-1], below, PASSES) != shift:
             return None
         if logit.primitive.name == "neg":
             return number(0.0)
@@ -271,7 +243,7 @@ class Softmaxes:
         waiting: list[tuple[object, core.JaxprEqn | None]] = [(var, None)]
         while waiting:
             one, user = waiting.pop()
-            equation = self.producer(self.skip_moves(one, _PASSES))
+            equation = self.producer(self.skip_moves(one, PASSES))
             if equation is None or id(equation) in seen:
                 continue
             seen.add(id(equation))
@@ -299,15 +271,6 @@ class Softmaxes:
     def _is_sum(self, var: object) -> bool:
         equation = self.producer(var)
         return equation is not None and equation.primitive.name == "reduce_sum"
-
-    @staticmethod
-    def _has_mask(equation: core.JaxprEqn) -> bool:
-        """Whether an equation chooses between two values."""
-        return equation.primitive.name == "select_n" and len(equation.invars) == 3
-
-    def _is_zero(self, var: object) -> bool:
-        inner = self.skip_moves(var)
-        return isinstance(inner, core.Literal) and bool(np.all(np.asarray(inner.val) == 0))
 
     def _is_one(self, var: object) -> bool:
         inner = self.skip_moves(var)
@@ -367,55 +330,3 @@ class Softmaxes:
         except NoMatch:
             return None
         return tuple(found) if not rest and moved == inner else None
-
-    def skip_moves(self, var: object, passes: Sequence[str] = CASTS) -> object:
-        """What a value is made of but for its shape and dtype."""
-        while (equation := self.producer(var)) is not None and equation.primitive.name in (*MOVES, *passes):
-            var = equation.invars[0]
-        return var
-
-    def through_moves(
-        self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = CASTS
-    ) -> tuple[object, tuple[Dim, ...]]:
-        """What a value is made of but for its shape and dtype, and its dims."""
-        while (equation := self.producer(var)) is not None:
-            name = equation.primitive.name
-            if name in MOVES:
-                dims = self.moved(equation, dims)
-            elif name not in passes:
-                break
-            var = equation.invars[0]
-        return var, dims
-
-    def skip(self, var: object) -> object:
-        """What a value is made of but for its dtype; a `stop_gradient` would be lost."""
-        while (equation := self.producer(var)) is not None and equation.primitive.name in CASTS:
-            var = equation.invars[0]
-        return var
-
-    def moved(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        try:
-            return self.puller.moved(equation, dims)
-        except Unpullable:
-            raise NoMatch from None
-
-    def producer(self, var: object) -> core.JaxprEqn | None:
-        return self.producers.get(var) if isinstance(var, core.Var) else None
-
-
-def _key_axes(dims: tuple[Dim, ...]) -> list[int]:
-    """The axes along which keys lie."""
-    return [axis for axis, dim in enumerate(dims) if COLUMNS in labels_of((dim,))]
-
-
-def _is_along_keys(reduction: core.JaxprEqn, given: tuple[Dim, ...], dims: tuple[Dim, ...]) -> bool:
-    """Whether a reduction is of all keys and of nothing else.
-
-    Args:
-        given, dims: of its result, and of what it reduces.
-    """
-    axes = _key_axes(dims)
-    if any(labels_of((dims[axis],)) != {COLUMNS} for axis in axes):
-        return False
-    rest = tuple(dim for axis, dim in enumerate(dims) if axis not in axes)
-    return sorted(reduction.params["axes"]) == axes and given == rest

@@ -21,9 +21,10 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.dims import broadcast_dims, labels_of
+from blockdiag.fusion.guards import CASTS, MOVES, NoMatch
 from blockdiag.fusion.match import attention_count, is_attention
 from blockdiag.fusion.merged import with_merged_keys
-from blockdiag.fusion.softmaxes import CASTS, MOVES, NoMatch, Softmaxes
+from blockdiag.fusion.softmaxes import Softmaxes
 from blockdiag.fusion.trace import aval_of, bind, rewritten
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS, Dim
 
@@ -344,7 +345,7 @@ class _Finder(Softmaxes):
             if len(places) == 1 and places[0] <= (name == "mul"):
                 return places[0], given[places[0]]
         if name == "select_n" and len(operands) == 3:
-            places = [i for i in (1, 2) if not self._is_zero(operands[i])]
+            places = [i for i in (1, 2) if not self.is_zero(operands[i])]
             if len(places) == 1:
                 return places[0], broadcast_dims(operands[places[0]], shape, dims)
         raise NoMatch
