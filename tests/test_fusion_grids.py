@@ -96,6 +96,23 @@ def sigmoids(query, key, value):
     return jnp.einsum("bnhwij,bnijc->bnhwc", weights, value)
 
 
+def hidden_rows(query, key, value, bias):
+    """Rows of pixels hidden by -inf that is added, and a bias [T, HIGH] of flat queries."""
+    scores = (query @ key.mT / 4).reshape(BATCH * HEADS, PIXELS, HIGH, WIDE)
+    hidden = jnp.where(jnp.arange(HIGH) < 3, bias.sum(0) - bias.sum(0), -jnp.inf)
+    scores = scores + bias[None, :, :, None] + hidden[None, None, :, None]
+    return jax.nn.softmax(scores.reshape(BATCH * HEADS, PIXELS, PIXELS), axis=-1) @ value
+
+
+def split_heads(query, key, value, high):
+    """Scores of batch and heads apart, then together, as code of ViTDet has them."""
+    scores = jnp.einsum("bntc,bnsc->bnts", query, key).reshape(BATCH * HEADS, HIGH, WIDE, HIGH, WIDE) / 4
+    pixels = query.reshape(BATCH * HEADS, HIGH, WIDE, WIDTH)
+    scores = scores + jnp.einsum("bhwc,hkc->bhwk", pixels, high)[..., None]
+    weights = jax.nn.softmax(scores.reshape(BATCH, HEADS, PIXELS, PIXELS), axis=-1)
+    return weights @ value
+
+
 _FLAT = [(BATCH * HEADS, PIXELS, WIDTH)] * 3
 _HEADS = [(BATCH, HEADS, PIXELS, WIDTH)] * 3
 _GRID = [(BATCH, HEADS, HIGH, WIDE, WIDTH)] * 3
@@ -115,6 +132,8 @@ CASES = {
     axial_biases: [*_HEADS, (HEADS, HIGH, HIGH), (HEADS, WIDE, WIDE)],
     by_rows_of_keys: [(BATCH, PIXELS, HEADS, WIDTH)] * 3 + [(HIGH, WIDTH)],
     sigmoids: _GRID,
+    hidden_rows: [*_FLAT, (PIXELS, HIGH)],
+    split_heads: [*_HEADS, (HIGH, HIGH, WIDTH)],
 }
 
 
@@ -155,7 +174,7 @@ def test_queries_and_keys_are_one_axis_each(function):
     assert region.sizes["k"] == (FEW * SMALL if function is pooled else PIXELS)
 
 
-@pytest.mark.parametrize("function", [decomposed, pooled, axial_biases, by_rows_of_keys])
+@pytest.mark.parametrize("function", [decomposed, pooled, axial_biases, by_rows_of_keys, hidden_rows, split_heads])
 def test_no_array_of_pairs_is_read_but_masks(function):
     (region,) = explain(function)(*arrays(function)).regions
     assert all("bool" in leaf.dtype for leaf in region.leaves if leaf.role == "score"), region.leaves

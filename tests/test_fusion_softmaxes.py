@@ -99,11 +99,87 @@ def test_a_number_that_16_bits_lose_beside_the_sum(arrays):
     np.testing.assert_allclose(found.astype(jnp.float32), exact.astype(jnp.float32), rtol=0, atol=0.03)
 
 
+# The third row sees no key; heads differ.
+SEEN = np.random.default_rng(2).random((1, 2, 20, 20)) > 0.4
+SEEN[:, :, 2] = False
+
+
+def masked(x):
+    return jnp.where(SEEN, x, -jnp.inf)
+
+
+def total(power):
+    return power.sum(axis=-1, keepdims=True)
+
+
+def safe(shift):
+    return jnp.where(jnp.isfinite(shift), shift, 0.0)
+
+
+GUARDED = {
+    "another sum than 0": lambda x: (p := jnp.where(SEEN, jnp.exp(x), 0.0)) / jnp.where(total(p) == 0, 1.0, total(p)),
+    "a sum that is not 0": lambda x: (
+        (p := jnp.where(SEEN, jnp.exp(x - largest(x)), 0.0)) / jnp.where(total(p) != 0, total(p), 1.0)
+    ),
+    "a least sum": lambda x: (p := jnp.exp(masked(x) - safe(largest(masked(x))))) / jnp.maximum(total(p), 1e-9),
+    "a least sum of 1/2": lambda x: (p := jnp.exp(masked(x) - safe(largest(masked(x))))) / jnp.clip(total(p), min=0.5),
+    "a small number": lambda x: (p := jnp.exp(masked(x) - stop_gradient(safe(largest(masked(x)))))) / (total(p) + 1e-6),
+    "a bound of the largest": lambda x: (
+        (p := jnp.exp(masked(x) - jnp.maximum(largest(masked(x)), -1e30))) / (1e-9 + total(p))
+    ),
+    "a largest that is not infinite": lambda x: (
+        (p := jnp.exp(masked(x) - jnp.where(jnp.isinf(m := largest(masked(x))), 0.0, m))) / (total(p) + 1e-8)
+    ),
+    "a choice of quotients": lambda x: jnp.where(
+        (s := total(p := jnp.where(SEEN, jnp.exp(x - largest(x)), 0.0))) > 0, p / jnp.where(s > 0, s, 1.0), 0.0
+    ),
+    "booleans as numbers": lambda x: (p := jnp.exp(x) * SEEN.astype(x.dtype)) / jnp.where(total(p) > 0, total(p), 1.0),
+    "masked the other way round": lambda x: (
+        (p := jnp.where(~SEEN, 0.0, jnp.exp(x - largest(x)))) / jnp.where(total(p) == 0, 1.0, total(p))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_rows_that_see_no_key_may_be_guarded(name, arrays):
+    function = attention_of(GUARDED[name])
+    found = with_gradients(fuse(function, implementation="xla"), arrays)
+    for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6)
+    assert not np.any(found[0][:, 2])
+
+
+@pytest.mark.parametrize("name", ["a least sum", "a choice of quotients"])
+def test_guards_in_kernels(name, arrays):
+    function = attention_of(GUARDED[name])
+    found = with_gradients(fuse(function, implementation="triton"), arrays)
+    for actual, expected in zip(found, with_gradients(function, arrays), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6)
+
+
+CHANGED = {
+    "a number beside a sum without the largest": lambda x: (
+        (p := jnp.where(SEEN, jnp.exp(x - largest(x)), 0.0)) / (total(p) + 1e-6)
+    ),
+    "a bound that sums may reach": lambda x: (p := jnp.exp(x - largest(x))) / jnp.maximum(total(p), 1.5),
+    "another largest": lambda x: (
+        (p := jnp.exp(x - jnp.where(largest(x) > 0, largest(x), 0.0))) / jnp.maximum(total(p), 0.5)
+    ),
+    "a choice at another sum": lambda x: (p := jnp.exp(x - largest(x))) / jnp.where(total(p) > 2, total(p), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_guards_that_change_rows_with_keys_are_refused(name, arrays):
+    with pytest.raises(NotFusible):
+        fuse(attention_of(CHANGED[name]))(*arrays)
+
+
 MISUSED = {
     "square": (lambda x: jax.nn.softmax(x, axis=-1) ** 2, "`(square|integer_pow|mul)` of a softmax: weights may be"),
     "largest": (lambda x: jnp.maximum(jax.nn.softmax(x, axis=-1), 0.1), "`max` of a softmax"),
     "sum": (lambda x: (p := jnp.exp(x)) / stop_gradient(p.sum(axis=-1, keepdims=True)), "has the sum's gradient, too"),
-    "epsilon": (lambda x: (p := jnp.exp(x - largest(x))) / (p.sum(axis=-1, keepdims=True) + 1e-6), "rows that see no"),
+    "epsilon": (lambda x: (p := jnp.exp(x - largest(x))) / (p.sum(axis=-1, keepdims=True) + 1e-3), "rows that see no"),
 }
 
 

@@ -19,7 +19,9 @@ WITHIN = np.concatenate([GENERATOR.uniform(-1, 1, 2000), GENERATOR.normal(size=5
 ONE = {
     "acos": (WITHIN, np.arccos), "acosh": (np.abs(LINE) + 1, np.arccosh), "asin": (WITHIN, np.arcsin),
     "asinh": (LINE, np.arcsinh), "atan": (LINE, np.arctan), "atanh": (WITHIN, np.arctanh), "cbrt": (LINE, np.cbrt),
-    "cosh": (LINE, np.cosh), "erfc": (LINE, scipy.special.erfc), "sinh": (LINE, np.sinh), "tan": (LINE, np.tan),
+    "expm1": (LINE, np.expm1), "log1p": (np.abs(LINE) - 0.9, np.log1p), "cosh": (LINE, np.cosh),
+    "erfc": (LINE, scipy.special.erfc),
+    "sinh": (LINE, np.sinh), "tan": (LINE, np.tan),
 }  # fmt: skip
 
 
@@ -68,7 +70,8 @@ def size(x):
 BIASES = {
     "acos": lambda x: jnp.arccos(jnp.tanh(x)), "acosh": lambda x: jnp.arccosh(size(x) + 1),
     "asin": lambda x: jnp.arcsin(jnp.tanh(x)), "asinh": jnp.arcsinh, "atan": jnp.arctan,
-    "atan2": lambda x: jnp.arctan2(x, 1 - x), "atanh": lambda x: jnp.arctanh(0.5 * jnp.tanh(x)),
+    "expm1": jax.nn.elu, "log1p": jax.nn.softplus, "atan2": lambda x: jnp.arctan2(x, 1 - x),
+    "atanh": lambda x: jnp.arctanh(0.5 * jnp.tanh(x)),
     "cbrt": lambda x: jnp.cbrt(size(x)), "cosh": jnp.cosh, "erfc": jax.scipy.special.erfc,
     "is_finite": lambda x: jnp.where(jnp.isfinite(1 / jnp.maximum(x, 0)), x, 0), "pow": lambda x: size(x) ** jnp.sin(x),
     "round": jnp.round, "sinh": jnp.sinh, "tan": lambda x: jnp.tan(jnp.tanh(x)),

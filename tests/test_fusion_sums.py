@@ -102,6 +102,38 @@ def grouped(query, key, value):
     return jnp.concatenate([output, total[..., None]], axis=-1)
 
 
+def divided_afterwards(query, key, value):
+    """The result is divided, which needs the sum of the same weights."""
+    weights = jnp.tril(jax.nn.softplus(scores_of(query, key) - 6))
+    return weights @ value / jnp.maximum(weights.sum(-1), 1e-9)[..., None]
+
+
+def chosen(query, key, value):
+    """A guard around a quotient with a guard, and a divisor that is a function with a derivative of its own."""
+    before = jnp.where(CAUSAL & (DISTANCE > 0), jax.nn.relu(scores_of(query, key)), 0.0)
+    total = before.sum(-1, keepdims=True)
+    weights = jnp.where(total > 0, before / jnp.where(total > 0, total, 1.0), 0.0)
+    others = before * jax.nn.sigmoid(scores_of(key, query))
+    return (weights / jax.nn.softplus(others.sum(-1, keepdims=True))) @ value
+
+
+def standing(query, key, value):
+    """No gradient of the quotient, and none of one sum of two."""
+    weights = jax.nn.sigmoid(scores_of(query, key))
+    first = jax.lax.stop_gradient(weights / weights.sum(-1, keepdims=True)) @ value
+    second = weights / (weights.sum(-1, keepdims=True) + jax.lax.stop_gradient(jnp.square(weights).sum(-1))[..., None])
+    return first + second @ value
+
+
+def turned(query, key, value):
+    """Angles of an outer product that is summed over nothing, before a quotient."""
+    angles = jnp.einsum("t,d->td", jnp.arange(TOKENS, dtype=query.dtype), 2.0 ** -jnp.arange(WIDTH, dtype=query.dtype))
+    query, key = (x * jnp.cos(angles)[None, None] for x in (query, key))
+    return normalised_again(
+        query, key, value, 1.5 + jnp.cos(jnp.einsum("t,s->ts", angles[:, 1], angles[:, 2]))[None, None]
+    )
+
+
 _HEADS = [(BATCH, HEADS, TOKENS, WIDTH)] * 3
 CASES = {
     normalised_again: [*_HEADS, (BATCH, 1, TOKENS, TOKENS)],
@@ -114,6 +146,10 @@ CASES = {
     unit_length: _HEADS,
     divided_twice: _HEADS,
     grouped: _HEADS,
+    divided_afterwards: _HEADS,
+    chosen: _HEADS,
+    standing: _HEADS,
+    turned: _HEADS,
 }
 
 
@@ -157,15 +193,26 @@ def test_sixteen_bits_are_as_good_as_written(function, implementation):
 def test_scores_are_made_in_tiles(function):
     found = explain(function)(*arrays(function))
     # Where a sum is of other weights than those of the product, it is a region of its own.
-    sums = {unit_length: 2, divided_twice: 3, gated_positions: 2}
+    sums = {unit_length: 2, divided_twice: 3, gated_positions: 2, chosen: 2, standing: 3}
     assert len(found.regions) == sums.get(function, 1)
-    assert found.outside.get("dot_general", 0) == 0, found.outside
+    assert found.outside.get("dot_general", 0) == (1 if function is turned else 0), found.outside
 
 
 def test_tiles_that_a_mask_rules_out_are_skipped():
     shape = jax.ShapeDtypeStruct((1, 1, 1024, 16), jnp.float32)
     (region,) = explain(linear_attention)(shape, shape, shape).regions
     assert region.skipped > 0.2
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_weights_that_float16_cannot_hold_before_they_are_divided(implementation):
+    def large(query, key, value):
+        power = jnp.tril(jnp.exp(6 * query.astype(jnp.float32) @ key.astype(jnp.float32).mT / 4))
+        return (power / power.sum(-1, keepdims=True)).astype(value.dtype) @ value
+
+    given = arrays(linear_attention, "float16")
+    found = fuse(large, implementation=implementation)(*given)
+    np.testing.assert_allclose(found.astype("float32"), large(*given).astype("float32"), rtol=0, atol=5e-3)
 
 
 def test_dropout_after_the_quotient():
@@ -242,7 +289,19 @@ def by_queries(query, key, value):
     return weights / weights.sum(-1, keepdims=True) @ value
 
 
-@pytest.mark.parametrize("function", [by_largest, by_rank, by_both, by_queries])
+def rounded(query, key, value):
+    """Weights of whole numbers are not linear in what they are made of."""
+    weights = jax.nn.sigmoid(scores_of(query, key))
+    weights = (255 * weights / weights.sum(-1, keepdims=True)).astype(jnp.int32)
+    return weights.astype(value.dtype) @ value
+
+
+def rounded_softmax(query, key, value):
+    weights = (255 * jax.nn.softmax(scores_of(query, key), axis=-1)).astype(jnp.int32)
+    return weights.astype(value.dtype) @ value
+
+
+@pytest.mark.parametrize("function", [by_largest, by_rank, by_both, by_queries, rounded, rounded_softmax])
 def test_other_numbers_of_rows_are_refused(function):
     with pytest.raises(NotFusible):
         fuse(function)(*arrays(linear_attention))

@@ -28,7 +28,7 @@ _CALLS = {
     "erf": "tl.erf({})", "max": "tl.maximum({}, {})", "min": "tl.minimum({}, {})",
     "neg": "-{}", "square": "{0} * {0}", "one_minus_square": "1.0 - {0} * {0}",
     "logistic": "1.0 / (1.0 + tl.exp(-{}))", "tanh": "1.0 - 2.0 / (1.0 + tl.exp(2.0 * {}))",
-    "log1p": "tl.log(1.0 + {})", "expm1": "tl.exp({}) - 1.0", "clamp": "tl.minimum(tl.maximum({1}, {0}), {2})",
+    "clamp": "tl.minimum(tl.maximum({1}, {0}), {2})",
     "sign": "({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype)", "stop_gradient": "{}", "copy": "{}",
     "select_n": "tl.where({0}, {2}, {1})", "log2": "tl.log2({})", "transpose": "tl.trans({})",
 }  # fmt: skip

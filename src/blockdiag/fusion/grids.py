@@ -24,6 +24,8 @@ from jax import lax
 from blockdiag.fusion.made import source_made_by
 from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Source, Unpullable
 
+# What a number that masks becomes, or the dtype's least number.
+_MASKED = -1e30
 # Features of a product that kernels take.
 _MOST_FEATURES = 256
 
@@ -108,7 +110,7 @@ class Grids:
         groups = self._others(dims)
         if self._present(other, dims):
             groups.append(((other,), self._parts_of(other)))
-        array = self._gathered(source, dims, [*groups, ((feature,), present)])
+        array = self._gathered(source, dims, [*groups, ((feature,), present)], is_finite=True)
         self.sizes[feature] = math.prod(self.sizes[x] for x in present)
         selection = self._selection(base, present, source.dtype), ((base,), (feature,))
         return [array, selection] if base == COLUMNS else [selection, array]
@@ -122,8 +124,11 @@ class Grids:
             index, found = lax.iota(jnp.int32, size), lax.full([size], 0, jnp.int32)
             for i, part in enumerate(parts):
                 if part in present:
-                    behind = math.prod(self.sizes[x] for x in parts[i + 1 :])
-                    found = found * self.sizes[part] + lax.rem(lax.div(index, behind), self.sizes[part])
+                    behind, here = (
+                        np.int32(math.prod(self.sizes[x] for x in parts[i + 1 :])),
+                        np.int32(self.sizes[part]),
+                    )
+                    found = found * here + lax.rem(lax.div(index, behind), here)
             at = lax.broadcasted_iota(jnp.int32, (size, features), 1)
             return lax.convert_element_type(lax.eq(lax.broadcast_in_dim(found, at.shape, [0]), at), dtype)
 
@@ -150,9 +155,18 @@ class Grids:
         ]
 
     def _gathered(
-        self, source: Source, dims: Sequence[Dim], groups: Sequence[tuple[Dim, list[Any]]]
+        self,
+        source: Source,
+        dims: Sequence[Dim],
+        groups: Sequence[tuple[Dim, list[Any]]],
+        *,
+        is_finite: bool = False,
     ) -> tuple[Source, tuple[Dim, ...]]:
-        """An array with an axis for each group of labels, repeated along labels that it lacks, and its dims."""
+        """An array with an axis for each group of labels, repeated along labels that it lacks, and its dims.
+
+        Args:
+            is_finite: make numbers that mask finite, as a product with 0 would make others of infinities.
+        """
         has = [entry for axis, dim in enumerate(dims) for entry in _entries(axis, dim)]
         order = [entry for _, group in groups for entry in group]
         places = [i for i, entry in enumerate(order) if entry in has]
@@ -161,10 +175,15 @@ class Grids:
 
         def compute(*given: Any) -> Any:
             (array,) = given or (lax.iota(source.dtype, source.shape[0]),)
+            if is_finite:
+                array = lax.max(array, jnp.asarray(max(_MASKED, float(jnp.finfo(array.dtype).min)), array.dtype))
             array = lax.transpose(lax.reshape(array, [sizes[x] for x in has]), [has.index(order[i]) for i in places])
             array = lax.broadcast_in_dim(array, [sizes[x] for x in order], places)
             return lax.reshape(array, [math.prod(sizes[x] for x in group) for _, group in groups])
 
+        is_same = not is_finite and has == order and all(len(group) == 1 for _, group in groups)
+        if is_same and source.key is not None:
+            return source, tuple(dim for dim, _ in groups)
         made = source_made_by(compute, [] if source.key is None else [source.key])
         if source.key is None or source.constant is not None:
             with jax.ensure_compile_time_eval():

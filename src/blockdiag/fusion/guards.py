@@ -223,9 +223,20 @@ class Guards:
         inner = self.skip_moves(var)
         return isinstance(inner, core.Literal) and bool(np.all(np.asarray(inner.val) == 0))
 
+    @staticmethod
+    def is_cast(equation: core.JaxprEqn, passes: Sequence[str] = CASTS) -> bool:
+        """Whether an equation gives the same numbers, but for rounding of floating ones."""
+        name = equation.primitive.name
+        if name != "convert_element_type" or name not in passes:
+            return name in passes
+        given, wanted = aval_of(equation.invars[0]).dtype, equation.params["new_dtype"]
+        return not jnp.issubdtype(given, jnp.floating) or bool(jnp.issubdtype(wanted, jnp.floating))
+
     def skip_moves(self, var: object, passes: Sequence[str] = CASTS) -> object:
         """What a value is made of but for its shape and dtype."""
-        while (equation := self.producer(var)) is not None and equation.primitive.name in (*MOVES, *passes):
+        while (equation := self.producer(var)) is not None and (
+            equation.primitive.name in MOVES or self.is_cast(equation, passes)
+        ):
             var = equation.invars[0]
         return var
 
@@ -237,14 +248,14 @@ class Guards:
             name = equation.primitive.name
             if name in MOVES:
                 dims = self.moved(equation, dims)
-            elif name not in passes:
+            elif not self.is_cast(equation, passes):
                 break
             var = equation.invars[0]
         return var, dims
 
     def skip(self, var: object) -> object:
         """What a value is made of but for its dtype; a `stop_gradient` would be lost."""
-        while (equation := self.producer(var)) is not None and equation.primitive.name in CASTS:
+        while (equation := self.producer(var)) is not None and self.is_cast(equation):
             var = equation.invars[0]
         return var
 

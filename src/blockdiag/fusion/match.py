@@ -367,7 +367,7 @@ class _Matcher(Softmaxes):
         if softmax is not None:
             return [_Term(softmax, None)]
         name, operands = equation.primitive.name, equation.invars
-        if name in CASTS:
+        if self.is_cast(equation):
             return self.terms(operands[0], dims)
         if name == "optimization_barrier":
             return self.terms(operands[equation.outvars.index(var)], dims)

@@ -131,6 +131,8 @@ def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tup
     }
     call = Call(with_leaves(region, marked), call.implementations)
     grads, value_grad = _gradients(call, leaves, value, output, log_sum, cotangents[0])
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        value_grad = None
     return tuple(_replaced([None] * len(leaves), grads, _with_gradient(call.region))), value_grad
 
 
@@ -142,7 +144,9 @@ def _gradients(call: Call, leaves: Any, value: Any, output: Any, log_sum: Any, c
     """The gradients of the leaves that have one, and of the values."""
     *grads, value_grad = _backward(call)(*leaves, value, output, log_sum, cotangent)
     like = _chosen(leaves, _with_gradient(call.region))
-    return [grad.astype(x.dtype) for grad, x in zip(grads, like, strict=True)], value_grad.astype(value.dtype)
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        value_grad = value_grad.astype(value.dtype)
+    return [grad.astype(x.dtype) for grad, x in zip(grads, like, strict=True)], value_grad
 
 
 def _gradients_forward(call: Call, *operands: Any) -> tuple[Any, Any]:

@@ -77,6 +77,8 @@ class Puller:
         self._moved: dict[tuple[Source, tuple[int, ...]], Source] = {}
         self.leaves: dict[Leaf, Node] = {}
         self.products: set[core.Var] = set()
+        # Products that are no scores, but arrays that are the same for some keys.
+        self._repeated: list[Node] = []
         # Leaves that may be scores themselves, and what has kept them from being a tree.
         self.doubts: dict[Leaf, str] = {}
 
@@ -313,7 +315,9 @@ class Puller:
         if factors is None:
             return leaves[0]
         self.sizes[feature] = self.grids.sizes[feature]
-        return Node("product", leaves)
+        node = Node("product", leaves)
+        self._repeated.append(node)
+        return node
 
     def _leaf_of(self, source: Source, dims: tuple[Dim, ...]) -> Node:
         """A leaf with whole labels."""
@@ -388,7 +392,8 @@ class Puller:
         Raises:
             NotFusible: there is no product in them, but something that is made of one.
         """
-        if not any(node.kind == "product" for node in nodes_of(score)):
+        repeated = {id(node) for node in self._repeated}
+        if not any(node.kind == "product" and id(node) not in repeated for node in nodes_of(score)):
             for leaf in leaves_of(score):
                 if leaf in self.doubts:
                     raise NotFusible(self.doubts[leaf])

@@ -71,6 +71,21 @@ def _acos(x: Any, **_: Any) -> Any:
     return 2.0 * _atan2(lax.sqrt(1.0 - x), lax.sqrt(1.0 + x))
 
 
+def _log1p(x: Any, **_: Any) -> Any:
+    # log((1 + s) / (1 - s)): of small numbers 1 + x has lost digits.
+    part = x / (2.0 + x)
+    square = part * part
+    series = 2.0 * part * (1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
+    return lax.select(lax.lt(lax.abs(x), _full(x, 0.5)), series, lax.log(1.0 + x))
+
+
+def _expm1(x: Any, **_: Any) -> Any:
+    series = _full(x, 1.0)
+    for i in range(8, 1, -1):
+        series = 1.0 + series * x * (1 / i)
+    return lax.select(lax.lt(lax.abs(x), _full(x, 0.5)), series * x, lax.exp(x) - 1.0)
+
+
 def _sinh(x: Any, **_: Any) -> Any:
     # Of small numbers the exponentials' difference has no digits left.
     series = x * (1.0 + x * x * (1 / 6 + x * x * (1 / 120)))
@@ -101,6 +116,8 @@ SPELLED: Mapping[str, Callable[..., Any]] = {
     "atanh": _atanh,
     "cbrt": _cbrt,
     "cosh": lambda x, **_: 0.5 * (lax.exp(x) + lax.exp(-x)),
+    "expm1": _expm1,
+    "log1p": _log1p,
     "erfc": lambda x: 1.0 - lax.erf(x),
     "is_finite": lambda x: lax.lt(lax.abs(x), _full(x, np.inf)),
     "pow": _pow,

@@ -12,8 +12,8 @@ are functions of single scores.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,17 +25,18 @@ from blockdiag.fusion.guards import CASTS, MOVES, NoMatch
 from blockdiag.fusion.match import attention_count, is_attention
 from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.softmaxes import Softmaxes
-from blockdiag.fusion.trace import aval_of, bind, rewritten
+from blockdiag.fusion.trace import aval_of, bind, body_of, rewritten
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS, Dim
 
 _SAME = (*CASTS, "stop_gradient")
 
+type _Kind = Literal["divides", "times", "where", "unless"]
 type _Replacement = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
 
 def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     """The same flat program, in which what sums of weights divide are results; None where that helps no product."""
-    found = [one for one in _quotients(closed.jaxpr) if not is_attention(closed.jaxpr, one.product)]
+    found = [x for x in _quotients(closed.jaxpr) if not (x.weights.factors and is_attention(closed.jaxpr, x.product))]
     if not found:
         return None
     before = _count(closed)
@@ -49,12 +50,15 @@ class _Factor:
 
     Attributes:
         var, dims: the array or literal, and the label of each of its axes.
-        divides: whether weights are divided by it.
+        kind: whether weights are divided by it, multiplied, or kept where it is true, or where it is not, and 0
+            elsewhere.
+        stops: whether it has no derivative there.
     """
 
     var: Any
     dims: tuple[Dim, ...]
-    divides: bool
+    kind: _Kind
+    stops: bool
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,18 @@ class _Weights:
             dims: of the array.
         """
         for factor in self.factors:
-            each = _aligned(jnp.asarray(value_of(factor.var), array.dtype), factor.dims, dims)
-            array = array / each if factor.divides else array * each
+            is_choice = factor.kind in ("where", "unless")
+            each = jnp.asarray(value_of(factor.var), None if is_choice else array.dtype)
+            each = _aligned(lax.stop_gradient(each) if factor.stops else each, factor.dims, dims)
+            match factor.kind:
+                case "divides":
+                    array = array / each
+                case "times":
+                    array = array * each
+                case "where":
+                    array = jnp.where(each, array, jnp.zeros((), array.dtype))
+                case "unless":
+                    array = jnp.where(each, jnp.zeros((), array.dtype), array)
         return array
 
 
@@ -138,7 +152,8 @@ class _Quotient:
 
     def result(self, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
         """The product, divided."""
-        weights, value = self.weights.value(value_of), value_of(self.product.invars[1 - self.side])
+        weights, value = self.weights.value(value_of), _roomy(value_of(self.product.invars[1 - self.side]))
+        weights = weights.astype(jnp.promote_types(weights.dtype, value.dtype))
         left, right = (weights, value) if self.side == 0 else (value, weights)
         numbers, precision = self.product.params["dimension_numbers"], self.product.params["precision"]
         var = self.product.outvars[0]
@@ -150,7 +165,7 @@ class _Quotient:
         """A sum along keys as a product with ones, which has the axes that the values have."""
         (var,), dims = one.equation.outvars, one.weights.dims
         value = self.product.invars[1 - self.side]
-        weights = one.weights.value(value_of).astype(aval_of(value).dtype)
+        weights = _roomy(one.weights.value(value_of).astype(aval_of(value).dtype))
         both = [(dims.index(dim), axis) for dim, axis in self.shared if dim in dims]
         batch = [axis for axis, _ in both]
         keys = [axis for axis, dim in enumerate(dims) if COLUMNS in labels_of((dim,))]
@@ -163,6 +178,11 @@ class _Quotient:
         order = [*batch, *(axis for axis in rest if axis not in batch)]
         out = lax.transpose(lax.squeeze(out, [len(order)]), [order.index(axis) for axis in rest])
         return {var: one.weights.with_factors(out, [dims[axis] for axis in rest], value_of).astype(dtype)}
+
+
+def _roomy(array: Any) -> Any:
+    """An array in a dtype that has room for weights before they are divided; float16 has none."""
+    return array.astype(jnp.float32) if array.dtype == jnp.float16 else array
 
 
 def _wide(dtype: Any) -> Any:
@@ -181,14 +201,16 @@ def _replaced(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient]) -> core.
     replaced: dict[int, _Replacement] = {}
     for one in quotients:
         replaced |= {id(x.equation): functools.partial(one.total, x) for x in one.sums}
-        replaced[id(one.product)] = one.result
+        if one.weights.factors:
+            replaced[id(one.product)] = one.result
     return rewritten(closed, closed.jaxpr.eqns, replaced)
 
 
 def _is_help(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient], before: int) -> bool:
     """Whether products and sums have all become attention."""
     sums = {id(x.equation) for one in quotients for x in one.sums}
-    return _count(_replaced(closed, quotients)) >= before + len(quotients) + len(sums)
+    divided = sum(bool(one.weights.factors) for one in quotients)
+    return _count(_replaced(closed, quotients)) >= before + divided + len(sums)
 
 
 def _count(closed: core.ClosedJaxpr) -> int:
@@ -221,21 +243,38 @@ class _Finder(Softmaxes):
         sizes = {labels[axis]: size for axis, size in enumerate(shape) if axis not in self.keys}
         batch = [x for x in sizes if x != ROWS]
         super().__init__(jaxpr, sizes | {COLUMNS: math.prod(key_sizes)}, batch)
-        self.key_labels = self.puller.grids.divided(COLUMNS, key_sizes) if len(self.keys) > 1 else (COLUMNS,)
+        # Of one axis, or none, there are no parts.
+        parts = self.puller.grids.divided(COLUMNS, key_sizes) if len(self.keys) > 1 else (COLUMNS,)
+        self.key_labels = parts[: len(self.keys)]
         labels |= dict(zip(self.keys, self.key_labels, strict=True))
         self.dims: tuple[Dim, ...] = tuple((labels[axis],) for axis in range(len(shape)))
 
     def quotient(self) -> _Quotient | None:
         """The product, where its weights have factors of rows that sums are in."""
         var = self.product.invars[self.side]
+        value = self.product.invars[1 - self.side]
         if not self.keys or (ROWS,) not in self.dims or isinstance(var, core.Literal):
+            return None
+        if not jnp.issubdtype(aval_of(value).dtype, jnp.floating):
             return None
         sums: dict[int, _Sum] = {}
         try:
             weights = self._weights(var, self.dims, sums)
         except NoMatch:
             return None
+        if not sums:
+            weights = _Weights(self.dims, var, (), ())
+            sums = {id(x): _Sum(x, replace(weights, numerator=x.invars[0])) for x in self._sums_beside(var)}
         return _Quotient(self.product, self.side, weights, tuple(sums.values())) if sums else None
+
+    def _sums_beside(self, var: core.Var) -> list[core.JaxprEqn]:
+        """The sums along keys of weights that a result may be divided by later."""
+        root = self.skip(var)
+        power = self.producer(root)
+        if power is None or power.primitive.name in ("exp", "exp2"):
+            return []
+        sums = [x for x in self.producers.values() if self._is_sum_of_weights(x)]
+        return [x for x in sums if self.skip(x.invars[0]) is root and sorted(x.params["axes"]) == sorted(self.keys)]
 
     def _weights(self, var: Any, dims: tuple[Dim, ...], sums: dict[int, _Sum]) -> _Weights:
         """Weights as a numerator, factors of rows and the rest.
@@ -243,14 +282,15 @@ class _Finder(Softmaxes):
         Args:
             sums: by their `id`; those that the factors are made of are added.
         """
-        numerator, length, inner = var, 0, dims
+        numerator, length, inner, stops = var, 0, dims, False
         path: list[tuple[core.JaxprEqn, int]] = []
         factors: list[_Factor] = []
         while (equation := self.producer(var)) is not None:
             try:
-                found = self._factor(equation, inner, sums)
+                found = self._factor(equation, inner, sums, stops=stops)
                 if found is None:
                     place, inner = self._linear(equation, inner)
+                    stops |= equation.primitive.name == "stop_gradient"
                     path.append((equation, place))
                 else:
                     place, inner, factor = found
@@ -262,20 +302,30 @@ class _Finder(Softmaxes):
         return _Weights(dims, numerator, tuple(path[:length]), tuple(factors))
 
     def _factor(
-        self, equation: core.JaxprEqn, dims: tuple[Dim, ...], sums: dict[int, _Sum]
+        self, equation: core.JaxprEqn, dims: tuple[Dim, ...], sums: dict[int, _Sum], *, stops: bool
     ) -> tuple[int, tuple[Dim, ...], _Factor] | None:
-        """Of a product with a number of each row, or a quotient: which operand is not that number, its dims, and the
-        number, whose sums are added.
+        """Of a product with a number of each row, a quotient, or a choice between it and 0: which operand is not that
+        number, its dims, and the number, whose sums are added.
+
+        Args:
+            stops: whether derivatives end below.
 
         Raises:
             NoMatch: it is a softmax.
         """
         name, operands = equation.primitive.name, equation.invars
-        if name not in ("mul", "div"):
+        kinds: list[tuple[int, int, _Kind]] = []
+        if name == "select_n" and len(operands) == 3 and self.is_zero(operands[1]):
+            kinds = [(2, 0, "where")]
+        elif name == "select_n" and len(operands) == 3 and self.is_zero(operands[2]):
+            kinds = [(1, 0, "unless")]
+        elif name in ("mul", "div"):
+            kinds = [(0, 1, "divides")] if name == "div" else [(0, 1, "times"), (1, 0, "times")]
+        if not kinds:
             return None
         shape = aval_of(equation.outvars[0]).shape
         given = [broadcast_dims(x, shape, dims) for x in operands]
-        for one, other in ((0, 1), (1, 0)) if name == "mul" else ((0, 1),):
+        for one, other, kind in kinds:
             inner, inner_dims = self.through_moves(operands[other], given[other])
             if COLUMNS in labels_of(inner_dims) or COLUMNS not in labels_of(given[one]):
                 continue
@@ -289,7 +339,7 @@ class _Finder(Softmaxes):
                 if id(equation) not in sums:
                     weights = self._weights(equation.invars[0], whole, sums)
                     sums[id(equation)] = _Sum(equation, weights)
-            return one, given[one], _Factor(inner, inner_dims, name == "div")
+            return one, given[one], _Factor(inner, inner_dims, kind, stops)
         return None
 
     def _sums(self, var: Any, dims: tuple[Dim, ...], seen: set[Any]) -> Iterator[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
@@ -303,7 +353,7 @@ class _Finder(Softmaxes):
             return
         seen.add((var, dims))
         name, operands = equation.primitive.name, equation.invars
-        if name == "reduce_sum" and len(equation.params["axes"]) == len(self.keys):
+        if self._is_sum_of_weights(equation):
             keys = dict(zip(sorted(equation.params["axes"]), self.key_labels, strict=True))
             left, shape = iter(dims), aval_of(operands[0]).shape
             whole = tuple((keys[axis],) if axis in keys else next(left) for axis in range(len(shape)))
@@ -316,9 +366,9 @@ class _Finder(Softmaxes):
             yield from self._sums(operands[0], dims, seen)
         elif name in MOVES:
             yield from self._sums(operands[0], self.moved(equation, dims), seen)
-        elif name in ELEMENTWISE:
-            for operand in operands:
-                shape = aval_of(equation.outvars[0]).shape
+        elif name in ELEMENTWISE or body_of(equation) is not None:
+            shape = aval_of(equation.outvars[0]).shape
+            for operand in (x for x in operands if len(aval_of(x).shape) in (0, len(shape))):
                 yield from self._sums(operand, broadcast_dims(operand, shape, dims), seen)
         elif name == "reduce_max":
             axes, left = equation.params["axes"], iter(dims)
@@ -326,6 +376,10 @@ class _Finder(Softmaxes):
             whole = tuple((COLUMNS,) if axis in axes else next(left) for axis in range(rank))
             if isinstance(operands[0], core.Var) and self.puller.has_product(operands[0], whole):
                 raise NoMatch
+
+    def _is_sum_of_weights(self, equation: core.JaxprEqn) -> bool:
+        is_sum = equation.primitive.name == "reduce_sum" and len(equation.params["axes"]) == len(self.keys)
+        return is_sum and bool(jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.floating))
 
     def _linear(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[int, tuple[Dim, ...]]:
         """The operand that a value is linear in, and its dims.
@@ -335,7 +389,7 @@ class _Finder(Softmaxes):
         """
         name, operands = equation.primitive.name, equation.invars
         shape = aval_of(equation.outvars[0]).shape
-        if name in _SAME or name == "neg":
+        if self.is_cast(equation, _SAME) or name == "neg":
             return 0, dims
         if name in MOVES:
             return 0, self.moved(equation, dims)
