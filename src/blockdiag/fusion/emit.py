@@ -34,6 +34,8 @@ _CALLS = {
 }  # fmt: skip
 # What may leave the range of a dtype.
 _OVERFLOWING = frozenset({"add", "sub", "mul", "neg", "not", "shift_left", "convert_element_type", "integer_pow"})
+# Powers are products of as many factors; higher ones are made of squares.
+_FEW_FACTORS = 8
 _KINDS = {"f": "tl.float32", "i": "tl.int32", "b": "tl.int1", "u": "tl.uint32", "V": "tl.float32"}
 
 
@@ -180,6 +182,8 @@ class Printer:
         if exponent == 0:
             raise NotPrintable("the power 0")
         factors, square, left = [], base, abs(exponent)
+        if left <= _FEW_FACTORS:
+            factors, left = [base.name] * left, 0
         while left:
             if left % 2:
                 factors.append(square.name)
