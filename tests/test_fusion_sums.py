@@ -261,6 +261,28 @@ def test_a_softmax_stays_one():
     assert region.has_softmax
 
 
+def test_norms_and_projections_of_layers_are_not_tried(monkeypatch):
+    """Trying takes about a second each, and a model has many."""
+
+    def norm(x):
+        return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+    def layer(query, key, value, weight):
+        query, key = norm(query), norm(key)
+        hidden = jax.nn.softmax(scores_of(query, key), axis=-1) @ value
+        hidden = norm(jnp.einsum("bntd,ndc->btc", hidden, weight))
+        return norm(hidden @ weight.reshape(-1, WIDTH).T) @ weight.reshape(-1, WIDTH)
+
+    def fail(*_):
+        raise AssertionError("a program is written anew")
+
+    monkeypatch.setattr("blockdiag.fusion.sums.rewritten", fail)
+    monkeypatch.setattr("blockdiag.fusion.merged.rewritten", fail)
+    shape = jax.ShapeDtypeStruct((HEADS, WIDTH, WIDTH), jnp.float32)
+    program = trace(layer, [*(jax.ShapeDtypeStruct(x, jnp.float32) for x in _HEADS), shape], {})
+    assert len(program.regions) == 1
+
+
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile(arch):
     given = [jax.ShapeDtypeStruct((BATCH, HEADS, 256, 64), jnp.bfloat16)] * 3

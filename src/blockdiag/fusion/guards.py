@@ -1,7 +1,7 @@
 """Values of a program without moves, casts, and what guards softmaxes against rows that see no key.
 
 A softmax by hand takes the largest score away, so that the sum of its exponentials is at least 1 for rows that see a
-key; and it is divided by, as rows that see none are 0 here, whatever else is chosen for these, is added or is a bound.
+key. Rows that see none are 0 here, so that it does not matter what else is chosen for these, is added or is a bound.
 """
 
 import operator
@@ -139,8 +139,9 @@ class Guards:
         if left is right or one is None or other is None or not depth:
             return left is right
         is_alike = one.primitive is other.primitive and one.params == other.params and not one.effects
-        pairs = zip(one.invars, other.invars, strict=False)
-        return is_alike and len(one.outvars) == 1 and all(self.is_same(x, y, depth - 1) for x, y in pairs)
+        if not is_alike or len(one.outvars) != 1 or len(one.invars) != len(other.invars):
+            return False
+        return all(self.is_same(x, y, depth - 1) for x, y in zip(one.invars, other.invars, strict=True))
 
     def is_negligible(self, var: object, powers: Powers) -> bool:
         """Whether a number is lost beside a sum of exponentials of which the largest is 1."""

@@ -50,7 +50,7 @@ class _Unmatched:
         lacks_queries: whether that is because nothing has an axis of queries.
     """
 
-    matcher: "_Matcher"
+    matcher: "Matcher"
     equation: core.JaxprEqn
     weights: object
     reason: str
@@ -237,7 +237,7 @@ def _regions_with(
 
     if len(contracted[0]) != 1:
         reason = f"`dot_general` that sums over {len(contracted[0])} axes of weights: make keys one axis"
-        matcher = _Matcher(jaxpr, sizes, [])
+        matcher = Matcher(jaxpr, sizes, [])
         unmatched.append(_Unmatched(matcher, equation, weights, f"{reason}, {place_of(equation)}", ""))
         return replaced, ()
     batch = []
@@ -246,7 +246,7 @@ def _regions_with(
     assign(COLUMNS, weights=contracted[side][0], value=contracted[1 - side][0])
     free = [axis for axis, dim in enumerate(dims[side]) if dim == ()]
     if not free:
-        matcher = _Matcher(jaxpr, sizes, batch)
+        matcher = Matcher(jaxpr, sizes, batch)
         if matcher.has_softmax(weights, tuple(dims[side])):
             refused = "queries have no axis: give them one, of size 1"
             where = place_of(equation)
@@ -267,7 +267,7 @@ def _regions_with(
         [dims[side][axis] for axis in shared[side]]
         + (weight_axes + value_axes if side == 0 else value_axes + weight_axes)
     )
-    matcher = _Matcher(jaxpr, sizes, batch)
+    matcher = Matcher(jaxpr, sizes, batch)
     reason, refused = "", ""
     try:
         terms = matcher.terms(weights, tuple(dims[side]))
@@ -344,7 +344,7 @@ def _has_both(node: Node) -> bool:
     return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})
 
 
-class _Matcher(Softmaxes):
+class Matcher(Softmaxes):
     """Softmaxes and what is linear in them."""
 
     def has_softmax(self, var: object, dims: tuple[Dim, ...]) -> bool:
@@ -353,6 +353,17 @@ class _Matcher(Softmaxes):
             return any(term.softmax is not None for term in self.terms(var, dims))
         except (NoMatch, NotFusible, Unpullable):
             return False
+
+    def may_be_weights(self, var: object, dims: tuple[Dim, ...]) -> bool:
+        """Whether a value is linear in softmaxes, or made of single scores, be it linear in these or not."""
+        with contextlib.suppress(NoMatch, NotFusible, Unpullable):
+            return bool(self.terms(var, dims))
+        try:
+            node = self.puller.node(var, dims)
+        except (NoMatch, NotFusible, Unpullable):
+            return False
+        products = [x for x in nodes_of(node) if x.kind == "product"]
+        return bool(products) and all(map(_shared_labels, products))
 
     def terms(self, var: object, dims: tuple[Dim, ...]) -> list[_Term]:
         """Softmaxes and weights whose products add up to a value.

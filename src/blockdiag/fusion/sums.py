@@ -10,7 +10,6 @@ are functions of single scores.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,8 +22,7 @@ from jax.extend import core
 from blockdiag.fusion.dims import broadcast_dims, labels_of
 from blockdiag.fusion.guards import CASTS, MOVES, NoMatch
 from blockdiag.fusion.match import attention_count, is_attention
-from blockdiag.fusion.merged import with_merged_keys
-from blockdiag.fusion.softmaxes import Softmaxes
+from blockdiag.fusion.merged import WeightsMatcher, with_merged_keys
 from blockdiag.fusion.trace import aval_of, bind, body_of, rewritten
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS, Dim
 
@@ -36,7 +34,8 @@ type _Replacement = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
 def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     """The same flat program, in which what sums of weights divide are results; None where that helps no product."""
-    found = [x for x in _quotients(closed.jaxpr) if not (x.weights.factors and is_attention(closed.jaxpr, x.product))]
+    # What has not been divided yet must be attention as it stands, and what has been must not.
+    found = [x for x in _quotients(closed.jaxpr) if is_attention(closed.jaxpr, x.product) != bool(x.weights.factors)]
     if not found:
         return None
     before = _count(closed)
@@ -67,13 +66,14 @@ class _Weights:
 
     Attributes:
         dims: a label, or nothing, for each axis.
-        numerator: what has been divided.
+        numerator, inner: what has been divided, and its labels.
         path: what else is done to that, last first: an equation, and which of its operands it is.
         factors: what it has been divided by, or times.
     """
 
     dims: tuple[Dim, ...]
     numerator: Any
+    inner: tuple[Dim, ...]
     path: tuple[tuple[core.JaxprEqn, int], ...]
     factors: tuple[_Factor, ...]
 
@@ -228,26 +228,8 @@ def _quotients(jaxpr: core.Jaxpr) -> list[_Quotient]:
     return found
 
 
-class _Finder(Softmaxes):
+class _Finder(WeightsMatcher):
     """Looks for what weights were divided by, from a product upwards."""
-
-    def __init__(self, jaxpr: core.Jaxpr, product: core.JaxprEqn, side: int) -> None:
-        contracted, shared = product.params["dimension_numbers"]
-        self.product, self.side = product, side
-        shape = aval_of(product.invars[side]).shape
-        free = [axis for axis in range(len(shape)) if axis not in (*contracted[side], *shared[side])]
-        self.keys = contracted[side]
-        labels = {axis: f"b{axis}" for axis in range(len(shape))}
-        labels |= {axis: ROWS for axis in sorted(free, key=lambda axis: shape[axis])[-1:]}
-        key_sizes = [shape[axis] for axis in self.keys]
-        sizes = {labels[axis]: size for axis, size in enumerate(shape) if axis not in self.keys}
-        batch = [x for x in sizes if x != ROWS]
-        super().__init__(jaxpr, sizes | {COLUMNS: math.prod(key_sizes)}, batch)
-        # Of one axis, or none, there are no parts.
-        parts = self.puller.grids.divided(COLUMNS, key_sizes) if len(self.keys) > 1 else (COLUMNS,)
-        self.key_labels = parts[: len(self.keys)]
-        labels |= dict(zip(self.keys, self.key_labels, strict=True))
-        self.dims: tuple[Dim, ...] = tuple((labels[axis],) for axis in range(len(shape)))
 
     def quotient(self) -> _Quotient | None:
         """The product, where its weights have factors of rows that sums are in."""
@@ -263,9 +245,12 @@ class _Finder(Softmaxes):
         except NoMatch:
             return None
         if not sums:
-            weights = _Weights(self.dims, var, (), ())
+            weights = _Weights(self.dims, var, self.dims, (), ())
             sums = {id(x): _Sum(x, replace(weights, numerator=x.invars[0])) for x in self._sums_beside(var)}
-        return _Quotient(self.product, self.side, weights, tuple(sums.values())) if sums else None
+        # Most quotients by sums are layers' norms, which need not be looked at any further.
+        if not sums or not self.may_be_weights(weights.numerator, weights.inner):
+            return None
+        return _Quotient(self.product, self.side, weights, tuple(sums.values()))
 
     def _sums_beside(self, var: core.Var) -> list[core.JaxprEqn]:
         """The sums along keys of weights that a result may be divided by later."""
@@ -282,7 +267,7 @@ class _Finder(Softmaxes):
         Args:
             sums: by their `id`; those that the factors are made of are added.
         """
-        numerator, length, inner, stops = var, 0, dims, False
+        numerator, whole, length, inner, stops = var, dims, 0, dims, False
         path: list[tuple[core.JaxprEqn, int]] = []
         factors: list[_Factor] = []
         while (equation := self.producer(var)) is not None:
@@ -295,11 +280,11 @@ class _Finder(Softmaxes):
                 else:
                     place, inner, factor = found
                     factors.append(factor)
-                    numerator, length = equation.invars[place], len(path)
+                    numerator, whole, length = equation.invars[place], inner, len(path)
             except NoMatch:
                 break
             var = equation.invars[place]
-        return _Weights(dims, numerator, tuple(path[:length]), tuple(factors))
+        return _Weights(dims, numerator, whole, tuple(path[:length]), tuple(factors))
 
     def _factor(
         self, equation: core.JaxprEqn, dims: tuple[Dim, ...], sums: dict[int, _Sum], *, stops: bool

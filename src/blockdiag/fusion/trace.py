@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -124,6 +125,19 @@ def constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | None
     Args:
         most: elements of an array that is computed for that: larger ones count as not known.
     """
+    found = _CONSTANTS.setdefault(jaxpr, {})
+    if most not in found:
+        found[most] = _constants(jaxpr, most)
+    return found[most]
+
+
+# Whoever looks at a program asks for the same ones.
+_CONSTANTS: weakref.WeakKeyDictionary[core.Jaxpr, dict[int, Callable[[Any], np.ndarray | None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | None]:
     producers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     known: dict[Any, np.ndarray | None] = {}
 
