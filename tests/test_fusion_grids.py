@@ -8,6 +8,7 @@ import pytest
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from blockdiag.triton_kernels.plan import Target
+from tests.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
 from tests.plans_support import report_of
 from tests.test_fusion_plans import launches_of
 
@@ -142,29 +143,18 @@ def arrays(function, dtype="float32"):
     return [jnp.asarray(generator.normal(size=shape), dtype) for shape in CASES[function]]
 
 
-def with_gradients(function, given):
-    output, pull = jax.vjp(function, *given)
-    return [output, *pull(jnp.asarray(np.random.default_rng(1).normal(size=output.shape), output.dtype))]
-
-
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("function", CASES)
 def test_grids_are_one_axis(function, implementation):
     given = arrays(function)
     found = with_gradients(fuse(function, implementation=implementation), given)
-    for actual, expected in zip(found, with_gradients(function, given), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5 * float(jnp.abs(expected).max()))
+    assert_alike(found, with_gradients(function, given))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_sixteen_bits_are_as_good_as_written(implementation):
     given = arrays(decomposed, "bfloat16")
-    exact = with_gradients(decomposed, [x.astype("float32") for x in given])
-    naive = with_gradients(decomposed, given)
-    found = with_gradients(fuse(decomposed, implementation=implementation), given)
-    for actual, poor, expected in zip(found, naive, exact, strict=True):
-        error, allowed = (np.abs(np.asarray(x, np.float32) - expected).max() for x in (actual, poor))
-        assert error <= 2 * allowed + 2**-7 * np.abs(expected).max()
+    assert_as_good_as_written(decomposed, fuse(decomposed, implementation=implementation), given)
 
 
 @pytest.mark.parametrize("function", CASES)
@@ -202,8 +192,7 @@ def test_it_may_be_mapped_compiled_and_differentiated():
         return jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), range(5))
 
     found = jax.jit(jax.vmap(gradient(fuse(decomposed))))(*given)
-    for actual, expected in zip(found, jax.vmap(gradient(decomposed))(*given), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
+    assert_alike(found, jax.vmap(gradient(decomposed))(*given), 1e-4)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -221,6 +210,13 @@ def test_kernels_compile(arch):
     ((region,),) = trace(wider, [pixels] * 3 + tables, {}).regions.values()
     for launch in launches_of(region).values():
         assert report_of(launch.plan(Target.for_arch(arch)), arch).spill_bytes == 0
+
+
+def test_sixty_four_bits():
+    with jax.enable_x64(True):
+        given = [x.astype("float64") for x in arrays(axial_biases)]
+        found = with_gradients(fuse(axial_biases, implementation="xla"), given)
+        assert_alike(found, with_gradients(axial_biases, given), 1e-12)
 
 
 def test_a_grid_that_is_divided_in_two_ways_is_refused():

@@ -99,6 +99,21 @@ def test_a_number_that_16_bits_lose_beside_the_sum(arrays):
     np.testing.assert_allclose(found.astype(jnp.float32), exact.astype(jnp.float32), rtol=0, atol=0.03)
 
 
+def test_values_of_whole_numbers_have_no_gradient(arrays):
+    query, key, _ = arrays
+    value = jnp.arange(query.size, dtype=jnp.int32).reshape(query.shape) % 7
+
+    def attention(query, key):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / 4, axis=-1)
+        return jax.lax.dot_general(weights, value, (((3,), (1,)), ((0, 1), (0, 2))), preferred_element_type=jnp.float32)
+
+    def gradients(function):
+        return jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), (0, 1))(query, key)
+
+    for actual, expected in zip(gradients(fuse(attention)), gradients(attention), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
+
+
 # The third row sees no key; heads differ.
 SEEN = np.random.default_rng(2).random((1, 2, 20, 20)) > 0.4
 SEEN[:, :, 2] = False

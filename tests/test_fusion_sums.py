@@ -10,6 +10,7 @@ import pytest
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from blockdiag.triton_kernels.plan import Target
+from tests.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
 from tests.plans_support import report_of
 from tests.test_fusion_plans import launches_of
 
@@ -161,32 +162,19 @@ def arrays(function, dtype="float32"):
     return given
 
 
-def with_gradients(function, given):
-    output, pull = jax.vjp(function, *given)
-    return [output, *pull(jnp.asarray(np.random.default_rng(1).normal(size=output.shape), output.dtype))]
-
-
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("function", CASES)
 def test_results_are_divided_in_the_place_of_weights(function, implementation):
     given = arrays(function)
     found = with_gradients(fuse(function, implementation=implementation), given)
-    for actual, expected in zip(found, with_gradients(function, given), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5 * float(jnp.abs(expected).max()))
+    assert_alike(found, with_gradients(function, given))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("function", [linear_attention, normalised_again, squared_relu])
 def test_sixteen_bits_are_as_good_as_written(function, implementation):
     given = arrays(function, "bfloat16")
-    exact = with_gradients(function, [x.astype("float32") for x in given])
-    naive = with_gradients(function, given)
-    for actual, poor, expected in zip(
-        with_gradients(fuse(function, implementation=implementation), given), naive, exact, strict=True
-    ):
-        assert actual.dtype == jnp.bfloat16
-        error, allowed = (np.abs(np.asarray(x, np.float32) - expected).max() for x in (actual, poor))
-        assert error <= 2 * allowed + 2**-7 * np.abs(expected).max()
+    assert_as_good_as_written(function, fuse(function, implementation=implementation), given)
 
 
 @pytest.mark.parametrize("function", CASES)
@@ -237,8 +225,7 @@ def test_it_may_be_mapped_compiled_and_differentiated():
         return jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), range(4))
 
     found = jax.jit(jax.vmap(gradient(fuse(mlstm))))(*given)
-    for actual, expected in zip(found, jax.vmap(gradient(mlstm))(*given), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
+    assert_alike(found, jax.vmap(gradient(mlstm))(*given), 1e-4)
 
 
 def test_layers_of_both_kinds_are_fused():

@@ -14,14 +14,13 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import producers_of
-from blockdiag.fusion.guards import CASTS, MOVES
+from blockdiag.fusion.dims import MOVES, producers_of
+from blockdiag.fusion.guards import CASTS, PASSES
 from blockdiag.fusion.trace import aval_of, bind, rewritten
 from blockdiag.fusion.tree import ELEMENTWISE
 
 type _Make = Callable[[Callable[[Any], Any], Mapping[Any, Any]], Any]
 
-_SAME = (*CASTS, "stop_gradient")
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
 
@@ -149,7 +148,7 @@ class _Plan:
             return lambda value_of, _: _cut(value_of(var), part)
         equation = self.producers[var]
         name, operands, params = equation.primitive.name, equation.invars, equation.params
-        if name in ELEMENTWISE or name in _SAME:
+        if name in ELEMENTWISE or name in PASSES:
             return self._bound(equation, [self._part_of(x, part) for x in operands])
         match name:
             case "transpose":

@@ -13,7 +13,7 @@ from blockdiag.fusion.tree import ELEMENTWISE, Dim, Unpullable
 # The same value, seen otherwise.
 SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary"})
 
-MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
+MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
 def producers_of(jaxpr: core.Jaxpr) -> dict[core.Var, core.JaxprEqn]:

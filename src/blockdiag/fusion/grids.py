@@ -124,10 +124,8 @@ class Grids:
             index, found = lax.iota(jnp.int32, size), lax.full([size], 0, jnp.int32)
             for i, part in enumerate(parts):
                 if part in present:
-                    behind, here = (
-                        np.int32(math.prod(self.sizes[x] for x in parts[i + 1 :])),
-                        np.int32(self.sizes[part]),
-                    )
+                    here = np.int32(self.sizes[part])
+                    behind = np.int32(math.prod(self.sizes[x] for x in parts[i + 1 :]))
                     found = found * here + lax.rem(lax.div(index, behind), here)
             at = lax.broadcasted_iota(jnp.int32, (size, features), 1)
             return lax.convert_element_type(lax.eq(lax.broadcast_in_dim(found, at.shape, [0]), at), dtype)

@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.dims import broadcast_dims, labels_of, producers_of
+from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, producers_of
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.pull import Puller
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, Dim, Unpullable
 
-MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision")
 PASSES = (*CASTS, "stop_gradient")
 _COMPARISONS = {x: getattr(operator, x) for x in ("eq", "ne", "gt", "lt", "ge", "le")}
 # What the sum of exponentials, of which the largest is 1, may lose.
-LOST = 1e-6
+_LOST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Guards:
         # In the dtype that the sum has in the function; kernels' exponentials in float32 are no better than this.
         dtype = aval_of(powers.equation.outvars[0]).dtype
         lost = float(jnp.finfo(dtype).eps) / 2
-        return 0 <= float(term.val) <= (lost if dtype == jnp.float64 else max(lost, LOST))
+        return 0 <= float(term.val) <= (lost if dtype == jnp.float64 else max(lost, _LOST))
 
     def _has_largest(self, powers: Powers) -> bool:
         """Whether the largest exponential of a row that sees a key is 1: the largest score has been taken away."""
@@ -211,7 +210,7 @@ class Guards:
         return None if COLUMNS in labels_of(found[1]) else found
 
     def unshifted(self, var: object, dims: tuple[Dim, ...]) -> object:
-        """What `_shift` was subtracted from, or the value itself."""
+        """What `shift` was subtracted from, or the value itself."""
         shifted = self.producer(self.skip(var))
         return var if shifted is None or self.shift(var, dims) is None else shifted.invars[0]
 

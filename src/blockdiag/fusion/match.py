@@ -8,10 +8,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import broadcast_dims, labels_of, parts_of, place_of, producers_of, users_of
+from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, parts_of, place_of, producers_of, users_of
 from blockdiag.fusion.factors import stopped
 from blockdiag.fusion.follow import followed, read_by
-from blockdiag.fusion.guards import CASTS, MOVES, NoMatch
+from blockdiag.fusion.guards import CASTS, NoMatch
 from blockdiag.fusion.softmaxes import Softmax, Softmaxes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import (

@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import broadcast_dims, labels_of, place_of
-from blockdiag.fusion.guards import CASTS, MOVES, PASSES, Guards, NoMatch, Powers, is_along_keys, key_axes
+from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, place_of
+from blockdiag.fusion.guards import CASTS, PASSES, Guards, NoMatch, Powers, is_along_keys, key_axes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, Unpullable, number, operation
 

@@ -19,14 +19,12 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import broadcast_dims, labels_of
-from blockdiag.fusion.guards import CASTS, MOVES, NoMatch
+from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of
+from blockdiag.fusion.guards import PASSES, NoMatch
 from blockdiag.fusion.match import attention_count, is_attention
 from blockdiag.fusion.merged import WeightsMatcher, with_merged_keys
 from blockdiag.fusion.trace import aval_of, bind, body_of, rewritten
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS, Dim
-
-_SAME = (*CASTS, "stop_gradient")
 
 type _Kind = Literal["divides", "times", "where", "unless"]
 type _Replacement = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
@@ -347,7 +345,7 @@ class _Finder(WeightsMatcher):
                 if any(isinstance(dim, int) or len(dim) > 1 for dim in whole):
                     raise NoMatch
                 yield equation, whole
-        elif name in _SAME:
+        elif name in PASSES:
             yield from self._sums(operands[0], dims, seen)
         elif name in MOVES:
             yield from self._sums(operands[0], self.moved(equation, dims), seen)
@@ -374,7 +372,7 @@ class _Finder(WeightsMatcher):
         """
         name, operands = equation.primitive.name, equation.invars
         shape = aval_of(equation.outvars[0]).shape
-        if self.is_cast(equation, _SAME) or name == "neg":
+        if self.is_cast(equation, PASSES) or name == "neg":
             return 0, dims
         if name in MOVES:
             return 0, self.moved(equation, dims)

@@ -1,0 +1,32 @@
+"""What tests of `fuse` compare."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def with_gradients(function: Callable[..., jax.Array], given: Sequence[Any]) -> list[Any]:
+    """The result of a function, and the gradient of each argument with a random cotangent."""
+    output, pull = jax.vjp(function, *given)
+    return [output, *pull(jnp.asarray(np.random.default_rng(1).normal(size=output.shape), output.dtype))]
+
+
+def assert_alike(found: Sequence[Any], expected: Sequence[Any], tolerance: float = 2e-5) -> None:
+    """Arrays are as close as `tolerance`, of each element or of the largest one."""
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * float(jnp.abs(other).max()))
+
+
+def assert_as_good_as_written(
+    function: Callable[..., jax.Array], fused: Callable[..., jax.Array], given: Sequence[jax.Array]
+) -> None:
+    """Of 16-bit arguments, results and gradients err at most twice as much as the function's own, and 2 ulp."""
+    exact = with_gradients(function, [x.astype("float32") for x in given])
+    naive = with_gradients(function, given)
+    for actual, poor, expected in zip(with_gradients(fused, given), naive, exact, strict=True):
+        assert actual.dtype == given[0].dtype
+        error, allowed = (np.abs(np.asarray(x, np.float32) - expected).max() for x in (actual, poor))
+        assert error <= 2 * allowed + 2**-7 * np.abs(expected).max()
