@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
+from blockdiag.fusion import kernels_resident_pairs
 from blockdiag.interop import jax_call, triton_fused
 from blockdiag.interop.interpreter import interpret
 from blockdiag.triton_kernels.plan import Target
@@ -105,6 +106,25 @@ def test_biases_that_stay(name, launched):
     else:
         expected = expected - {"fused_rows", "fused_rows_resident"} | {"fused_rows_and_pairs_resident"}
     assert set(launched) == expected
+
+
+@pytest.mark.parametrize("name", ["float16", "triangle", "wide_triangle"])
+def test_a_bias_whose_gradient_is_one_part_is_written_as_it_is(name, launched, monkeypatch):
+    # With one multiprocessor a program goes through all rounds.
+    monkeypatch.setattr(kernels_resident_pairs, "_USUAL_MULTIPROCESSORS", 1)
+    case = RESIDENT[name]
+    inner, _ = triton_fused.arranged(case.region())
+    joint = triton_fused.joint_kernel(inner)
+    assert joint is not None
+    (place,) = [i for i, leaf in enumerate(inner.leaves) if leaf.role == "score"]
+    (found,) = [x for x in joint.source.outputs if x.name == f"grad{place}"]
+    assert (found.dims, found.shape, found.dtype) == (
+        inner.leaves[place].dims,
+        inner.leaves[place].source.shape,
+        case.dtype,
+    )
+    assert_exact(case, fuse(case.function, implementation="triton"))
+    assert "fused_rows_and_pairs_resident" in launched
 
 
 class Slow:

@@ -44,7 +44,11 @@ def test_warps_end(name):
         ("many_rows", "fused_forward_resident", "mbarrier.arrive(turns.index(1 - GROUP), count=1)"),
         # Sums of one half are never handed over.
         ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_full.index(0), count=1)"),
+        # Nobody says that gradients are there, or that they have left.
+        ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(grads_full.index(0), count=1)"),
+        ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_empty.index(0), count=1)"),
         # Nobody brings what the last round's products of one more begin with.
+        ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(lines_full.index(count % 3), count=1)"),
         ("many_rows", "fused_columns_resident", "mbarrier.arrive(own_full.index(slot), count=1)"),
         # Nobody says that keys, or that tiles which sums leave by, have been read, or that gradients are there.
         ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(ring_empty.index(keys), count=1)"),

@@ -259,10 +259,10 @@ def _load(own: ResidentWriter) -> None:
     emit()
 
 
-def begin_terms(own: ResidentWriter) -> None:
-    """The lines of all keys that one warp holds, and the first round's loads."""
+def begin_terms(own: ResidentWriter, warps: int = 1) -> None:
+    """The lines of all keys that so many warps hold, and the first round's loads."""
     keys, wide = own.region.sizes["k"], own.wide_keys
-    own.emit(f"C: gl.constexpr = gl.BlockedLayout([1, {wide // 32}], [1, 32], [1, 1], [1, 0])")
+    own.emit(f"C: gl.constexpr = gl.BlockedLayout([1, {wide // 32 // warps}], [1, 32], [1, {warps}], [1, 0])")
     lines = f"gl.arange(0, {wide}, gl.SliceLayout(0, C))"
     own.emit(f"r_k = {lines if wide == keys else f'gl.minimum({lines}, {keys - 1})'}")
     own.indices(None, "first")

@@ -1,9 +1,9 @@
 """Gluon source of the backward kernel by rows that also sums the gradient of the bias it keeps, for Hopper.
 
-Here for narrow heads, and for few keys: one more warp sums what slopes are compared with, of tiles of results beside
+Here for narrow heads, and for few keys: two more warps sum what slopes are compared with, of tiles of results beside
 those of cotangents; groups take their keys in chunks, and sums over keys of one half are handed to the group that
-writes queries' gradients. See kernels_resident_pairs_writer.py, and kernels_resident_backward.py for the kernels of
-rows and columns alone.
+makes queries' gradients, which those two warps let leave. The first scores of a round begin before the round before
+ends. See kernels_resident_pairs_writer.py, and kernels_resident_backward.py for the kernels of rows and columns alone.
 """
 
 import jax.numpy as jnp
@@ -29,29 +29,45 @@ _USUAL_MULTIPROCESSORS = 132
 _MOST_PROGRAMS = 4 * _USUAL_MULTIPROCESSORS
 _MEMORY = (
     "own_tiles, own_output, chunk_scores, chunk_slopes, lines, of_keys, half, held, own_full, own_empty, lines_full, "
-    "chunk_full, chunk_empty, half_full, half_empty, held_full"
+    "chunk_full, chunk_empty, half_full, half_empty, grads_full, held_full"
 )
 
 
 class _Pairs(PairsWriter):
-    """Lines of the functions of the kernel, see PairsWriter."""
+    """Lines of the functions of the kernel, see PairsWriter.
+
+    Attributes:
+        chunks_each: chunks of a group, in each round.
+        slots: for chunks.
+        is_ahead: whether the first scores of a round begin before the round before ends.
+    """
 
     HELPERS = "forgotten, free_slot, rounded_product, widened"
     INPUTS = ("output",)
+    # Without which groups wait for what slopes are compared with.
+    GATHERING = 2
 
     def __init__(self, region: Region, plan: Resident, place: Place, factor: float) -> None:
         super().__init__(region, plan, CHUNK, place, factor)
-        self.chunks_each = self.keys // CHUNK // 2
-        self.slots = _slots(plan.width, self.keys, self.wide_keys)
+        chunks = self.keys // CHUNK
+        self.chunks_each = chunks // 2
+
+        def slots(own_slots: int) -> int:
+            return _slots(plan.width, self.keys, self.wide_keys, own_slots)
+
+        # One more where that leaves room for chunks of the next round, too.
+        self.own_slots = SLOTS + 1 if slots(SLOTS + 1) >= min(slots(SLOTS), chunks + 2) else SLOTS
+        self.slots = slots(self.own_slots)
+        self.is_ahead = self.slots >= chunks + 2 or self.chunks_each > 1
 
 
-def _slots(width: int, keys: int, wide_keys: int) -> int:
+def _slots(width: int, keys: int, wide_keys: int, own_slots: int) -> int:
     """Parts of keys and values that there is room for; fewer than a round has, where the kernel of wide heads is due.
 
     Each part's slot is one group's: who waits for every second filling cannot tell the one before from it.
     """
     tile, part = OWN * width * 2, 2 * CHUNK * width * 2
-    once = OWN * keys * 2 + OWN * width * 4 + SLOTS * (3 * tile + 2 * OWN * 4 + wide_keys * 4)
+    once = OWN * keys * 2 + OWN * width * 4 + own_slots * (3 * tile + 2 * OWN * 4 + wide_keys * 4)
     return min(2 * keys // CHUNK, (SHARED_BYTES - once) // part // 2 * 2, _MOST_SLOTS)
 
 
@@ -71,8 +87,10 @@ def _compute(own: _Pairs) -> None:
     for chunk in range(own.chunks_each):
         emit(f"bias_sum{chunk} = gl.zeros([{OWN}, {CHUNK}], gl.float32, S)")
     emit("mbarrier.wait(held_full.index(0), 0)")
+    if own.is_ahead:
+        _begin_round(own, "0", "first")
+        emit("scores0 = warpgroup_mma_wait(0, deps=[scores0])")
     own.writer.loop("for round in range(count):", lambda: _round(own))
-    emit("tma.store_wait(0)")
     own.store_bias({chunk * CHUNK: f"bias_sum{chunk}" for chunk in range(own.chunks_each)})
     emit()
     emit()
@@ -86,34 +104,45 @@ def _pointers(own: _Pairs) -> str:
 def _round(own: _Pairs) -> None:
     emit, plan = own.emit, own.plan
     count = own.chunks_each
+    if not own.is_ahead:
+        _begin_round(own, "round", "(first + round)")
     own.indices(None, "(first + round)")
-    known = own.read(("row", "scalar"))
-    emit(f"own_slot = round % {SLOTS}")
-    for full in ("own_full", "lines_full"):
-        emit(f"mbarrier.wait({full}.index(own_slot), round // {SLOTS} % 2)")
+    known = own.read(("row", "scalar")) if count > 1 else {}
+    emit(f"own_slot = round % {own.own_slots}")
     for i, name in enumerate(("base", "delta")):
         emit(f"{name} = lines.index(own_slot * 2 + {i}).load(gl.SliceLayout(1, S))[:, None]")
     emit(f"sum_query = gl.zeros([{OWN}, {plan.width}], gl.float32, D)")
     is_early = plan.width <= 64
     for chunk in range(count):
-        if chunk == 0 or not is_early:
-            _begin_scores(own, chunk, known)
+        if chunk == 0:
+            _find_chunk(own, 0, "round")
+        elif not is_early:
+            _begin_scores(own, chunk, known, "round")
         _begin_slopes(own, chunk)
         if is_early and chunk + 1 < count:
-            _begin_scores(own, chunk + 1, known)
-        if chunk == 0:
-            emit("if GROUP == 0:")
-            own.writer.depth += 1
-            emit("# The last round's gradient has left.")
-            emit("tma.store_wait(0)")
-            emit("gl.thread_barrier()")
-            emit("mbarrier.arrive(half_empty.index(0), count=1, pred=round > 0)")
-            own.writer.depth -= 1
+            _begin_scores(own, chunk + 1, known, "round")
         _chunk(own, chunk, 2 if is_early and chunk + 1 < count else 1)
+    if own.is_ahead:
+        _begin_round(own, "(round + 1)", "(first + gl.minimum(round + 1, count - 1))")
+        own.indices(None, "(first + round)")
     _finish(own)
+    if own.is_ahead:
+        # The compiler wants no product under way where a loop begins again.
+        emit("scores0 = warpgroup_mma_wait(0, deps=[scores0])")
 
 
-def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value]) -> None:
+def _begin_round(own: _Pairs, number: str, through: str) -> None:
+    """The first scores of a round, when its tiles are there."""
+    own.indices(None, through)
+    known = own.read(("row", "scalar"))
+    own.emit(f"own_slot = {number} % {own.own_slots}")
+    for full in ("own_full", "lines_full"):
+        own.emit(f"mbarrier.wait({full}.index(own_slot), {number} // {own.own_slots} % 2)")
+    _begin_scores(own, 0, known, number)
+
+
+def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value], number: str) -> None:
+    """The product that scores of a chunk of this round are."""
     emit, plan = own.emit, own.plan
     held = own.region.leaves.index(plan.held)
     first_key = f"GROUP * {own.keys // 2} + {chunk * CHUNK}"
@@ -129,12 +158,16 @@ def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value]) -> None:
         lines = f"of_keys.index(own_slot).slice({first_key}, {CHUNK})"
         start += f" + {lines}.load(gl.SliceLayout(0, S))[None, :]"
     emit(f"start = {start}")
-    # Groups take turns.
-    emit(f"at{chunk} = forgotten(round) * {2 * own.chunks_each} + {2 * chunk} + GROUP")
+    _find_chunk(own, chunk, number)
     emit(f"mbarrier.wait(chunk_full.index(at{chunk} % {own.slots}), at{chunk} // {own.slots} % 2)")
-    emit(f"keys{chunk} = chunk_scores.index(at{chunk} % {own.slots})")
     emit("queries = own_tiles.index(forgotten(own_slot) * 2)")
     emit(f"scores{chunk} = warpgroup_mma(queries, keys{chunk}.permute((1, 0)), start, is_async=True)")
+
+
+def _find_chunk(own: _Pairs, chunk: int, number: str) -> None:
+    """Where a chunk is: groups take turns."""
+    own.emit(f"at{chunk} = forgotten({number}) * {2 * own.chunks_each} + {2 * chunk} + GROUP")
+    own.emit(f"keys{chunk} = chunk_scores.index(at{chunk} % {own.slots})")
 
 
 def _begin_slopes(own: _Pairs, chunk: int) -> None:
@@ -152,7 +185,8 @@ def _chunk(own: _Pairs, chunk: int, later: int) -> None:
         later: products begun after its scores.
     """
     emit, plan = own.emit, own.plan
-    emit(f"scores{chunk} = warpgroup_mma_wait({later}, deps=[scores{chunk}])")
+    if chunk > 0 or not own.is_ahead:
+        emit(f"scores{chunk} = warpgroup_mma_wait({later}, deps=[scores{chunk}])")
     if chunk > 0:
         emit("# The last chunk's products are done, too.")
         emit("gl.thread_barrier()")
@@ -161,7 +195,7 @@ def _chunk(own: _Pairs, chunk: int, later: int) -> None:
     emit(f"slopes{chunk} = warpgroup_mma_wait({later - 1}, deps=[slopes{chunk}])")
     if chunk == own.chunks_each - 1:
         emit("gl.thread_barrier()")
-        emit(f"free_slot(own_empty, round, {SLOTS})")
+        emit(f"free_slot(own_empty, round, {own.own_slots})")
     emit(f"slopes = rounded_product(slopes{chunk}, power)")
     emit(f"bias_sum{chunk} += slopes")
     first = "use_acc=False, " if chunk == 0 else ""
@@ -174,9 +208,9 @@ def _finish(own: _Pairs) -> None:
     emit = own.emit
     last = own.chunks_each - 1
     half = "half.index(0)"
-    emit("sum_query = warpgroup_mma_wait(0, deps=[sum_query])")
+    emit(f"sum_query = warpgroup_mma_wait({1 if own.is_ahead else 0}, deps=[sum_query])")
     emit("gl.thread_barrier()")
-    emit(f"free_slot(chunk_empty, at{last}, {own.slots})")
+    emit(f"free_slot(chunk_empty, round * {2 * own.chunks_each} + {2 * last} + GROUP, {own.slots})")
     emit("if GROUP == 1:")
     own.writer.depth += 1
     emit("mbarrier.wait(half_empty.index(0), round % 2 ^ 1)")
@@ -193,7 +227,7 @@ def _finish(own: _Pairs) -> None:
     emit(f"gradient.store((sum_query * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
     emit("gl.thread_barrier()")
-    emit(f"tma.async_copy_shared_to_global(d_query, [{own.at(own.place, f'own * {OWN}')}], gradient)")
+    emit("mbarrier.arrive(grads_full.index(0), count=1)")
     own.writer.depth -= 1
 
 
@@ -209,20 +243,27 @@ def _load(own: _Pairs) -> None:
         at = own.at(own.places["held"], f"own * {OWN}", piece * CHUNK)
         emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
     parts = 2 * own.chunks_each
+    # With a slot to spare tiles of queries come half a round earlier: the last round's are done with by then.
+    is_early = own.own_slots > SLOTS
+    if is_early:
+        own.indices(None, "first")
+        _load_own(own, "0")
 
     def body() -> None:
         emit(f"round = step // {parts}")
-        own.indices(None, "(first + round)")
-        emit(f"if step % {parts} == 0:")
-        own.writer.depth += 1
-        emit(f"slot = round % {SLOTS}")
-        emit(f"mbarrier.wait(own_empty.index(slot), round // {SLOTS} % 2 ^ 1)")
-        places = {
-            "query": "own_tiles.index(slot * 2)", "cotangent": "own_tiles.index(slot * 2 + 1)",
-            "output": "own_output.index(slot)",
-        }  # fmt: skip
-        own.load_tiles("own_full.index(slot)", places, f"own * {OWN}", OWN)
-        own.writer.depth -= 1
+        if is_early:
+            emit(f"if (step % {parts} == {own.chunks_each}) & (round + 1 < count):")
+            own.writer.depth += 1
+            own.indices(None, "(first + round + 1)")
+            _load_own(own, "(round + 1)")
+            own.writer.depth -= 1
+            own.indices(None, "(first + round)")
+        else:
+            own.indices(None, "(first + round)")
+            emit(f"if step % {parts} == 0:")
+            own.writer.depth += 1
+            _load_own(own, "round")
+            own.writer.depth -= 1
         emit(f"slot = step % {own.slots}")
         emit(f"mbarrier.wait(chunk_empty.index(slot), step // {own.slots} % 2 ^ 1)")
         emit(f"first_key = step % {parts} // 2 * {CHUNK} + step % 2 * {own.keys // 2}")
@@ -230,43 +271,92 @@ def _load(own: _Pairs) -> None:
         own.load_tiles("chunk_full.index(slot)", places, "first_key", CHUNK)
 
     own.writer.loop(f"for step in range(count * {parts}):", body)
+    if own.is_ahead:
+        emit("# Scores of one more round begin, with whatever is there, and are not used.")
+        emit(f"slot = count % {own.own_slots}")
+        emit(f"mbarrier.wait(own_empty.index(slot), count // {own.own_slots} % 2 ^ 1)")
+        emit("mbarrier.arrive(own_full.index(slot), count=1)")
+        for group in range(2):
+            at = f"(count * {parts} + {group})"
+            emit(f"mbarrier.wait(chunk_empty.index({at} % {own.slots}), {at} // {own.slots} % 2 ^ 1)")
+            emit(f"mbarrier.arrive(chunk_full.index({at} % {own.slots}), count=1)")
     emit()
     emit()
+
+
+def _load_own(own: _Pairs, number: str) -> None:
+    """The tiles of queries of a round."""
+    emit = own.emit
+    emit(f"slot = {number} % {own.own_slots}")
+    emit(f"mbarrier.wait(own_empty.index(slot), {number} // {own.own_slots} % 2 ^ 1)")
+    places = {
+        "query": "own_tiles.index(slot * 2)", "cotangent": "own_tiles.index(slot * 2 + 1)",
+        "output": "own_output.index(slot)",
+    }  # fmt: skip
+    own.load_tiles("own_full.index(slot)", places, f"own * {OWN}", OWN)
 
 
 def _gather(own: _Pairs) -> None:
-    """What the warp does that makes lines of queries and of keys."""
+    """What the warps do that make lines of queries and of keys, and let gradients leave."""
     emit = own.emit
-    print_function(own, f"def gather({_MEMORY}{own.parameters()}, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
-    emit('"""Fills the slots of lines, for all rounds."""')
+    print_function(own, f"def gather({_MEMORY}, d_query{own.parameters()}, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
+    emit('"""Fills the slots of lines, for all rounds, and empties that of gradients."""')
     print_share(own, own.tiles_of)
     own.indices("cell", None)
 
     def before() -> None:
-        emit(f"mbarrier.wait(own_full.index(slot), round // {SLOTS} % 2)")
+        emit(f"mbarrier.wait(own_full.index(slot), round // {own.own_slots} % 2)")
         _make_delta(own)
 
     def after() -> None:
+        # Between tiles and here there is a barrier of these warps.
         emit("mbarrier.arrive(own_empty.index(slot), count=1)")
 
-    own.gather_lines("slot * 2", "slot", before, after, lambda: None)
+    def last() -> None:
+        # Of two rounds before: lines of the next one must not wait for this one's end.
+        emit("if round > 1:")
+        own.writer.depth += 1
+        _leave(own, "round - 2")
+        own.writer.depth -= 1
+
+    own.gather_lines("slot * 2", "slot", before, after, last)
+    if own.is_ahead:
+        emit(f"mbarrier.arrive(lines_full.index(count % {own.own_slots}), count=1)")
+    emit("if count > 1:")
+    own.writer.depth += 1
+    _leave(own, "count - 2")
+    own.writer.depth -= 1
+    _leave(own, "count - 1")
     emit()
     emit()
+
+
+def _leave(own: _Pairs, number: str) -> None:
+    """Write out the gradients of a round, and wait until their place is free."""
+    emit = own.emit
+    emit(f"mbarrier.wait(grads_full.index(0), ({number}) % 2)")
+    own.indices(None, f"(first + {number})")
+    emit(f"gradient = half.index(0)._reinterpret(own_tiles.dtype, [{OWN}, {own.plan.width}], d_query.layout)")
+    emit(f"tma.async_copy_shared_to_global(d_query, [{own.at(own.place, f'own * {OWN}')}], gradient)")
+    emit("tma.store_wait(0)")
+    emit("gl.thread_barrier()")
+    emit("mbarrier.arrive(half_empty.index(0), count=1)")
 
 
 def _make_delta(own: _Pairs) -> None:
-    """Sums of cotangents times results, a few columns at a time: this warp has few registers."""
+    """Sums of cotangents times results, a few columns at a time: these warps have few registers."""
     emit = own.emit
-    emit(f"R: gl.constexpr = gl.BlockedLayout([1, {_PIECE}], [32, 1], [1, 1], [1, 0])")
+    rows = 32 * own.GATHERING
+    emit(f"R: gl.constexpr = gl.BlockedLayout([1, {_PIECE}], [32, 1], [{own.GATHERING}, 1], [1, 0])")
     # The many pieces of wide tiles leave no register for where these are.
     cotangent = f"own_tiles.index({'slot' if own.plan.width <= 64 else 'forgotten(slot)'} * 2 + 1)"
-    for row in range(0, OWN, 32):
-        emit("delta = gl.zeros([32], gl.float32, gl.SliceLayout(1, R))")
+    for row in range(0, OWN, rows):
+        emit(f"delta = gl.zeros([{rows}], gl.float32, gl.SliceLayout(1, R))")
         for column in range(0, own.plan.width, _PIECE):
-            piece = f"slice({row}, 32).slice({column}, {_PIECE}, dim=1).load(R)"
+            piece = f"slice({row}, {rows}).slice({column}, {_PIECE}, dim=1).load(R)"
             emit(f"delta += gl.sum(widened({cotangent}.{piece}) * widened(own_output.index(slot).{piece}), 1)")
-        emit(f"lines.index(slot * 2 + 1).slice({row}, 32).store(delta)")
-        emit(f"o_q = own * {OWN} + {row} + gl.arange(0, 32, gl.SliceLayout(1, R))")
+        emit(f"lines.index(slot * 2 + 1).slice({row}, {rows}).store(delta)")
+        emit(f"o_q = own * {OWN} + {row} + gl.arange(0, {rows}, gl.SliceLayout(1, R))")
         emit(f"gl.store(p_delta + {own.writer.row_place()}, delta)")
 
 
@@ -278,23 +368,24 @@ def _entry(own: _Pairs) -> None:
     arrays = "query, cotangent, output, key, value, bias"
     print_function(own, f"def {NAME}({arrays}, d_query{pointers}, ROUNDS: gl.constexpr):")
     emit('"""One program: a tile of queries, and ROUNDS of the indices along which the bias is the same."""')
-    memory = [("own_tiles", "query", 2 * SLOTS, OWN), ("own_output", "output", SLOTS, OWN)]
+    memory = [("own_tiles", "query", 2 * own.own_slots, OWN), ("own_output", "output", own.own_slots, OWN)]
     memory += [(f"chunk_{kind}", name, own.slots, CHUNK) for kind, name in (("scores", "key"), ("slopes", "value"))]
     for name, array, slots, rows in memory:
         emit(f"{name} = gl.allocate_shared_memory(query.dtype, [{slots}, {rows}, {width}], {array}.layout)")
     emit(f"HALF: gl.constexpr = gl.SwizzledSharedLayout(8, 1, {width // 8}, [1, 0])")
     emit(f"half = gl.allocate_shared_memory(gl.float32, [1, {OWN}, {width}], HALF)")
     line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
-    emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * SLOTS}, {OWN}], {line})")
+    emit(f"lines = gl.allocate_shared_memory(gl.float32, [{2 * own.own_slots}, {OWN}], {line})")
     if own.plan.of_keys is None:
         emit("of_keys = lines")
     else:
-        emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{SLOTS}, {own.wide_keys}], {line})")
+        emit(f"of_keys = gl.allocate_shared_memory(gl.float32, [{own.own_slots}, {own.wide_keys}], {line})")
     held = f"[{own.keys // CHUNK}, {OWN}, {CHUNK}]"
     emit(f"held = gl.allocate_shared_memory(bias.dtype, {held}, bias.layout)")
     for name, count, arrivals in (
-        ("own_full", SLOTS, 1), ("own_empty", SLOTS, 3), ("lines_full", SLOTS, 1), ("chunk_full", own.slots, 1),
-        ("chunk_empty", own.slots, 1), ("half_full", 1, 1), ("half_empty", 1, 1), ("held_full", 1, 1),
+        ("own_full", own.own_slots, 1), ("own_empty", own.own_slots, 3), ("lines_full", own.own_slots, 1),
+        ("chunk_full", own.slots, 1), ("chunk_empty", own.slots, 1), ("half_full", 1, 1), ("half_empty", 1, 1),
+        ("grads_full", 1, 1), ("held_full", 1, 1),
     ):  # fmt: skip
         emit(f"{name} = make_barriers({count}, {arrivals})")
     emit("fence_async_shared()")
@@ -303,9 +394,9 @@ def _entry(own: _Pairs) -> None:
     for group in range(2):
         emit(f"    (compute, ({_MEMORY}, d_query{_pointers(own)}, ROUNDS, {group})),")
     emit(f"    (load, ({_MEMORY}, {arrays}, ROUNDS)),")
-    emit(f"    (gather, ({_MEMORY}{own.parameters()}, p_log_sum, p_delta, ROUNDS)),")
+    emit(f"    (gather, ({_MEMORY}, d_query{own.parameters()}, p_log_sum, p_delta, ROUNDS)),")
     # To make sums of products takes registers, which the groups can spare where gradients are narrow.
-    emit("], [4, 1, 1], [232, 40, 40])")
+    emit(f"], [4, 1, {own.GATHERING}], [232, 40, 40])")
 
 
 def resident_pairs(region: Region) -> HopperKernel | None:
@@ -348,14 +439,24 @@ def _factor(region: Region, plan: Resident) -> float | None:
     return None if any(node.leaf is not plan.held for _, node in own) else sum(factor for factor, _ in own)
 
 
+def _bias_gradient(own: PairsWriter, parts: int) -> Output:
+    """Of the bias: as the bias itself where there is one part and its axes are in the order of programs."""
+    plan, sizes, name = own.plan, own.region.sizes, own.array("held", "grad")
+    dims = gradient_dims(plan.held, plan.cell)
+    order = [label for dim in dims or () if not isinstance(dim, int) for label in dim]
+    if parts == 1 and dims is not None and order == [*plan.cell, "q", "k"]:
+        return Output(name, dims, shape_of(dims, sizes), jnp.dtype(plan.held.source.dtype).name)
+    labels = (*plan.cell, "part", "q", "k")
+    sizes = sizes | {"part": parts}
+    return Output(name, tuple((x,) for x in labels), tuple(sizes[x] for x in labels), "float32")
+
+
 def _kernel(own: PairsWriter, d_query: Output) -> HopperKernel:
     region, plan = own.region, own.plan
     rounds, tiles = cells_of(region, plan.through), own.tiles_of * cells_of(region, plan.cell)
     # How many parts of its gradient there are is known before the GPU is.
     each = rounds_each(rounds, tiles, _USUAL_MULTIPROCESSORS, _MOST_PROGRAMS)
-    labels = (*plan.cell, "part", "q", "k")
-    sizes = region.sizes | {"part": -(-rounds // each)}
-    d_bias = Output(own.array("held", "grad"), tuple((x,) for x in labels), tuple(sizes[x] for x in labels), "float32")
+    d_bias = _bias_gradient(own, -(-rounds // each))
     rows = (*region.batch, "q")
     delta = Output("delta", tuple((x,) for x in rows), tuple(region.sizes[x] for x in rows), "float32")
     names = [f"leaf{i}" for i, leaf in enumerate(region.leaves) if leaf.source.key is not None]

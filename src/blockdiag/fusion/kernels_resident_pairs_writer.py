@@ -18,14 +18,15 @@ NAME = "fused_rows_and_pairs_resident"
 OWN = 64
 """Queries of a program."""
 SLOTS = 2
-"""Rounds whose tiles of queries have room: the next one's are there before one ends."""
+"""Rounds whose tiles of queries have room, at the least: the next one's are there before one ends."""
 
 
 class PairsWriter(ResidentWriter):
     """Lines of the functions of the kernel.
 
     `HELPERS` are those that it has from `resident_tiles`, `INPUTS` the arrays of queries that it loads beside those of
-    all, and in `PARTS` a tile of queries' gradients leaves.
+    all, in `PARTS` a tile of queries' gradients leaves; `GATHERING` warps make lines, and `own_slots` rounds' tiles of
+    queries have room.
 
     Args:
         columns: of scores that are one product.
@@ -36,6 +37,8 @@ class PairsWriter(ResidentWriter):
     HELPERS: str
     INPUTS: tuple[str, ...] = ()
     PARTS: int = 1
+    GATHERING: int = 1
+    own_slots: int = SLOTS
 
     def __init__(self, region: Region, plan: Resident, columns: int, place: Place, factor: float) -> None:
         super().__init__(region, plan, Writer(region, "rows", Tile(OWN, columns)))
@@ -70,7 +73,7 @@ class PairsWriter(ResidentWriter):
     def gather_lines(
         self, lines: str, of_keys: str, before: Callable[[], None], after: Callable[[], None], last: Callable[[], None]
     ) -> None:
-        """What a warp does that makes lines of queries and of keys for all rounds, each requested a round ahead.
+        """What warps do that make lines of queries and of keys for all rounds, each requested a round ahead.
 
         Args:
             lines, of_keys: the places of a round's lines in memory.
@@ -79,15 +82,15 @@ class PairsWriter(ResidentWriter):
             last: what comes when those of the next round are on their way.
         """
         emit, terms = self.emit, self.plan.of_keys
-        emit("B: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+        emit(f"B: gl.constexpr = gl.BlockedLayout([1], [32], [{self.GATHERING}], [0])")
         if terms is not None:
-            begin_terms(self)
+            begin_terms(self, self.GATHERING)
         self.indices(None, "first")
         self._request_lines()
 
         def body() -> None:
             self.indices(None, "(first + round)")
-            emit(f"slot = round % {SLOTS}")
+            emit(f"slot = round % {self.own_slots}")
             before()
             emit(f'lines.index({lines}).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
             if terms is not None:
@@ -111,10 +114,11 @@ class PairsWriter(ResidentWriter):
     def store_bias(self, sums: Mapping[int, str]) -> None:
         """Write what a group has summed for the bias: names, by the first column of each among the group's."""
         columns = self.writer.tile.columns
-        target = f"p_{self.array('held', 'grad')} + gl.program_id(0).to(gl.int64) * {OWN * self.keys}"
+        name = f"p_{self.array('held', 'grad')}"
+        target = f"{name} + gl.program_id(0).to(gl.int64) * {OWN * self.keys}"
         self.emit(f"p_tile = {target} + GROUP * {self.keys // 2}")
         self.emit(f"o_q = gl.arange(0, {OWN}, gl.SliceLayout(1, S))[:, None] * {self.keys}")
         self.emit(f"o_k = gl.arange(0, {columns}, gl.SliceLayout(0, S))[None, :]")
         factor = "" if self.factor == 1 else f" * {self.factor}"
-        for first, name in sums.items():
-            self.emit(f"gl.store(p_tile + o_q + o_k + {first}, {name}{factor})")
+        for first, found in sums.items():
+            self.emit(f"gl.store(p_tile + o_q + o_k + {first}, ({found}{factor}).to({name}.dtype.element_ty))")

@@ -209,7 +209,7 @@ def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
 def _longest_first(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[int]:
     """The places of launches in the order in which they had better begin: a long kernel that begins last is alone then.
 
-    How long a kernel takes is guessed from its source.
+    How long a kernel takes is guessed from the lines of its source.
     """
     return sorted(range(len(launches)), key=lambda place: -source_length(launches[place][0].kernel))
 

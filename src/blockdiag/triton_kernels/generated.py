@@ -112,8 +112,8 @@ def _function(kernel: GeneratedKernel) -> Any:
 
 
 def source_length(kernel: Any) -> int:
-    """Characters of a kernel's source."""
-    return len(kernel.text if isinstance(kernel, GeneratedKernel) else kernel.src)
+    """Lines of a kernel's source; lists of many names make some of them long, but not what there is to compile."""
+    return len((kernel.text if isinstance(kernel, GeneratedKernel) else kernel.src).splitlines())
 
 
 def modules_needed(text: str) -> set[str]:
