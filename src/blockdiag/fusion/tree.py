@@ -1,6 +1,7 @@
 """What a fused region is made of: leaves in memory, and trees of operations on tiles of them."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -188,6 +189,17 @@ class Region:
     value_dims: tuple[Dim, ...]
     out_dims: tuple[Dim, ...]
     dtype: np.dtype[Any]
+
+    @functools.cached_property
+    def _derived(self) -> dict[Any, Any]:
+        return {}
+
+    def once[T](self, derive: Callable[..., T], *given: Hashable) -> T:
+        """`derive(region, *given)`, made once: each of the ways in which a pass is traced asks for its kernels."""
+        key = (derive, given)
+        if key not in self._derived:
+            self._derived[key] = derive(self, *given)
+        return self._derived[key]
 
 
 def nodes_of(*roots: Node | None) -> Iterator[Node]:

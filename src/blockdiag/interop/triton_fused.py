@@ -315,11 +315,11 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
     config = config_of(region, "forward")
     live = None if arrays is None else live_tiles(region, config.tile, arrays)
     lists = None if live is None else live.lists
-    kernel = _kernel(forward_source(region, config.tile, lists), region, "forward", config, live)
+    kernel = _kernel(region.once(forward_source, config.tile, lists), region, "forward", config, live)
 
     def on_hopper() -> HopperKernel | None:
-        held = resident_kernel(region) if lists is None else None
-        return streamed_kernel(region, config.tile, lists) if held is None else held
+        held = region.once(resident_kernel) if lists is None else None
+        return region.once(streamed_kernel, config.tile, lists) if held is None else held
 
     return _on_hopper(kernel, on_hopper)
 
@@ -345,21 +345,21 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
         live = lists[config.tile]
         found.append(_kernel(make(config.tile, None if live is None else live.lists), region, kind, config, live))
 
-    def add_side(side: Side, make: Callable[[Tile, Lists | None], Source], places: Sequence[int]) -> None:
+    def add_side(side: Side, make: Callable[[Tile, Lists | None], Source], places: tuple[int, ...]) -> None:
         add(side, make)
         kernel = found[-1]
         if not kernel.live:
-            found[-1] = _on_hopper(kernel, lambda: resident_backward(region, side, places, kernel.source))
+            found[-1] = _on_hopper(kernel, lambda: region.once(resident_backward, side, places, kernel.source))
 
-    rows = sorted(places["query"] + places["row"] + places["scalar"])
-    columns = sorted(places["key"] + places["column"])
+    rows = tuple(sorted(places["query"] + places["row"] + places["scalar"]))
+    columns = tuple(sorted(places["key"] + places["column"]))
     if rows:
-        add_side("rows", lambda tile, lists: rows_source(region, tile, rows, lists), rows)
-    add_side("columns", lambda tile, lists: columns_source(region, tile, columns, lists), columns)
+        add_side("rows", lambda tile, lists: region.once(rows_source, tile, rows, lists), rows)
+    add_side("columns", lambda tile, lists: region.once(columns_source, tile, columns, lists), columns)
     for i in places["score"]:
-        add("pairs", lambda tile, lists, i=i: pairs_source(region, tile, i))
+        add("pairs", lambda tile, lists, i=i: region.once(pairs_source, tile, i))
     for i in places["distance"]:
-        add("diagonals", lambda tile, lists, i=i: diagonals_source(region, tile, i, lists))
+        add("diagonals", lambda tile, lists, i=i: region.once(diagonals_source, tile, i, lists))
     return found
 
 
@@ -370,7 +370,7 @@ def joint_kernel(region: Region) -> Kernel | None:
         region: arranged.
     """
     try:
-        found = resident_pairs(region)
+        found = region.once(resident_pairs)
     except NotPrintable:
         # Gluon lacks words that Triton has.
         return None
@@ -473,8 +473,12 @@ class _Change:
         return pull(grad.reshape(shape.shape).astype(array.dtype))[0]
 
 
-def arranged(region: Region) -> tuple[Region, _Change]:
+def arranged(region: Region) -> tuple[Region, "_Change"]:
     """The region with features, and columns of values, in one axis each, and scores in rows or columns."""
+    return region.once(_arranged)
+
+
+def _arranged(region: Region) -> tuple[Region, _Change]:
     replaced: dict[Leaf, Leaf] = {}
     flags = []
     for leaf in region.leaves:
