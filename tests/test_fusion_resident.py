@@ -199,3 +199,26 @@ def test_a_launch_holds_the_plans_arrays():
     plan = launch.plan(Target(90, 100))
     assert plan.inputs == launch.inputs and plan.outputs == launch.outputs
     assert plan.grid[0] * plan.arguments["ROUNDS"].value >= 6
+
+
+def test_sources_are_printed_once_for_all_ways_in_which_a_pass_is_traced(monkeypatch):
+    printed = []
+    for name in ("forward_source", "rows_source", "columns_source", "pairs_source", "resident_backward"):
+        make = getattr(triton_fused, name)
+
+        def counted(*given, make=make, name=name):
+            printed.append((name, *given[1:]))
+            return make(*given)
+
+        monkeypatch.setattr(triton_fused, name, counted)
+    case = CASES["evoformer"]
+    function = fuse(case.function, implementation="triton")
+
+    def total(*arrays):
+        return function(*arrays).astype("float32").sum()
+
+    # On Hopper and elsewhere the pass has other kernels, and both are traced.
+    arrays = list(case.inputs().values())
+    jax.jit(jax.grad(total, argnums=tuple(range(len(arrays))))).trace(*arrays)
+    assert {name for name, *_ in printed} >= {"rows_source", "columns_source", "pairs_source", "resident_backward"}
+    assert len(printed) == len(set(printed))

@@ -125,11 +125,12 @@ def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tup
     if isinstance(cotangents[0], jax.custom_derivatives.SymbolicZero):
         return tuple(None for _ in leaves), None
     region = call.region
-    marked = {
-        leaf: dataclasses.replace(leaf, is_constant=flag)
-        for leaf, flag in zip(region.leaves, constant.leaves, strict=True)
-    }
-    call = Call(with_leaves(region, marked), call.implementations)
+    if tuple(leaf.is_constant for leaf in region.leaves) != tuple(constant.leaves):
+        marked = {
+            leaf: dataclasses.replace(leaf, is_constant=flag)
+            for leaf, flag in zip(region.leaves, constant.leaves, strict=True)
+        }
+        call = Call(with_leaves(region, marked), call.implementations)
     grads, value_grad = _gradients(call, leaves, value, output, log_sum, cotangents[0])
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value_grad = None

@@ -473,7 +473,7 @@ class _Change:
         return pull(grad.reshape(shape.shape).astype(array.dtype))[0]
 
 
-def arranged(region: Region) -> tuple[Region, "_Change"]:
+def arranged(region: Region) -> tuple[Region, _Change]:
     """The region with features, and columns of values, in one axis each, and scores in rows or columns."""
     return region.once(_arranged)
 

@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from blockdiag.triton_kernels.generated import function_of, source_length
+from blockdiag.triton_kernels.generated import function_of, source_lines
 from blockdiag.triton_kernels.plan import (
     Constexpr,
     Descriptor,
@@ -211,7 +211,7 @@ def _longest_first(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[int]:
 
     How long a kernel takes is guessed from the lines of its source.
     """
-    return sorted(range(len(launches)), key=lambda place: -source_length(launches[place][0].kernel))
+    return sorted(range(len(launches)), key=lambda place: -source_lines(launches[place][0].kernel))
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def _function(kernel: GeneratedKernel) -> Any:
     return function
 
 
-def source_length(kernel: Any) -> int:
+def source_lines(kernel: Any) -> int:
     """Lines of a kernel's source; lists of many names make some of them long, but not what there is to compile."""
     return len((kernel.text if isinstance(kernel, GeneratedKernel) else kernel.src).splitlines())
 
