@@ -129,7 +129,7 @@ def test_what_ptxas_refuses_is_reported_without_a_dump(capsys):
 
 def test_too_many_warps_are_refused():
     with pytest.raises(KernelCompileError, match="64 warps"):
-        compile_plan(plan_of(AddSpec(999), options=CompileOptions(num_warps=64)), Target(90, 1))
+        compile_plan(TOO_WIDE, Target(90, 1))
 
 
 def test_unknown_architecture_is_refused():
@@ -231,6 +231,7 @@ def test_a_second_process_does_not_compile(tmp_path, pytestconfig):
 
 TARGET = Target.for_arch(90)
 SPECS = (AddSpec(1000), MatmulSpec(64, 64, 64), GluonCopySpec(64), HalvesSpec(80))
+TOO_WIDE = plan_of(AddSpec(999), options=CompileOptions(num_warps=64))
 
 
 @pytest.fixture
@@ -257,12 +258,63 @@ def test_kernels_compiled_together_are_those_compiled_in_turn(nothing_compiled, 
 
     plans = [spec.plan(TARGET) for spec in SPECS]
     in_turn = binaries([compile_plan(plan, TARGET) for plan in plans])
+    assert not any(cubin for cubin, _ in in_turn)
     for _ in range(2):
         nothing_compiled()
         together = compile_together([(plan, TARGET) for plan in plans])
         assert binaries(together) == in_turn
         # The same ones are found afterwards.
         assert all(compile_plan(plan, TARGET) is launch for plan, launch in zip(plans, together, strict=True))
+
+
+def test_ptxas_runs_where_a_binary_is_asked_for(nothing_compiled, monkeypatch):
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    assembled, make_cubin, hits = [], CUDABackend.make_cubin, []
+
+    def watched(*arguments):
+        assembled.append(None)
+        return make_cubin(*arguments)
+
+    monkeypatch.setattr(CUDABackend, "make_cubin", watched)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: hits.append(event["cache_hit"]))
+    for spec in (SPECS[1], SPECS[2]):
+        plan = spec.plan(TARGET)
+        text = compile_plan(plan, TARGET)
+        assert not assembled and not text.kernel.asm["cubin"]
+        binary = compile_plan(plan, TARGET, binary=True)
+        assert len(assembled) == 1 and binary.kernel.asm["cubin"] and binary.ptx == text.ptx
+        # Who needs none takes what has one; on disk each has files of its own.
+        assert compile_plan(plan, TARGET) is binary is compile_plan(plan, TARGET, binary=True)
+        monkeypatch.setattr(compile_module, "_compiled", {})
+        assert not compile_plan(plan, TARGET).kernel.asm["cubin"]
+        assert compile_plan(plan, TARGET, binary=True).kernel.asm["cubin"] == binary.kernel.asm["cubin"]
+        assert hits == [False, False, True, True] and len(assembled) == 1
+        assembled.clear(), hits.clear()
+
+
+def test_a_hook_of_somebody_else_is_kept(nothing_compiled, monkeypatch):
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    inspected, inspections = [], triton.knobs.runtime
+
+    def inspect(backend, stages, options, language, capability):
+        inspected.append(capability)
+        if len(inspected) == 1:
+            # Whoever compiles in a thread of their own meanwhile gets all stages.
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(elsewhere, backend, options, language, capability).result()
+
+    def elsewhere(backend, options, language, capability):
+        stages = {"cubin": CUDABackend.make_cubin}
+        inspections.add_stages_inspection_hook(backend, stages, options, language, capability)
+        assert stages == {"cubin": CUDABackend.make_cubin}
+
+    monkeypatch.setattr(inspections, "add_stages_inspection_hook", inspect)
+    assert not compile_plan(SPECS[0].plan(TARGET), TARGET).kernel.asm["cubin"]
+    with pytest.raises(KernelCompileError):
+        compile_plan(TOO_WIDE, TARGET)
+    assert inspected == [90, 90, 90] and inspections.add_stages_inspection_hook is inspect
 
 
 def test_the_longest_kernel_begins_first(nothing_compiled, monkeypatch):
@@ -274,16 +326,16 @@ def test_the_longest_kernel_begins_first(nothing_compiled, monkeypatch):
     assert [launch.name for launch in compiled] == ["add_kernel", "matmul_kernel"]
 
 
-def test_ptxas_runs_for_several_kernels_at_once(nothing_compiled, two_processors, monkeypatch):
+def test_llvm_runs_for_several_kernels_at_once(nothing_compiled, two_processors, monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
 
-    meeting, make_cubin = threading.Barrier(2, timeout=60), CUDABackend.make_cubin
+    meeting, make_ptx = threading.Barrier(2, timeout=60), CUDABackend.make_ptx
 
-    def make_cubin_beside_another(*arguments):
+    def make_ptx_beside_another(*arguments):
         meeting.wait()
-        return make_cubin(*arguments)
+        return make_ptx(*arguments)
 
-    monkeypatch.setattr(CUDABackend, "make_cubin", make_cubin_beside_another)
+    monkeypatch.setattr(CUDABackend, "make_ptx", make_ptx_beside_another)
     compile_together([(spec.plan(TARGET), TARGET) for spec in SPECS[:2]])
 
 
@@ -316,13 +368,13 @@ def test_threads_that_want_one_kernel_compile_it_once(nothing_compiled, monkeypa
 
 def test_a_kernel_that_fails_fails_for_all_who_want_it_and_for_nobody_else(nothing_compiled, two_processors, capsys):
     good = SPECS[0].plan(TARGET)
-    with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense'"):
-        compile_together([(NONSENSE, TARGET), (good, TARGET)])
+    with pytest.raises(KernelCompileError, match="64 warps"):
+        compile_together([(TOO_WIDE, TARGET), (good, TARGET)])
     assert [future.result().kernel.name for future in compile_module._compiled.values()] == ["add_kernel"]
 
     def failure(_) -> BaseException | None:
         with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense'"):
-            compile_plan(NONSENSE, TARGET)
+            compile_plan(NONSENSE, TARGET, binary=True)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(failure, range(3)))
@@ -336,14 +388,14 @@ def test_a_kernel_that_fails_fails_for_all_who_want_it_and_for_nobody_else(nothi
 def test_a_kernel_that_is_compiled_ahead_is_waited_for(nothing_compiled, monkeypatch):
     from triton.backends.nvidia.compiler import CUDABackend
 
-    begun, make_cubin, hits = threading.Event(), CUDABackend.make_cubin, []
+    begun, make_ptx, hits = threading.Event(), CUDABackend.make_ptx, []
 
-    def slow_make_cubin(*arguments):
+    def slow_make_ptx(*arguments):
         begun.set()
         time.sleep(0.2)
-        return make_cubin(*arguments)
+        return make_ptx(*arguments)
 
-    monkeypatch.setattr(CUDABackend, "make_cubin", slow_make_cubin)
+    monkeypatch.setattr(CUDABackend, "make_ptx", slow_make_ptx)
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: hits.append(event["cache_hit"]))
     plan = SPECS[0].plan(TARGET)
     compile_ahead([(plan, TARGET)])
@@ -356,9 +408,9 @@ def test_a_kernel_that_is_compiled_ahead_is_waited_for(nothing_compiled, monkeyp
 def test_what_fails_ahead_fails_where_it_is_asked_for(nothing_compiled, monkeypatch, capsys):
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(compile_module, "_ahead", lambda process: pool)
-        compile_ahead([(NONSENSE, TARGET)])
-        with pytest.raises(KernelCompileError, match="ptxas refuses kernel 'nonsense'"):
-            compile_plan(NONSENSE, TARGET)
+        compile_ahead([(TOO_WIDE, TARGET)])
+        with pytest.raises(KernelCompileError, match="64 warps"):
+            compile_plan(TOO_WIDE, TARGET)
     with pytest.raises(ValueError, match="`grid` must be three sizes"):
         compile_ahead([(plan_of(AddSpec(10), grid=(0, 1, 1)), TARGET)])
 

@@ -102,7 +102,7 @@ def _loaded_kernel(plan: LaunchPlan, device_index: int) -> Any:
     key = (device_index, *compile_key(plan, target.arch))
     with _kernels_lock:
         if key not in _kernels:
-            _kernels[key] = copy.copy(compile_plan(plan, target).kernel)
+            _kernels[key] = copy.copy(compile_plan(plan, target, binary=True).kernel)
         return _kernels[key]
 
 

@@ -4,6 +4,9 @@ The result belongs to the plan's compile key (source, parameter types, compile-t
 to nothing else of the plan: two problems that differ only in run-time scalars, grids or array sizes share one kernel.
 Triton keeps compiled kernels on disk, so another process loads them instead of compiling.
 
+Compiling ends with PTX, which is what jaxlib's launcher takes and assembles by itself. Who loads kernels without jaxlib
+asks for a binary, too: a kernel of its own in memory and on disk, which Triton assembles with ptxas.
+
 Threads may compile at the same time. Everything that kernels share is Python's: functions, Triton's knobs and caches,
 the front end that makes a module of a function. It has one thread at a time, see `_Turn`, which costs nothing, as it
 holds Python's global lock anyway; only hashes of functions are made outside of turns, under locks of Triton's. What
@@ -98,6 +101,7 @@ class CompiledLaunch:
 
     Attributes:
         kernel: Triton's CompiledKernel, not yet loaded on any device; shared between plans, so never load this one.
+            Its `asm["cubin"]` is empty where no binary was asked for.
         name: the entry point's name in the PTX.
         num_warps: warps of one program, those added by warp specialisation included.
         shared_bytes: dynamic shared memory of one program.
@@ -142,23 +146,29 @@ def shared_limit(arch: int) -> int | None:
     return None if kib is None else kib * 1024
 
 
-def compile_plan(plan: LaunchPlan, target: Target) -> CompiledLaunch:
+def compile_plan(plan: LaunchPlan, target: Target, *, binary: bool = False) -> CompiledLaunch:
     """Compiles the kernel of `plan` for `target`; at once when this process already did for an equal compile key.
 
     Of threads that ask for one kernel at the same time the first compiles it, and the others wait.
 
+    Args:
+        plan, target: what to compile, and for what.
+        binary: whether ptxas assembles the kernel here. jaxlib does so itself, once more, when XLA compiles the
+            program around a launch.
+
     Raises:
         ValueError: when the plan does not describe its kernel (see `check_plan`).
-        KernelCompileError: when the kernel does not fit the architecture or the compiler refuses it.
+        KernelCompileError: when the kernel does not fit the architecture or the compiler refuses it. What ptxas refuses
+            is found here only with `binary`; otherwise XLA raises it.
     """
     load_compiler()
     check_plan(plan)
     key = compile_key(plan, target.arch)
     while True:
         with _lock:
-            compiled = _compiled.get(key)
+            compiled = _compiled.get((key, True)) or _compiled.get((key, binary))
             if compiled is None:
-                promised = _compiled[key] = Future()
+                promised = _compiled[key, binary] = Future()
                 break
         try:
             return compiled.result()
@@ -166,17 +176,17 @@ def compile_plan(plan: LaunchPlan, target: Target) -> CompiledLaunch:
             # It failed in another thread, which has the reason; this one finds it by itself.
             continue
     try:
-        promised.set_result(_compile(plan, target.arch))
+        promised.set_result(_compile(plan, target.arch, binary))
     finally:
         if not promised.done():
             with _lock:
-                del _compiled[key]
+                del _compiled[key, binary]
             promised.cancel()
     return promised.result()
 
 
 def compile_together(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[CompiledLaunch]:
-    """Compiles several kernels side by side, in as many threads as this process has processors.
+    """Compiles several kernels to PTX side by side, in as many threads as this process has processors.
 
     Raises:
         ValueError, KernelCompileError: as `compile_plan`, for the first one that fails, once all have ended.
@@ -191,7 +201,7 @@ def compile_together(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[Comp
 
 
 def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
-    """Begins to compile kernels that somebody will ask for soon, and returns at once.
+    """Begins to compile kernels to PTX that somebody will ask for soon, and returns at once.
 
     Who asks for a kernel meanwhile waits for it. A failure is theirs, too: `compile_plan` then tries again and raises.
 
@@ -202,7 +212,8 @@ def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
     for plan, _ in launches:
         check_plan(plan)
     for plan, target in [launches[place] for place in _longest_first(launches)]:
-        if compile_key(plan, target.arch) not in _compiled:
+        key = compile_key(plan, target.arch)
+        if (key, False) not in _compiled and (key, True) not in _compiled:
             _ahead(os.getpid()).submit(compile_plan, plan, target)
 
 
@@ -345,24 +356,34 @@ def _element_type(plan: LaunchPlan, argument: Pointer | Descriptor) -> str:
     return SIGNATURE_TYPES[dtype]
 
 
-# Kernels by compile key, those that a thread is compiling among them; the lock is held to look and to promise only.
-_compiled: dict[tuple[Any, ...], Future[CompiledLaunch]] = {}
+# Kernels by compile key and whether they are assembled, those that a thread is compiling among them; the lock is held to
+# look and to promise only.
+_compiled: dict[tuple[tuple[Any, ...], bool], Future[CompiledLaunch]] = {}
 _lock = threading.Lock()
 
 
 class _Turn:
     """A thread's turn to use what kernels share: from its beginning until the front end has made a module.
 
-    Reading a kernel from the disk takes a whole turn.
+    Reading a kernel from the disk takes a whole turn. Without `binary` the stage that runs ptxas is left out: Triton asks
+    a hook for its stages, one for all threads, before it makes the module.
     """
 
     _lock = threading.Lock()
 
-    def __init__(self) -> None:
+    def __init__(self, *, binary: bool) -> None:
+        self._binary = binary
         self._is_ours = False
+        self._thread = threading.get_ident()
+        self._former_hook: Any = None
 
     def __enter__(self) -> "_Turn":
+        from triton import knobs
+
         self._is_ours = _Turn._lock.acquire()
+        self._former_hook = knobs.runtime.add_stages_inspection_hook
+        if not self._binary:
+            knobs.runtime.add_stages_inspection_hook = self._leave_out_ptxas
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -370,12 +391,23 @@ class _Turn:
 
     def end(self) -> None:
         """The next thread's turn; nothing where this one's has ended already."""
+        from triton import knobs
+
         if self._is_ours:
             self._is_ours = False
+            if not self._binary:
+                knobs.runtime.add_stages_inspection_hook = self._former_hook
             _Turn._lock.release()
 
+    def _leave_out_ptxas(self, backend: Any, stages: dict[str, Any], *others: Any) -> None:
+        if self._former_hook is not None:
+            self._former_hook(backend, stages, *others)
+        # Threads that are not this library's compile kernels of their own meanwhile.
+        if threading.get_ident() == self._thread:
+            stages["cubin"] = lambda ptx, metadata: b""
 
-def _compile(plan: LaunchPlan, arch: int) -> CompiledLaunch:
+
+def _compile(plan: LaunchPlan, arch: int, binary: bool) -> CompiledLaunch:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.errors import PTXASError
@@ -388,8 +420,8 @@ def _compile(plan: LaunchPlan, arch: int) -> CompiledLaunch:
     if plan.options.maxnreg is not None:
         options["maxnreg"] = plan.options.maxnreg
     try:
-        with _Turn() as turn:
-            kernel = triton.compile(_source(plan, turn), target=GPUTarget("cuda", arch, 32), options=options)
+        with _Turn(binary=binary) as turn:
+            kernel = triton.compile(_source(plan, turn, binary), target=GPUTarget("cuda", arch, 32), options=options)
     except PTXASError as error:
         raise KernelCompileError(f"ptxas refuses kernel {plan.name!r} for sm_{arch}: {error}") from error
     except RuntimeError as error:
@@ -413,7 +445,7 @@ def _compile(plan: LaunchPlan, arch: int) -> CompiledLaunch:
     return compiled
 
 
-def _source(plan: LaunchPlan, turn: _Turn) -> Any:
+def _source(plan: LaunchPlan, turn: _Turn, binary: bool) -> Any:
     attributes = {
         (position,): [["tt.divisibility", 16]]
         for position, argument in enumerate(plan.arguments.values())
@@ -421,7 +453,7 @@ def _source(plan: LaunchPlan, turn: _Turn) -> Any:
     }
     constants = {name: argument.value for name, argument in plan.arguments.items() if isinstance(argument, Constexpr)}
     source = _source_class(plan.kernel.is_gluon())(plan.kernel, signature(plan), constants, attributes)
-    source.turn = turn
+    source.turn, source.binary = turn, binary
     return source
 
 
@@ -435,6 +467,11 @@ def _source_class(is_gluon: bool) -> Any:
 
     class _Source(base):
         turn: _Turn
+        binary: bool
+
+        def hash(self) -> str:
+            # The name of Triton's files: those without a binary are no answer to who needs one.
+            return super().hash() + ("" if self.binary else "-ptx")
 
         def make_ir(self, *arguments: Any, **options: Any) -> Any:
             self.fn = function_of(self.fn)

@@ -200,7 +200,7 @@ def _compile_quietly(plan: LaunchPlan, target: Target) -> tuple[CompiledLaunch, 
     # Triton prints the whole PTX when ptxas fails; the exception carries what ptxas said instead.
     with contextlib.redirect_stdout(io.StringIO()) as printed, knobs.nvidia.scope():
         knobs.nvidia.dump_ptxas_log = True
-        compiled = compile_plan(plan, target)
+        compiled = compile_plan(plan, target, binary=True)
     return compiled, printed.getvalue()
 
 
