@@ -356,8 +356,8 @@ def _element_type(plan: LaunchPlan, argument: Pointer | Descriptor) -> str:
     return SIGNATURE_TYPES[dtype]
 
 
-# Kernels by compile key and whether they are assembled, those that a thread is compiling among them; the lock is held to
-# look and to promise only.
+# Kernels by compile key and whether they are assembled, those that a thread is compiling among them; the lock is held
+# to look and to promise only.
 _compiled: dict[tuple[tuple[Any, ...], bool], Future[CompiledLaunch]] = {}
 _lock = threading.Lock()
 
@@ -365,8 +365,8 @@ _lock = threading.Lock()
 class _Turn:
     """A thread's turn to use what kernels share: from its beginning until the front end has made a module.
 
-    Reading a kernel from the disk takes a whole turn. Without `binary` the stage that runs ptxas is left out: Triton asks
-    a hook for its stages, one for all threads, before it makes the module.
+    Reading a kernel from the disk takes a whole turn. Without `binary` the stage that runs ptxas is left out: Triton
+    has a hook that sees the stages, one for all threads, and calls it before it makes the module.
     """
 
     _lock = threading.Lock()
@@ -383,7 +383,9 @@ class _Turn:
         self._is_ours = _Turn._lock.acquire()
         self._former_hook = knobs.runtime.add_stages_inspection_hook
         if not self._binary:
-            knobs.runtime.add_stages_inspection_hook = self._leave_out_ptxas
+            # Triton's annotation of it forgets the backend, which comes first.
+            hook: Any = self._leave_out_ptxas
+            knobs.runtime.add_stages_inspection_hook = hook
         return self
 
     def __exit__(self, *_: object) -> None:
