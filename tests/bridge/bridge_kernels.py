@@ -316,3 +316,42 @@ class GluonCopySpec:
                 "COLUMNS": Constexpr(self.columns),
             },
         )
+
+
+@triton.jit
+def sine_kernel(p_x, p_out, num_elements, BLOCK: tl.constexpr):
+    o_element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_element = o_element < num_elements
+    tl.store(p_out + o_element, tl.sin(tl.load(p_x + o_element, mask=m_element, other=0.0)), mask=m_element)
+
+
+@dataclass(frozen=True)
+class SineSpec:
+    """out = sin(x) of any size: large angles are reduced by way of an array of each thread's own, in local memory."""
+
+    size: int
+    name: str = "sine"
+
+    @property
+    def inputs(self):
+        return (TensorSpec((self.size,), "float32"),)
+
+    @property
+    def outputs(self):
+        return (TensorSpec((self.size,), "float32"),)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        block = 256
+        return LaunchPlan(
+            name=self.name,
+            kernel=sine_kernel,
+            grid=(triton.cdiv(self.size, block), 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments={
+                "p_x": Pointer("input", 0),
+                "p_out": Pointer("output", 0),
+                "num_elements": Scalar(self.size, "i32"),
+                "BLOCK": Constexpr(block),
+            },
+        )

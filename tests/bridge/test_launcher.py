@@ -10,7 +10,7 @@ import pytest
 from blockdiag.interop import jax_call, jaxlib_launcher
 from blockdiag.triton_kernels.compile import compile_plan
 from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, Target, TensorSpec
-from tests.bridge.bridge_kernels import AddSpec, DeviceDescriptorSpec, MatmulSpec
+from tests.bridge.bridge_kernels import AddSpec, DeviceDescriptorSpec, MatmulSpec, SineSpec
 
 VECTOR = TensorSpec((4,), "float32")
 X, Y = Pointer("input", 0), Pointer("input", 1)
@@ -140,13 +140,14 @@ def test_opaque_message_holds_the_launch():
     assert wire_fields(call[5][3]) == {3: [1000]}
 
 
-@pytest.mark.parametrize("spec", [AddSpec(1000), MatmulSpec(200, 128, 256)], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [AddSpec(1000), MatmulSpec(200, 128, 256), SineSpec(1000)], ids=lambda spec: spec.name)
 def test_dropping_line_information_changes_no_instruction(spec, tmp_path):
     from triton import knobs
 
     _, kernel = kernel_call_of(spec, Target(90, 132))
     full = compile_plan(spec.plan(Target(90, 132)), Target(90, 132)).ptx
     assert b"bridge_kernels" not in kernel[4][0] and "bridge_kernels" in full
+    assert (".local" in full) == isinstance(spec, SineSpec)
     instructions = []
     for ptx in (full.encode(), kernel[4][0]):
         source, binary = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"

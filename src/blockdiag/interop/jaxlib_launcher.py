@@ -144,7 +144,8 @@ def _without_line_information(ptx: str) -> str:
     for line in ptx.splitlines():
         code = line.partition("//")[0].rstrip()
         is_debug = is_debug or code.lstrip().startswith(".section")
-        if code and not is_debug and not code.lstrip().startswith((".loc", ".file")):
+        # `.local`, which declares a kernel's own memory, is code.
+        if code and not is_debug and code.split(maxsplit=1)[0] not in (".loc", ".file"):
             lines.append(code)
         if code.strip() == "}":
             is_debug = False
