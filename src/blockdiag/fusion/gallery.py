@@ -1,10 +1,11 @@
 """Variants of attention in plain `jax.numpy`, with inputs for them: what the compiler is tested and shown with.
 
-The functions themselves are in `gallery_masks`, `gallery_scores` and `gallery_structures`; none of them knows of the
-compiler.
+The functions themselves are in `gallery_masks`, `gallery_scores`, `gallery_structures` and `gallery_forms`; none of
+them knows of the compiler.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike
 
+from blockdiag.fusion import gallery_forms as forms
 from blockdiag.fusion import gallery_masks as masks
 from blockdiag.fusion import gallery_scores as scores
 from blockdiag.fusion import gallery_structures as structures
@@ -57,7 +59,7 @@ class Sizes:
 
         Args:
             axes: a letter for each axis, as above, or a digit, which is the size itself. M is 2 N, E is H / 2, W is
-                2 V, J is N V, P is 4 and U is 32.
+                2 V, J is N V, P is 4 and U is 32; Y and X are rows and columns of T pixels.
 
         Returns:
             The shape.
@@ -70,6 +72,7 @@ class Sizes:
 
     @property
     def _axis_sizes(self) -> dict[str, int]:
+        grid_rows = next(n for n in range(math.isqrt(self.query_tokens), 0, -1) if self.query_tokens % n == 0)
         return {
             "B": self.batch,
             "R": self.rows,
@@ -85,6 +88,8 @@ class Sizes:
             "J": self.query_heads * self.value_dim,  # joined heads
             "P": 4,  # points of a head
             "U": 32,  # buckets of a table
+            "Y": grid_rows,
+            "X": self.query_tokens // grid_rows,
         }
 
 
@@ -492,13 +497,40 @@ _STRUCTURES = (
     ),
 )
 
-GROUPS: dict[str, tuple[Variant, ...]] = {"Masks": _MASKS, "Scores and biases": _SCORES, "Structures": _STRUCTURES}
+_FORMS = (
+    _variant(
+        forms.linear_attention,
+        "Causal linear attention: products of features, divided by their sum; Katharopoulos et al. (2020).",
+        **_SELF,
+    ),
+    _variant(
+        forms.normalised_again, "Weights of keys are left out, and the rest normalised.", **_CROSS, kept=_mask("BS")
+    ),
+    _variant(forms.guarded, "A softmax by hand, 0 where a row sees no key.", **_CROSS, mask=_mask("BS")),
+    _variant(
+        forms.decomposed_positions,
+        "Relative positions of pixels, by rows and by columns, as in the image encoder of Kirillov et al. (2023).",
+        query="BNTH",
+        key="BNTH",
+        value="BNTV",
+        rows=_normal("YYH", 0.2),
+        columns=_normal("XXH", 0.2),
+    ),
+    _variant(forms.pixels, "A softmax over rows and columns of pixels.", query="BYXNH", key="BYXNH", value="BYXNV"),
+)
+
+GROUPS: dict[str, tuple[Variant, ...]] = {
+    "Masks": _MASKS,
+    "Scores and biases": _SCORES,
+    "Structures": _STRUCTURES,
+    "Sums and grids": _FORMS,
+}
 """The variants as the documentation shows them.
 
 Example:
     >>> from blockdiag.fusion.gallery import GROUPS
     >>> list(GROUPS)
-    ['Masks', 'Scores and biases', 'Structures']
+    ['Masks', 'Scores and biases', 'Structures', 'Sums and grids']
 """
 
 VARIANTS: dict[str, Variant] = {variant.name: variant for group in GROUPS.values() for variant in group}

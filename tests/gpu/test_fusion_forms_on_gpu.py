@@ -1,0 +1,56 @@
+"""Functions that are fused though they spell no softmax of scores in one place, on a GPU.
+
+Weights divided by their own sums, grids of pixels, single queries, guarded softmaxes, and operations that kernels spell
+out: the functions of the CPU's tests, here in bfloat16, or in float32 where the comparison wants its digits.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import fuse
+from tests import (
+    test_fusion_grids,
+    test_fusion_lone,
+    test_fusion_softmaxes,
+    test_fusion_spelled,
+    test_fusion_sums,
+)
+from tests.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
+
+pytestmark = pytest.mark.gpu
+
+FORMS = {
+    f"{module.__name__.removeprefix('tests.test_fusion_')}-{function.__name__}": (module, function)
+    for module in (test_fusion_sums, test_fusion_grids, test_fusion_lone)
+    for function in module.CASES
+}
+# XLA's products of float32 keep ten bits otherwise, and with them what is compared with.
+exactly = jax.default_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_sixteen_bits_are_as_good_as_written(name):
+    module, function = FORMS[name]
+    given = [array.astype(jnp.bfloat16) for array in module.arrays(function)]
+    # Some have constants of float32.
+    with exactly, jax.numpy_dtype_promotion("standard"):
+        assert_as_good_as_written(function, fuse(function, implementation="triton"), given)
+
+
+@pytest.mark.parametrize("name", test_fusion_softmaxes.GUARDED)
+def test_rows_that_see_no_key_may_be_guarded(name):
+    generator = np.random.default_rng(0)
+    given = [jnp.asarray(generator.normal(size=(2, 20, 2, 16)), jnp.float32) for _ in range(3)]
+    function = test_fusion_softmaxes.attention_of(test_fusion_softmaxes.GUARDED[name])
+    with exactly:
+        found, expected = (with_gradients(x, given) for x in (fuse(function, implementation="triton"), function))
+    assert_alike(found, expected)
+    assert not np.any(found[0][:, 2])
+
+
+@pytest.mark.parametrize("name", test_fusion_spelled.BIASES)
+def test_operations_that_kernels_spell_out(name):
+    with exactly:
+        test_fusion_spelled.test_kernels(name)
