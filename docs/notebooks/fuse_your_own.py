@@ -198,7 +198,7 @@ patient(query, key, value)
 assert patient.fallbacks and "`sort`" in patient.fallbacks[0]
 
 # %% [markdown]
-# The gallery of variants has seventy-five more, with what each one skips; `blockdiag.torch.fuse` takes the same functions
+# The gallery of variants has 75 more, with what each one skips; `blockdiag.torch.fuse` takes the same functions
 # and gives functions of tensors.
 
 # %%
