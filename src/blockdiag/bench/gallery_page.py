@@ -11,7 +11,7 @@ import jax
 
 from blockdiag.bench.gallery_cases import SHOWN
 from blockdiag.bench.plot_style import new_figure
-from blockdiag.bench.records import GalleryTiming, read_rows
+from blockdiag.bench.records import GalleryTiming, dates_of, read_rows
 from blockdiag.fusion.explain import Explanation, RegionReport, explain
 from blockdiag.fusion.gallery import GROUPS, VARIANTS, Variant
 from blockdiag.interop.targets import compile_target
@@ -132,7 +132,7 @@ def _where(rows: Sequence[GalleryTiming]) -> str:
     if not rows:
         return "None were measured yet."
     row = rows[-1]
-    text = f"Measured on an {row.device} in {row.dtype}, with jax {row.jax} and triton {row.triton}, {row.date}."
+    text = f"Measured on an {row.device} in {row.dtype}, with jax {row.jax} and triton {row.triton}, {dates_of(rows)}."
     for pass_name, name in zip(PASSES, ("forward", "backward"), strict=True):
         factors = [one.speed_up for one in rows if one.pass_name == pass_name and one.speed_up is not None]
         if factors:
