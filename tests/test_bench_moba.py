@@ -10,7 +10,7 @@ import pytest
 from blockdiag.bench.compiled import custom_calls
 from blockdiag.bench.moba_cases import MOBA_CASES, MOBA_PASSES, MoBACase, select_moba_cases
 from blockdiag.bench.moba_check import WrongResult, check_choice, check_sample, float32_attention, random_operands
-from blockdiag.bench.moba_kernels import different_kernels
+from blockdiag.bench.moba_kernels import compile_one, different_kernels
 from blockdiag.bench.moba_programs import ChainBroken, Passes, compile_program, launch_specs
 from blockdiag.bench.moba_recorded import RECORDED, recorded_rows, shape_of
 from blockdiag.bench.moba_targets import ROUTING_SHARE, judge_moba
@@ -237,6 +237,18 @@ def test_a_kernel_that_cannot_be_planned_is_a_line():
 
     pytest.importorskip("triton")
     assert different_kernels([Broken()], Target(90, 132)) == ([], ["broken: ValueError: nothing for 90"])
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_what_is_compiled_ahead_is_on_disk_as_launches_need_it(binary, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    from blockdiag.triton_kernels import compile as compile_module
+    from tests.bridge.bridge_kernels import AddSpec
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_module, "_compiled", {})
+    assert compile_one(AddSpec(1000), Target(90, 132), binary) == ""
+    assert [path.stat().st_size > 0 for path in tmp_path.rglob("*.cubin")] == [binary]
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,19 @@ from blockdiag.bench.records import reason_of, recordable_failures
 _MOST_PROCESSES = 14
 
 
-def compile_ahead(specs: Iterable[Any], target: Any, *, limit_seconds: float = 120.0) -> list[str]:
+def compile_ahead(
+    specs: Iterable[Any], target: Any, *, limit_seconds: float = 120.0, binary: bool = False
+) -> list[str]:
     """Compile every launch for `target`; a line for each that could not be, which the case's own compilation repeats.
 
-    Launches that are still being compiled after `limit_seconds` are left to the cases that need them.
+    What is launched without jaxlib needs a `binary`, see `compile_plan`. Launches that are still being compiled after
+    `limit_seconds` are left to the cases that need them.
     """
     began = time.monotonic()
     processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 1))
     pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     different, lines = different_kernels(specs, target)
-    waiting = [pool.submit(compile_one, spec, target) for spec in different]
+    waiting = [pool.submit(compile_one, spec, target, binary) for spec in different]
     try:
         for finished in concurrent.futures.as_completed(waiting, timeout=limit_seconds):
             reason = finished.result()
@@ -53,12 +56,12 @@ def different_kernels(specs: Iterable[Any], target: Any) -> tuple[list[Any], lis
     return list(different.values()), lines
 
 
-def compile_one(spec: Any, target: Any) -> str:
+def compile_one(spec: Any, target: Any, binary: bool) -> str:
     """Compile one launch; an empty string, or why it could not be."""
     from blockdiag.triton_kernels.compile import compile_plan
 
     try:
-        compile_plan(spec.plan(target), target)
+        compile_plan(spec.plan(target), target, binary=binary)
     except recordable_failures() as failure:
         return f"{spec.name}: {reason_of(failure)}"
     return ""

@@ -104,7 +104,8 @@ def _compile_ahead(console: Console, cases: Sequence[PagedCase]) -> None:
     except recordable_failures() as failure:
         console.print(f"kernels could not be listed ahead: {reason_of(failure)}")
         return
-    for line in compile_ahead(specs, session_target(), limit_seconds=60.0):
+    # Native launches come first, and those through JAX take the same kernels.
+    for line in compile_ahead(specs, session_target(), limit_seconds=60.0, binary=True):
         console.print(f"compiled ahead: {line}")
 
 

@@ -37,9 +37,9 @@ def guarded(query: Array, key: Array, value: Array, mask: Array) -> Array:
 def decomposed_positions(query: Array, key: Array, value: Array, rows: Array, columns: Array) -> Array:
     """query, key [B, N, T, H], value [B, N, T, V], tables [Y, Y, H] and [X, X, H] -> [B, N, T, V]."""
     high, wide = rows.shape[0], columns.shape[0]
-    pixels = query.reshape(*query.shape[:2], high, wide, -1)
-    of_rows = jnp.einsum("bnyxh,yjh->bnyxj", pixels, rows)
-    of_columns = jnp.einsum("bnyxh,xih->bnyxi", pixels, columns)
+    grid = query.reshape(*query.shape[:2], high, wide, -1)
+    of_rows = jnp.einsum("bnyxh,yjh->bnyxj", grid, rows)
+    of_columns = jnp.einsum("bnyxh,xih->bnyxi", grid, columns)
     scores = (query @ key.mT * query.shape[-1] ** -0.5).reshape(*query.shape[:2], high, wide, high, wide)
     scores = scores + of_rows[..., :, None] + of_columns[..., None, :]
     weights = jax.nn.softmax(scores.reshape(*query.shape[:3], high * wide), axis=-1)

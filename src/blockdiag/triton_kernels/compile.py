@@ -372,7 +372,7 @@ class _Turn:
     _lock = threading.Lock()
 
     def __init__(self, *, binary: bool) -> None:
-        self._binary = binary
+        self.binary = binary
         self._is_ours = False
         self._thread = threading.get_ident()
         self._former_hook: Any = None
@@ -382,7 +382,7 @@ class _Turn:
 
         self._is_ours = _Turn._lock.acquire()
         self._former_hook = knobs.runtime.add_stages_inspection_hook
-        if not self._binary:
+        if not self.binary:
             # Triton's annotation of it forgets the backend, which comes first.
             hook: Any = self._leave_out_ptxas
             knobs.runtime.add_stages_inspection_hook = hook
@@ -397,7 +397,7 @@ class _Turn:
 
         if self._is_ours:
             self._is_ours = False
-            if not self._binary:
+            if not self.binary:
                 knobs.runtime.add_stages_inspection_hook = self._former_hook
             _Turn._lock.release()
 
@@ -423,7 +423,7 @@ def _compile(plan: LaunchPlan, arch: int, binary: bool) -> CompiledLaunch:
         options["maxnreg"] = plan.options.maxnreg
     try:
         with _Turn(binary=binary) as turn:
-            kernel = triton.compile(_source(plan, turn, binary), target=GPUTarget("cuda", arch, 32), options=options)
+            kernel = triton.compile(_source(plan, turn), target=GPUTarget("cuda", arch, 32), options=options)
     except PTXASError as error:
         raise KernelCompileError(f"ptxas refuses kernel {plan.name!r} for sm_{arch}: {error}") from error
     except RuntimeError as error:
@@ -447,7 +447,7 @@ def _compile(plan: LaunchPlan, arch: int, binary: bool) -> CompiledLaunch:
     return compiled
 
 
-def _source(plan: LaunchPlan, turn: _Turn, binary: bool) -> Any:
+def _source(plan: LaunchPlan, turn: _Turn) -> Any:
     attributes = {
         (position,): [["tt.divisibility", 16]]
         for position, argument in enumerate(plan.arguments.values())
@@ -455,7 +455,7 @@ def _source(plan: LaunchPlan, turn: _Turn, binary: bool) -> Any:
     }
     constants = {name: argument.value for name, argument in plan.arguments.items() if isinstance(argument, Constexpr)}
     source = _source_class(plan.kernel.is_gluon())(plan.kernel, signature(plan), constants, attributes)
-    source.turn, source.binary = turn, binary
+    source.turn = turn
     return source
 
 
@@ -469,11 +469,10 @@ def _source_class(is_gluon: bool) -> Any:
 
     class _Source(base):
         turn: _Turn
-        binary: bool
 
         def hash(self) -> str:
             # The name of Triton's files: those without a binary are no answer to who needs one.
-            return super().hash() + ("" if self.binary else "-ptx")
+            return super().hash() + ("" if self.turn.binary else "-ptx")
 
         def make_ir(self, *arguments: Any, **options: Any) -> Any:
             self.fn = function_of(self.fn)
