@@ -437,3 +437,19 @@ print(lowered.as_text().count("custom_call @triton_kernel_call_ffi"))
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["4"]
+
+
+def test_who_makes_a_kernel_says_so_once(nothing_compiled, two_processors):
+    plans = [spec.plan(TARGET) for spec in SPECS[:2]]
+    made = []
+    compile_ahead([(plans[0], TARGET)], made=lambda *launch: made.append(launch))
+    compile_together([(plan, TARGET) for plan in plans], made=lambda *launch: made.append(launch))
+    compile_plan(plans[1], TARGET, made=lambda *launch: made.append(launch))
+    # Whoever waits for a kernel may go on before it is announced.
+    for _ in range(100):
+        if len(made) == 2:
+            break
+        time.sleep(0.05)
+    assert {id(plan) for plan, _ in made} == set(map(id, plans))
+    assert len(made) == 2
+    assert {target for _, target in made} == {TARGET}

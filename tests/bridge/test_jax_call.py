@@ -13,9 +13,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import blockdiag
-from blockdiag.interop import EXPORT_DISABLED_CHECKS, compile_target
-from blockdiag.interop.jax_call import available, launch, launch_together
+from blockdiag.interop import EXPORT_DISABLED_CHECKS, compile_target, jax_call
+from blockdiag.interop.jax_call import available, launch, launch_alone, launch_together
 from blockdiag.triton_kernels import compile as compile_module
+from blockdiag.triton_kernels.plan import Target
 from tests.bridge.bridge_kernels import AddSpec, GluonCopySpec, HalvesSpec, IncrementSpec, MatmulSpec
 
 CALL = "stablehlo.custom_call @triton_kernel_call_ffi"
@@ -334,9 +335,9 @@ def compiled_together(monkeypatch):
     """The names and blocks of the kernels that were compiled together, call by call."""
     calls, compile_together = [], compile_module.compile_together
 
-    def watched(launches):
+    def watched(launches, *, made=None):
         calls.append([plan.arguments["BLOCK"].value for plan, _ in launches])
-        return compile_together(launches)
+        return compile_together(launches, made=made)
 
     monkeypatch.setattr(compile_module, "compile_together", watched)
     return calls
@@ -406,13 +407,61 @@ def compiled_names(monkeypatch):
     """The names of plans, call by call, that were compiled ahead and together."""
     ahead, together = [], []
 
-    def watched(launches):
+    def watched(launches, *, made=None):
         together.append([plan.name for plan, _ in launches])
         return [compile_module.compile_plan(*launch) for launch in launches]
 
     monkeypatch.setattr(compile_module, "compile_together", watched)
-    monkeypatch.setattr(compile_module, "compile_ahead", lambda launches: ahead.append([p.name for p, _ in launches]))
+    monkeypatch.setattr(
+        compile_module, "compile_ahead", lambda launches, *, made=None: ahead.append([p.name for p, _ in launches])
+    )
     return ahead, together
+
+
+@pytest.fixture
+def assembled(monkeypatch):
+    """The launches whose kernels begin to be assembled, none of which has been compiled, on a machine with an H100."""
+    monkeypatch.setattr(compile_module, "_compiled", {})
+    monkeypatch.setattr(jax_call, "session_target", lambda: Target.for_arch(90))
+    found = []
+    monkeypatch.setattr(compile_module, "in_background", lambda function, *launch: found.append(launch))
+    return found
+
+
+def text_for_own_gpu(function, *arrays):
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_kernels_for_the_gpu_of_the_process_are_assembled_ahead(vector, assembled):
+    (text,) = {text_for_own_gpu(lambda x: launch(AddSpec(x.size), x, x), vector) for _ in range(2)}
+    ((plan, target),) = assembled
+    assert target == Target.for_arch(90)
+    # jaxlib knows a kernel by these words, whatever program it is in.
+    (words,) = set(re.findall('opaque = "([^"]+)"', text))
+    assert words in text_for_own_gpu(launch_alone(plan, target), vector, vector)
+
+
+def test_launches_together_are_assembled_ahead(vector, assembled):
+    text_for_own_gpu(
+        lambda x: launch_together([(AddSpec(x.size), (x, x)), (AddSpec(x.size, block=128), (x, x))]), vector
+    )
+    assert len({id(plan) for plan, _ in assembled}) == len(assembled) == 2
+
+
+def test_kernels_for_another_gpu_are_not_assembled(vector, assembled):
+    with compile_target(90):
+        text_for_own_gpu(lambda x: launch(AddSpec(x.size), x, x), vector)
+    assert not assembled
+
+
+def test_kernels_of_programs_on_disk_are_not_assembled_ahead(vector, assembled, tmp_path):
+    former = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        text_for_own_gpu(lambda x: launch(AddSpec(x.size), x, x), vector)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", former)
+    assert not assembled
 
 
 def test_the_derivative_of_a_fused_region_is_compiled_beside_it(compiled_names):

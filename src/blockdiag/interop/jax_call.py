@@ -5,6 +5,7 @@ trace anywhere, and lower for CUDA on a machine without one inside `compile_targ
 other are one call of a second primitive, whose lowering knows them all before the first one is compiled.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -17,7 +18,7 @@ import jax.export
 import jax.extend.core
 import numpy as np
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from blockdiag.interop import jaxlib_launcher
 from blockdiag.interop.targets import compile_target as compile_target
@@ -239,9 +240,13 @@ def _lower_together(ctx: Any, *operands: Any, call_jaxpr: jax.extend.core.Closed
 def _lower_together_cuda(ctx: Any, *operands: Any, call_jaxpr: jax.extend.core.ClosedJaxpr) -> Any:
     from blockdiag.triton_kernels.compile import compile_together
 
-    targets = [(x["spec"], x["target"] or session_target()) for x in _launches(call_jaxpr) if not x["interpret"]]
+    launches = [x for x in _launches(call_jaxpr) if not x["interpret"]]
+    targets = [(x["spec"], x["target"] or session_target()) for x in launches]
+    is_here = all(x["target"] is None for x in launches)
     # Each launch, lowered below, finds its kernel among those that this process has compiled.
-    compile_together([(spec.plan(target), target) for spec, target in targets])
+    compile_together(
+        [(spec.plan(target), target) for spec, target in targets], made=_assemble_ahead if is_here else None
+    )
     return _lower_together(ctx, *operands, call_jaxpr=call_jaxpr)
 
 
@@ -249,15 +254,19 @@ mlir.register_lowering(together_p, _lower_together)
 mlir.register_lowering(together_p, _lower_together_cuda, platform="cuda")
 
 
+type _Made = Callable[[LaunchPlan, Target], object]
+
+
 def _lower_cuda(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | None, interpret: bool) -> Any:
     if interpret:
         return _lower_interpreted(ctx, *operands, spec=spec, target=target, interpret=interpret)
+    made = _assemble_ahead if target is None else None
     target = target or session_target()
-    _compile_others(spec, target)
-    return _lower_plan(ctx, operands, spec.plan(target), target)
+    _compile_others(spec, target, made)
+    return _lower_plan(ctx, operands, spec.plan(target), target, made)
 
 
-def _compile_others(spec: KernelSpec, target: Target) -> None:
+def _compile_others(spec: KernelSpec, target: Target, made: _Made | None) -> None:
     """Begins to compile what is in one group with a launch that is about to be compiled."""
     from blockdiag.triton_kernels.compile import compile_ahead
 
@@ -267,13 +276,15 @@ def _compile_others(spec: KernelSpec, target: Target) -> None:
         for x, places in list(members.items())
         if x != spec and any(where is None or where(target) for where in places)
     }
-    compile_ahead([(x.plan(target), target) for x in others])
+    compile_ahead([(x.plan(target), target) for x in others], made=made)
 
 
-def _lower_plan(ctx: Any, inputs: Sequence[Any], plan: LaunchPlan, target: Target) -> list[Any]:
+def _lower_plan(
+    ctx: Any, inputs: Sequence[Any], plan: LaunchPlan, target: Target, made: _Made | None = None
+) -> list[Any]:
     from blockdiag.triton_kernels.compile import compile_plan
 
-    compiled = compile_plan(plan, target)
+    compiled = compile_plan(plan, target, made=made)
     layout = jaxlib_launcher.lay_out_buffers(plan)
     operands = [
         inputs[index] if role == "input" else _empty_buffer(ctx, index, position)
@@ -288,6 +299,48 @@ def _lower_plan(ctx: Any, inputs: Sequence[Any], plan: LaunchPlan, target: Targe
     )
     results = rule(reordered, *operands, opaque=jaxlib_launcher.build_opaque(plan, compiled))
     return [results[layout.results.index(index)] for index in range(len(plan.outputs))]
+
+
+def _assemble_ahead(plan: LaunchPlan, target: Target) -> None:
+    """Begins to assemble a kernel for this process's GPU, which otherwise begins when XLA compiles the whole program.
+
+    jaxlib assembles the kernels of a program one after the other, and keeps what it has assembled in this process. So
+    each is assembled in a thread, beside the compilation of the others, as part of a program that is thrown away. Where
+    JAX keeps whole programs on disk, the one that was asked for may need no kernel.
+    """
+    from blockdiag.triton_kernels.compile import in_background
+
+    if jax.config.jax_compilation_cache_dir is None or not jax.config.jax_enable_compilation_cache:
+        in_background(_assemble, plan, target)
+
+
+def _assemble(plan: LaunchPlan, target: Target) -> None:
+    place = SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
+    # Without it, arrays of 64 bits would be taken for others.
+    with jax.enable_x64(True):
+        arrays = [jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(x.dtype), sharding=place) for x in plan.inputs]
+        jax.jit(launch_alone(plan, target)).lower(*arrays).compile()
+
+
+def launch_alone(plan: LaunchPlan, target: Target) -> Callable[..., list[jax.Array]]:
+    """A function of a plan's inputs that is its launch and nothing else; it has neither derivatives nor batches."""
+    return functools.partial(alone_p.bind, alone=_Alone(plan, target))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Alone:
+    """What is launched; equal to itself only, as plans have no hash."""
+
+    plan: LaunchPlan
+    target: Target
+
+
+alone_p = jax.extend.core.Primitive("blockdiag_triton_launch_alone")
+alone_p.multiple_results = True
+alone_p.def_abstract_eval(lambda *avals, alone: [_output_aval(avals, output) for output in alone.plan.outputs])
+mlir.register_lowering(
+    alone_p, lambda ctx, *inputs, alone: _lower_plan(ctx, inputs, alone.plan, alone.target), platform="cuda"
+)
 
 
 def _empty_buffer(ctx: Any, output: int, position: int) -> Any:

@@ -19,7 +19,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +128,9 @@ class CompiledLaunch:
         return self.kernel.asm["ptx"]
 
 
+type Made = Callable[[LaunchPlan, Target], object]
+"""What is called with plan and target of a kernel when it is there."""
+
 _loading = threading.Lock()
 
 
@@ -146,7 +149,7 @@ def shared_limit(arch: int) -> int | None:
     return None if kib is None else kib * 1024
 
 
-def compile_plan(plan: LaunchPlan, target: Target, *, binary: bool = False) -> CompiledLaunch:
+def compile_plan(plan: LaunchPlan, target: Target, *, binary: bool = False, made: Made | None = None) -> CompiledLaunch:
     """Compiles the kernel of `plan` for `target`; at once when this process already did for an equal compile key.
 
     Of threads that ask for one kernel at the same time the first compiles it, and the others wait.
@@ -155,6 +158,7 @@ def compile_plan(plan: LaunchPlan, target: Target, *, binary: bool = False) -> C
         plan, target: what to compile, and for what.
         binary: whether ptxas assembles the kernel here. jaxlib does so itself, once more, when XLA compiles the
             program around a launch.
+        made: called with plan and target once the kernel is there, by the one call that makes it or reads it from disk.
 
     Raises:
         ValueError: when the plan does not describe its kernel (see `check_plan`).
@@ -182,11 +186,18 @@ def compile_plan(plan: LaunchPlan, target: Target, *, binary: bool = False) -> C
             with _lock:
                 del _compiled[key, binary]
             promised.cancel()
+    if made is not None:
+        made(plan, target)
     return promised.result()
 
 
-def compile_together(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[CompiledLaunch]:
+def compile_together(
+    launches: Sequence[tuple[LaunchPlan, Target]], *, made: Made | None = None
+) -> list[CompiledLaunch]:
     """Compiles several kernels to PTX side by side, in as many threads as this process has processors.
+
+    Args:
+        made: as of `compile_plan`, called by these threads.
 
     Raises:
         ValueError, KernelCompileError: as `compile_plan`, for the first one that fails, once all have ended.
@@ -194,16 +205,19 @@ def compile_together(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[Comp
     load_compiler()
     # The fewer kernels, the better for whom debugs them: one is compiled where it is asked for.
     if len(launches) < 2:
-        return [compile_plan(*launch) for launch in launches]
+        return [compile_plan(*launch, made=made) for launch in launches]
     with ThreadPoolExecutor(min(len(launches), _processors()), "compile") as pool:
-        begun = {place: pool.submit(compile_plan, *launches[place]) for place in _longest_first(launches)}
+        begun = {place: pool.submit(compile_plan, *launches[place], made=made) for place in _longest_first(launches)}
     return [begun[place].result() for place in range(len(launches))]
 
 
-def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
+def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]], *, made: Made | None = None) -> None:
     """Begins to compile kernels to PTX that somebody will ask for soon, and returns at once.
 
     Who asks for a kernel meanwhile waits for it. A failure is theirs, too: `compile_plan` then tries again and raises.
+
+    Args:
+        made: as of `compile_plan`, called by the thread that compiles.
 
     Raises:
         ValueError: when a plan does not describe its kernel (see `check_plan`).
@@ -214,7 +228,12 @@ def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]]) -> None:
     for plan, target in [launches[place] for place in _longest_first(launches)]:
         key = compile_key(plan, target.arch)
         if (key, False) not in _compiled and (key, True) not in _compiled:
-            _ahead(os.getpid()).submit(compile_plan, plan, target)
+            in_background(compile_plan, plan, target, made=made)
+
+
+def in_background(function: Callable[..., object], *arguments: Any, **options: Any) -> None:
+    """Calls a function in one of the threads that compile ahead; nobody hears of its failure."""
+    _ahead(os.getpid()).submit(function, *arguments, **options)
 
 
 def _longest_first(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[int]:
