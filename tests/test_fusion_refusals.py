@@ -140,3 +140,15 @@ def test_weights_that_are_returned_are_made_beside_the_kernel():
     for one, other in zip(fuse(function)(*operands()), function(*operands()), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     assert explain(function)(*operands()).outside["exp"] == 1
+
+
+def test_sizes_that_are_no_numbers():
+    def attention(query, key, value):
+        return jax.nn.softmax(query @ key.mT) @ value
+
+    operand = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 16, 8"), jnp.float32)
+    with pytest.raises(NotFusible, match="chooses tiles by sizes that are numbers, got an array of shape"):
+        jax.export.export(jax.jit(fuse(attention)))(operand, operand, operand)
+    exported = jax.export.export(jax.jit(fuse(attention, fallback=True)))(operand, operand, operand)
+    given = jnp.ones((3, 16, 8))
+    np.testing.assert_allclose(exported.call(given, given, given), given, rtol=1e-6)

@@ -21,6 +21,7 @@ from blockdiag.fusion.match import QueryWithoutAxis, regions_and_sides
 from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.positions import with_positions
+from blockdiag.fusion.respelled import respelled
 from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.sums import with_sums
 from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read
@@ -111,7 +112,7 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
-        for rewrite in (taken_apart, with_sums, with_merged_keys):
+        for rewrite in (respelled, taken_apart, with_sums, with_merged_keys):
             jaxpr = rewrite(jaxpr) or jaxpr
         try:
             self._take(jaxpr)
@@ -187,7 +188,7 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         args, kwargs: arrays, or `jax.ShapeDtypeStruct` in place of them for a program that is not run.
 
     Raises:
-        NotFusible: it has none, or one that breaks a rule.
+        NotFusible: it has none, or one that breaks a rule, or a size that is not a number.
     """
     flat, tree = jax.tree.flatten((args, kwargs))
     places = [place for place, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
@@ -200,6 +201,12 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return function(*inner_args, **inner_kwargs)
 
     arrays = [flat[place] for place in places]
+    for array in arrays:
+        if not all(isinstance(size, int) for size in array.shape):
+            raise NotFusible(
+                f"`fuse` chooses tiles by sizes that are numbers, got an array of shape {array.shape}; export for each "
+                "size, or with fallback=True, which exports the function as it stands"
+            )
     jaxpr, structure = flat_jaxpr(of_arrays, *arrays)
     return Program(with_positions(jaxpr), arrays, structure)
 

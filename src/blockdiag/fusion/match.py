@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jax import lax
@@ -277,7 +278,7 @@ def _regions_with(
         reason = str(failure)
         divided = matcher.divided(equation, out_dims, weights, tuple(dims[side]))
         if divided is None:
-            terms, refused = matcher.plain(weights, tuple(dims[side]))
+            terms, refused = matcher.plain(weights, tuple(dims[side]), value)
         else:
             softmax, replaced, out_dims = divided
             terms = [_Term(softmax, None)]
@@ -322,6 +323,24 @@ def _shared_labels(product: Node) -> set[str]:
     """The batch labels that values have, too, of both factors."""
     first, second = ({x for x in (node.leaf.labels if node.leaf else ()) if x[0] == "b"} for node in product.inputs)
     return first & second
+
+
+def _has_one(value: object, product: Node) -> bool:
+    """Whether values and both factors have batch axes of size 1, which `jnp.matmul` leaves out of its products."""
+    leaves = [node.leaf for node in product.inputs]
+    if any(leaf is None for leaf in leaves):
+        return False
+    places = [
+        {
+            axis
+            for axis, (size, dim) in enumerate(zip(leaf.source.shape, leaf.dims, strict=True))
+            if size == 1 and not dim
+        }
+        for leaf in leaves
+        if leaf is not None
+    ]
+    shape = aval_of(value).shape
+    return any(axis < len(shape) and shape[axis] == 1 for axis in set.intersection(*places))
 
 
 def _is_linear(node: Node) -> bool:
@@ -401,8 +420,7 @@ class Matcher(Softmaxes):
             case "exp" | "exp2":
                 return [_Term(self.normalised(equation, dims), None)]
             case "add" | "sub":
-                left = self.terms(operands[0], given[0])
-                right = self.terms(operands[1], given[1])
+                left, right = self._both_terms(operands, given)
                 if name == "sub":
                     right = [self._scaled(term, number(-1.0), lax.mul_p) for term in right]
                 return left + right
@@ -421,6 +439,26 @@ class Matcher(Softmaxes):
             case "select_n":
                 return self._selected(equation, given)
         raise NoMatch
+
+    def _both_terms(self, operands: Sequence[Any], given: Sequence[tuple[Dim, ...]]) -> list[list[_Term]]:
+        """Of both operands of a sum; beside softmaxes what is none is a weight, as it is."""
+        found: list[list[_Term] | None] = []
+        failures = []
+        for operand, dims in zip(operands, given, strict=True):
+            try:
+                found.append(self.terms(operand, dims))
+            except NoMatch as failure:
+                found.append(None)
+                failures.append(failure)
+        if failures and not any(term.softmax is not None for terms in found for term in terms or ()):
+            raise failures[0]
+        pairs = zip(found, operands, given, strict=True)
+        return [self._weight(x, dims) if terms is None else terms for terms, x, dims in pairs]
+
+    def _weight(self, var: object, dims: tuple[Dim, ...]) -> list[_Term]:
+        """A value as it is, nothing where it is 0."""
+        node = self.puller.node(var, dims)
+        return [] if node.kind == "number" and not np.any(node.number) else [_Term(None, node)]
 
     def _selected(self, equation: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> list[_Term]:
         """Where a mask holds 0 else what is linear, or the other way round."""
@@ -466,7 +504,7 @@ class Matcher(Softmaxes):
         score = operation(lax.select_n_p, predicate, number(-np.inf), softmax.score)
         return _Term(Softmax(score, softmax.extras), term.weight)
 
-    def plain(self, var: object, dims: tuple[Dim, ...]) -> tuple[list[_Term], str]:
+    def plain(self, var: object, dims: tuple[Dim, ...], value: core.Var) -> tuple[list[_Term], str]:
         """A weight without a softmax, where it is a function of scores, not these; else nothing, and why."""
         equation = self.producer(self.skip_moves(var))
         if equation is None or equation.primitive.name == "dot_general":
@@ -481,7 +519,8 @@ class Matcher(Softmaxes):
         products = [x for x in nodes_of(node) if x.kind == "product"]
         # Without an axis that queries, keys and values share it is as likely a layer between matrices of weights, and
         # what is linear in its products is one.
-        are_shared = all(_shared_labels(x) for x in products)
+        whole = self.skip_moves(value)
+        are_shared = all(_shared_labels(x) or _has_one(whole, x) for x in products)
         return ([_Term(None, node)] if products and are_shared and not _is_linear(node) else []), ""
 
     @staticmethod

@@ -1,0 +1,194 @@
+"""Weights beside softmaxes, and products of weights and values that are written as something else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import NotFusible, explain, fuse
+from blockdiag.fusion.api import trace
+from tests.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
+
+BATCH, HEADS, TOKENS, WIDTH = 2, 4, 21, 16
+
+
+def arrays(*shapes):
+    """Random numbers."""
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def scores(query, key):
+    return query @ key.mT / 4
+
+
+def weights(query, key):
+    return jax.nn.softmax(scores(query, key), axis=-1)
+
+
+def beside_identity(query, key, value):
+    return (0.5 * weights(query, key) + 0.5 * jnp.eye(TOKENS)[None, None]) @ value
+
+
+def beside_array(query, key, value, array):
+    """array [T, T], as of distances or of edges in molecule attention."""
+    return (0.5 * weights(query, key) + 0.5 * array[None, None]) @ value
+
+
+def less_uniform(query, key, value):
+    """As shaped attention: the weights of a causal mask alone taken away."""
+    seen = jnp.tril(jnp.ones((TOKENS, TOKENS)))
+    return (weights(query, key) - (seen / jnp.arange(1.0, TOKENS + 1)[:, None])[None, None]) @ value
+
+
+def beside_relu(query, key, value):
+    """As adaptive sparse transformers."""
+    return (weights(query, key) + 0.3 * jax.nn.relu(scores(query, key)) ** 2) @ value
+
+
+def beside_number(query, key, value):
+    return (weights(query, key) + 1 / TOKENS) @ value
+
+
+def gated_sigmoid(query, key, value, gate):
+    """gate [N]: how much of each head is a softmax."""
+    share = jax.nn.sigmoid(gate)[None, :, None, None]
+    return (share * weights(query, key) + (1 - share) * jax.nn.sigmoid(scores(query, key))) @ value
+
+
+def from_zeros(query, key, value):
+    return sum(0.5 * jax.nn.softmax(factor * scores(query, key), axis=-1) for factor in (1, 2)) @ value
+
+
+def points_by_sums(query, key, value, x, y):
+    """x, y [B, N, S, points]: coordinates, one sum each, as AlphaFold's code has them."""
+    mixed = weights(query, key)
+    coordinates = [jnp.sum(mixed[..., None] * points[:, :, None], axis=-2) for points in (x, y)]
+    return jnp.concatenate([mixed @ value, *coordinates], axis=-1)
+
+
+def sum_of_moved_axes(query, key, value):
+    mixed = jnp.moveaxis(weights(query, key), 1, -1)[..., None]
+    return (value.swapaxes(1, 2)[:, None] * mixed).sum(2)
+
+
+def mean_of_heads(query, key, value):
+    """As interpretable attention: one head of values."""
+    return weights(query, key).mean(1) @ value[:, 0]
+
+
+def heads_by_einsum(query, key, value):
+    return jnp.einsum("bhij,bjd->bid", weights(query, key), value[:, 0])
+
+
+def weighted_heads(query, key, value, gate):
+    """gate [N]."""
+    return 2.0 * jnp.einsum("bhij,h->bij", weights(query, key), gate) @ value[:, 0]
+
+
+def heads_of_each_query(query, key, value, gate):
+    """gate [B, N, T]."""
+    return jnp.einsum("bjd,bij->bdi", value[:, 0], jnp.einsum("bhij,bhi->bij", weights(query, key), gate))
+
+
+def mixture_of_softmaxes(query, key, value, gate):
+    """gate [B, T, 2, 2]: two softmaxes for each of two heads."""
+    pairs = weights(query, key).reshape(BATCH, 2, 2, TOKENS, TOKENS)
+    mixed = jnp.einsum("bmhij,bimh->bmij", pairs, jax.nn.softmax(gate, axis=-1))
+    return jnp.einsum("bmij,bmjd->bmid", mixed, value[:, :2])
+
+
+def head_mask(query, key, value, mask):
+    """mask [N], as Flax's BERT of Hugging Face has it."""
+    return jnp.einsum("...hqk,h->...hqk", weights(query, key), mask) @ value
+
+
+def nothing_in_front(query, key, value):
+    """One more key of score 0, by a pad."""
+    return jax.nn.softmax(jnp.pad(scores(query, key), ((0, 0),) * 3 + ((1, 0),)), axis=-1)[..., 1:] @ value
+
+
+def nothing_behind(query, key, value):
+    return jax.nn.softmax(jnp.pad(scores(query, key), ((0, 0),) * 3 + ((0, 1),)), axis=-1)[..., :-1] @ value
+
+
+FUNCTIONS = {
+    "beside identity": (beside_identity,),
+    "beside an array": (beside_array, (TOKENS, TOKENS)),
+    "less uniform": (less_uniform,),
+    "beside relu": (beside_relu,),
+    "beside a number": (beside_number,),
+    "gated sigmoid": (gated_sigmoid, (HEADS,)),
+    "from zeros": (from_zeros,),
+    "points by sums": (points_by_sums, (BATCH, HEADS, TOKENS, 2), (BATCH, HEADS, TOKENS, 2)),
+    "sum of moved axes": (sum_of_moved_axes,),
+    "mean of heads": (mean_of_heads,),
+    "heads by einsum": (heads_by_einsum,),
+    "weighted heads": (weighted_heads, (HEADS,)),
+    "heads of each query": (heads_of_each_query, (BATCH, HEADS, TOKENS)),
+    "mixture of softmaxes": (mixture_of_softmaxes, (BATCH, TOKENS, 2, 2)),
+    "head mask": (head_mask, (HEADS,)),
+    "nothing in front": (nothing_in_front,),
+    "nothing behind": (nothing_behind,),
+}
+OPERAND = (BATCH, HEADS, TOKENS, WIDTH)
+
+
+def pairs_outside(function, given):
+    """Primitives that are computed outside of regions, of what has an axis of queries and one of keys."""
+    program = trace(function, given, {})
+    needed = program.needed()
+    made = [x for x in program.jaxpr.jaxpr.eqns if x.outvars[0] in needed and x.outvars[0] not in program.regions]
+    return [x.primitive.name for x in made if sum(size >= TOKENS for size in x.outvars[0].aval.shape) > 1]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_and_gradients(name, implementation):
+    function, *shapes = FUNCTIONS[name]
+    given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
+    found = with_gradients(fuse(function, implementation=implementation), given)
+    assert_alike(found, with_gradients(function, given))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_pairs_are_not_in_memory(name):
+    function, *shapes = FUNCTIONS[name]
+    given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
+    assert explain(function)(*given).regions and not pairs_outside(function, given)
+
+
+@pytest.mark.parametrize("name", ["beside relu", "points by sums", "weighted heads", "mixture of softmaxes"])
+def test_16_bits(name):
+    function, *shapes = FUNCTIONS[name]
+    given = [x.astype(jnp.bfloat16) for x in arrays(OPERAND, OPERAND, OPERAND, *shapes)]
+    assert_as_good_as_written(function, fuse(function, implementation="xla"), given)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("lead", [(1,), (1, 1), (3, 1)])
+@pytest.mark.parametrize("change", [jax.nn.sigmoid, jnp.tril], ids=["sigmoid", "tril"])
+def test_a_batch_of_one_is_a_batch(change, lead, implementation):
+    """`jnp.matmul` leaves axes of one index out of its products."""
+    given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
+
+    def function(query, key, value):
+        return change(scores(query, key)) @ value
+
+    found = with_gradients(fuse(function, implementation=implementation), given)
+    assert_alike(found, with_gradients(function, given))
+
+
+def test_layers_of_a_batch_of_one_are_layers():
+    x, into, out = arrays((1, TOKENS, WIDTH), (WIDTH, 64), (64, WIDTH))
+    with pytest.raises(NotFusible):
+        fuse(lambda x, into, out: jax.nn.sigmoid(x @ into) @ out)(x, into, out)
+
+
+def test_another_function_of_a_softmax_beside_it_is_refused():
+    def function(query, key, value):
+        mixed = weights(query, key)
+        return (mixed - mixed**2) @ value
+
+    with pytest.raises(NotFusible, match="`integer_pow` of a softmax"):
+        fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
