@@ -1,7 +1,7 @@
 """Functions that are fused though they spell no softmax of scores in one place, on a GPU.
 
-Weights divided by their own sums, grids of pixels, single queries, guarded softmaxes, and operations that kernels spell
-out: the functions of the CPU's tests, here in bfloat16, or in float32 where the comparison wants its digits.
+Weights divided by their own sums, grids of pixels, single queries, guarded softmaxes, products that are written as sums,
+weights beside softmaxes, and operations that kernels spell out: the functions of the CPU's tests, here in bfloat16, or in float32 where the comparison wants its digits.
 """
 
 import jax
@@ -12,7 +12,9 @@ import pytest
 from blockdiag import fuse
 from tests import (
     test_fusion_grids,
+    test_fusion_late_division,
     test_fusion_lone,
+    test_fusion_respelled,
     test_fusion_softmaxes,
     test_fusion_spelled,
     test_fusion_sums,
@@ -54,3 +56,23 @@ def test_rows_that_see_no_key_may_be_guarded(name):
 def test_operations_that_kernels_spell_out(name):
     with exactly:
         test_fusion_spelled.test_kernels(name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", test_fusion_respelled.FUNCTIONS)
+def test_products_that_are_written_as_something_else(name, dtype):
+    function, *shapes = test_fusion_respelled.FUNCTIONS[name]
+    operand = test_fusion_respelled.OPERAND
+    given = [x.astype(dtype) for x in test_fusion_respelled.arrays(operand, operand, operand, *shapes)]
+    fused = fuse(function, implementation="triton")
+    with exactly, jax.numpy_dtype_promotion("standard"):
+        if dtype == "float32":
+            assert_alike(with_gradients(fused, given), with_gradients(function, given))
+        else:
+            assert_as_good_as_written(function, fused, given)
+
+
+@pytest.mark.parametrize("powers", test_fusion_late_division.POWERS)
+def test_softmaxes_that_are_divided_after_the_product(powers):
+    with exactly:
+        test_fusion_late_division.test_kernels(powers)

@@ -156,7 +156,7 @@ class Guards:
         """Whether the largest exponential of a row that sees a key is 1: the largest score has been taken away."""
         scores, dims = powers.equation.invars[0], powers.dims
         shift = self.shift(scores, dims)
-        if shift is None or powers.mask is not None:
+        if shift is None:
             return False
         var, given = shift
         largest = self.producer(var)
@@ -169,8 +169,25 @@ class Guards:
             largest = self.producer(var)
         if largest is None or largest.primitive.name != "reduce_max":
             return False
-        of_scores = self.is_same(self.skip(largest.invars[0]), self.skip(self.unshifted(scores, dims)))
-        return of_scores and is_along_keys(largest, given, dims)
+        scores, compared = self.skip(self.unshifted(scores, dims)), self.skip(largest.invars[0])
+        if powers.mask is not None:
+            # The largest score must be one that the mask leaves.
+            seen = self._seen(compared, powers.mask)
+            if seen is None:
+                return False
+            compared = compared if self.is_same(compared, scores) else seen
+        return self.is_same(compared, scores) and is_along_keys(largest, given, dims)
+
+    def _seen(self, var: object, mask: tuple[object, tuple[Dim, ...], bool]) -> object:
+        """What a value is where a mask of exponentials leaves them, if it hides keys elsewhere; None of others."""
+        choice = self.producer(var)
+        if choice is None or not self.has_mask(choice):
+            return None
+        kept = 2 if mask[2] else 1
+        hidden = self.skip_moves(choice.invars[3 - kept])
+        hides = isinstance(hidden, core.Literal) and float(hidden.val) <= NO_KEY
+        is_mask = self.is_same(self.skip_moves(choice.invars[0]), self.skip_moves(mask[0]))
+        return self.skip(choice.invars[kept]) if hides and is_mask else None
 
     def _unless_infinite(self, equation: core.JaxprEqn) -> object:
         """What a value is wherever that is finite and larger than what masks; None where something else decides."""

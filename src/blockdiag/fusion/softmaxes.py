@@ -1,5 +1,6 @@
 """Finds softmaxes along keys in a program, in the ways in which they are written."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, place_of
+from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, place_of, regrouped
 from blockdiag.fusion.guards import CASTS, PASSES, Guards, NoMatch, Powers, is_along_keys, key_axes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, Unpullable, number, operation
@@ -33,9 +34,16 @@ class Softmaxes(Guards):
     def softmax(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax | None:
         """exp(x - m) over its sum along the keys, where m is the same for all keys."""
         quotient = self._quotient(equation, dims)
-        if quotient is None:
-            return None
-        powers, below, below_dims = quotient
+        return None if quotient is None else self._over_sum(*quotient, dims)
+
+    def _over_sum(
+        self, powers: Powers, below: object, below_dims: tuple[Dim, ...], dims: tuple[Dim, ...]
+    ) -> Softmax | None:
+        """The softmax of exponentials that are divided by a value, None where that is not their sum.
+
+        Args:
+            dims: of the exponentials.
+        """
         power = powers.equation
         total, total_dims = self.unguarded(below, below_dims, powers)
         shift = self.shift(power.invars[0], dims)
@@ -284,27 +292,24 @@ class Softmaxes(Guards):
             power_var, dims = self.through_moves(var, dims)
         except NoMatch:
             return None
-        power = self.producer(power_var)
-        if power is None or power.primitive.name != "exp":
+        powers = self.powers(power_var, dims)
+        if powers is None or powers.equation.primitive.name != "exp":
             return None
         for quotient in self.producers.values():
             if quotient.primitive.name != "div" or isinstance(quotient.invars[1], core.Literal):
                 continue
             whole = self._with_ones(quotient.invars[0], product.outvars[0], out_dims)
-            total = self.producer(self.skip_moves(quotient.invars[1]))
-            if whole is None or total is None or total.primitive.name != "reduce_sum":
+            if whole is None:
                 continue
-            axes = total.params["axes"]
-            if self.skip(total.invars[0]) is not power_var or len(axes) != 1 or dims[axes[0]] != (COLUMNS,):
-                continue
-            given = broadcast_dims(quotient.invars[1], aval_of(quotient.outvars[0]).shape, whole)
-            _, inner = self.through_moves(quotient.invars[1], given)
-            if inner == dims[: axes[0]] + dims[axes[0] + 1 :]:
-                return self._score(power, dims, (), None), quotient.outvars[0], whole
+            below = quotient.invars[1]
+            given = broadcast_dims(below, aval_of(quotient.outvars[0]).shape, whole)
+            softmax = self._over_sum(powers, below, given, dims)
+            if softmax is not None:
+                return softmax, quotient.outvars[0], whole
         return None
 
     def _with_ones(self, var: object, product: core.Var, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-        """The dims of a product's result, transposed or with axes of size 1; None of anything else."""
+        """The dims of a product's result, moved, with axes of size 1, or with some made one; None of anything else."""
         var = self.skip(var)
         if var is product:
             return dims
@@ -316,6 +321,11 @@ class Softmaxes(Guards):
             return None
         if equation.primitive.name == "transpose":
             return tuple(inner[axis] for axis in equation.params["permutation"])
+        if equation.primitive.name == "reshape":
+            with contextlib.suppress(Unpullable):
+                given, shape = (aval_of(x).shape for x in (equation.invars[0], equation.outvars[0]))
+                merged = regrouped(shape, given, inner, self.sizes)
+                return merged if labels_of(merged) == labels_of(inner) else None
         rest = list(zip(aval_of(equation.invars[0]).shape, inner, strict=True))
         found: list[Dim] = []
         for size in aval_of(equation.outvars[0]).shape:

@@ -1,0 +1,143 @@
+"""Softmaxes by hand that are divided after the product, and guards of those whose exponentials are masked."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import NotFusible, fuse
+from tests.fusion_support import assert_alike, with_gradients
+
+TOKENS, WIDTH = 21, 16
+SEEN = np.tril(np.ones((1, TOKENS, TOKENS), bool))
+GUARDS = {
+    "none": lambda total: total,
+    "epsilon": lambda total: total + 1e-9,
+    "bound": lambda total: jnp.maximum(total, 1e-9),
+    "choice": lambda total: jnp.where(total == 0, 1.0, total),
+}
+POWERS = ("plain", "masked", "masked, largest of what is seen")
+
+
+def operands(lead=(3,), count=3):
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=(*lead, TOKENS, WIDTH)), jnp.float32) for _ in range(count)]
+
+
+def by_hand(powers, guard, hidden, is_late):
+    """Attention with a softmax of masked scores.
+
+    Args:
+        powers: what the exponentials are, of POWERS.
+        hidden: the score of keys that are not seen.
+    """
+
+    def attention(query, key, value):
+        scores = jnp.where(SEEN, query @ key.mT / 4, hidden)
+        largest = scores.max(-1, keepdims=True)
+        if powers == POWERS[2]:
+            largest = scores.max(-1, keepdims=True, where=SEEN, initial=-np.inf)
+        power = jnp.exp(scores - largest)
+        if powers != "plain":
+            power = jnp.where(SEEN, power, 0.0)
+        total = GUARDS[guard](power.sum(-1, keepdims=True))
+        return (power @ value) / total if is_late else (power / total) @ value
+
+    return attention
+
+
+@pytest.mark.parametrize("hidden", [-np.inf, -1e9, -1e30])
+@pytest.mark.parametrize("powers", POWERS)
+def test_guards(powers, hidden):
+    given = operands()
+    for guard, is_late in itertools.product(GUARDS, (False, True)):
+        function = by_hand(powers, guard, hidden, is_late)
+        found = with_gradients(fuse(function, implementation="xla"), given)
+        assert_alike(found, with_gradients(function, given))
+
+
+@pytest.mark.parametrize("powers", POWERS)
+def test_kernels(powers):
+    given = operands((1,))
+    function = by_hand(powers, "epsilon", -np.inf, is_late=True)
+    found = with_gradients(fuse(function, implementation="triton"), given)
+    assert_alike(found, with_gradients(function, given))
+
+
+def grouped(order):
+    """Heads of groups become one axis before they are divided, as MaxText has them; `order`: of the sums' axes."""
+
+    def attention(query, key, value):
+        scores = jnp.einsum("btkgd,bskd->bkgts", query, key)
+        power = jnp.exp(scores - scores.max(-1, keepdims=True))
+        total = jnp.transpose(power.sum(-1, keepdims=True), order).reshape(2, TOKENS, 4, 1)
+        return jnp.einsum("bkgts,bskd->btkgd", power, value).reshape(2, TOKENS, 4, WIDTH) / total
+
+    return attention
+
+
+def test_heads_that_become_one_axis_before():
+    draw = np.random.default_rng(0)
+    shapes = [(2, TOKENS, 2, 2, WIDTH), (2, TOKENS, 2, WIDTH), (2, TOKENS, 2, WIDTH)]
+    given = [jnp.asarray(draw.normal(size=shape) / 2, jnp.float32) for shape in shapes]
+    function = grouped((0, 3, 1, 2, 4))
+    assert_alike(with_gradients(fuse(function, implementation="xla"), given), with_gradients(function, given))
+    with pytest.raises(NotFusible):
+        fuse(grouped((0, 3, 2, 1, 4)))(*given)
+
+
+def test_a_sink_in_the_sum():
+    def function(query, key, value, sink):
+        scores = jnp.where(SEEN, query @ key.mT / 4, -jnp.inf)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), sink[:, None, None])
+        power = jnp.exp(scores - largest)
+        return (power @ value) / (power.sum(-1, keepdims=True) + jnp.exp(sink[:, None, None] - largest))
+
+    given = [*operands(), jnp.asarray([0.3, -1.0, 2.0])]
+    assert_alike(with_gradients(fuse(function, implementation="xla"), given), with_gradients(function, given))
+
+
+def less_than_what_is_seen(query, key, value):
+    """The largest score may be one of a key whose weight is 0: then the sum is smaller than what guards it."""
+    scores = 40 * query @ key.mT
+    power = jnp.where(SEEN, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
+
+
+def others_seen(query, key, value):
+    scores = jnp.where(SEEN, -1e30, 40 * query @ key.mT)
+    power = jnp.where(SEEN, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
+
+
+def sum_of_others(query, key, value):
+    scores = query @ key.mT / 4
+    power = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return (power @ value) / (power**2).sum(-1, keepdims=True)
+
+
+def sums_of_other_rows(query, key, value):
+    scores = query @ key.mT / 4
+    power = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return (power @ value) / power.sum(-1, keepdims=True)[:, ::-1]
+
+
+@pytest.mark.parametrize("function", [less_than_what_is_seen, others_seen, sum_of_others, sums_of_other_rows])
+def test_what_is_no_softmax_is_refused(function):
+    with pytest.raises(NotFusible):
+        fuse(function)(*operands())
+
+
+@jax.jit
+def twice(query, key, value):
+    scores = query @ key.mT / 4
+    power = jnp.exp(scores - scores.max(-1, keepdims=True))
+    result = power @ value
+    return jnp.concatenate([result / jnp.maximum(power.sum(-1, keepdims=True), 1e-9), result], axis=-1)
+
+
+def test_a_product_that_is_returned_too():
+    given = operands()
+    assert_alike(with_gradients(fuse(twice, implementation="xla"), given), with_gradients(twice, given))
