@@ -1,7 +1,8 @@
 """Functions that are fused though they spell no softmax of scores in one place, on a GPU.
 
-Weights divided by their own sums, grids of pixels, single queries, guarded softmaxes, products that are written as sums,
-weights beside softmaxes, and operations that kernels spell out: the functions of the CPU's tests, here in bfloat16, or in float32 where the comparison wants its digits.
+Weights divided by their own sums, grids of pixels, single queries, guarded softmaxes, weights beside softmaxes,
+products that are written as sums, and operations that kernels spell out: the functions of the CPU's tests, here in
+bfloat16, or in float32 where the comparison wants its digits.
 """
 
 import jax
