@@ -23,6 +23,11 @@ def log_sum(scores, shift):
 
 SOFTMAXES = {
     "over the sum": lambda x: over_sum(jnp.exp(x)),
+    "less the largest before a factor": lambda x: jax.nn.softmax((x - largest(x)) * 2, axis=-1),
+    "less the largest, which stands still, before a term": lambda x: jax.nn.softmax(
+        (x - stop_gradient(largest(x))) / 0.5 + jnp.arange(x.shape[-1])[None, None, None] / 9, axis=-1
+    ),
+    "less the mean before a factor": lambda x: jax.nn.softmax(-2 * (x.mean(axis=-1, keepdims=True) - x), axis=-1),
     "less the largest": lambda x: over_sum(jnp.exp(x - largest(x))),
     "less the largest, which stands still": lambda x: over_sum(jnp.exp(x - stop_gradient(largest(x)))),
     "less the log-sum-exp": lambda x: jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True)),
@@ -41,6 +46,7 @@ SOFTMAXES = {
     "less the largest, twice": lambda x: jax.nn.softmax(x - largest(x), axis=-1),
 }
 OTHERS = {
+    "bent less the largest": lambda x: jax.nn.softmax(jnp.tanh(x - largest(x)), axis=-1),
     "a log-sum-exp of other heads": lambda x: jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True).swapaxes(0, 1)),
     "a logarithm of other heads": lambda x: jnp.exp(
         x - (largest(x) + jnp.log(jnp.exp(x - largest(x)).sum(axis=-1, keepdims=True)).swapaxes(0, 1))

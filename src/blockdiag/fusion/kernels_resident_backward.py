@@ -25,7 +25,8 @@ from blockdiag.fusion.kernels_resident_sides import (
     print_load,
 )
 from blockdiag.fusion.layout import layout_of
-from blockdiag.fusion.resident import CHUNK, resident, terms_of
+from blockdiag.fusion.linear import terms_of
+from blockdiag.fusion.resident import CHUNK, resident
 from blockdiag.fusion.tiles import value_labels
 from blockdiag.fusion.tree import Region, leaves_of
 

@@ -17,7 +17,8 @@ from blockdiag.fusion.kernels_resident import print_share
 from blockdiag.fusion.kernels_resident_pairs_wide import WidePairs, print_wide
 from blockdiag.fusion.kernels_resident_pairs_writer import NAME, OWN, SLOTS, PairsWriter
 from blockdiag.fusion.layout import layout_of, shape_of
-from blockdiag.fusion.resident import CHUNK, Resident, resident, rounds_each, terms_of
+from blockdiag.fusion.linear import terms_of
+from blockdiag.fusion.resident import CHUNK, Resident, resident, rounds_each
 from blockdiag.fusion.tiles import value_labels
 from blockdiag.fusion.tree import Region, leaves_of
 

@@ -10,13 +10,12 @@ a program can hold a tile of the bias, go through the batch axis, and let the pr
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from blockdiag.fusion.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
+from blockdiag.fusion.linear import sum_of, terms_of
 from blockdiag.fusion.tiles import value_columns
-from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of, nodes_of, number, operation
+from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of, nodes_of
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
 CHUNK = 64
@@ -121,10 +120,10 @@ def _scores_of(region: Region) -> Scores | None:
     is_apart = not any(_varies(leaf, "column") for _, node in rest for leaf in leaves_of(node))
     if not np.isfinite(unit) or unit <= 0 or len(biases) != 1 or biases[0].role != "score" or not is_apart:
         return None
-    bias = _sum(rest, unit)
+    bias = sum_of(rest, unit)
     if query is None or key is None or bias is None:
         return None
-    return Scores(biases[0], query, key, unit, _sum(of_keys, unit), bias)
+    return Scores(biases[0], query, key, unit, sum_of(of_keys, unit), bias)
 
 
 def _is_narrow(region: Region, scores: Scores, width: int) -> bool:
@@ -150,48 +149,6 @@ def rounds_each(rounds: int, tiles: int, multiprocessors: int, most_programs: in
         return most_programs is None or tiles * -(-rounds // chunk) <= max(tiles, most_programs)
 
     return min(filter(is_small, range(1, rounds + 1)), key=lambda chunk: (time(chunk), -chunk))
-
-
-def terms_of(node: Node, factor: float = 1.0) -> list[tuple[float, Node]]:
-    """A sum as its terms, each with a factor."""
-    name = getattr(node.primitive, "name", "")
-    if node.kind == "operation":
-        match name, node.inputs:
-            case "add" | "add_any", (left, right):
-                return [*terms_of(left, factor), *terms_of(right, factor)]
-            case "sub", (left, right):
-                return [*terms_of(left, factor), *terms_of(right, -factor)]
-            case "neg", (only,):
-                return terms_of(only, -factor)
-            case "convert_element_type", (only,) if _is_floating(node) and only.kind in ("operation", "product"):
-                # Tiles are float32 whatever the program says.
-                return terms_of(only, factor)
-            case "mul", (left, right):
-                for one, other in ((left, right), (right, left)):
-                    if (by := _finite(other)) is not None:
-                        return terms_of(one, factor * by)
-            case "div", (left, right) if by := _finite(right):
-                return terms_of(left, factor / by)
-    return [(factor, node)]
-
-
-def _is_floating(node: Node) -> bool:
-    return bool(jnp.issubdtype(node.params["new_dtype"], jnp.floating))
-
-
-def _finite(node: Node) -> float | None:
-    if node.kind != "number" or np.size(node.number) != 1 or not jnp.issubdtype(node.number.dtype, jnp.floating):
-        return None
-    found = float(np.asarray(node.number, np.float64).item())
-    return found if np.isfinite(found) else None
-
-
-def _sum(terms: list[tuple[float, Node]], unit: float) -> Node | None:
-    total = None
-    for factor, term in terms:
-        scaled = term if factor == unit else operation(lax.mul_p, term, number(np.float32(factor / unit)))
-        total = scaled if total is None else operation(lax.add_p, total, scaled)
-    return total
 
 
 def _has_queries(node: Node) -> bool:

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, place_of, regrouped
 from blockdiag.fusion.guards import CASTS, PASSES, Guards, NoMatch, Powers, is_along_keys, key_axes
+from blockdiag.fusion.linear import sum_of, terms_of
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, Unpullable, number, operation
 
@@ -147,7 +148,22 @@ class Softmaxes(Guards):
             raise NotFusible(f"{failure}, {place_of(power)}") from None
         if power.primitive.name == "exp2":
             node = operation(lax.mul_p, node, number(math.log(2)))
-        return Softmax(node, tuple(extras), mask)
+        return Softmax(node if extras else self._without_statistics(node), tuple(extras), mask)
+
+    def _without_statistics(self, score: Node) -> Node:
+        """Scores without terms that are numbers of a row made of its scores: a softmax is the same without them."""
+        terms = terms_of(score)
+        kept = [(factor, node) for factor, node in terms if not self._is_statistic(node)]
+        return score if len(kept) == len(terms) else sum_of(kept) or score
+
+    def _is_statistic(self, node: Node) -> bool:
+        if node.leaf is None or node.leaf.role not in ("row", "scalar"):
+            return False
+        try:
+            self.puller.check_leaves([node.leaf])
+        except NotFusible:
+            return True
+        return False
 
     def _parted(self, joined: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[object, list[Node]]:
         """Scores that further logits were joined to, and these."""
