@@ -1,4 +1,4 @@
-"""Weights beside softmaxes, and products of weights and values that are written as something else."""
+"""Weights beside softmaxes, products of weights and values that are written as something else, single indices."""
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,21 @@ def nothing_behind(query, key, value):
     return jax.nn.softmax(jnp.pad(scores(query, key), ((0, 0),) * 3 + ((0, 1),)), axis=-1)[..., :-1] @ value
 
 
+def differences(query, key, value, points, slopes):
+    """points [B, T, 2], slopes [N]: each coordinate of the differences has a term of its own."""
+    away = points[:, :, None] - points[:, None]
+    terms = jnp.abs(away[..., 0])[:, None] * slopes[None, :, None, None] + jax.nn.softplus(away)[:, None, ..., 1]
+    return jax.nn.softmax(scores(query, key) - terms, axis=-1) @ value
+
+
+def first_score_taken_away(query, key, value):
+    found = scores(query, key)
+    return jax.nn.softmax(jnp.tanh(found) - found[..., :1], axis=-1) @ value
+
+
 FUNCTIONS = {
+    "differences": (differences, (BATCH, TOKENS, 2), (HEADS,)),
+    "first score taken away": (first_score_taken_away,),
     "beside identity": (beside_identity,),
     "beside an array": (beside_array, (TOKENS, TOKENS)),
     "less uniform": (less_uniform,),

@@ -149,6 +149,8 @@ class Puller:
             return inner if all(is_float) else operation(equation.primitive, inner, **params)
         if name in MOVES:
             return self.node(operands[0], self._moved_scores(equation, dims))
+        if name == "slice":
+            return self.node(operands[0], self._at_one_index(equation, dims))
         if name == "iota":
             return self._leaf(*self._positions(equation, dims))
         if name == "dot_general":
@@ -170,6 +172,17 @@ class Puller:
         if is_divided and not (isinstance(operand, core.Var) and self.has_product(operand, inner)):
             raise Unpullable("`reshape` that divides an axis")
         return inner
+
+    @staticmethod
+    def _at_one_index(equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """The dims of what a slice takes one index of, as of the coordinates of differences."""
+        pairs = zip(aval_of(equation.invars[0]).shape, aval_of(equation.outvars[0]).shape, dims, strict=True)
+        found: list[Dim] = []
+        for axis, (whole, size, dim) in enumerate(pairs):
+            if whole != size and (size != 1 or dim != ()):
+                raise Unpullable("`slice` of scores cannot be computed a tile at a time")
+            found.append(dim if whole == size else int(equation.params["start_indices"][axis]))
+        return tuple(found)
 
     def _call(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
         """A function with a derivative of its own, which it keeps on tiles."""
