@@ -112,6 +112,14 @@ def others_seen(query, key, value):
     return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
 
 
+def seen_the_other_way(query, key, value):
+    """The mask of the exponentials is that of the scores with its axes changed."""
+    seen = jnp.asarray(SEEN)
+    scores = jnp.where(seen.mT, 40 * query @ key.mT, -1e30)
+    power = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
+
+
 def sum_of_others(query, key, value):
     scores = query @ key.mT / 4
     power = jnp.exp(scores - scores.max(-1, keepdims=True))
@@ -124,7 +132,9 @@ def sums_of_other_rows(query, key, value):
     return (power @ value) / power.sum(-1, keepdims=True)[:, ::-1]
 
 
-@pytest.mark.parametrize("function", [less_than_what_is_seen, others_seen, sum_of_others, sums_of_other_rows])
+@pytest.mark.parametrize(
+    "function", [less_than_what_is_seen, others_seen, seen_the_other_way, sum_of_others, sums_of_other_rows]
+)
 def test_what_is_no_softmax_is_refused(function):
     with pytest.raises(NotFusible):
         fuse(function)(*operands())

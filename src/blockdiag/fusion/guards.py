@@ -172,13 +172,13 @@ class Guards:
         scores, compared = self.skip(self.unshifted(scores, dims)), self.skip(largest.invars[0])
         if powers.mask is not None:
             # The largest score must be one that the mask leaves.
-            seen = self._seen(compared, powers.mask)
+            seen = self._seen(compared, dims, powers.mask)
             if seen is None:
                 return False
             compared = compared if self.is_same(compared, scores) else seen
         return self.is_same(compared, scores) and is_along_keys(largest, given, dims)
 
-    def _seen(self, var: object, mask: tuple[object, tuple[Dim, ...], bool]) -> object:
+    def _seen(self, var: object, dims: tuple[Dim, ...], mask: tuple[object, tuple[Dim, ...], bool]) -> object:
         """What a value is where a mask of exponentials leaves them, if it hides keys elsewhere; None of others."""
         choice = self.producer(var)
         if choice is None or not self.has_mask(choice):
@@ -186,7 +186,10 @@ class Guards:
         kept = 2 if mask[2] else 1
         hidden = self.skip_moves(choice.invars[3 - kept])
         hides = isinstance(hidden, core.Literal) and float(hidden.val) <= NO_KEY
-        is_mask = self.is_same(self.skip_moves(choice.invars[0]), self.skip_moves(mask[0]))
+        predicate = choice.invars[0]
+        test, of_test = self.through_moves(predicate, broadcast_dims(predicate, aval_of(choice.outvars[0]).shape, dims))
+        other, of_other = self.through_moves(*mask[:2])
+        is_mask = of_test == of_other and self.is_same(test, other)
         return self.skip(choice.invars[kept]) if hides and is_mask else None
 
     def _unless_infinite(self, equation: core.JaxprEqn) -> object:

@@ -334,7 +334,7 @@ def _has_one(value: object, product: Node) -> bool:
         {
             axis
             for axis, (size, dim) in enumerate(zip(leaf.source.shape, leaf.dims, strict=True))
-            if size == 1 and not dim
+            if size == 1 and dim == ()
         }
         for leaf in leaves
         if leaf is not None

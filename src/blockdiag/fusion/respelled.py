@@ -28,6 +28,7 @@ from blockdiag.fusion.tree import ELEMENTWISE
 type _Producers = Mapping[core.Var, core.JaxprEqn]
 type _Make = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
+_POWERS = ("exp", "exp2")
 _WIDENS = ("reshape", "squeeze", "broadcast_in_dim", "expand_dims")
 
 
@@ -91,9 +92,11 @@ class _Plain(_Finder):
         """A product that sums over nothing, of weights and of what has batch axes alone."""
         (contracted, _), shared = equation.params["dimension_numbers"]
         sides = [side for side in (0, 1) if len(aval_of(equation.invars[side]).shape) == len(shared[side])]
-        if contracted or not shared[0] or len(sides) != 1 or not self.reaches(equation.invars[1 - sides[0]], ("exp",)):
+        if contracted or not shared[0] or len(sides) != 1:
             return None
         (small,) = sides
+        if not self.reaches(equation.invars[1 - small], _POWERS):
+            return None
         result = equation.outvars[0]
         shape, dtype = aval_of(result).shape, aval_of(result).dtype
         whole = len(aval_of(equation.invars[1 - small]).shape)
@@ -166,7 +169,7 @@ class _Products(_Finder):
         (summed,) = equation.params["axes"]
         is_product = summed in sides[0] & sides[1] and sides[0] - sides[1] and sides[1] - sides[0]
         is_whole = sides[0] | sides[1] == {axis for axis, size in enumerate(shape) if size > 1}
-        if not is_product or not is_whole or not any(self.reaches(x.var, ("exp", "exp2")) for x in (first, second)):
+        if not is_product or not is_whole or not any(self.reaches(x.var, _POWERS) for x in (first, second)):
             return None
         result = equation.outvars[0]
         kept = [axis for axis in range(len(shape)) if axis != summed]
@@ -269,7 +272,7 @@ class _Products(_Finder):
         if total.primitive.name == "reduce_sum":
             weights = total.invars[0]
             labels: list[Any] = list(range(len(aval_of(weights).shape)))
-            if not self.reaches(weights, ("exp", "exp2")):
+            if not self.reaches(weights, _POWERS):
                 return None
             return weights, labels, None, None, [x for x in labels if x not in total.params["axes"]]
         contracted, shared = total.params["dimension_numbers"]
@@ -277,7 +280,7 @@ class _Products(_Finder):
             weights, scale = total.invars[side], total.invars[1 - side]
             shape = aval_of(scale).shape
             is_small = len(contracted[0]) > 0 and len(shape) == len(contracted[0]) + len(shared[0])
-            if not is_small or not self.reaches(weights, ("exp", "exp2")):
+            if not is_small or not self.reaches(weights, _POWERS):
                 continue
             labels = list(range(len(aval_of(weights).shape)))
             of_scale: list[Any] = [None] * len(shape)
