@@ -206,3 +206,22 @@ def test_another_function_of_a_softmax_beside_it_is_refused():
 
     with pytest.raises(NotFusible, match="`integer_pow` of a softmax"):
         fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
+
+
+def test_another_softmax_beside_it_is_not_made_in_memory():
+    def function(query, key, value):
+        return (weights(query, key) + weights(key, query)[:, ::-1]) @ value
+
+    with pytest.raises(NotFusible, match=r"`rev` of (scores|weights)"):
+        fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
+
+
+def test_sums_that_are_rounded_to_whole_numbers_stay():
+    def function(query, key, value):
+        products = weights(query, key)[..., None] * value[:, :, None]
+        total = (8 * weights(query, key)).sum(1).astype(jnp.int32).astype(jnp.float32)
+        whole = jnp.sum((8 * products).astype(jnp.int32).astype(jnp.float32), axis=-2)
+        return weights(query, key) @ value + (total @ value[:, 0])[:, None] + whole
+
+    given = arrays(OPERAND, OPERAND, OPERAND)
+    assert_alike(with_gradients(fuse(function, implementation="xla"), given), with_gradients(function, given))

@@ -456,8 +456,15 @@ class Matcher(Softmaxes):
         return [self._weight(x, dims) if terms is None else terms for terms, x, dims in pairs]
 
     def _weight(self, var: object, dims: tuple[Dim, ...]) -> list[_Term]:
-        """A value as it is, nothing where it is 0."""
+        """A value as it is, nothing where it is 0.
+
+        Raises:
+            NoMatch: all its scores would be made in memory.
+        """
         node = self.puller.node(var, dims)
+        for leaf in leaves_of(node):
+            if leaf in self.puller.doubts:
+                raise NoMatch(self.puller.doubts[leaf])
         return [] if node.kind == "number" and not np.any(node.number) else [_Term(None, node)]
 
     def _selected(self, equation: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> list[_Term]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -204,7 +205,7 @@ class _Products(_Finder):
 
     def _skip_casts(self, var: Any) -> core.JaxprEqn | None:
         equation = self.producer(var)
-        while equation is not None and equation.primitive.name == "convert_element_type":
+        while equation is not None and _is_cast(equation):
             equation = self.producer(equation.invars[0])
         return equation
 
@@ -255,7 +256,7 @@ class _Products(_Finder):
         factors: list[tuple[Callable[..., Any], Any]] = []
         while (equation := self.producer(var)) is not None:
             name, operands = equation.primitive.name, equation.invars
-            if name == "convert_element_type":
+            if _is_cast(equation):
                 var = operands[0]
             elif name in ("mul", "div") and not aval_of(operands[1]).shape:
                 factors.append((lax.mul if name == "mul" else lax.div, operands[1]))
@@ -291,6 +292,13 @@ class _Products(_Finder):
             free = [x for x in labels if x not in (*contracted[side], *shared[side])]
             return weights, labels, scale, of_scale, [*shared[side], *free]
         return None
+
+
+def _is_cast(equation: core.JaxprEqn) -> bool:
+    """Whether an equation makes floating numbers of floating numbers."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    return all(jnp.issubdtype(aval_of(x).dtype, jnp.floating) for x in (*equation.invars, *equation.outvars))
 
 
 def _sharding_of(operand: Any) -> Sequence[Any]:
