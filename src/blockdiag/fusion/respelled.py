@@ -30,7 +30,7 @@ type _Producers = Mapping[core.Var, core.JaxprEqn]
 type _Make = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
 _POWERS = ("exp", "exp2")
-_WIDENS = ("reshape", "squeeze", "broadcast_in_dim", "expand_dims")
+_WIDENS = ("reshape", "squeeze", "broadcast_in_dim")
 
 
 def respelled(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
