@@ -14,6 +14,7 @@ from blockdiag import fuse
 from tests import (
     test_fusion_grids,
     test_fusion_late_division,
+    test_fusion_log_sums,
     test_fusion_lone,
     test_fusion_respelled,
     test_fusion_softmaxes,
@@ -21,6 +22,7 @@ from tests import (
     test_fusion_sums,
 )
 from tests.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
+from tests.resident_cases import CASES as RESIDENT
 
 pytestmark = pytest.mark.gpu
 
@@ -77,3 +79,33 @@ def test_products_that_are_written_as_something_else(name, dtype):
 def test_softmaxes_that_are_divided_after_the_product(powers):
     with exactly:
         test_fusion_late_division.test_kernels(powers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", test_fusion_log_sums.FUNCTIONS)
+def test_log_sum_exps_that_the_function_uses(name, dtype):
+    function, *shapes = test_fusion_log_sums.FUNCTIONS[name]
+    operand = test_fusion_log_sums.OPERAND
+    given = [x.astype(dtype) for x in test_fusion_log_sums.arrays(operand, operand, operand, *shapes)]
+    fused = fuse(function, implementation="triton")
+    with exactly, jax.numpy_dtype_promotion("standard"):
+        if dtype == "float32":
+            assert_alike(with_gradients(fused, given), with_gradients(function, given))
+        else:
+            assert_as_good_as_written(function, fused, given)
+
+
+@pytest.mark.parametrize("name", ["evoformer", "wide"])
+def test_log_sum_exps_beside_kernels_that_keep_the_bias(name):
+    """The forward kernel keeps it; of the backward ones the joint one gives way."""
+    shapes = RESIDENT[name].shapes
+
+    def function(query, key, value, mask, pair):
+        scores = jnp.einsum("brtnh,brsnh->brnts", query, key) * query.shape[-1] ** -0.5 + mask + pair
+        output = jnp.einsum("brnts,brsnh->brtnh", jax.nn.softmax(scores, axis=-1), value)
+        return output * jax.nn.sigmoid(jax.nn.logsumexp(scores, -1)).mT[..., None].astype(output.dtype)
+
+    given = list(RESIDENT[name].inputs().values())
+    assert set(shapes) == {"query", "key", "value", "mask", "pair"}
+    with exactly:
+        assert_as_good_as_written(function, fuse(function, implementation="triton"), given)

@@ -21,6 +21,7 @@ from blockdiag.torch._fuse_region import BoundRegion, region_p  # noqa: E402
 from blockdiag.torch._fuse_split import Segment, Split  # noqa: E402
 from blockdiag.triton_kernels.plan import Target  # noqa: E402
 from tests import test_fusion_grids as grids  # noqa: E402
+from tests import test_fusion_log_sums as log_sums  # noqa: E402
 from tests import test_fusion_sums as sums  # noqa: E402
 from tests.plans_support import report_of  # noqa: E402
 from tests.resident_cases import CASES as RESIDENT  # noqa: E402
@@ -291,6 +292,35 @@ def test_programs_that_are_written_anew(cases, function):
     gradients = torch.autograd.grad(output, operands, torch.ones_like(output))
     for gradient, true in zip(gradients, pull_back(jnp.ones_like(expected)), strict=True):
         torch.testing.assert_close(gradient, to_tensor(true), rtol=2e-5, atol=2e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("function", [log_sums.returned, log_sums.merged, log_sums.before])
+def test_log_sum_exps_that_the_function_uses(function, implementation):
+    arrays = log_sums.arrays(*[log_sums.OPERAND] * 3)
+    operands = [to_tensor(x).requires_grad_() for x in arrays]
+    output = fuse(function, implementation=implementation)(*operands)
+    expected, pull_back = jax.vjp(function, *arrays)
+    torch.testing.assert_close(output.detach(), to_tensor(expected), rtol=1e-5, atol=1e-5)
+    cotangent = jnp.sin(expected)
+    gradients = torch.autograd.grad(output, operands, to_tensor(cotangent))
+    for gradient, true in zip(gradients, pull_back(cotangent), strict=True):
+        torch.testing.assert_close(gradient, to_tensor(true), rtol=2e-5, atol=2e-5)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_of_result_and_log_sum_exp_is_differentiated(place):
+    def both(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value), jax.nn.logsumexp(scores, -1)
+
+    operands = tensors(grad=True)
+    fuse(both, implementation="triton")(*operands)[place].sin().sum().backward()
+    arrays = [jnp.asarray(to_numpy(x)) for x in operands]
+    expected = jax.grad(lambda *x: jnp.sin(both(*x)[place]).sum(), (0, 1, 2))(*arrays)
+    for operand, true in zip(operands, expected, strict=True):
+        torch.testing.assert_close(operand.grad, to_tensor(true), rtol=2e-5, atol=2e-5)
 
 
 @NEEDS_TRITON

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.apart import taken_apart
-from blockdiag.fusion.dims import place_of
+from blockdiag.fusion.dims import place_of, producers_of
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.joined import joined
+from blockdiag.fusion.log_sums import Wanted, in_order
 from blockdiag.fusion.lone import with_query_axes
 from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.made import with_made
@@ -105,6 +107,7 @@ class Program:
     Attributes:
         jaxpr: flat.
         regions: of the products that are fused.
+        log_sums: variables that are needed and that regions compute beside their results.
         arguments: the arrays of the call, or their shapes and dtypes.
         structure: of its results.
     """
@@ -131,7 +134,9 @@ class Program:
             self._take(wide)
         if not self.regions:
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
-        self.jaxpr = with_made(self.jaxpr, [region for found in self.regions.values() for region in found])
+        whole = with_made(self.jaxpr, [region for found in self.regions.values() for region in found])
+        ordered, self.log_sums = in_order(whole.jaxpr, self.regions, lambda x: _needed(whole.jaxpr, self.regions, x))
+        self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
 
     def _take(self, jaxpr: core.ClosedJaxpr) -> None:
         self.jaxpr = jaxpr
@@ -150,35 +155,45 @@ class Program:
 
     def run(self, names: tuple[str, ...] | None) -> Any:
         """The results."""
-        results = self.evaluate(self.arguments, lambda region, *given: attend(Call(region, names), *given))
-        return jax.tree.unflatten(self.structure, results)
 
-    def evaluate(self, arguments: Sequence[Any], compute: Callable[[Region, list[Any], Any], Any]) -> list[Any]:
+        def compute(region: Region, has_log_sum: bool, leaves: list[Any], value: Any) -> tuple[Any, Any]:
+            return attend(Call(region, names, has_log_sum), leaves, value)
+
+        return jax.tree.unflatten(self.structure, self.evaluate(self.arguments, compute))
+
+    def evaluate(
+        self, arguments: Sequence[Any], compute: Callable[[Region, bool, list[Any], Any], tuple[Any, Any]]
+    ) -> list[Any]:
         """The results as a flat list.
 
         Args:
-            compute: the result of a region from its leaves and values.
+            compute: the result of a region, and its log-sum-exp where that is asked for, from its leaves and values.
         """
         jaxpr = self.jaxpr.jaxpr
         known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, self.jaxpr.consts, strict=True))
         known |= dict(zip(jaxpr.invars, arguments, strict=True))
         needed = self.needed()
         for equation in jaxpr.eqns:
-            if not any(var in needed for var in equation.outvars):
+            if not any(var in needed for var in equation.outvars) or equation.outvars[0] in self.log_sums:
                 continue
             regions = self.regions.get(equation.outvars[0])
             if regions is None:
                 given = [read(known, x) for x in equation.invars]
                 results = [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
             else:
-                parts = [compute(region, *_operands(region, known)) for region in regions]
+                parts = []
+                for region in regions:
+                    own = {x: wanted for x, wanted in self.log_sums.items() if wanted.region is region}
+                    part, log_sum = compute(region, bool(own), *_operands(region, known))
+                    known |= {x: wanted.placed(log_sum, x) for x, wanted in own.items()}
+                    parts.append(part)
                 results = [functools.reduce(jnp.add, parts)]
             known |= dict(zip(equation.outvars, results, strict=True))
         return [read(known, x) for x in jaxpr.outvars]
 
     def needed(self) -> set[core.Var]:
         """What must be computed: of what regions replace only their leaves and values."""
-        return _needed(self.jaxpr.jaxpr, self.regions)
+        return _needed(self.jaxpr.jaxpr, self.regions, self.log_sums)
 
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
@@ -227,14 +242,26 @@ def _nothing_found(jaxpr: core.Jaxpr) -> str:
     return f"{whole}, but for what may be in `{hidden.primitive.name}` {place_of(hidden)}; {why}"
 
 
-def _needed(jaxpr: core.Jaxpr, found: Mapping[core.Var, Sequence[Region]]) -> set[core.Var]:
-    needed = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
-    for equation in reversed(jaxpr.eqns):
-        if not any(var in needed for var in equation.outvars):
+def _needed(
+    jaxpr: core.Jaxpr,
+    found: Mapping[core.Var, Sequence[Region]],
+    log_sums: Mapping[core.Var, Wanted] = MappingProxyType({}),
+) -> set[core.Var]:
+    producers = producers_of(jaxpr)
+    needed: set[core.Var] = set()
+    waiting: list[Any] = list(jaxpr.outvars)
+    while waiting:
+        var = waiting.pop()
+        if not isinstance(var, core.Var) or var in needed:
             continue
-        regions = found.get(equation.outvars[0])
-        inputs = equation.invars if regions is None else [x.key for region in regions for x in _sources(region)]
-        needed |= {x for x in inputs if isinstance(x, core.Var)}
+        needed.add(var)
+        equation = producers.get(var)
+        if var in log_sums:
+            waiting.append(log_sums[var].result)
+        elif var in found:
+            waiting += [source.key for region in found[var] for source in region.sources]
+        elif equation is not None:
+            waiting += equation.invars
     return needed
 
 
@@ -245,15 +272,11 @@ def _products_outside(jaxpr: core.Jaxpr, regions: Mapping[core.Var, Sequence[Reg
     return names.count("dot_general")
 
 
-def _sources(region: Region) -> list[Source]:
-    return [*(leaf.source for leaf in region.leaves), region.value]
-
-
 def _operands(region: Region, known: dict[core.Var, Any]) -> tuple[list[Any], Any]:
     """The arrays of a region's leaves, and of its values."""
 
     def array_of(source: Source) -> Any:
         return jnp.arange(source.shape[0], dtype=source.dtype) if source.key is None else known[source.key]
 
-    *leaves, value = map(array_of, _sources(region))
+    *leaves, value = map(array_of, region.sources)
     return leaves, value

@@ -224,10 +224,11 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         needed = program.needed()
         found = [region for var, regions in program.regions.items() if var in needed for region in regions]
         regions = tuple(_report(region, known) for region in found)
+        computed = program.regions.keys() | program.log_sums.keys()
         outside = collections.Counter(
             equation.primitive.name
             for equation in program.jaxpr.jaxpr.eqns
-            if any(var in needed for var in equation.outvars) and equation.outvars[0] not in program.regions
+            if any(var in needed for var in equation.outvars) and equation.outvars[0] not in computed
         )
         loop = loop_with_attention(program.jaxpr.jaxpr)
         unopened = None
@@ -307,17 +308,16 @@ def _masks(program: Program) -> dict[Any, Any]:
     leaves = [leaf for found in program.regions.values() for region in found for leaf in region.leaves]
     wanted = {leaf.source.key for leaf in leaves if leaf.role not in ("query", "key")}
     jaxpr = program.jaxpr.jaxpr
+    computed = program.regions.keys() | program.log_sums.keys()
     for equation in reversed(jaxpr.eqns):
-        if equation.outvars[0] in program.regions:
-            continue
-        if any(var in wanted for var in equation.outvars):
+        if any(var in wanted for var in equation.outvars) and equation.outvars[0] not in computed:
             wanted |= {x for x in equation.invars if isinstance(x, core.Var)}
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, program.jaxpr.consts, strict=True))
     known |= dict(zip(jaxpr.invars, program.arguments, strict=True))
     for equation in jaxpr.eqns:
         inputs = [x for x in equation.invars if isinstance(x, core.Var)]
         if any(var in wanted for var in equation.outvars) and all(x in known for x in inputs):
-            if equation.outvars[0] in program.regions:
+            if equation.outvars[0] in computed:
                 continue
             results = bind(equation, [read(known, x) for x in equation.invars])
             known |= dict(zip(equation.outvars, results, strict=True))

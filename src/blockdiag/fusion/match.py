@@ -314,6 +314,7 @@ def _regions_with(
                 value_dims=tuple(dims[1 - side]),
                 out_dims=out_dims,
                 dtype=np.dtype(aval_of(replaced).dtype),
+                log_sums=() if term.softmax is None else term.softmax.log_sums,
             )
         )
     return replaced, tuple(regions)

@@ -14,7 +14,7 @@ from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
-from blockdiag.fusion.tree import FEATURES, Dim, Leaf, Region, Source, with_leaves
+from blockdiag.fusion.tree import FEATURES, ROWS, Dim, Leaf, Region, Source, with_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,16 +22,20 @@ class Call:
     """What is computed, and who may compute it.
 
     Attributes:
+        has_log_sum: whether the log-sum-exp is a result, too, with a gradient.
         program: what computes result and log-sum-exp of leaves and values, where that has been traced already.
     """
 
     region: Region = dataclasses.field(repr=False)
     implementations: tuple[str, ...] | None
+    has_log_sum: bool = False
     program: core.ClosedJaxpr | None = dataclasses.field(default=None, repr=False)
 
 
-def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
-    """The result of a region, with the axes of the product that it replaces.
+def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
+    """The result of a region, with the axes of the product that it replaces, and its log-sum-exp [batch.., q].
+
+    The log-sum-exp is None where the call has none.
 
     Args:
         leaves: an array for each of the region's leaves, as its source has it.
@@ -42,7 +46,10 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
     """
     if any(size == 0 for label, size in call.region.sizes.items() if not label.startswith(FEATURES)):
         # Of no queries there are no results, and of no keys those of queries that see none.
-        return jnp.zeros(shape_of(call.region.out_dims, call.region.sizes), call.region.dtype)
+        sizes = call.region.sizes
+        output = jnp.zeros(shape_of(call.region.out_dims, sizes), call.region.dtype)
+        rows = [sizes[label] for label in (*call.region.batch, ROWS)]
+        return output, jnp.full(rows, -jnp.inf) if call.has_log_sum else None
     is_sharded = any(axes is not None for x in (*leaves, value) for axes in jax.typeof(x).sharding.spec)
     if is_sharded and call.implementations != ("xla",):
         raise ValueError(
@@ -51,11 +58,12 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> Any:
         )
     leaves, value = on_common_axes(tuple(leaves), value)
     floating = [reverse_only(x) for x in _chosen(leaves, _floating(call.region))]
-    return _result(call, *_replaced(leaves, floating, _floating(call.region)), reverse_only(value))
+    results = _results(call, *_replaced(leaves, floating, _floating(call.region)), reverse_only(value))
+    return results[0], results[1] if call.has_log_sum else None
 
 
-def _result(call: Call, *operands: Any) -> Any:
-    """The result of leaves and values, as a primitive: one that is mapped and differentiated in either order.
+def _results(call: Call, *operands: Any) -> list[Any]:
+    """What leaves and values give, as a primitive: one that is mapped and differentiated in either order.
 
     Mapped first, it is another region, which adds up the gradients of what is not mapped. Differentiated first, it is
     `_attend`, whose gradients are mapped: there each index has its own.
@@ -64,43 +72,51 @@ def _result(call: Call, *operands: Any) -> Any:
     return _region.bind(*operands, call=call, program=program)
 
 
-def _evaluate(*operands: Any, call: Call, program: core.ClosedJaxpr) -> Any:
-    return core.jaxpr_as_fun(program)(*operands)[0]
+def _wanted(call: Call, results: Sequence[Any]) -> list[Any]:
+    """Of result and log-sum-exp what a call has."""
+    return list(results[: 2 if call.has_log_sum else 1])
+
+
+def _evaluate(*operands: Any, call: Call, program: core.ClosedJaxpr) -> list[Any]:
+    return _wanted(call, core.jaxpr_as_fun(program)(*operands))
 
 
 def _type(*types: Any, call: Call, program: core.ClosedJaxpr) -> tuple[Any, Any]:
-    return program.out_avals[0], program.effects
+    return _wanted(call, program.out_avals), program.effects
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, program: Any) -> tuple[Any, Any]:
     flags = [not isinstance(x, ad.Zero) for x in tangents]
     call = dataclasses.replace(call, program=program)
 
-    def result(*varied: Any) -> Any:
+    def results(*varied: Any) -> list[Any]:
         *leaves, value = _replaced(primals, varied, flags)
-        return _attend(call, tuple(leaves), value)[0]
+        return _wanted(call, _attend(call, tuple(leaves), value))
 
-    return jax.jvp(result, _chosen(primals, flags), _chosen(tangents, flags))
+    return jax.jvp(results, _chosen(primals, flags), _chosen(tangents, flags))
 
 
-def _map(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call, program: Any) -> tuple[Any, int]:
+def _map(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call, program: Any) -> tuple[Any, list[int]]:
     flags = [axis is not None for axis in axes]
     operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
     (size,) = {len(x) for x in _chosen(operands, flags)}
-    return _result(Call(map_region(call.region, size, flags), call.implementations), *operands), 0
+    mapped = dataclasses.replace(call, region=map_region(call.region, size, flags), program=None)
+    results = _results(mapped, *operands)
+    return results, [0] * len(results)
 
 
 _region = core.Primitive("blockdiag_fused_region")
+_region.multiple_results = True
 _region.def_impl(_evaluate)
 _region.def_effectful_abstract_eval(_type)
 ad.primitive_jvps[_region] = _differentiate
 batching.primitive_batchers[_region] = _map
-mlir.register_lowering(_region, mlir.lower_fun(_evaluate, multiple_results=False))
+mlir.register_lowering(_region, mlir.lower_fun(_evaluate, multiple_results=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, leaves: tuple[Any, ...], value: Any) -> tuple[Any, Any]:
-    """The result, and the log-sum-exp, which is for the backward pass alone: it has no gradient."""
+    """The result, and the log-sum-exp, which the backward pass needs and some functions themselves."""
     return _forward(call)(*leaves, value)
 
 
@@ -122,8 +138,12 @@ def _attend_forward(call: Call, leaves: tuple[Any, ...], value: Any) -> tuple[An
 
 def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, Any]:
     leaves, value, output, log_sum, constant = saved
-    if isinstance(cotangents[0], jax.custom_derivatives.SymbolicZero):
+    cotangent, log_sum_cotangent = (
+        None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
+    )
+    if cotangent is None and log_sum_cotangent is None:
         return tuple(None for _ in leaves), None
+    cotangent = jnp.zeros_like(output) if cotangent is None else cotangent
     region = call.region
     if tuple(leaf.is_constant for leaf in region.leaves) != tuple(constant.leaves):
         marked = {
@@ -131,7 +151,7 @@ def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tup
             for leaf, flag in zip(region.leaves, constant.leaves, strict=True)
         }
         call = Call(with_leaves(region, marked), call.implementations)
-    grads, value_grad = _gradients(call, leaves, value, output, log_sum, cotangents[0])
+    grads, value_grad = _gradients(call, leaves, value, output, log_sum, cotangent, log_sum_cotangent)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value_grad = None
     return tuple(_replaced([None] * len(leaves), grads, _with_gradient(call.region))), value_grad
@@ -141,9 +161,12 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(call: Call, leaves: Any, value: Any, output: Any, log_sum: Any, cotangent: Any) -> tuple[Any, Any]:
-    """The gradients of the leaves that have one, and of the values."""
-    *grads, value_grad = _backward(call)(*leaves, value, output, log_sum, cotangent)
+def _gradients(
+    call: Call, leaves: Any, value: Any, output: Any, log_sum: Any, cotangent: Any, log_sum_cotangent: Any
+) -> tuple[Any, Any]:
+    """The gradients of the leaves that have one, and of the values; the log-sum-exp's cotangent may be None."""
+    more = [] if log_sum_cotangent is None else [log_sum_cotangent]
+    *grads, value_grad = _backward(call)(*leaves, value, output, log_sum, cotangent, *more)
     like = _chosen(leaves, _with_gradient(call.region))
     if jnp.issubdtype(value.dtype, jnp.floating):
         value_grad = value_grad.astype(value.dtype)
@@ -159,21 +182,23 @@ def _gradients_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, .
 
     The result and the log-sum-exp follow from leaves and values: what they contribute is in the gradients of these.
     """
-    leaves, value, output, log_sum, cotangent = saved
+    leaves, value, output, log_sum, *given = saved
     region = call.region
 
-    def gradients(floating: Sequence[Any], value: Any, cotangent: Any) -> tuple[Any, Any]:
+    def gradients(floating: Sequence[Any], value: Any, given: Sequence[Any]) -> tuple[Any, Any]:
         whole = _replaced(leaves, floating, _floating(region))
 
-        def result(wanted: Sequence[Any], value: Any) -> Any:
-            return xla.forward(region, _replaced(whole, wanted, _with_gradient(region)), value)[0]
+        def results(wanted: Sequence[Any], value: Any) -> Any:
+            found = xla.forward(region, _replaced(whole, wanted, _with_gradient(region)), value)
+            return [x for x, cotangent in zip(found, given, strict=True) if cotangent is not None]
 
-        return jax.vjp(result, _chosen(whole, _with_gradient(region)), value)[1](cotangent)
+        _, pull = jax.vjp(results, _chosen(whole, _with_gradient(region)), value)
+        return pull([x for x in given if x is not None])
 
-    _, pull = jax.vjp(gradients, _chosen(leaves, _floating(region)), value, cotangent)
-    grads, value_grad, cotangent_grad = pull(cotangents)
+    _, pull = jax.vjp(gradients, _chosen(leaves, _floating(region)), value, given)
+    grads, value_grad, given_grads = pull(cotangents)
     of_leaves = tuple(_replaced([None] * len(leaves), grads, _floating(region)))
-    return of_leaves, value_grad, jnp.zeros_like(output), jnp.zeros_like(log_sum), cotangent_grad
+    return of_leaves, value_grad, jnp.zeros_like(output), jnp.zeros_like(log_sum), *given_grads
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
@@ -221,10 +246,8 @@ def _backward(call: Call) -> Any:
 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
-        *leaves, value, output, log_sum, cotangent = operands
-        grads, value_grad = call_implementation(
-            "backward", call.region, call.implementations, leaves, value, output, log_sum, cotangent
-        )
+        leaves, value, rest = operands[: count - 1], operands[count - 1], operands[count:]
+        grads, value_grad = call_implementation("backward", call.region, call.implementations, leaves, value, *rest)
         return (*[x for x, leaf in zip(grads, call.region.leaves, strict=True) if leaf.has_gradient], value_grad)
 
     @compute.def_vmap

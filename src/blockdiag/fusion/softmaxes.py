@@ -12,8 +12,9 @@ from jax.extend import core
 from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, place_of, regrouped
 from blockdiag.fusion.guards import CASTS, PASSES, Guards, NoMatch, Powers, is_along_keys, key_axes
 from blockdiag.fusion.linear import sum_of, terms_of
+from blockdiag.fusion.log_sums import log_sums
 from blockdiag.fusion.trace import aval_of
-from blockdiag.fusion.tree import COLUMNS, Dim, Node, NotFusible, Unpullable, number, operation
+from blockdiag.fusion.tree import COLUMNS, Dim, LogSum, Node, NotFusible, Unpullable, number, operation
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class Softmax:
 
     Attributes:
         mask: what the sum alone was masked by, and what its axes stand for: the numerator must be masked so, too.
+        log_sums: variables that are the logarithm of the denominator.
     """
 
     score: Node
     extras: tuple[Node, ...] = ()
     mask: object = None
+    log_sums: tuple[LogSum, ...] = ()
 
 
 class Softmaxes(Guards):
@@ -84,7 +87,7 @@ class Softmaxes(Guards):
         except Unpullable:
             raise NoMatch from None
         cases = (number(-np.inf), softmax.score) if is_true else (softmax.score, number(-np.inf))
-        return replace(softmax, score=operation(lax.select_n_p, predicate, *cases))
+        return replace(softmax, score=operation(lax.select_n_p, predicate, *cases), log_sums=())
 
     def guarded(self, choice: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> object:
         """The softmax that is chosen wherever its sum is not 0, else 0; None where a choice is another one."""
@@ -126,7 +129,8 @@ class Softmaxes(Guards):
 
     def _score(self, power: core.JaxprEqn, dims: tuple[Dim, ...], extras: Sequence[Node], mask: object) -> Softmax:
         """The softmax of what an exponential is of."""
-        score = self.unshifted(power.invars[0], dims)
+        whole = score = self.unshifted(power.invars[0], dims)
+        has_more = bool(extras)
         while not extras and self._is_maximum(self.shift(score, dims)):
             # Further logits would have the last shift, and no other one.
             score = self.unshifted(score, dims)
@@ -148,7 +152,11 @@ class Softmaxes(Guards):
             raise NotFusible(f"{failure}, {place_of(power)}") from None
         if power.primitive.name == "exp2":
             node = operation(lax.mul_p, node, number(math.log(2)))
-        return Softmax(node if extras else self._without_statistics(node), tuple(extras), mask)
+        kept = node if extras else self._without_statistics(node)
+        is_whole = power.primitive.name == "exp" and kept is node and mask is None and not has_more
+        is_whole = is_whole and (bool(extras) or score is whole)
+        own = log_sums(self, whole, dims, self._with_ones) if is_whole and isinstance(whole, core.Var) else ()
+        return Softmax(kept, tuple(extras), mask, own)
 
     def _without_statistics(self, score: Node) -> Node:
         """Scores without terms that are numbers of a row made of its scores: a softmax is the same without them."""

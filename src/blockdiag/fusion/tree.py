@@ -163,6 +163,19 @@ def operation(primitive: core.Primitive, *inputs: Node, **params: Any) -> Node:
     return Node("operation", inputs, primitive=primitive, params=params)
 
 
+@dataclass(frozen=True)
+class LogSum:
+    """A variable of the program that is the log-sum-exp of a region's scores.
+
+    Attributes:
+        var: the variable.
+        dims: what its axes stand for.
+    """
+
+    var: core.Var
+    dims: tuple[Dim, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """out[batch.., q, d] = sum over k of p[q, k] * weight[q, k] * value[k, d].
@@ -177,6 +190,7 @@ class Region:
         value, value_dims: the array, and what its axes stand for: labels, "k", and "d0", "d1", ...
         out_dims: what the axes of the result stand for.
         dtype: of the result.
+        log_sums: what else of the program it may compute.
     """
 
     sizes: dict[str, int]
@@ -189,6 +203,12 @@ class Region:
     value_dims: tuple[Dim, ...]
     out_dims: tuple[Dim, ...]
     dtype: np.dtype[Any]
+    log_sums: tuple[LogSum, ...] = ()
+
+    @property
+    def sources(self) -> list[Source]:
+        """The arrays of the leaves, and of the values."""
+        return [*(leaf.source for leaf in self.leaves), self.value]
 
     @functools.cached_property
     def _derived(self) -> dict[Any, Any]:

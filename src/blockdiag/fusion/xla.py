@@ -91,19 +91,25 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
 
 
 def backward(
-    region: Region, leaves: Sequence[Any], value: Any, output: Any, log_sum: Any, cotangent: Any
+    region: Region,
+    leaves: Sequence[Any],
+    value: Any,
+    output: Any,
+    log_sum: Any,
+    cotangent: Any,
+    log_sum_cotangent: Any = None,
 ) -> tuple[list[Any], Any]:
     """The gradients of the leaves, None of those that have none, and of the values."""
     dtype = region_dtype(region)
-    labels = [*(leaf.labels for leaf in region.leaves), value_labels(region), *[region.batch] * 3]
+    labels = [*(leaf.labels for leaf in region.leaves), value_labels(region), *[region.batch] * 4]
     wanted = [leaf.has_gradient for leaf in region.leaves]
 
     def single(*arrays: Any) -> tuple[Any, ...]:
-        *given, values, out, logs, grad = arrays
+        *given, values, out, logs, grad, logs_grad = arrays
         count = region.sizes["k"]
         size = min(TILE_KEYS, max(count, 1))
         grad = grad.astype(dtype)
-        delta = (out.astype(dtype) * grad).sum(1, keepdims=True)
+        delta = ((out.astype(dtype) * grad).sum(1) - logs_grad.astype(dtype))[:, None]
         base = jnp.where(logs == -jnp.inf, 0, logs)[:, None]
 
         def step(carry: Any, at: Any) -> tuple[Any, Any]:
@@ -172,6 +178,7 @@ def backward(
         canonical_result(region, output),
         log_sum,
         canonical_result(region, cotangent),
+        jnp.zeros_like(log_sum) if log_sum_cotangent is None else log_sum_cotangent,
     ]
     *grads, value_grad = mapped(single, labels, region.batch)(*arrays)
     return [

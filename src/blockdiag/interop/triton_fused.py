@@ -202,15 +202,17 @@ def backward(
     output: Any,
     log_sum: Any,
     cotangent: Any,
+    log_sum_cotangent: Any = None,
     *,
     interpret: bool = False,
 ) -> tuple[list[Any], Any]:
     """The gradients of the leaves, None of those that have none, and of the values."""
     operands = (*leaves, value, output, log_sum, cotangent)
     inner, _ = arranged(region)
-    joint = None if interpret else joint_kernel(inner)
+    # The joint kernel compares slopes with sums of its own, which know nothing of the log-sum-exp's cotangent.
+    joint = None if interpret or log_sum_cotangent is not None else joint_kernel(inner)
     if joint is None:
-        found = _gradients(region, None, None, *operands, interpret=interpret)
+        found = _gradients(region, None, None, *operands, log_sum_cotangent=log_sum_cotangent, interpret=interpret)
     else:
         on_hopper = functools.partial(_gradients, region, joint, _is_hopper)
         elsewhere = functools.partial(_gradients, region, None, _is_not_hopper)
@@ -233,6 +235,7 @@ def _gradients(
     joint: "Kernel | None",
     where: Callable[[Target], bool] | None,
     *operands: Any,
+    log_sum_cotangent: Any = None,
     interpret: bool = False,
 ) -> list[Any]:
     """The gradients of the leaves that have one, and of the values.
@@ -241,6 +244,7 @@ def _gradients(
         joint: the kernel in the place of those by rows and by pairs, if one is launched.
         where: the targets on which they are computed so; None: on all.
         operands: arrays of leaves, values, result, log-sum-exp and cotangent.
+        log_sum_cotangent: of the log-sum-exp, None where it is 0; without a joint kernel only.
     """
     *leaves, value, output, log_sum, cotangent = operands
     inner, change = arranged(region)
@@ -254,7 +258,8 @@ def _gradients(
     if not made:
         wide = jnp.float32
         products = canonical_result(region, output).astype(wide) * canonical_result(region, cotangent).astype(wide)
-        arrays["delta"] = products.sum(-1)
+        delta = products.sum(-1)
+        arrays["delta"] = delta if log_sum_cotangent is None else delta - log_sum_cotangent.astype(wide)
     launch = functools.partial(_launch, interpret=interpret, group=_group(region), where=where)
     written = {}
     for kernels in (wanted[:1], wanted[1:]) if made else (wanted,):

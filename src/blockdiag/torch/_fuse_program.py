@@ -10,6 +10,7 @@ from jax.extend import core
 
 from blockdiag.fusion.api import Program
 from blockdiag.fusion.trace import aval_of, flat_jaxpr
+from blockdiag.fusion.tree import Region
 from blockdiag.interop.dlpack import to_torch
 from blockdiag.interop.torch_launch import device_target
 from blockdiag.interop.wrap import wrap_jax
@@ -28,7 +29,10 @@ def marked(program: Program, *, has_gradient: bool) -> core.ClosedJaxpr:
     """
 
     def with_marks(*arrays: Any) -> list[Any]:
-        return program.evaluate(arrays, lambda region, *given: mark(region, *given, has_gradient=has_gradient))
+        def compute(region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
+            return mark(region, leaves, value, has_gradient=has_gradient, has_log_sum=has_log_sum)
+
+        return program.evaluate(arrays, compute)
 
     return flat_jaxpr(with_marks, *program.arguments)[0]
 

@@ -162,6 +162,7 @@ class Steps:
         backward: write gradients; none where they were not asked for.
         on_hopper: in the place of `backward` there, where the gradient of a bias is needed that stays in shared memory.
         cotangent: dtype of the cotangent that backward launches read.
+        has_log_sum: whether the log-sum-exp is a result, too.
     """
 
     forward: Step
@@ -169,28 +170,33 @@ class Steps:
     backward: tuple[Step, ...]
     on_hopper: tuple[Step, ...]
     cotangent: torch.dtype
+    has_log_sum: bool
 
     @property
-    def output(self) -> TensorSpec:
-        """The result."""
-        return self.forward.launch.outputs[0]
+    def results(self) -> tuple[TensorSpec, ...]:
+        """The result, and the log-sum-exp where that is one."""
+        return self.forward.launch.outputs[: 2 if self.has_log_sum else 1]
 
 
 region_p = core.Primitive("blockdiag_fused_region")
 """Stands for a region in a program that is split, never run: its operands are the arrays that its kernels read."""
+region_p.multiple_results = True
 
 
 @region_p.def_abstract_eval
 def _abstract_region(*avals: Any, steps: Steps) -> Any:
     del avals
-    return jax.core.ShapedArray(steps.output.shape, jnp.dtype(steps.output.dtype))
+    return [jax.core.ShapedArray(x.shape, jnp.dtype(x.dtype)) for x in steps.results]
 
 
-def mark(region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: bool) -> Any:
+def mark(
+    region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: bool, has_log_sum: bool
+) -> tuple[Any, Any]:
     """The result of a region as `region_p` of its arranged arrays and its lists of tiles; to be traced.
 
     Args:
         has_gradient: whether backward kernels are wanted.
+        has_log_sum: whether the log-sum-exp [batch.., q] is wanted, too; else None is in its place.
     """
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
@@ -223,11 +229,11 @@ def mark(region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: boo
     delta = None
     if any("delta" in step.inputs for step in steps):
         delta = Step(DeltaLaunch(delta_source(inner), made["output"]), ("output", "cotangent"), (None,))
-    rest = iter(steps)
-    (forward,), backward, on_hopper = (tuple(itertools.islice(rest, len(group))) for group in groups)
-    marker = Steps(forward, delta, backward, on_hopper, _tensor_dtype(value.dtype))
-    output = region_p.bind(*arguments, steps=marker)
-    return result_array(region, output) if change.changes_result else output
+    left = iter(steps)
+    (forward,), backward, on_hopper = (tuple(itertools.islice(left, len(group))) for group in groups)
+    marker = Steps(forward, delta, backward, on_hopper, _tensor_dtype(value.dtype), has_log_sum)
+    output, *rest = region_p.bind(*arguments, steps=marker)
+    return result_array(region, output) if change.changes_result else output, rest[0] if rest else None
 
 
 def _made(forward: Kernel, value_dtype: Any) -> dict[str, TensorSpec]:
@@ -278,11 +284,11 @@ class BoundRegion:
         self._bound: dict[int, Callable[[Tensors], Tensors]] = {}
 
     def __call__(self, *operands: torch.Tensor) -> Tensors:
-        """The result, alone in a tuple."""
+        """The results."""
         operands = tuple([dense(x) for x in operands])
         if torch.is_grad_enabled() and any([x.requires_grad for x in operands]):
-            return (_Region.apply(self, *operands),)
-        return self.run(self.steps.forward, operands, {})[:1]
+            return _Region.apply(self, *operands)
+        return self.run(self.steps.forward, operands, {})[: len(self.steps.results)]
 
     def run(self, step: Step, operands: Tensors, made: Mapping[str, torch.Tensor]) -> Tensors:
         """What one launch writes."""
@@ -292,15 +298,24 @@ class BoundRegion:
         return launch(tuple([made[x] if isinstance(x, str) else operands[x] for x in step.inputs]))
 
     def backward(
-        self, operands: Tensors, output: torch.Tensor, log_sum: torch.Tensor, cotangent: torch.Tensor, needed: Any
+        self,
+        operands: Tensors,
+        output: torch.Tensor,
+        log_sum: torch.Tensor,
+        cotangent: torch.Tensor | None,
+        log_sum_cotangent: torch.Tensor | None,
+        needed: Any,
     ) -> list[torch.Tensor | None]:
-        """The gradient of each operand that is needed, None of others."""
+        """The gradient of each operand that is needed, None of others; a cotangent that is None is 0."""
         steps = self.steps
-        cotangent = dense(cotangent)
+        cotangent = torch.zeros_like(output) if cotangent is None else dense(cotangent)
         made = {"output": output, "log_sum": log_sum, "cotangent": cotangent}
-        launches = self.backward_steps(needed)
+        # The joint launch makes its delta of what it knows.
+        launches = self.backward_steps(needed) if log_sum_cotangent is None else steps.backward
         if steps.delta is not None and not launches[0].has_delta:
             (made["delta"],) = self.run(steps.delta, (), made)
+            if log_sum_cotangent is not None:
+                made["delta"] -= log_sum_cotangent
         made["cotangent"] = cotangent.to(steps.cotangent)
         found: list[torch.Tensor | None] = [None] * len(operands)
         for step in launches:
@@ -328,16 +343,20 @@ class _Region(torch.autograd.Function):
     """A region, and its backward launches as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, region: BoundRegion, *operands: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, region: BoundRegion, *operands: torch.Tensor) -> Tensors:
         output, log_sum = region.run(region.steps.forward, operands, {})
         ctx.region = region
         ctx.save_for_backward(*operands, output, log_sum)
-        return output
+        ctx.set_materialize_grads(False)
+        return (output, log_sum)[: len(region.steps.results)]
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, cotangent: torch.Tensor | None, log_sum_cotangent: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
         *operands, output, log_sum = ctx.saved_tensors
-        arguments = (ctx.region, ctx.needs_input_grad[1:], cotangent, output, log_sum, *operands)
+        cotangents = (cotangent, log_sum_cotangent)
+        arguments = (ctx.region, ctx.needs_input_grad[1:], *cotangents, output, log_sum, *operands)
         if torch.is_grad_enabled():
             return None, *_RegionGradient.apply(*arguments)
         return None, *_gradients(*arguments)
@@ -361,10 +380,11 @@ class _RegionGradient(torch.autograd.Function):
 def _gradients(
     region: BoundRegion,
     needed: Sequence[bool],
-    cotangent: torch.Tensor,
+    cotangent: torch.Tensor | None,
+    log_sum_cotangent: torch.Tensor | None,
     output: torch.Tensor,
     log_sum: torch.Tensor,
     *operands: torch.Tensor,
 ) -> list[torch.Tensor | None]:
-    refuse_several([cotangent])
-    return region.backward(operands, output, log_sum, cotangent, needed)
+    refuse_several([x for x in (cotangent, log_sum_cotangent) if x is not None])
+    return region.backward(operands, output, log_sum, cotangent, log_sum_cotangent, needed)
