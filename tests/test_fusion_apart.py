@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from blockdiag.fusion.apart import _before_reshape, _Part, _Stays
+from blockdiag.fusion.apart import Part, Stays, _before_reshape
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 18, 2, 16
 
@@ -114,11 +114,11 @@ def test_no_sequences_have_parts_as_well():
 @pytest.mark.parametrize("batch", [3, 0])
 def test_indices_are_found_in_front_of_a_reshape(batch):
     before, after = (batch, 12, 5), (batch, 4, 3, 5)
-    assert _before_reshape(before, after, _Part(2, 1, 2)) == _Part(1, 1, 12, 3)
-    assert _before_reshape(before, after, _Part(1, 1, 3)) == _Part(1, 3, 9)
-    assert _before_reshape(after, before, _Part(1, 3, 9)) == _Part(1, 1, 3)
-    with pytest.raises(_Stays):
-        _before_reshape(before, after, _Part(2, 1, 3))
+    assert _before_reshape(before, after, Part(2, 1, 2)) == Part(1, 1, 12, 3)
+    assert _before_reshape(before, after, Part(1, 1, 3)) == Part(1, 3, 9)
+    assert _before_reshape(after, before, Part(1, 3, 9)) == Part(1, 1, 3)
+    with pytest.raises(Stays):
+        _before_reshape(before, after, Part(2, 1, 3))
 
 
 def test_parts_of_the_keys_are_no_weights_of_parts():

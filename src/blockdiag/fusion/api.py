@@ -12,6 +12,7 @@ from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.apart import taken_apart
+from blockdiag.fusion.coordinates import with_places
 from blockdiag.fusion.dims import place_of, producers_of
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.joined import joined
@@ -24,6 +25,7 @@ from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.respelled import respelled
+from blockdiag.fusion.sources import with_sources
 from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.sums import with_sums
 from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read
@@ -115,7 +117,7 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
-        for rewrite in (respelled, taken_apart, with_sums, with_merged_keys):
+        for rewrite in (respelled, taken_apart, with_sources, with_sums, with_merged_keys):
             jaxpr = rewrite(jaxpr) or jaxpr
         try:
             self._take(jaxpr)
@@ -125,22 +127,40 @@ class Program:
                 raise NotFusible(str(refusal)) from None
             jaxpr = with_axes
             self._take(jaxpr)
-        drawn = drawn_by(jaxpr.jaxpr, [region for found in self.regions.values() for region in found])
+        self._place()
+        drawn = drawn_by(self.jaxpr.jaxpr, self._all_regions())
         if drawn:
-            self._take(with_counters(jaxpr, drawn))
+            self._take(with_counters(self.jaxpr, drawn))
         self._multiply_out()
         wide = joined(self.jaxpr, self._sides)
         if wide is not None:
             self._take(wide)
         if not self.regions:
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
-        whole = with_made(self.jaxpr, [region for found in self.regions.values() for region in found])
+        whole = with_made(self.jaxpr, self._all_regions())
         ordered, self.log_sums = in_order(whole.jaxpr, self.regions, lambda x: _needed(whole.jaxpr, self.regions, x))
         self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
 
     def _take(self, jaxpr: core.ClosedJaxpr) -> None:
         self.jaxpr = jaxpr
         self.regions, self._sides = regions_and_sides(jaxpr.jaxpr)
+
+    def _place(self) -> None:
+        """Make masks that are cut or joined functions of places, where these are then computed in tiles."""
+        before, pairs, count = self.jaxpr, _pairs(self._all_regions()), len(self.regions)
+        found = with_places(before, self._all_regions())
+        if found is None:
+            return
+        try:
+            self._take(found)
+            is_better = len(self.regions) >= count and _pairs(self._all_regions()) < pairs
+        except NotFusible:
+            is_better = False
+        if not is_better:
+            self._take(before)
+
+    def _all_regions(self) -> list[Region]:
+        return [region for found in self.regions.values() for region in found]
 
     def _multiply_out(self) -> None:
         """Make squared distances products, where these are inside of regions."""
@@ -263,6 +283,11 @@ def _needed(
         elif equation is not None:
             waiting += equation.invars
     return needed
+
+
+def _pairs(regions: Sequence[Region]) -> int:
+    """How many arrays of queries by keys regions read."""
+    return sum(leaf.role == "score" for region in regions for leaf in region.leaves)
 
 
 def _products_outside(jaxpr: core.Jaxpr, regions: Mapping[core.Var, Sequence[Region]]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
 
@@ -313,7 +314,8 @@ def _masks(program: Program) -> dict[Any, Any]:
         if any(var in wanted for var in equation.outvars) and equation.outvars[0] not in computed:
             wanted |= {x for x in equation.invars if isinstance(x, core.Var)}
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, program.jaxpr.consts, strict=True))
-    known |= dict(zip(jaxpr.invars, program.arguments, strict=True))
+    given = zip(jaxpr.invars, program.arguments, strict=True)
+    known |= {var: x for var, x in given if not isinstance(x, jax.ShapeDtypeStruct)}
     for equation in jaxpr.eqns:
         inputs = [x for x in equation.invars if isinstance(x, core.Var)]
         if any(var in wanted for var in equation.outvars) and all(x in known for x in inputs):
