@@ -193,6 +193,78 @@ def test_a_batch_of_one_is_a_batch(change, lead, implementation):
     assert_alike(found, with_gradients(function, given))
 
 
+def one_query_by_sums(query, key, value):
+    """query [B, N, H], key and value [B, S, N, H]: as recommenders attend to what was read before."""
+    weights = jax.nn.softmax(jnp.sum(query[:, None] * key, -1) / 4, axis=1)
+    return jnp.sum(weights[..., None] * value, axis=1)
+
+
+def pooled_by_sums(values, query, _):
+    """values [B, S, H], query [H]."""
+    weights = jax.nn.softmax(jnp.tanh(values @ query), axis=1)
+    return jnp.sum(weights[..., None] * values, axis=1)
+
+
+def places(query, key, value):
+    """query, key [B, T, H], value [B, T]: what is expected of one number of each key."""
+    return jnp.sum(weights(query, key) * value[:, None, :], -1)
+
+
+def scores_by_sums(query, key, value):
+    """query, key, value [B, T, H]."""
+    return jax.nn.softmax(jnp.sum(query[:, :, None] * key[:, None], -1) / 4, axis=-1) @ value
+
+
+BY_SUMS = {
+    "one query": (
+        one_query_by_sums,
+        (BATCH, HEADS, WIDTH),
+        (BATCH, TOKENS, HEADS, WIDTH),
+        (BATCH, TOKENS, HEADS, WIDTH),
+    ),
+    "pooled": (pooled_by_sums, (BATCH, TOKENS, WIDTH), (WIDTH,), ()),
+    "places": (places, (BATCH, TOKENS, WIDTH), (BATCH, TOKENS, WIDTH), (BATCH, TOKENS)),
+    "scores": (scores_by_sums, *[(BATCH, TOKENS, WIDTH)] * 3),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("name", BY_SUMS)
+def test_queries_without_an_axis_and_scores_by_sums(name, implementation):
+    function, *shapes = BY_SUMS[name]
+    given = arrays(*shapes)
+    (region,) = explain(function)(*given).regions
+    assert {leaf.role for leaf in region.leaves} == {"query", "key"}
+    found = with_gradients(fuse(function, implementation=implementation), given)
+    assert_alike(found, with_gradients(function, given))
+
+
+def test_other_sums_of_weights_stay():
+    """Numbers of each query and key are not values: as written, beside the kernel."""
+
+    def function(query, key, value):
+        mixed = weights(query, key)
+        far = jnp.abs(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)[None, :]).astype(mixed.dtype)
+        return mixed @ value + jnp.sum(mixed * far[None, None], -1, keepdims=True)
+
+    given = arrays(OPERAND, OPERAND, OPERAND)
+    assert len(explain(function)(*given).regions) == 1
+    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+
+
+def test_features_of_additive_scores_stay_in_tiles():
+    """As graph attention has them: no product of an array that has queries, keys and features."""
+
+    def function(query, key, value, out):
+        hidden = jax.nn.leaky_relu(query[:, :, None] + key[:, None], 0.2)
+        return jax.nn.softmax(jnp.sum(out[None, None, None, :] * hidden, -1), axis=-1) @ value
+
+    given = arrays(*[(BATCH, TOKENS, WIDTH)] * 3, (WIDTH,))
+    (region,) = explain(function)(*given).regions
+    assert "score" not in {leaf.role for leaf in region.leaves}
+    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+
+
 def test_layers_of_a_batch_of_one_are_layers():
     x, into, out = arrays((1, TOKENS, WIDTH), (WIDTH, 64), (64, WIDTH))
     with pytest.raises(NotFusible):

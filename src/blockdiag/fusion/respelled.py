@@ -1,17 +1,17 @@
 """Products of weights and values that are written as something else, in the form in which attention is looked for.
 
 - A sum over keys of weights times values, both with new axes, is a product; as for the points of AlphaFold's invariant
-  point attention.
+  point attention. So is a sum over features of queries times keys.
 - Weights summed over heads, or over other axes of theirs, before the product: the sum is as good after it. With numbers
   for each head, and perhaps each query, as mixtures of softmaxes and interpretable heads have them, too.
 - A product that sums over nothing scales: it is a multiplication.
 - Zeros beside scores, by `pad`, are further logits, as `concatenate` has them.
 
-Only what may be weights is looked at: what exponentials are made into by operations on elements. A product that turns
-out to be none of attention is computed in full precision, as the sum would be.
+Only what may be weights or scores is looked at: what exponentials are made into, or of, by operations on elements. A
+product that turns out to be none of attention is computed in full precision, as the sum would be.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,13 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import MOVES, producers_of
+from blockdiag.fusion.dims import MOVES, producers_of, users_of
 from blockdiag.fusion.guards import PASSES
-from blockdiag.fusion.match import attention_count
+from blockdiag.fusion.lone import with_query_axes
+from blockdiag.fusion.match import QueryWithoutAxis, attention_count, find_regions
 from blockdiag.fusion.trace import aval_of, rewritten
-from blockdiag.fusion.tree import ELEMENTWISE
+from blockdiag.fusion.tree import ELEMENTWISE, NotFusible
 
-type _Producers = Mapping[core.Var, core.JaxprEqn]
 type _Make = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
 _POWERS = ("exp", "exp2")
@@ -37,13 +37,31 @@ def respelled(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     """The same flat program with such products as products; None where that helps none."""
     plain = _replaced(closed, _Plain)
     better = _replaced(plain, _Products)
-    if better is not plain and attention_count(better.jaxpr) > attention_count(plain.jaxpr):
+    if better is not plain and _merit(better) > _merit(plain):
         return better
     return None if plain is closed else plain
 
 
+def _merit(closed: core.ClosedJaxpr) -> tuple[bool, int, int, int]:
+    """Whether there is attention, how few arrays of queries by keys it reads, of how many products, and how few arrays.
+
+    A query that has no axis gets one, unless others have. A product of queries and keys that is written as a sum is a
+    pair of arrays for each feature.
+    """
+    count = attention_count(closed.jaxpr)
+    try:
+        found = find_regions(closed.jaxpr)
+    except QueryWithoutAxis as refusal:
+        with_axes = with_query_axes(closed, refusal.products)
+        return (count > 0, 0, count, 0) if with_axes is None else _merit(with_axes)
+    except NotFusible:
+        return count > 0, 0, count, 0
+    leaves = [leaf for regions in found.values() for region in regions for leaf in region.leaves]
+    return count > 0, -sum(leaf.role == "score" for leaf in leaves), count, -len(leaves)
+
+
 def _replaced(closed: core.ClosedJaxpr, kind: "type[_Plain] | type[_Products]") -> core.ClosedJaxpr:
-    finder = kind(producers_of(closed.jaxpr))
+    finder = kind(closed.jaxpr)
     replaced = {}
     for equation in closed.jaxpr.eqns:
         if (make := finder.replacement(equation)) is not None:
@@ -52,8 +70,8 @@ def _replaced(closed: core.ClosedJaxpr, kind: "type[_Plain] | type[_Products]") 
 
 
 class _Finder:
-    def __init__(self, producers: _Producers) -> None:
-        self.producers = producers
+    def __init__(self, jaxpr: core.Jaxpr) -> None:
+        self.producers, self.users = producers_of(jaxpr), users_of(jaxpr)
 
     def producer(self, var: Any) -> core.JaxprEqn | None:
         """The equation that computes a value, None of arguments and numbers."""
@@ -168,9 +186,15 @@ class _Products(_Finder):
         first, second = (self._operand(x) for x in product.invars)
         sides = [set(x.axes.values()) for x in (first, second)]
         (summed,) = equation.params["axes"]
-        is_product = summed in sides[0] & sides[1] and sides[0] - sides[1] and sides[1] - sides[0]
+        # One query has no axis, and values with one column none of columns; but the sum of weights that are masked, or
+        # gated, divides these.
+        is_product = summed in sides[0] & sides[1] and sides[0] != sides[1]
+        if is_product and (sides[0] < sides[1] or sides[1] < sides[0]) and self._divides(equation.outvars[0]):
+            return None
         is_whole = sides[0] | sides[1] == {axis for axis, size in enumerate(shape) if size > 1}
-        if not is_product or not is_whole or not any(self.reaches(x.var, _POWERS) for x in (first, second)):
+        if not is_product or not is_whole:
+            return None
+        if not self._feeds(equation.outvars[0]) and not any(self.reaches(x.var, _POWERS) for x in (first, second)):
             return None
         result = equation.outvars[0]
         kept = [axis for axis in range(len(shape)) if axis != summed]
@@ -185,6 +209,29 @@ class _Products(_Finder):
             return {result: found}
 
         return make
+
+    def _feeds(self, var: Any) -> bool:
+        """Whether exponentials are of a value, by moves and operations on elements."""
+        return any(user.primitive.name in _POWERS for user, _ in self._used(var))
+
+    def _divides(self, var: Any) -> bool:
+        """Whether something is divided by a value, or by what moves and operations on elements make of it."""
+        return any(user.primitive.name == "div" and user.invars[1] is one for user, one in self._used(var))
+
+    def _used(self, var: Any) -> Iterator[tuple[core.JaxprEqn, Any]]:
+        """What uses a value by moves and operations on elements, and what it is of."""
+        seen: set[int] = set()
+        waiting = [var]
+        while waiting:
+            one = waiting.pop()
+            for user in self.users.get(one, ()):
+                if user is None or id(user) in seen:
+                    continue
+                seen.add(id(user))
+                yield user, one
+                name = user.primitive.name
+                if name in ELEMENTWISE or name in MOVES or name in PASSES:
+                    waiting += user.outvars
 
     def _operand(self, var: Any) -> _Operand:
         """What a factor is made of by new axes alone."""
