@@ -28,7 +28,7 @@ from blockdiag.fusion.respelled import respelled
 from blockdiag.fusion.sources import with_sources
 from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.sums import with_sums
-from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, hidden_attention, read
+from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, has_effects, hidden_attention, read
 from blockdiag.fusion.tree import NotFusible as NotFusible
 from blockdiag.fusion.tree import Region, Source
 
@@ -194,9 +194,11 @@ class Program:
         known |= dict(zip(jaxpr.invars, arguments, strict=True))
         needed = self.needed()
         for equation in jaxpr.eqns:
-            if not any(var in needed for var in equation.outvars) or equation.outvars[0] in self.log_sums:
+            is_needed = any(var in needed for var in equation.outvars) or has_effects(equation)
+            var = equation.outvars[0] if equation.outvars else None
+            if not is_needed or var in self.log_sums:
                 continue
-            regions = self.regions.get(equation.outvars[0])
+            regions = None if var is None else self.regions.get(var)
             if regions is None:
                 given = [read(known, x) for x in equation.invars]
                 results = [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
@@ -269,7 +271,10 @@ def _needed(
 ) -> set[core.Var]:
     producers = producers_of(jaxpr)
     needed: set[core.Var] = set()
-    waiting: list[Any] = list(jaxpr.outvars)
+    waiting: list[Any] = [
+        *jaxpr.outvars,
+        *(x for equation in jaxpr.eqns if has_effects(equation) for x in equation.invars),
+    ]
     while waiting:
         var = waiting.pop()
         if not isinstance(var, core.Var) or var in needed:

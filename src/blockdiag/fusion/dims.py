@@ -11,7 +11,7 @@ from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import ELEMENTWISE, Dim, Unpullable
 
 # The same value, seen otherwise.
-SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary"})
+SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary", "sharding_constraint"})
 
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 

@@ -16,7 +16,7 @@ from blockdiag.fusion.dims import place_of
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
 from blockdiag.fusion.tiles import leaf_array, value_columns
-from blockdiag.fusion.trace import bind, loop_with_attention, read
+from blockdiag.fusion.trace import bind, has_effects, loop_with_attention, read
 from blockdiag.fusion.tree import NotFusible, Region, nodes_of
 
 __all__ = ["Explanation", "LeafReport", "RegionReport", "explain"]
@@ -229,7 +229,8 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         outside = collections.Counter(
             equation.primitive.name
             for equation in program.jaxpr.jaxpr.eqns
-            if any(var in needed for var in equation.outvars) and equation.outvars[0] not in computed
+            if has_effects(equation) or any(x in needed for x in equation.outvars)
+            if not set(equation.outvars) & computed
         )
         loop = loop_with_attention(program.jaxpr.jaxpr)
         unopened = None
@@ -319,7 +320,7 @@ def _masks(program: Program) -> dict[Any, Any]:
     for equation in jaxpr.eqns:
         inputs = [x for x in equation.invars if isinstance(x, core.Var)]
         if any(var in wanted for var in equation.outvars) and all(x in known for x in inputs):
-            if equation.outvars[0] in computed:
+            if equation.outvars[0] in computed or equation.effects:
                 continue
             results = bind(equation, [read(known, x) for x in equation.invars])
             known |= dict(zip(equation.outvars, results, strict=True))

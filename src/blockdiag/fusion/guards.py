@@ -18,7 +18,7 @@ from blockdiag.fusion.pull import Puller
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import COLUMNS, Dim, Unpullable
 
-CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision")
+CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision", "sharding_constraint")
 PASSES = (*CASTS, "stop_gradient")
 _COMPARISONS = {x: getattr(operator, x) for x in ("eq", "ne", "gt", "lt", "ge", "le")}
 # What the sum of exponentials, of which the largest is 1, may lose.

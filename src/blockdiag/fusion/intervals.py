@@ -39,6 +39,8 @@ _BELOW_OVERFLOW = 1 - 2.0**-20
 # Error of the fastest approximations of transcendental functions on GPUs (tanh.approx: 2^-11), relative and absolute.
 _APPROXIMATION = 2.0**-10
 _APPROXIMATION_AT_ZERO = 2.0**-20
+# Exponentials of less are 0, in float64, too.
+_VANISHES = -2000.0
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=[])
@@ -462,7 +464,11 @@ def _inverse(equation: _Equation, x: Interval) -> Interval:
 
 
 def _increasing(function: Callable[[Any, Any], Any], *, positive: bool = False) -> Rule:
-    """The rule of a function that grows with its argument and is approximated; NaN outside its domain."""
+    """The rule of a function that grows with its argument and is approximated; NaN outside its domain.
+
+    Args:
+        positive: it falls to 0 as exponentials do.
+    """
 
     def rule(equation: _Equation, x: Interval) -> Interval:
         xp, relative = equation.xp, _APPROXIMATION + 4 * equation.epsilon
@@ -470,7 +476,9 @@ def _increasing(function: Callable[[Any, Any], Any], *, positive: bool = False) 
             _rounded(equation, function(xp, end), (end,), False, relative, _APPROXIMATION_AT_ZERO)
             for end in (x.low, x.high)
         )
-        return Interval(xp.maximum(low.low, 0) if positive else low.low, high.high)
+        if not positive:
+            return Interval(low.low, high.high)
+        return Interval(xp.maximum(low.low, 0), xp.where(x.high < _VANISHES, 0, high.high))
 
     return rule
 
@@ -556,7 +564,7 @@ def _product(equation: _Equation, x: Interval, y: Interval) -> Interval | None:
     return Interval(-high, high)
 
 
-_ROOT = _increasing(lambda xp, x: xp.sqrt(x), positive=True)
+_ROOT = _increasing(lambda xp, x: xp.sqrt(x))
 
 # The elements of the result are elements of the operand. Which of them does not matter: bounds are those of all.
 _MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "copy_p", "name"))

@@ -13,7 +13,7 @@ from jax.extend import core
 
 from blockdiag.fusion.dims import broadcast_dims, labels_of
 from blockdiag.fusion.guards import PASSES, Guards, NoMatch, is_along_keys, key_axes
-from blockdiag.fusion.trace import aval_of
+from blockdiag.fusion.trace import aval_of, has_effects
 from blockdiag.fusion.tree import ROWS, Dim, LogSum, Region
 
 
@@ -162,7 +162,13 @@ def _order(
         left = []
         for equation in waiting:
             results = [var for var in equation.outvars if var in needed]
-            if not results or all(inputs <= known for inputs in map(_inputs_of(equation, regions, found), results)):
+            is_ready = all(inputs <= known for inputs in map(_inputs_of(equation, regions, found), results))
+            if has_effects(equation):
+                # What is printed, or written, is so in its order.
+                is_ready = (
+                    not any(map(has_effects, left)) and {x for x in equation.invars if isinstance(x, core.Var)} <= known
+                )
+            if is_ready:
                 order.append(equation)
                 known |= set(equation.outvars)
             else:

@@ -278,7 +278,7 @@ def _regions_with(
         reason = str(failure)
         divided = matcher.divided(equation, out_dims, weights, tuple(dims[side]))
         if divided is None:
-            terms, refused = matcher.plain(weights, tuple(dims[side]), value)
+            terms, refused = matcher.plain(weights, tuple(dims[side]))
         else:
             softmax, replaced, out_dims = divided
             terms = [_Term(softmax, None)]
@@ -324,24 +324,6 @@ def _shared_labels(product: Node) -> set[str]:
     """The batch labels that values have, too, of both factors."""
     first, second = ({x for x in (node.leaf.labels if node.leaf else ()) if x[0] == "b"} for node in product.inputs)
     return first & second
-
-
-def _has_one(value: object, product: Node) -> bool:
-    """Whether values and both factors have batch axes of size 1, which `jnp.matmul` leaves out of its products."""
-    leaves = [node.leaf for node in product.inputs]
-    if any(leaf is None for leaf in leaves):
-        return False
-    places = [
-        {
-            axis
-            for axis, (size, dim) in enumerate(zip(leaf.source.shape, leaf.dims, strict=True))
-            if size == 1 and dim == ()
-        }
-        for leaf in leaves
-        if leaf is not None
-    ]
-    shape = aval_of(value).shape
-    return any(axis < len(shape) and shape[axis] == 1 for axis in set.intersection(*places))
 
 
 def _is_linear(node: Node) -> bool:
@@ -512,7 +494,7 @@ class Matcher(Softmaxes):
         score = operation(lax.select_n_p, predicate, number(-np.inf), softmax.score)
         return _Term(Softmax(score, softmax.extras), term.weight)
 
-    def plain(self, var: object, dims: tuple[Dim, ...], value: core.Var) -> tuple[list[_Term], str]:
+    def plain(self, var: object, dims: tuple[Dim, ...]) -> tuple[list[_Term], str]:
         """A weight without a softmax, where it is a function of scores, not these; else nothing, and why."""
         equation = self.producer(self.skip_moves(var))
         if equation is None or equation.primitive.name == "dot_general":
@@ -527,8 +509,7 @@ class Matcher(Softmaxes):
         products = [x for x in nodes_of(node) if x.kind == "product"]
         # Without an axis that queries, keys and values share it is as likely a layer between matrices of weights, and
         # what is linear in its products is one.
-        whole = self.skip_moves(value)
-        are_shared = all(_shared_labels(x) or _has_one(whole, x) for x in products)
+        are_shared = all(map(_shared_labels, products))
         return ([_Term(None, node)] if products and are_shared and not _is_linear(node) else []), ""
 
     @staticmethod

@@ -44,12 +44,6 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: an array is sharded over explicit axes of a mesh, and "xla" is not the only implementation.
     """
-    if any(size == 0 for label, size in call.region.sizes.items() if not label.startswith(FEATURES)):
-        # Of no queries there are no results, and of no keys those of queries that see none.
-        sizes = call.region.sizes
-        output = jnp.zeros(shape_of(call.region.out_dims, sizes), call.region.dtype)
-        rows = [sizes[label] for label in (*call.region.batch, ROWS)]
-        return output, jnp.full(rows, -jnp.inf) if call.has_log_sum else None
     is_sharded = any(axes is not None for x in (*leaves, value) for axes in jax.typeof(x).sharding.spec)
     if is_sharded and call.implementations != ("xla",):
         raise ValueError(
@@ -230,6 +224,11 @@ def _forward(call: Call) -> Any:
         if call.program is not None:
             return tuple(core.jaxpr_as_fun(call.program)(*operands))
         *leaves, value = operands
+        if _is_empty(call.region):
+            # Of no queries there are no results, and of no keys those of queries that see none.
+            sizes = call.region.sizes
+            output = jnp.zeros(shape_of(call.region.out_dims, sizes), call.region.dtype)
+            return output, jnp.full([sizes[label] for label in (*call.region.batch, ROWS)], -jnp.inf, jnp.float32)
         return call_implementation("forward", call.region, call.implementations, leaves, value)
 
     @compute.def_vmap
@@ -247,6 +246,8 @@ def _backward(call: Call) -> Any:
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         leaves, value, rest = operands[: count - 1], operands[count - 1], operands[count:]
+        if _is_empty(call.region):
+            return tuple(map(jnp.zeros_like, (*_chosen(leaves, _with_gradient(call.region)), value)))
         grads, value_grad = call_implementation("backward", call.region, call.implementations, leaves, value, *rest)
         return (*[x for x, leaf in zip(grads, call.region.leaves, strict=True) if leaf.has_gradient], value_grad)
 
@@ -264,6 +265,11 @@ def _backward(call: Call) -> Any:
         return grads, (True,) * len(grads)
 
     return compute
+
+
+def _is_empty(region: Region) -> bool:
+    """Whether there are no queries, or no keys."""
+    return any(size == 0 for label, size in region.sizes.items() if not label.startswith(FEATURES))
 
 
 def map_region(region: Region, axis_size: int, is_mapped: Sequence[bool]) -> Region:

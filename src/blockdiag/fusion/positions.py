@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.trace import evaluate
 
 _MOST_ELEMENTS = 2**26
@@ -62,6 +63,8 @@ def _formula(const: Any) -> _Make | None:
     line = np.concatenate([whole[..., 0, ::-1], whole[..., 1:, 0]], axis=-1)
     if array.dtype == bool:
         return None if lead else _band(line, array.shape, axes)
+    if jax.dtypes.issubdtype(array.dtype, np.floating) and (make := _masked(line, array, axes)) is not None:
+        return make
     return lambda: lax.reshape(_read(line, rows, columns), array.shape)
 
 
@@ -73,9 +76,17 @@ def _known(const: Any) -> np.ndarray | None:
     if isinstance(const, jax.Array):
         if not const.is_fully_addressable or jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended):
             return None
-        # Weights that a function holds are no positions.
-        most = 0 if jax.dtypes.issubdtype(const.dtype, np.floating) else _MOST_COPIED
+        # Weights that a function holds are no positions, and none of masks.
+        is_number = jax.dtypes.issubdtype(const.dtype, np.floating)
+        most = 0 if is_number and not _may_be_mask(const) else _MOST_COPIED
     return np.asarray(const) if 1 < np.size(const) <= most else None
+
+
+def _may_be_mask(const: jax.Array) -> bool:
+    """Whether the first row of an array, and the last one, have two numbers at most."""
+    if const.ndim < 2 or 0 in const.shape:
+        return False
+    return all(np.unique(np.asarray(const[(at,) * (const.ndim - 1)])).size <= 2 for at in (0, -1))
 
 
 def _progression(array: np.ndarray, axes: Sequence[int]) -> _Make | None:
@@ -122,6 +133,36 @@ def _band(line: np.ndarray, shape: tuple[int, ...], axes: Sequence[int]) -> _Mak
         sides += [lax.le(apart, lax.full_like(apart, np.int32(most)))] if has_most else []
         found = functools.reduce(lax.bitwise_and, sides)
         return found if inside else lax.bitwise_not(found)
+
+    return make
+
+
+def _masked(line: np.ndarray, array: np.ndarray, axes: Sequence[int]) -> _Make | None:
+    """Numbers of which a mask makes one, in the distances of one interval; None of others.
+
+    Args:
+        line: by distance, [.., rows + columns - 1].
+        array: the numbers.
+    """
+    single = line.reshape(-1, line.shape[-1])
+    values = np.unique(single)
+    hidden = values[0]
+    if values.size > 2 and not hidden <= NO_KEY:
+        return None
+    is_hidden = single == hidden
+    if values.size == 1 or (is_hidden != is_hidden[:1]).any():
+        return None
+    band = _band(is_hidden[0], array.shape, axes)
+    rows, columns = (array.shape[axis] for axis in axes[-2:])
+    if band is None:
+        return None
+
+    def make() -> Any:
+        if values.size == 2:
+            rest = lax.full(array.shape, values[1], array.dtype)
+        else:
+            rest = lax.reshape(_read(np.where(line == hidden, 0, line).astype(line.dtype), rows, columns), array.shape)
+        return lax.select(band(), lax.full(array.shape, hidden, array.dtype), rest)
 
     return make
 

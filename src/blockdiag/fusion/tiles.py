@@ -185,12 +185,25 @@ def canonical_result(region: Region, array: Any) -> Any:
     return array.reshape(*[region.sizes[label] for label in region.batch], region.sizes["q"], -1)
 
 
-def mapped(function: Callable[..., Any], labels: Sequence[Sequence[str]], batch: Sequence[str]) -> Callable[..., Any]:
+def mapped(
+    function: Callable[..., Any], labels: Sequence[Sequence[str]], batch: Sequence[str], sizes: dict[str, int]
+) -> Callable[..., Any]:
     """A function of arrays without batch axes, of arrays with them.
 
     Args:
         labels: of each argument: the batch labels that it has, in order.
+        sizes: of labels: results are the same along one that no argument has.
     """
     for label in reversed(batch):
-        function = jax.vmap(function, in_axes=tuple(0 if label in own else None for own in labels))
+        if any(label in own for own in labels):
+            function = jax.vmap(function, in_axes=tuple(0 if label in own else None for own in labels))
+        else:
+            function = _repeated(function, sizes[label])
     return function
+
+
+def _repeated(function: Callable[..., Any], size: int) -> Callable[..., Any]:
+    def several(*arrays: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (size, *x.shape)), function(*arrays))
+
+    return several

@@ -158,15 +158,27 @@ def _constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | Non
     return value_of
 
 
+def has_effects(equation: core.JaxprEqn) -> bool:
+    """Whether an equation does something beside computing its results: it prints, calls back, writes to a reference."""
+    # Collectives have an effect that says which axis they are about.
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
 def _is_known(equation: core.JaxprEqn, most: int) -> bool:
-    """Whether an equation gives small arrays; keys of random numbers are no arrays of NumPy."""
+    """Whether an equation gives small arrays, the same ones wherever and whenever it is computed.
+
+    Keys of random numbers are no arrays of NumPy.
+    """
+    if equation.effects or "callback" in equation.primitive.name:
+        return False
     avals = [aval_of(x) for x in equation.outvars]
     return not any(jnp.issubdtype(x.dtype, jax.dtypes.extended) or math.prod(x.shape) > most for x in avals)
 
 
 def aval_of(operand: Any) -> jax.core.ShapedArray:
     """The shape and dtype of a variable or a number."""
-    aval = operand.aval
+    # Of a reference that of what it holds.
+    aval = getattr(operand.aval, "inner_aval", operand.aval)
     assert isinstance(aval, jax.core.ShapedArray)
     return aval
 

@@ -59,7 +59,9 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
             if score is None:
                 power = jnp.ones((rows, size), dtype)
             else:
-                new = jnp.maximum(largest, score.max(axis=1))
+                # A softmax is the same whatever is taken away from scores. As this is computed again for derivatives
+                # of gradients, it may be rounded otherwise, so that no score is the largest.
+                new = jnp.maximum(largest, lax.stop_gradient(score.max(axis=1)))
                 base = jnp.where(new <= NO_KEY, 0, new)
                 power = jnp.exp(score - base[:, None])
                 shrink = jnp.exp(largest - base)
@@ -86,7 +88,7 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
         return output * norm[:, None], jnp.where(is_empty, -jnp.inf, largest + jnp.log(total))
 
     arrays = _canonical(region, leaves, value)
-    output, log_sum = mapped(single, labels, region.batch)(*arrays)
+    output, log_sum = mapped(single, labels, region.batch, region.sizes)(*arrays)
     return result_array(region, output).astype(region.dtype), log_sum
 
 
@@ -180,7 +182,7 @@ def backward(
         canonical_result(region, cotangent),
         jnp.zeros_like(log_sum) if log_sum_cotangent is None else log_sum_cotangent,
     ]
-    *grads, value_grad = mapped(single, labels, region.batch)(*arrays)
+    *grads, value_grad = mapped(single, labels, region.batch, region.sizes)(*arrays)
     return [
         _pulled_back(
             lambda x, leaf=leaf: leaf_array(leaf, x, region.batch, region.sizes),

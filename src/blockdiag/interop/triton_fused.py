@@ -415,9 +415,11 @@ def kernels(region: Region) -> list[Kernel]:
 
     def collect(leaves: Sequence[Any], value: Any) -> None:
         arrays = arrays_by_name(change, leaves, value)
-        found.extend([forward_kernel(inner, arrays), *backward_kernels(inner, arrays)])
         joint = joint_kernel(inner)
-        found.extend([] if joint is None else [joint])
+        every = [forward_kernel(inner, arrays), *backward_kernels(inner, arrays), *([] if joint is None else [joint])]
+        for kernel in every:
+            shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in kernel.live.items()}
+            found.append(dataclasses.replace(kernel, live=shapes))
 
     sources = [*(leaf.source for leaf in region.leaves), region.value]
     *leaves, value = [jax.ShapeDtypeStruct(source.shape, source.dtype) for source in sources]
