@@ -1,5 +1,7 @@
 """Weights beside softmaxes, products of weights and values that are written as something else, single indices."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -263,6 +265,57 @@ def test_features_of_additive_scores_stay_in_tiles():
     (region,) = explain(function)(*given).regions
     assert "score" not in {leaf.role for leaf in region.leaves}
     assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+
+
+def squared_relu(query, key, value):
+    mixed = jax.nn.relu(scores(query, key)) ** 2
+    return (mixed / (mixed.sum(-1, keepdims=True) + 1e-6)) @ value
+
+
+def masked_again(query, key, value):
+    kept = (jnp.arange(TOKENS) % 3 > 0).astype(query.dtype)
+    mixed = weights(query, key) * kept[(None,) * (query.ndim - 1)]
+    return (mixed / (mixed.sum(-1, keepdims=True) + 1e-6)) @ value
+
+
+def averaged_heads(query, key, value):
+    """With a term that has no heads."""
+    return (weights(query, key) + 1e-6).mean(1) @ value[:, 0]
+
+
+LEADS = [(2, 2), (1, 2), (2, 1), (1, 1), (1,)]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize(
+    ("function", "lead"),
+    [
+        *itertools.product((squared_relu, masked_again), LEADS),
+        *itertools.product((averaged_heads,), LEADS[:-1]),
+    ],
+)
+def test_weights_that_are_divided_or_averaged_with_axes_of_one(function, lead, implementation):
+    given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
+    found = with_gradients(fuse(function, implementation=implementation), given)
+    assert_alike(found, with_gradients(function, given), 1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_factors_inside_an_einsum(implementation):
+    """A product that sums over nothing, of weights or scores and an array with the same axes."""
+
+    def gated(query, key, value, gate):
+        mixed = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", query, key), axis=-1)
+        return jnp.einsum("bnqk,bnqk,bknh->bqnh", mixed, gate, value)
+
+    def decayed(query, key, value, decay):
+        return jnp.einsum("bqnh,bknh,bnqk,bknd->bqnd", query, key, jnp.exp(decay), value)
+
+    given = arrays(*[(BATCH, TOKENS, HEADS, WIDTH)] * 3, (BATCH, HEADS, TOKENS, TOKENS))
+    for function in (gated, decayed):
+        assert len(explain(function)(*given).regions) == 1
+        found = with_gradients(fuse(function, implementation=implementation), given)
+        assert_alike(found, with_gradients(function, given), 1e-4)
 
 
 def test_layers_of_a_batch_of_one_are_layers():

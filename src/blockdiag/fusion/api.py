@@ -22,7 +22,7 @@ from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.made import with_made
 from blockdiag.fusion.match import QueryWithoutAxis, regions_and_sides
 from blockdiag.fusion.merged import with_merged_keys
-from blockdiag.fusion.op import Call, attend
+from blockdiag.fusion.op import Call, attend, region_p
 from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.respelled import respelled
 from blockdiag.fusion.sources import with_sources
@@ -85,6 +85,9 @@ def fuse[**P, R](
     """
     if implementation == "reference":
         return function
+    if is_fused(function):
+        # Its kernels are chosen anew.
+        function = function.__wrapped__  # pyrefly: ignore[missing-attribute]
     names = normalise_implementation(implementation, FUSED_IMPLEMENTATIONS)
     reasons: list[str] = []
 
@@ -101,6 +104,11 @@ def fuse[**P, R](
 
     fused.fallbacks = reasons  # pyrefly: ignore[missing-attribute]
     return fused
+
+
+def is_fused(function: Callable[..., Any]) -> bool:
+    """Whether a function is what `fuse` made of another one."""
+    return hasattr(function, "fallbacks") and hasattr(function, "__wrapped__")
 
 
 class Program:
@@ -135,11 +143,16 @@ class Program:
         wide = joined(self.jaxpr, self._sides)
         if wide is not None:
             self._take(wide)
-        if not self.regions:
+        if not self.regions and not any(x.primitive is region_p for x in jaxpr.jaxpr.eqns):
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
         whole = with_made(self.jaxpr, self._all_regions())
         ordered, self.log_sums = in_order(whole.jaxpr, self.regions, lambda x: _needed(whole.jaxpr, self.regions, x))
         self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
+        if self.regions and not self.regions.keys() & self.needed():
+            raise NotFusible(
+                "what its attention gives is not used, but something else is computed of scores, such as derivatives: "
+                "fuse what is differentiated"
+            )
 
     def _take(self, jaxpr: core.ClosedJaxpr) -> None:
         self.jaxpr = jaxpr
@@ -211,7 +224,8 @@ class Program:
                     parts.append(part)
                 results = [functools.reduce(jnp.add, parts)]
             known |= dict(zip(equation.outvars, results, strict=True))
-        return [read(known, x) for x in jaxpr.outvars]
+        results = [read(known, x) for x in jaxpr.outvars]
+        return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
 
     def needed(self) -> set[core.Var]:
         """What must be computed: of what regions replace only their leaves and values."""
@@ -235,7 +249,14 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         for place, array in zip(places, arrays, strict=True):
             whole[place] = array
         inner_args, inner_kwargs = jax.tree.unflatten(tree, whole)
-        return function(*inner_args, **inner_kwargs)
+        results = function(*inner_args, **inner_kwargs)
+        after = jax.tree.leaves((inner_args, inner_kwargs))
+        if len(after) != len(whole) or any(x is not y for x, y in zip(after, whole, strict=True)):
+            raise NotFusible(
+                "the function changes what is in an argument, as modules of nnx do that count dropout or keep running "
+                "averages, and the change would be lost: fuse the function of arrays that computes attention"
+            )
+        return results
 
     arrays = [flat[place] for place in places]
     for array in arrays:

@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.api import UNOPENED, Program, trace
-from blockdiag.fusion.dims import place_of
+from blockdiag.fusion.api import UNOPENED, Program, is_fused, trace
+from blockdiag.fusion.dims import MOVES, place_of, producers_of
+from blockdiag.fusion.guards import CASTS
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
 from blockdiag.fusion.tiles import leaf_array, value_columns
-from blockdiag.fusion.trace import bind, has_effects, loop_with_attention, read
+from blockdiag.fusion.trace import aval_of, bind, has_effects, loop_with_attention, read
 from blockdiag.fusion.tree import NotFusible, Region, nodes_of
 
 __all__ = ["Explanation", "LeafReport", "RegionReport", "explain"]
@@ -147,6 +148,7 @@ class Explanation:
         outside: how many equations of each primitive are computed as they stand.
         reason: why the function is not fusible; None where it is.
         unopened: what may have attention that is not found, in words; None where nothing has.
+        scores: what scores are computed again in memory, beside the kernels: shape, dtype and place in words.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -165,6 +167,7 @@ class Explanation:
     outside: Mapping[str, int]
     reason: str | None = None
     unopened: str | None = None
+    scores: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -177,7 +180,8 @@ class Explanation:
         parts = [f"region {i}\n" + _indented(str(region)) for i, region in enumerate(self.regions)]
         outside = ", ".join(f"{count} {name}" for name, count in sorted(self.outside.items())) or "nothing"
         unopened = [] if self.unopened is None else [self.unopened]
-        return "\n".join([*parts, f"outside: {outside}", *unopened])
+        scores = [f"in memory as well: scores {x}" for x in self.scores]
+        return "\n".join([*parts, f"outside: {outside}", *scores, *unopened])
 
 
 def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
@@ -213,7 +217,7 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         ####
     """
 
-    plain = getattr(function, "__wrapped__", function) if hasattr(function, "fallbacks") else function
+    plain = function.__wrapped__ if is_fused(function) else function  # pyrefly: ignore[missing-attribute]
 
     @functools.wraps(function)
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
@@ -236,9 +240,31 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         unopened = None
         if loop is not None:
             unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {UNOPENED}"
-        return Explanation(regions, dict(outside), unopened=unopened)
+        return Explanation(regions, dict(outside), unopened=unopened, scores=tuple(_scores_outside(program, found)))
 
     return explained
+
+
+def _scores_outside(program: Program, regions: Sequence[Region]) -> Iterator[str]:
+    """The products of queries and keys that are computed beside regions that compute them, too."""
+    jaxpr, needed = program.jaxpr.jaxpr, program.needed()
+    producers = producers_of(jaxpr)
+
+    def source_of(var: Any) -> int:
+        """Which array a value is, but for where its elements lie."""
+        while isinstance(var, core.Var) and var in producers and producers[var].primitive.name in (*MOVES, *CASTS):
+            var = producers[var].invars[0]
+        return id(var)
+
+    products = [x for region in regions for x in nodes_of(region.score, region.weight) if x.kind == "product"]
+    pairs = [{source_of(x.leaf.source.key) for x in product.inputs if x.leaf is not None} for product in products]
+    for equation in jaxpr.eqns:
+        var = equation.outvars[0] if equation.outvars else None
+        if equation.primitive.name != "dot_general" or var not in needed or var in program.regions:
+            continue
+        if set(map(source_of, equation.invars)) in pairs:
+            aval = aval_of(var)
+            yield f"{aval.dtype}{list(aval.shape)}, {place_of(equation)}"
 
 
 def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:

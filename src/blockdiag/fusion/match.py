@@ -13,6 +13,7 @@ from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, parts_of, pl
 from blockdiag.fusion.factors import stopped
 from blockdiag.fusion.follow import followed, read_by
 from blockdiag.fusion.guards import CASTS, NoMatch
+from blockdiag.fusion.pull import MadeOfScores
 from blockdiag.fusion.softmaxes import Softmax, Softmaxes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import (
@@ -149,7 +150,9 @@ def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched]) -> list[_Match]:
             continue
         sides = []
         for side in (0, 1):
-            result, regions = _regions_of(jaxpr, equation, side, unmatched)
+            # What another attention gives is in memory, whatever it is made of.
+            results = frozenset(match.result for match in found)
+            result, regions = _regions_of(jaxpr, equation, side, unmatched, results)
             if regions:
                 sides.append(_Match(equation, side, result, regions))
             if any(region.score is not None for region in regions):
@@ -177,17 +180,26 @@ def attention_count(jaxpr: core.Jaxpr) -> int:
 
 
 def _regions_of(
-    jaxpr: core.Jaxpr, equation: core.JaxprEqn, side: int, unmatched: list[_Unmatched]
+    jaxpr: core.Jaxpr,
+    equation: core.JaxprEqn,
+    side: int,
+    unmatched: list[_Unmatched],
+    results: frozenset[core.Var] = frozenset(),
 ) -> tuple[core.Var, tuple[Region, ...]]:
-    """The regions of a product one side of which has probabilities, and the variable whose value they are; none where
-    it has not, which is added to `unmatched`."""
+    """The regions of a product one side of which has probabilities, and the variable whose value they are.
+
+    None where it has not, which is added to `unmatched`.
+
+    Args:
+        results: of attention.
+    """
     weights = equation.invars[side]
     if isinstance(weights, core.Literal):
         return equation.outvars[0], ()
     rest: list[_Unmatched] = []
     refusal, found = None, None
     try:
-        found = _regions_with({}, jaxpr, equation, side, rest)
+        found = _regions_beside(results, {}, jaxpr, equation, side, rest)
     except NotFusible as failure:
         refusal = failure
     # Batch axes that scores had apart may be one axis of their weights.
@@ -196,7 +208,7 @@ def _regions_of(
     parts = {axis: each for axis, each in parts.items() if axis not in summed}
     if parts:
         with contextlib.suppress(NotFusible):
-            divided = _regions_with(parts, jaxpr, equation, side, [])
+            divided = _regions_beside(results, parts, jaxpr, equation, side, [])
             if divided[1]:
                 return divided
     if found is None:
@@ -206,7 +218,40 @@ def _regions_of(
     return found
 
 
+def _regions_beside(
+    results: frozenset[core.Var],
+    parts: dict[int, tuple[int, ...]],
+    jaxpr: core.Jaxpr,
+    equation: core.JaxprEqn,
+    side: int,
+    unmatched: list[_Unmatched],
+) -> tuple[core.Var, tuple[Region, ...]]:
+    """`_regions_with`; products of which something is known of whole rows are arrays beside the scores of others."""
+    stored: frozenset[core.Var] = frozenset()
+    refusal: MadeOfScores | None = None
+    while True:
+        rest: list[_Unmatched] = []
+        try:
+            found = _regions_with(results, stored, parts, jaxpr, equation, side, rest)
+        except MadeOfScores as failure:
+            if failure.products <= stored or not failure.others - stored:
+                raise refusal or failure from None
+            refusal = refusal or failure
+            stored |= failure.products
+            continue
+        except NotFusible:
+            if refusal is not None:
+                raise refusal from None
+            raise
+        if refusal is not None and not found[1]:
+            raise refusal
+        unmatched += rest
+        return found
+
+
 def _regions_with(
+    results: frozenset[core.Var],
+    stored: frozenset[core.Var],
     parts: dict[int, tuple[int, ...]],
     jaxpr: core.Jaxpr,
     equation: core.JaxprEqn,
@@ -216,6 +261,7 @@ def _regions_with(
     """`_regions_of`, with more than one label for some axes of weights.
 
     Args:
+        stored: products that are arrays in memory.
         parts: of these axes, which are not summed over: the sizes of their labels.
     """
     replaced = equation.outvars[0]
@@ -269,6 +315,7 @@ def _regions_with(
         + (weight_axes + value_axes if side == 0 else value_axes + weight_axes)
     )
     matcher = Matcher(jaxpr, sizes, batch)
+    matcher.puller.results, matcher.puller.stored = results, stored
     reason, refused = "", ""
     try:
         terms = matcher.terms(weights, tuple(dims[side]))

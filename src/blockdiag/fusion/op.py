@@ -63,7 +63,7 @@ def _results(call: Call, *operands: Any) -> list[Any]:
     `_attend`, whose gradients are mapped: there each index has its own.
     """
     program = jax.make_jaxpr(_forward(call))(*operands)
-    return _region.bind(*operands, call=call, program=program)
+    return region_p.bind(*operands, call=call, program=program)
 
 
 def _wanted(call: Call, results: Sequence[Any]) -> list[Any]:
@@ -99,13 +99,13 @@ def _map(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call, pro
     return results, [0] * len(results)
 
 
-_region = core.Primitive("blockdiag_fused_region")
-_region.multiple_results = True
-_region.def_impl(_evaluate)
-_region.def_effectful_abstract_eval(_type)
-ad.primitive_jvps[_region] = _differentiate
-batching.primitive_batchers[_region] = _map
-mlir.register_lowering(_region, mlir.lower_fun(_evaluate, multiple_results=True))
+region_p = core.Primitive("blockdiag_fused_region")
+region_p.multiple_results = True
+region_p.def_impl(_evaluate)
+region_p.def_effectful_abstract_eval(_type)
+ad.primitive_jvps[region_p] = _differentiate
+batching.primitive_batchers[region_p] = _map
+mlir.register_lowering(region_p, mlir.lower_fun(_evaluate, multiple_results=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -53,6 +53,19 @@ _MOST_CONSTANTS = 2**22
 _MOST_FEATURES = 64
 
 
+class MadeOfScores(NotFusible):
+    """An array that a region reads is computed from whole rows of its scores.
+
+    Attributes:
+        products: these scores.
+        others: products that it is not computed from.
+    """
+
+    def __init__(self, message: str, products: frozenset[core.Var], others: frozenset[core.Var]) -> None:
+        super().__init__(message)
+        self.products, self.others = products, others
+
+
 class Puller:
     """Nodes of a program's values, made when they are first asked for.
 
@@ -77,6 +90,9 @@ class Puller:
         self._moved: dict[tuple[Source, tuple[int, ...]], Source] = {}
         self.leaves: dict[Leaf, Node] = {}
         self.products: set[core.Var] = set()
+        # Products that are arrays in memory, and results of attention, which are in memory as well.
+        self.stored: frozenset[core.Var] = frozenset()
+        self.results: frozenset[core.Var] = frozenset()
         # Products that are no scores, but arrays that are the same for some keys.
         self._repeated: list[Node] = []
         # Leaves that may be scores themselves, and what has kept them from being a tree.
@@ -240,6 +256,8 @@ class Puller:
         return Trees(tuple(roots), tuple(found.get(x) for x in jaxpr.jaxpr.invars))
 
     def _product(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+        if equation.outvars[0] in self.stored:
+            raise Unpullable("`dot_general`: a product of which something is known of whole rows")
         sides = factor_dims(equation, dims)
         (contracted, _) = equation.params["dimension_numbers"]
         for axes in zip(*contracted, strict=True):
@@ -415,26 +433,30 @@ class Puller:
         """Refuse leaves that are computed from whole rows of the scores that are made tile by tile.
 
         Raises:
-            NotFusible: there is one.
+            MadeOfScores: there is one.
         """
         for leaf in leaves:
+            made: dict[core.Var, core.JaxprEqn] = {}
             seen: set[int] = set()
             waiting: list[tuple[Any, core.JaxprEqn | None]] = [(leaf.source.key, None)]
             while waiting:
                 var, below = waiting.pop()
-                if not isinstance(var, core.Var):
+                if not isinstance(var, core.Var) or var in self.results:
                     continue
                 equation = self.producers.get(var)
                 if var in self.products:
-                    what = "a number from all scores of a row or a column, other than a softmax's"
-                    culprit = self.producers[leaf.source.key] if below is None else below
-                    raise NotFusible(f"`{culprit.primitive.name}`: {what}, {place_of(culprit)}")
+                    made.setdefault(var, self.producers[leaf.source.key] if below is None else below)
                 if equation is not None and id(equation) not in seen:
                     seen.add(id(equation))
                     size = math.prod(aval_of(equation.outvars[0]).shape)
                     shrinks = any(math.prod(aval_of(x).shape) > size for x in equation.invars)
                     below = equation if below is None and shrinks else below
                     waiting += [(x, below) for x in equation.invars]
+            if made:
+                culprit = next(iter(made.values()))
+                what = "a number from all scores of a row or a column, other than a softmax's"
+                message = f"`{culprit.primitive.name}`: {what}, {place_of(culprit)}"
+                raise MadeOfScores(message, frozenset(made), frozenset(self.products - made.keys()))
 
     def is_attention(self, var: object) -> bool:
         """Whether a value is computed from exponentials and from something like scores."""

@@ -152,9 +152,12 @@ class _Plain(_Finder):
         positions = [*new, *(params["broadcast_dimensions"][list(order).index(i)] for i in range(len(order)))]
 
         def make(value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
-            operands = [lax.squeeze(value_of(x), sorted(y - set(both))) for x, y in zip(wholes, removed, strict=True)]
+            left, right = (
+                lax.squeeze(value_of(x), sorted(y - set(both))) for x, y in zip(wholes, removed, strict=True)
+            )
             found = lax.dot_general(
-                *operands,
+                left,
+                right,
                 numbers,
                 precision=inner.params["precision"],
                 preferred_element_type=inner.params["preferred_element_type"],
@@ -164,13 +167,13 @@ class _Plain(_Finder):
         return make
 
     def _scaling(self, equation: core.JaxprEqn) -> _Make | None:
-        """A product that sums over nothing, of weights and of what has batch axes alone."""
+        """A product that sums over nothing, of weights or scores and of what has no axes but those of both."""
         (contracted, _), shared = equation.params["dimension_numbers"]
         sides = [side for side in (0, 1) if len(aval_of(equation.invars[side]).shape) == len(shared[side])]
-        if contracted or not shared[0] or len(sides) != 1:
+        if contracted or not shared[0] or not sides:
             return None
-        (small,) = sides
-        if not self.reaches(equation.invars[1 - small], _POWERS):
+        small = sides[0]
+        if not any(self.reaches(x, (*_POWERS, "dot_general")) for x in equation.invars):
             return None
         result = equation.outvars[0]
         shape, dtype = aval_of(result).shape, aval_of(result).dtype

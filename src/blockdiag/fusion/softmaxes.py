@@ -14,7 +14,18 @@ from blockdiag.fusion.guards import CASTS, PASSES, Guards, NoMatch, Powers, is_a
 from blockdiag.fusion.linear import sum_of, terms_of
 from blockdiag.fusion.log_sums import log_sums
 from blockdiag.fusion.trace import aval_of
-from blockdiag.fusion.tree import COLUMNS, Dim, LogSum, Node, NotFusible, Unpullable, number, operation
+from blockdiag.fusion.tree import (
+    COLUMNS,
+    Dim,
+    LogSum,
+    Node,
+    NotFusible,
+    Unpullable,
+    leaves_of,
+    nodes_of,
+    number,
+    operation,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,13 @@ class Softmax:
     extras: tuple[Node, ...] = ()
     mask: object = None
     log_sums: tuple[LogSum, ...] = ()
+
+
+def is_of_rows(node: Node) -> bool:
+    """Whether a value is the same for all keys of a row."""
+    return all(leaf.role in ("row", "scalar") for leaf in leaves_of(node)) and not any(
+        x.kind == "product" for x in nodes_of(node)
+    )
 
 
 class Softmaxes(Guards):
@@ -160,9 +178,27 @@ class Softmaxes(Guards):
 
     def _without_statistics(self, score: Node) -> Node:
         """Scores without terms that are numbers of a row made of its scores: a softmax is the same without them."""
+        return self._less_statistics(score) or score
+
+    def _less_statistics(self, score: Node) -> Node | None:
+        """The same, None where nothing is left; numbers of a row may have factors that are numbers of a row."""
         terms = terms_of(score)
-        kept = [(factor, node) for factor, node in terms if not self._is_statistic(node)]
-        return score if len(kept) == len(terms) else sum_of(kept) or score
+        left = [(factor, self._term_less_statistics(node)) for factor, node in terms]
+        kept = [(factor, node) for factor, node in left if node is not None]
+        is_same = len(kept) == len(terms) and all(x is y for (_, x), (_, y) in zip(kept, terms, strict=True))
+        return score if is_same else sum_of(kept)
+
+    def _term_less_statistics(self, node: Node) -> Node | None:
+        if self._is_statistic(node):
+            return None
+        for place in {"mul": (1, 0), "div": (1,)}.get(getattr(node.primitive, "name", ""), ()):
+            inner, other = node.inputs[1 - place], node.inputs[place]
+            if is_of_rows(other) and not is_of_rows(inner):
+                left = self._less_statistics(inner)
+                if left is None or left is inner:
+                    return left and node
+                return replace(node, inputs=(left, other) if place else (other, left))
+        return node
 
     def _is_statistic(self, node: Node) -> bool:
         if node.leaf is None or node.leaf.role not in ("row", "scalar"):
@@ -350,6 +386,10 @@ class Softmaxes(Guards):
                 given, shape = (aval_of(x).shape for x in (equation.invars[0], equation.outvars[0]))
                 merged = regrouped(shape, given, inner, self.sizes)
                 return merged if labels_of(merged) == labels_of(inner) else None
+        if equation.primitive.name == "squeeze":
+            removed = equation.params["dimensions"]
+            kept = tuple(dim for axis, dim in enumerate(inner) if axis not in removed)
+            return kept if all(inner[axis] == () for axis in removed) else None
         rest = list(zip(aval_of(equation.invars[0]).shape, inner, strict=True))
         found: list[Dim] = []
         for size in aval_of(equation.outvars[0]).shape:

@@ -200,8 +200,11 @@ def _is_softmax(equation: core.JaxprEqn) -> bool:
 
 def hidden_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     """An equation with a softmax, or a product, inside: a call with a derivative of its own, a loop or a branch."""
-    found = (equation for equation in jaxpr.eqns if {"dot_general", "exp"} & _inside(equation))
-    return next(found, None)
+
+    def may_hide(names: set[str]) -> bool:
+        return "dot_general" in names or ("exp" in names and bool({"reduce_sum", "reduce_max"} & names))
+
+    return next((equation for equation in jaxpr.eqns if may_hide(_inside(equation))), None)
 
 
 def loop_with_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
