@@ -99,8 +99,10 @@ OF_WEIGHTS = {
         "nor with another function of them: `sort` of scores cannot be computed a tile at a time",
     ),
     "loop": (
-        lambda *inputs: jax.lax.map(lambda one: weighted(softmax_of(scores_of(*one[:2])), one[2]), inputs),
-        "may be in `scan` at",
+        lambda query, key, value: jax.lax.while_loop(
+            lambda x: jnp.sum(x) > 1e9, lambda x: weighted(softmax_of(scores_of(x, key)), value), query
+        ),
+        "may be in `while` at",
     ),
 }
 REFUSED = OF_SCORES | OF_WEIGHTS
@@ -109,7 +111,7 @@ REFUSED = OF_SCORES | OF_WEIGHTS
 @pytest.mark.parametrize("name", REFUSED)
 def test_messages_name_the_primitive_the_line_and_the_rule(name):
     function, message = REFUSED[name]
-    inputs = [x[:, None] for x in operands()] if name == "loop" else operands()
+    inputs = operands()
     jax.eval_shape(function, *inputs)  # What is refused is a valid function.
     with pytest.raises(NotFusible, match=re.escape(message)) as failure:
         fuse(function)(*inputs)

@@ -1,7 +1,8 @@
 """`fuse`: an attention variant written in plain jax.numpy becomes one kernel, forward and backward."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ from blockdiag.fusion.apart import taken_apart
 from blockdiag.fusion.coordinates import with_places
 from blockdiag.fusion.dims import place_of, producers_of
 from blockdiag.fusion.draws import drawn_by, with_counters
+from blockdiag.fusion.inner import CHECKPOINTS, Inner, has_checkpoints, inner_of
 from blockdiag.fusion.joined import joined
 from blockdiag.fusion.log_sums import Wanted, in_order
 from blockdiag.fusion.lone import with_query_axes
@@ -28,9 +30,11 @@ from blockdiag.fusion.respelled import respelled
 from blockdiag.fusion.sources import with_sources
 from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.sums import with_sums
-from blockdiag.fusion.trace import bind, body_of, flat_jaxpr, has_effects, hidden_attention, read
+from blockdiag.fusion.trace import aval_of, bind, body_of, flat_jaxpr, has_effects, hidden_attention, read
 from blockdiag.fusion.tree import NotFusible as NotFusible
 from blockdiag.fusion.tree import Region, Source
+
+type _Compute = Callable[[Region, bool, list[Any], Any], tuple[Any, Any]]
 
 
 def fuse[**P, R](
@@ -118,11 +122,15 @@ class Program:
         jaxpr: flat.
         regions: of the products that are fused.
         log_sums: variables that are needed and that regions compute beside their results.
+        inner: loops, and what is computed again for gradients, with their programs, by the first variable that each
+            gives.
         arguments: the arrays of the call, or their shapes and dtypes.
         structure: of its results.
     """
 
-    def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
+    def __init__(
+        self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any, *, opens_inner: bool = True
+    ) -> None:
         self.arguments = arguments
         self.structure = structure
         for rewrite in (respelled, taken_apart, with_sources, with_sums, with_merged_keys):
@@ -136,19 +144,20 @@ class Program:
             jaxpr = with_axes
             self._take(jaxpr)
         self._place()
-        drawn = drawn_by(self.jaxpr.jaxpr, self._all_regions())
+        drawn = drawn_by(self.jaxpr.jaxpr, self.all_regions())
         if drawn:
             self._take(with_counters(self.jaxpr, drawn))
         self._multiply_out()
         wide = joined(self.jaxpr, self._sides)
         if wide is not None:
             self._take(wide)
-        if not self.regions and not any(x.primitive is region_p for x in jaxpr.jaxpr.eqns):
+        self.inner = _inner_programs(self.jaxpr) if opens_inner else {}
+        if not self.regions and not self.inner and not any(x.primitive is region_p for x in jaxpr.jaxpr.eqns):
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
-        whole = with_made(self.jaxpr, self._all_regions())
+        whole = with_made(self.jaxpr, self.all_regions())
         ordered, self.log_sums = in_order(whole.jaxpr, self.regions, lambda x: _needed(whole.jaxpr, self.regions, x))
         self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
-        if self.regions and not self.regions.keys() & self.needed():
+        if self.regions and not self.needed() & {*self.regions, *self.inner}:
             raise NotFusible(
                 "what its attention gives is not used, but something else is computed of scores, such as derivatives: "
                 "fuse what is differentiated"
@@ -160,19 +169,20 @@ class Program:
 
     def _place(self) -> None:
         """Make masks that are cut or joined functions of places, where these are then computed in tiles."""
-        before, pairs, count = self.jaxpr, _pairs(self._all_regions()), len(self.regions)
-        found = with_places(before, self._all_regions())
+        before, pairs, count = self.jaxpr, _pairs(self.all_regions()), len(self.regions)
+        found = with_places(before, self.all_regions())
         if found is None:
             return
         try:
             self._take(found)
-            is_better = len(self.regions) >= count and _pairs(self._all_regions()) < pairs
+            is_better = len(self.regions) >= count and _pairs(self.all_regions()) < pairs
         except NotFusible:
             is_better = False
         if not is_better:
             self._take(before)
 
-    def _all_regions(self) -> list[Region]:
+    def all_regions(self) -> list[Region]:
+        """All regions, of whichever product."""
         return [region for found in self.regions.values() for region in found]
 
     def _multiply_out(self) -> None:
@@ -194,9 +204,7 @@ class Program:
 
         return jax.tree.unflatten(self.structure, self.evaluate(self.arguments, compute))
 
-    def evaluate(
-        self, arguments: Sequence[Any], compute: Callable[[Region, bool, list[Any], Any], tuple[Any, Any]]
-    ) -> list[Any]:
+    def evaluate(self, arguments: Sequence[Any], compute: _Compute) -> list[Any]:
         """The results as a flat list.
 
         Args:
@@ -212,7 +220,11 @@ class Program:
             if not is_needed or var in self.log_sums:
                 continue
             regions = None if var is None else self.regions.get(var)
-            if regions is None:
+            if var in self.inner:
+                inner, program = self.inner[var]
+                within = functools.partial(_evaluated, program, compute)
+                results = inner.results(within, functools.partial(read, known))
+            elif regions is None:
                 given = [read(known, x) for x in equation.invars]
                 results = [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
             else:
@@ -227,16 +239,63 @@ class Program:
         results = [read(known, x) for x in jaxpr.outvars]
         return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
 
+    def programs(self) -> Iterator["Program"]:
+        """This one, and those within."""
+        yield self
+        for _, program in self.inner.values():
+            yield from program.programs()
+
     def needed(self) -> set[core.Var]:
         """What must be computed: of what regions replace only their leaves and values."""
         return _needed(self.jaxpr.jaxpr, self.regions, self.log_sums)
 
 
-def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+def _evaluated(program: Program, compute: _Compute, *given: Any) -> list[Any]:
+    return program.evaluate(given, compute)
+
+
+def _inner_programs(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[Inner, Program]]:
+    """The programs within another one that have attention."""
+    found = {}
+    for inner in inner_of(closed):
+        avals = map(aval_of, inner.jaxpr.jaxpr.invars)
+        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        with contextlib.suppress(NotFusible):
+            found[inner.equation.outvars[0]] = (inner, Program(with_positions(inner.jaxpr), arguments, None))
+    return found
+
+
+def _with_checkpoints(closed: core.ClosedJaxpr, arrays: Sequence[Any], structure: Any) -> Program:
+    """The program of a function parts of which are computed again for gradients.
+
+    They are opened where less attention, or more arrays of queries by keys, would be found otherwise.
+
+    Raises:
+        NotFusible: as it is refused when they are opened.
+    """
+    whole, _ = flat_jaxpr(core.jaxpr_as_fun(closed), *closed.in_avals)
+    try:
+        kept = Program(with_positions(closed), arrays, structure)
+    except NotFusible:
+        return Program(with_positions(whole), arrays, structure)
+    if not any(x.primitive.name in CHECKPOINTS and kept.needed() & set(x.outvars) for x in kept.jaxpr.jaxpr.eqns):
+        return Program(with_positions(whole), arrays, structure)
+    try:
+        opened = Program(with_positions(whole), arrays, structure)
+    except NotFusible:
+        return kept
+    found, expected = ([x for program in one.programs() for x in program.all_regions()] for one in (kept, opened))
+    return kept if len(found) >= len(expected) and _pairs(found) <= _pairs(expected) else opened
+
+
+def trace(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_inner: bool = True
+) -> Program:
     """The program of a call, with its regions.
 
     Args:
         args, kwargs: arrays, or `jax.ShapeDtypeStruct` in place of them for a program that is not run.
+        has_inner: whether loops may have attention, and parts be computed again for gradients.
 
     Raises:
         NotFusible: it has none, or one that breaks a rule, or a size that is not a number.
@@ -265,11 +324,13 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 f"`fuse` chooses tiles by sizes that are numbers, got an array of shape {array.shape}; export for each "
                 "size, or with fallback=True, which exports the function as it stands"
             )
-    jaxpr, structure = flat_jaxpr(of_arrays, *arrays)
-    return Program(with_positions(jaxpr), arrays, structure)
+    jaxpr, structure = flat_jaxpr(of_arrays, *arrays, keep=CHECKPOINTS if has_inner else ())
+    if has_checkpoints(jaxpr.jaxpr):
+        return _with_checkpoints(jaxpr, arrays, structure)
+    return Program(with_positions(jaxpr), arrays, structure, opens_inner=has_inner)
 
 
-UNOPENED = "loops and branches are not opened: fuse what they run"
+UNOPENED = "loops that may end anywhere, and branches, are not opened: fuse what they run"
 """What is said of attention that may be in them."""
 
 

@@ -225,22 +225,26 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
             program = trace(plain, args, kwargs)
         except NotFusible as failure:
             return Explanation((), {}, str(failure))
-        known = _masks(program)
-        needed = program.needed()
-        found = [region for var, regions in program.regions.items() if var in needed for region in regions]
-        regions = tuple(_report(region, known) for region in found)
-        computed = program.regions.keys() | program.log_sums.keys()
-        outside = collections.Counter(
-            equation.primitive.name
-            for equation in program.jaxpr.jaxpr.eqns
-            if has_effects(equation) or any(x in needed for x in equation.outvars)
-            if not set(equation.outvars) & computed
-        )
-        loop = loop_with_attention(program.jaxpr.jaxpr)
+        reports: list[RegionReport] = []
+        outside: collections.Counter[str] = collections.Counter()
+        scores: list[str] = []
+        for inner in program.programs():
+            known, needed = _masks(inner), inner.needed()
+            found = [region for var, regions in inner.regions.items() if var in needed for region in regions]
+            reports += [_report(region, known) for region in found]
+            computed = inner.regions.keys() | inner.log_sums.keys() | inner.inner.keys()
+            outside += collections.Counter(
+                equation.primitive.name
+                for equation in inner.jaxpr.jaxpr.eqns
+                if has_effects(equation) or any(x in needed for x in equation.outvars)
+                if not set(equation.outvars) & computed
+            )
+            scores += _scores_outside(inner, found)
+        loop = loop_with_attention([x for x in program.jaxpr.jaxpr.eqns if not program.inner.keys() & set(x.outvars)])
         unopened = None
         if loop is not None:
             unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {UNOPENED}"
-        return Explanation(regions, dict(outside), unopened=unopened, scores=tuple(_scores_outside(program, found)))
+        return Explanation(tuple(reports), dict(outside), unopened=unopened, scores=tuple(scores))
 
     return explained
 
@@ -336,7 +340,7 @@ def _masks(program: Program) -> dict[Any, Any]:
     leaves = [leaf for found in program.regions.values() for region in found for leaf in region.leaves]
     wanted = {leaf.source.key for leaf in leaves if leaf.role not in ("query", "key")}
     jaxpr = program.jaxpr.jaxpr
-    computed = program.regions.keys() | program.log_sums.keys()
+    computed = program.regions.keys() | program.log_sums.keys() | program.inner.keys()
     for equation in reversed(jaxpr.eqns):
         if any(var in wanted for var in equation.outvars) and equation.outvars[0] not in computed:
             wanted |= {x for x in equation.invars if isinstance(x, core.Var)}

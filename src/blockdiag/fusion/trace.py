@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,11 +26,17 @@ _CALLS = {
 _CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-def flat_jaxpr(function: Callable[..., Any], *arguments: Any) -> tuple[core.ClosedJaxpr, Any]:
-    """The equations of a function of pytrees of arrays, without calls, and the structure of its results."""
+def flat_jaxpr(
+    function: Callable[..., Any], *arguments: Any, keep: Container[str] = ()
+) -> tuple[core.ClosedJaxpr, Any]:
+    """The equations of a function of pytrees of arrays, without calls, and the structure of its results.
+
+    Args:
+        keep: calls that stay.
+    """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
-    flat = jax.make_jaxpr(lambda *given: evaluate(closed.jaxpr, closed.consts, given))(*closed.in_avals)
+    flat = jax.make_jaxpr(lambda *given: evaluate(closed.jaxpr, closed.consts, given, keep=keep))(*closed.in_avals)
     return flat, structure
 
 
@@ -54,10 +60,12 @@ def evaluate(
     consts: Sequence[Any],
     arguments: Sequence[Any],
     replaced: Mapping[core.Var, Callable[..., list[Any]]] = MappingProxyType({}),
+    keep: Container[str] = (),
 ) -> list[Any]:
     """The results of a program, with the calls in it inlined.
 
     Args:
+        keep: calls that stay.
         replaced: what computes the results of some equations, by the first of these, from the same operands.
     """
     known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -68,9 +76,11 @@ def evaluate(
         if replacement is not None:
             with placed(equation):
                 results = replacement(*given)
-        elif inner is not None and (equation.primitive.name in _CALLS or _is_softmax(equation)):
+        elif inner is None or equation.primitive.name in keep:
+            results = bind(equation, given)
+        elif equation.primitive.name in _CALLS or _is_softmax(equation):
             with placed(equation):
-                results = evaluate(inner.jaxpr, inner.consts, given)
+                results = evaluate(inner.jaxpr, inner.consts, given, keep=keep)
         else:
             results = bind(equation, given)
         known |= dict(zip(equation.outvars, results, strict=True))
@@ -207,9 +217,9 @@ def hidden_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     return next((equation for equation in jaxpr.eqns if may_hide(_inside(equation))), None)
 
 
-def loop_with_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
+def loop_with_attention(equations: Sequence[core.JaxprEqn]) -> core.JaxprEqn | None:
     """A loop or a branch with exponentials and products inside."""
-    found = (x for x in jaxpr.eqns if body_of(x) is None and {"dot_general", "exp"} <= _inside(x))
+    found = (x for x in equations if body_of(x) is None and {"dot_general", "exp"} <= _inside(x))
     return next(found, None)
 
 

@@ -120,7 +120,7 @@ class FusedFunction:
                 check_tensor(x)
         args, kwargs = jax.tree.unflatten(structure, map(_described, leaves))
         try:
-            program = trace(self._function, args, kwargs)
+            program = trace(self._function, args, kwargs, has_inner=False)
         except NotFusible:
             if self._fallback:
                 return None

@@ -1,0 +1,168 @@
+"""Attention inside `jax.lax.scan`, and inside parts that `jax.checkpoint` computes again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import explain, fuse
+from tests.fusion_support import assert_alike
+
+BATCH, TOKENS, HEADS, WIDTH, LAYERS = 2, 64, 2, 16, 4
+
+
+def arrays(*shapes):
+    """Random numbers, not large."""
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=shape) / 12, jnp.float32) for shape in shapes]
+
+
+X = (BATCH, TOKENS, HEADS * WIDTH)
+INTO, UP, DOWN = (HEADS * WIDTH, 3 * HEADS * WIDTH), (HEADS * WIDTH, 128), (128, HEADS * WIDTH)
+
+
+def attention(query, key, value, mask):
+    scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", query, key) / 4, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+
+
+def layer(mask, x, weights):
+    into, up, down = weights
+    query, key, value = jnp.split((x @ into).reshape(*x.shape[:2], 3 * HEADS, WIDTH), 3, axis=2)
+    x = x + attention(query, key, value, mask).reshape(x.shape)
+    return x + jnp.tanh(x @ up) @ down
+
+
+def causal():
+    return jnp.tril(jnp.ones((TOKENS, TOKENS), bool))[None, None]
+
+
+def unrolled(x, *weights, policy=None):
+    """Layers one after the other, each of which is computed again."""
+    again = jax.checkpoint(functools.partial(layer, causal()), policy=policy)
+    for i in range(LAYERS):
+        x = again(x, [w[i] for w in weights])
+    return x
+
+
+def scanned(x, *weights):
+    mask = causal()
+    return jax.lax.scan(lambda x, w: (layer(mask, x, w), x.mean()), x, weights, reverse=True)
+
+
+def scanned_again(x, *weights):
+    mask = causal()
+    return jax.lax.scan(jax.checkpoint(lambda x, w: (layer(mask, x, w), None)), x, weights, unroll=2)[0]
+
+
+def mapped(x, *weights):
+    """Over the sequences."""
+    return jax.lax.map(lambda one: layer(causal(), one[None], [w[0] for w in weights])[0], x)
+
+
+def nested(x, *weights):
+    """A loop in a part that is computed again, after a layer of its own."""
+
+    @jax.checkpoint
+    def rest(x, weights):
+        return scanned(x, *weights)[0]
+
+    return rest(layer(causal(), x, [w[0] for w in weights]), weights)
+
+
+# Each with how many regions there are.
+FUNCTIONS = {"unrolled": (unrolled, LAYERS), "scanned": (scanned, 1), "scanned again": (scanned_again, 1),
+             "mapped": (mapped, 1), "nested": (nested, 2)}  # fmt: skip
+
+
+def given():
+    return arrays(X, *[(LAYERS, *shape) for shape in (INTO, UP, DOWN)])
+
+
+def with_gradients(function, arguments):
+    outputs, pull = jax.vjp(lambda *x: jax.tree.leaves(function(*x)), *arguments)
+    return [*outputs, *pull([jnp.sin(3 * x) for x in outputs])]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_and_gradients(name, implementation):
+    function, _ = FUNCTIONS[name]
+    found = with_gradients(fuse(function, implementation=implementation), given())
+    assert_alike(found, with_gradients(function, given()), 1e-4)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_found(name):
+    """Masks of positions that are made outside are functions of places within."""
+    function, count = FUNCTIONS[name]
+    explanation = explain(function)(*given())
+    assert len(explanation.regions) == count and not explanation.scores and explanation.unopened is None
+    for region in explanation.regions:
+        assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"} and region.skipped > 0.2
+
+
+def test_under_jit_and_vmap():
+    several = [jnp.stack([given()[0], 2 * given()[0]]), *given()[1:]]
+    for function in (unrolled, scanned):
+        found, expected = (
+            jax.jit(jax.vmap(f, in_axes=(0, None, None, None)))(*several) for f in (fuse(function), function)
+        )
+        assert_alike(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-4)
+
+
+def temporary(function):
+    """Bytes that the gradient needs for what is neither given nor returned."""
+    slope = jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)), (0, 1, 2, 3)))
+    return slope.lower(*given()).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_what_is_not_to_be_kept_is_not():
+    plain, fused = temporary(functools.partial(unrolled)), temporary(fuse(unrolled))
+    kept = temporary(fuse(functools.partial(unrolled, policy=jax.checkpoint_policies.everything_saveable)))
+    assert fused < 1.5 * plain and fused < 0.6 * kept
+
+
+def test_half_of_an_attention_in_a_part_of_its_own():
+    """It is opened: there is more to find."""
+
+    def function(query, key, value):
+        weights = jax.checkpoint(lambda q, k: jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k)))(query, key)
+        return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+    operands = arrays(*[(BATCH, TOKENS, HEADS, WIDTH)] * 3)
+    assert len(explain(function)(*operands).regions) == 1
+    assert_alike(with_gradients(fuse(function), operands), with_gradients(function, operands))
+
+
+def test_parts_without_attention_stay():
+    def function(query, key, value):
+        return jax.checkpoint(jnp.tanh)(attention(query, key, value, causal()))
+
+    operands = arrays(*[(BATCH, TOKENS, HEADS, WIDTH)] * 3)
+    explanation = explain(function)(*operands)
+    assert len(explanation.regions) == 1 and set(explanation.outside) & {"remat2", "checkpoint"}
+
+
+def test_a_running_softmax_stays():
+    """Blocks of keys by hand: sums that go from step to step are no softmax of a step."""
+
+    def function(query, key, value):
+        def step(carry, block):
+            largest, total, output = carry
+            scores = query @ block[0].T
+            new = jnp.maximum(largest, scores.max(-1))
+            powers, shrink = jnp.exp(scores - new[:, None]), jnp.exp(largest - new)
+            return (new, total * shrink + powers.sum(-1), output * shrink[:, None] + powers @ block[1]), None
+
+        start = (jnp.full(TOKENS, -jnp.inf), jnp.zeros(TOKENS), jnp.zeros((TOKENS, WIDTH)))
+        blocks = (key.reshape(4, -1, WIDTH), value.reshape(4, -1, WIDTH))
+        _, total, output = jax.lax.scan(step, start, blocks)[0]
+        return jax.nn.softmax(query @ key.T) @ value + output / total[:, None]
+
+    operands = arrays(*[(TOKENS, WIDTH)] * 3)
+    explanation = explain(function)(*operands)
+    assert len(explanation.regions) == 1 and explanation.unopened is not None
+    assert_alike(with_gradients(fuse(function), operands), with_gradients(function, operands))
