@@ -140,6 +140,7 @@ def test_masks_of_floating_numbers(name):
     (region,) = explain(function)(*given).regions
     assert region.skipped > 0.4 and "score" not in [leaf.role for leaf in region.leaves]
     assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+    assert_alike([jax.jit(fuse(function))(*given)], [function(*given)])
 
 
 CHANGES = {

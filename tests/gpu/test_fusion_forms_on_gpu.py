@@ -12,12 +12,16 @@ import pytest
 
 from blockdiag import fuse
 from tests import (
+    test_fusion_beside,
+    test_fusion_coordinates,
     test_fusion_grids,
+    test_fusion_inner,
     test_fusion_late_division,
     test_fusion_log_sums,
     test_fusion_lone,
     test_fusion_respelled,
     test_fusion_softmaxes,
+    test_fusion_sources,
     test_fusion_spelled,
     test_fusion_sums,
 )
@@ -109,3 +113,47 @@ def test_log_sum_exps_beside_kernels_that_keep_the_bias(name):
     assert set(shapes) == {"query", "key", "value", "mask", "pair"}
     with exactly:
         assert_as_good_as_written(function, fuse(function, implementation="triton"), given)
+
+
+@pytest.mark.parametrize("name", test_fusion_sources.FUNCTIONS)
+def test_softmaxes_over_several_sources(name):
+    function, given = test_fusion_sources.given_for(name)
+    with exactly:
+        found, expected = (with_gradients(x, given) for x in (fuse(function, implementation="triton"), function))
+    assert_alike(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", test_fusion_coordinates.MASKS)
+def test_masks_that_are_cut_or_joined(name):
+    function = test_fusion_coordinates.masked(test_fusion_coordinates.MASKS[name])
+    given = test_fusion_coordinates.arrays(*[test_fusion_coordinates.OPERAND] * 3)
+    with exactly:
+        found, expected = (with_gradients(x, given) for x in (fuse(function, implementation="triton"), function))
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("name", test_fusion_coordinates.GIVEN)
+def test_masks_that_are_cut_by_arguments(name):
+    make, argument = test_fusion_coordinates.GIVEN[name]
+    function = test_fusion_coordinates.masked(make)
+    given = [*test_fusion_coordinates.arrays(*[test_fusion_coordinates.OPERAND] * 3), argument]
+    with exactly:
+        assert_alike([fuse(function, implementation="triton")(*given)], [function(*given)])
+
+
+@pytest.mark.parametrize("name", test_fusion_beside.FUNCTIONS)
+def test_what_stands_beside_scores(name):
+    with exactly:
+        test_fusion_beside.test_results_and_gradients(name, "triton")
+
+
+@pytest.mark.parametrize("name", test_fusion_respelled.BY_SUMS)
+def test_queries_without_an_axis_and_scores_by_sums(name):
+    with exactly:
+        test_fusion_respelled.test_queries_without_an_axis_and_scores_by_sums(name, "triton")
+
+
+@pytest.mark.parametrize("name", test_fusion_inner.FUNCTIONS)
+def test_attention_in_loops_and_checkpoints(name):
+    with exactly:
+        test_fusion_inner.test_results_and_gradients(name, "triton")

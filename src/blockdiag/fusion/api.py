@@ -52,7 +52,8 @@ def fuse[**P, R](
 
     Works under `jax.jit` (with donated arguments), `grad` (reverse mode; derivatives of gradients are computed by XLA,
     which keeps all scores for them), `vmap`, `checkpoint`, `scan`, `export`, jitted `shard_map` over batch and heads,
-    and inside modules of Flax. On a mesh with explicit axes, call it inside `jax.shard_map`.
+    and inside modules of Flax; `checkpoint` and `scan` may be in the function, too. On a mesh with explicit axes, call
+    it inside `jax.shard_map`.
 
     Args:
         function: of arrays of any shape and dtype, in pytrees; the Triton kernels take none of 64 bits. Other arguments
@@ -67,8 +68,8 @@ def fuse[**P, R](
 
     Raises:
         ValueError: `implementation` has an unknown name.
-        NotFusible: (when called) there is no attention in it, or one that breaks a rule; the message names the rule and
-            the line.
+        NotFusible: (when called) there is no attention in it, or one that breaks a rule, or the function changes what
+            is in an argument; the message names the rule and the line.
         NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
 
     References:

@@ -86,7 +86,9 @@ def _may_be_mask(const: jax.Array) -> bool:
     """Whether the first row of an array, and the last one, have two numbers at most."""
     if const.ndim < 2 or 0 in const.shape:
         return False
-    return all(np.unique(np.asarray(const[(at,) * (const.ndim - 1)])).size <= 2 for at in (0, -1))
+    with jax.ensure_compile_time_eval():
+        rows = [np.asarray(const[(at,) * (const.ndim - 1)]) for at in (0, -1)]
+    return all(np.unique(row).size <= 2 for row in rows)
 
 
 def _progression(array: np.ndarray, axes: Sequence[int]) -> _Make | None:
