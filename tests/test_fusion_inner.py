@@ -1,4 +1,4 @@
-"""Attention inside `jax.lax.scan`, and inside parts that `jax.checkpoint` computes again."""
+"""Attention inside `jax.lax.scan` and `cond`, and inside parts that `jax.checkpoint` computes again."""
 
 import functools
 
@@ -72,9 +72,21 @@ def nested(x, *weights):
     return rest(layer(causal(), x, [w[0] for w in weights]), weights)
 
 
+def branched(x, *weights):
+    """One of two attentions, or none."""
+    window = jnp.abs(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)[None, :]) < 9
+    first = [w[0] for w in weights]
+    kinds = [
+        lambda x: layer(causal(), x, first),
+        lambda x: layer((window & causal()[0, 0])[None, None], x, first),
+        jnp.tanh,
+    ]
+    return jax.lax.switch(jnp.argmax(x[0, 0, :3]), kinds, x) + jax.lax.cond(x[0, 0, 0] > 0, kinds[1], kinds[0], x)
+
+
 # Each with how many regions there are.
 FUNCTIONS = {"unrolled": (unrolled, LAYERS), "scanned": (scanned, 1), "scanned again": (scanned_again, 1),
-             "mapped": (mapped, 1), "nested": (nested, 2)}  # fmt: skip
+             "mapped": (mapped, 1), "nested": (nested, 2), "branched": (branched, 4)}  # fmt: skip
 
 
 def given():

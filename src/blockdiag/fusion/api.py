@@ -1,6 +1,5 @@
 """`fuse`: an attention variant written in plain jax.numpy becomes one kernel, forward and backward."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -222,8 +221,8 @@ class Program:
                 continue
             regions = None if var is None else self.regions.get(var)
             if var in self.inner:
-                inner, program = self.inner[var]
-                within = functools.partial(_evaluated, program, compute)
+                inner, programs = self.inner[var]
+                within = [functools.partial(_evaluated, program, compute) for program in programs]
                 results = inner.results(within, functools.partial(read, known))
             elif regions is None:
                 given = [read(known, x) for x in equation.invars]
@@ -243,26 +242,36 @@ class Program:
     def programs(self) -> Iterator["Program"]:
         """This one, and those within."""
         yield self
-        for _, program in self.inner.values():
-            yield from program.programs()
+        for _, programs in self.inner.values():
+            for program in programs:
+                if isinstance(program, Program):
+                    yield from program.programs()
 
     def needed(self) -> set[core.Var]:
         """What must be computed: of what regions replace only their leaves and values."""
         return _needed(self.jaxpr.jaxpr, self.regions, self.log_sums)
 
 
-def _evaluated(program: Program, compute: _Compute, *given: Any) -> list[Any]:
-    return program.evaluate(given, compute)
+def _evaluated(program: Program | core.ClosedJaxpr, compute: _Compute, *given: Any) -> list[Any]:
+    if isinstance(program, Program):
+        return program.evaluate(given, compute)
+    return core.jaxpr_as_fun(program)(*given)
 
 
-def _inner_programs(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[Inner, Program]]:
-    """The programs within another one that have attention."""
+def _inner_programs(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[Inner, list[Program | core.ClosedJaxpr]]]:
+    """The programs within another one, where one of them has attention."""
     found = {}
     for inner in inner_of(closed):
-        avals = map(aval_of, inner.jaxpr.jaxpr.invars)
-        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        with contextlib.suppress(NotFusible):
-            found[inner.equation.outvars[0]] = (inner, Program(with_positions(inner.jaxpr), arguments, None))
+        programs: list[Program | core.ClosedJaxpr] = []
+        for jaxpr in inner.jaxprs:
+            avals = map(aval_of, jaxpr.jaxpr.invars)
+            arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+            try:
+                programs.append(Program(with_positions(jaxpr), arguments, None))
+            except NotFusible:
+                programs.append(jaxpr)
+        if any(isinstance(program, Program) for program in programs):
+            found[inner.equation.outvars[0]] = (inner, programs)
     return found
 
 
@@ -331,7 +340,7 @@ def trace(
     return Program(with_positions(jaxpr), arrays, structure, opens_inner=has_inner)
 
 
-UNOPENED = "loops that may end anywhere, and branches, are not opened: fuse what they run"
+UNOPENED = "loops that may end anywhere are not opened: fuse what they run"
 """What is said of attention that may be in them."""
 
 

@@ -1,4 +1,4 @@
-"""Programs within a program: bodies of `jax.lax.scan`, and parts that `jax.checkpoint` computes again for gradients.
+"""Programs within a program: bodies of `scan`, branches, and parts that `jax.checkpoint` computes again for gradients.
 
 Each is looked at by itself and stays what it is: layers are scanned over, and what is not to be kept is not.
 """
@@ -26,24 +26,27 @@ class Inner:
 
     Attributes:
         equation: of the other one.
-        jaxpr: flat; what no argument has a part in, such as masks of positions, is made within.
+        jaxprs: flat, one of each branch; what no argument has a part in, such as masks of positions, is made within.
         shared: operands that it takes as they are.
         rest: of a loop: what goes from step to step, and what has a part for each.
     """
 
     equation: core.JaxprEqn
-    jaxpr: core.ClosedJaxpr
+    jaxprs: tuple[core.ClosedJaxpr, ...]
     shared: tuple[Any, ...]
     rest: tuple[Any, ...] = ()
 
-    def results(self, compute: _Compute, value_of: Callable[[Any], Any]) -> list[Any]:
+    def results(self, computes: Sequence[_Compute], value_of: Callable[[Any], Any]) -> list[Any]:
         """What the equation gives.
 
         Args:
-            compute: what the program within gives, from its arguments.
+            computes: what each program within gives, from its arguments.
             value_of: gives the value of an operand.
         """
         params, shared = self.equation.params, list(map(value_of, self.shared))
+        if self.equation.primitive.name == "cond":
+            return lax.switch(value_of(self.equation.invars[0]), computes, *shared)
+        (compute,) = computes
         if self.equation.primitive.name in CHECKPOINTS:
             return jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])(*shared)
         count = _carried(self.equation)
@@ -77,29 +80,37 @@ def inner_of(closed: core.ClosedJaxpr) -> list[Inner]:
     for equation in jaxpr.eqns:
         if equation.effects or of_arguments.intersection(x for x in equation.invars if isinstance(x, core.Var)):
             of_arguments |= set(equation.outvars)
-        is_again = equation.primitive.name in CHECKPOINTS and not equation.params["differentiated"]
-        if not (is_again or equation.primitive.name == "scan"):
+        bodies, first, rest = _bodies(equation)
+        if not any("dot_general" in primitives(body.jaxpr) for body in bodies):
             continue
-        body = equation.params["jaxpr"]
-        body = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
-        if not {"dot_general"} <= set(primitives(body.jaxpr)):
-            continue
-        count = len(equation.invars)
-        if not is_again:
-            each = zip(equation.invars, body.in_avals, strict=True)
-            count -= _carried(equation) + sum(_rank(x.aval) > _rank(within) for x, within in each)
-        first = equation.invars[:count]
         shared = tuple(x for x in first if isinstance(x, core.Var) and x in of_arguments)
+        flat = []
+        for body in bodies:
 
-        def compute(*given: Any, first: Any = first, shared: Any = shared, body: core.ClosedJaxpr = body) -> list[Any]:
-            known = dict(zip(shared, given, strict=False)) | dict(zip(jaxpr.constvars, closed.consts, strict=True))
-            whole = [*(_made(x, known, producers) for x in first), *given[len(shared) :]]
-            return evaluate(body.jaxpr, body.consts, whole, keep=CHECKPOINTS)
+            def compute(*given: Any, first: Any = first, shared: Any = shared, body: Any = body) -> list[Any]:
+                known = dict(zip(shared, given, strict=False)) | dict(zip(jaxpr.constvars, closed.consts, strict=True))
+                whole = [*(_made(x, known, producers) for x in first), *given[len(shared) :]]
+                return evaluate(body.jaxpr, body.consts, whole, keep=CHECKPOINTS)
 
-        avals = [*map(aval_of, shared), *body.in_avals[count:]]
-        flat, _ = flat_jaxpr(compute, *avals, keep=CHECKPOINTS)
-        found.append(Inner(equation, flat, shared, tuple(equation.invars[count:])))
+            avals = [*map(aval_of, shared), *body.in_avals[len(first) :]]
+            flat.append(flat_jaxpr(compute, *avals, keep=CHECKPOINTS)[0])
+        found.append(Inner(equation, tuple(flat), shared, rest))
     return found
+
+
+def _bodies(equation: core.JaxprEqn) -> tuple[list[core.ClosedJaxpr], tuple[Any, ...], tuple[Any, ...]]:
+    """The programs within an equation, what they take as it is, and other operands; none of other equations."""
+    name, params = equation.primitive.name, equation.params
+    if name in CHECKPOINTS and not params["differentiated"]:
+        return [core.ClosedJaxpr(params["jaxpr"], ())], tuple(equation.invars), ()
+    if name == "cond":
+        return list(params["branches"]), tuple(equation.invars[1:]), ()
+    if name != "scan":
+        return [], (), ()
+    body = params["jaxpr"]
+    each = zip(equation.invars, body.in_avals, strict=True)
+    count = len(equation.invars) - _carried(equation) - sum(_rank(x.aval) > _rank(within) for x, within in each)
+    return [body], tuple(equation.invars[:count]), tuple(equation.invars[count:])
 
 
 def _carried(scan: core.JaxprEqn) -> int:
