@@ -133,7 +133,8 @@ def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
         most = math.sqrt(_LARGEST_PRODUCT / max(1, features))
         return Interval(-most, most)
     is_floating = leaf.source.dtype.kind in "fV" and leaf.source.key is not None
-    if is_floating and (leaf.role in ("score", "distance") or region.score is None):
+    is_known = leaf.source.constant is not None
+    if is_floating and (leaf.role in ("score", "distance") or (region.score is None and not is_known)):
         # A weight that happens to be 0 still has a derivative.
         return _NOTHING_KNOWN
     if leaf.source.key is None and leaf.role != "scalar":
