@@ -6,7 +6,7 @@
   for each head, and perhaps each query, as mixtures of softmaxes and interpretable heads have them, too.
 - A product that sums over nothing scales: it is a multiplication.
 - Zeros beside scores, by `pad`, are further logits, as `concatenate` has them.
-- Batch axes of one index, which `jnp.matmul` leaves out of its products, are batch axes of these.
+- Batch axes of one index, which `jnp.matmul` leaves out of its products, are batch axes of these (`ones.py`).
 
 Only what may be weights or scores is looked at: what exponentials are made into, or of, by operations on elements. A
 product that turns out to be none of attention is computed in full precision, as the sum would be.
@@ -25,6 +25,7 @@ from blockdiag.fusion.dims import MOVES, producers_of, users_of
 from blockdiag.fusion.guards import PASSES
 from blockdiag.fusion.lone import with_query_axes
 from blockdiag.fusion.match import QueryWithoutAxis, attention_count, find_regions
+from blockdiag.fusion.ones import with_batch
 from blockdiag.fusion.trace import aval_of, rewritten
 from blockdiag.fusion.tree import ELEMENTWISE, NotFusible
 
@@ -107,64 +108,9 @@ class _Plain(_Finder):
             case "pad":
                 return self._beside_zeros(equation)
             case "broadcast_in_dim":
-                return self._with_batch(equation)
+                compute = with_batch(equation, self.producer)
+                return compute and (lambda value_of: {equation.outvars[0]: compute(value_of)})
         return None
-
-    def _with_batch(self, equation: core.JaxprEqn) -> _Make | None:
-        """A product of arrays without their axes of one index, which its result has again."""
-        params, inner = equation.params, self.producer(equation.invars[0])
-        order = range(len(aval_of(equation.invars[0]).shape))
-        if inner is not None and inner.primitive.name == "transpose":
-            order, inner = inner.params["permutation"], self.producer(inner.invars[0])
-        if inner is None or inner.primitive.name != "dot_general":
-            return None
-        squeezed = [self.producer(x) for x in inner.invars]
-        if (
-            any(x is None or x.primitive.name != "squeeze" for x in squeezed)
-            or inner.params["out_sharding"] is not None
-        ):
-            return None
-        wholes = [x.invars[0] for x in squeezed if x is not None]
-        removed = [set(x.params["dimensions"]) for x in squeezed if x is not None]
-        both = sorted(removed[0] & removed[1])
-        new = [axis for axis, _ in enumerate(params["shape"]) if axis not in params["broadcast_dimensions"]]
-        is_same = [params["shape"][axis] for axis in params["broadcast_dimensions"]] == list(
-            aval_of(equation.invars[0]).shape
-        )
-        if not both or len(new) != len(both) or not is_same or any(params["shape"][axis] != 1 for axis in new):
-            return None
-        # Of each axis of the operands, as they are, where it is with the axes that both had.
-        kept = [
-            [axis for axis in range(len(aval_of(x).shape)) if axis not in y]
-            for x, y in zip(wholes, removed, strict=True)
-        ]
-        left = [sorted([*x, *both]) for x in kept]
-        places = [[y.index(axis) for axis in x] for x, y in zip(kept, left, strict=True)]
-        ((one, other), (first, second)) = inner.params["dimension_numbers"]
-        numbers = (
-            ([places[0][x] for x in one], [places[1][x] for x in other]),
-            (
-                [*(left[0].index(x) for x in both), *(places[0][x] for x in first)],
-                [*(left[1].index(x) for x in both), *(places[1][x] for x in second)],
-            ),
-        )
-        # The result has the axes of both first.
-        positions = [*new, *(params["broadcast_dimensions"][list(order).index(i)] for i in range(len(order)))]
-
-        def make(value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
-            left, right = (
-                lax.squeeze(value_of(x), sorted(y - set(both))) for x, y in zip(wholes, removed, strict=True)
-            )
-            found = lax.dot_general(
-                left,
-                right,
-                numbers,
-                precision=inner.params["precision"],
-                preferred_element_type=inner.params["preferred_element_type"],
-            )
-            return {equation.outvars[0]: lax.transpose(found, np.argsort(positions))}
-
-        return make
 
     def _scaling(self, equation: core.JaxprEqn) -> _Make | None:
         """A product that sums over nothing, of weights or scores and of what has no axes but those of both."""
