@@ -199,3 +199,43 @@ def test_shapes_of_what_masks_are_made_of_explain():
     for make, argument in ((at_offset, number), (of_segments, segments)):
         (region,) = explain(masked(make))(x, x, x, argument).regions
         assert region.live is None and region.skipped == 0
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda bias: jnp.pad(bias, ((0, 0), (8, 0))),
+        lambda bias: jnp.concatenate([jnp.zeros((TOKENS, 8)), bias], 1),
+        lambda bias: jax.lax.dynamic_update_slice(jnp.zeros((TOKENS, TOKENS)), bias, (0, 8)),
+    ],
+    ids=["pad", "concatenate", "update"],
+)
+def test_what_is_not_chosen_has_no_part_in_gradients(make, implementation):
+    """The logarithm has no derivative before the first place."""
+
+    def function(query, key, value, slope):
+        bias = slope * jnp.log(1.0 + jnp.arange(TOKENS)[:, None] + jnp.arange(TOKENS - 8)[None, :])
+        return jax.nn.softmax(query @ key.mT / 4 + make(bias)[None, None], axis=-1) @ value
+
+    with jax.numpy_dtype_promotion("standard"):
+        given = [*arrays(OPERAND, OPERAND, OPERAND), jnp.float32(0.5)]
+        assert not pairs_of(function, given)
+        found = with_gradients(fuse(function, implementation=implementation), given)
+        assert_alike(found, with_gradients(function, given), 1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_positions_that_start_again(dtype, implementation):
+    """More than their dtype can count."""
+    places = 300
+
+    def function(query, key, value):
+        order = jnp.arange(places, dtype=dtype)
+        mask = order[:, None] >= order[None, :]
+        return jax.nn.softmax(jnp.where(mask[None, None], query @ key.mT, -1e9), axis=-1) @ value
+
+    given = arrays(*[(1, 1, places, 8)] * 3)
+    found = fuse(function, implementation=implementation)(*given)
+    np.testing.assert_allclose(found, function(*given), rtol=2e-5, atol=2e-5)

@@ -84,9 +84,19 @@ def branched(x, *weights):
     return jax.lax.switch(jnp.argmax(x[0, 0, :3]), kinds, x) + jax.lax.cond(x[0, 0, 0] > 0, kinds[1], kinds[0], x)
 
 
+def within_another(x, *weights):
+    """A loop whose body is a loop and little else."""
+
+    def outer(x, w):
+        return scanned(x + w[1][0, 0], *weights)[0], None
+
+    return jax.lax.scan(outer, x, weights)[0]
+
+
 # Each with how many regions there are.
 FUNCTIONS = {"unrolled": (unrolled, LAYERS), "scanned": (scanned, 1), "scanned again": (scanned_again, 1),
-             "mapped": (mapped, 1), "nested": (nested, 2), "branched": (branched, 4)}  # fmt: skip
+             "mapped": (mapped, 1), "nested": (nested, 2), "branched": (branched, 4),
+             "within another": (within_another, 1)}  # fmt: skip
 
 
 def given():
@@ -178,3 +188,19 @@ def test_a_running_softmax_stays():
     explanation = explain(function)(*operands)
     assert len(explanation.regions) == 1 and explanation.unopened is not None
     assert_alike(with_gradients(fuse(function), operands), with_gradients(function, operands))
+
+
+def test_references_in_loops_stay_where_they_are():
+    def function(x, weights):
+        reference = jax.new_ref(weights[0])
+
+        def step(x, w):
+            reference[...] = reference[...] + w
+            return jax.nn.softmax(x @ reference[...] @ x.T) @ x, None
+
+        return jax.lax.scan(step, x, weights)[0]
+
+    operands = arrays((TOKENS, WIDTH), (LAYERS, WIDTH, WIDTH))
+    fused = fuse(function, fallback=True)
+    assert_alike([fused(*operands)], [function(*operands)])
+    assert len(fused.fallbacks) == 1 and "may be in `scan`" in explain(function)(*operands).reason

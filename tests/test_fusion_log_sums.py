@@ -217,6 +217,38 @@ def test_rows_that_see_no_key():
         assert_alike([output[0], log_sum[0]], [expected[0], exact[0]])
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_rows_that_finite_numbers_hide(implementation):
+    """A finite number there, so that sums with a mask stay numbers."""
+
+    def function(query, key, value):
+        seen = jnp.arange(TOKENS) < 7
+        found = jnp.where((seen[:, None] & seen[None, :])[None, None], scores(query, key), -1e9)
+        log_sum = jax.nn.logsumexp(found, -1)
+        output = times(jax.nn.softmax(found), value) * seen[None, None, :, None]
+        return output + jnp.sum(jnp.where(seen[None, None, :], log_sum, 0.0) ** 2)
+
+    with jax.numpy_dtype_promotion("standard"):
+        given = arrays(OPERAND, OPERAND, OPERAND)
+        found = with_gradients(fuse(function, implementation=implementation), given)
+        assert_alike(found, with_gradients(function, given), 1e-4)
+        assert trace(function, given, {}).log_sums
+
+
+def test_a_shift_that_stands_still_in_one_place():
+    """The function's derivative is not that of a log-sum-exp."""
+
+    def function(query, key, value):
+        found = scores(query, key)
+        largest = found.max(-1, keepdims=True)
+        log_sum = jnp.log(jnp.exp(found - jax.lax.stop_gradient(largest)).sum(-1)) + largest[..., 0]
+        return joined(times(jax.nn.softmax(found), value), log_sum)
+
+    given = arrays(OPERAND, OPERAND, OPERAND)
+    assert not trace(function, given, {}).log_sums
+    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+
+
 def test_of_other_scores_stays():
     """The softmax has a mask that the log-sum-exp has not."""
 

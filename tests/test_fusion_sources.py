@@ -137,3 +137,30 @@ def test_weights_that_something_else_uses_are_refused():
 
     with pytest.raises(NotFusible, match="`concatenate` of scores"):
         fuse(function)(*arrays(OPERAND, OPERAND, OPERAND, MEMORY, MEMORY))
+
+
+@pytest.mark.parametrize(
+    "spread", [lambda total: total, lambda total: total[None, :]], ids=["keepdims forgotten", "along queries"]
+)
+def test_sums_along_other_axes_are_not_repaired(spread):
+    """As many queries as keys: each power over the sum of another row."""
+
+    def function(query, first, second, value):
+        scores = jnp.concatenate([query @ first.T, query @ second.T], -1)
+        powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+        total = spread(powers.sum(-1))
+        return (powers / jnp.broadcast_to(total, powers.shape)) @ value
+
+    with pytest.raises(NotFusible):
+        fuse(function)(*arrays((12, 8), (4, 8), (8, 8), (12, 8)))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_products_by_matmul_with_a_batch_of_one(batch):
+    def function(query, key, value, memory_key, memory_value):
+        scores = jnp.concatenate([query @ memory_key.mT, query @ key.mT], -1)
+        return jax.nn.softmax(scores) @ jnp.concatenate([memory_value, value], -2)
+
+    given = arrays(*[(batch, *x[1:]) for x in (OPERAND, OPERAND, OPERAND, MEMORY, MEMORY)])
+    assert len(explain(function)(*given).regions) == 2
+    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))

@@ -302,7 +302,7 @@ class _Places:
         found = None
         for operand, end, size in reversed(list(zip(equation.invars, ends, sizes, strict=True))):
             inner = [*places]
-            inner[along] = _Place(index - (end - size)) if size > 1 else self._first()
+            inner[along] = _Place(_within(index - (end - size), size)) if size > 1 else self._first()
             value = self._at(operand, inner, value_of)
             found = value if found is None else _chosen(index < end, value, found)
         return found
@@ -339,7 +339,7 @@ class _Places:
                 continue
             test = (place.index >= first) & (place.index < first + shape[axis])
             is_inside = test if is_inside is None else _both(is_inside, test)
-            inner.append(_Place(place.index - first) if shape[axis] > 1 else self._first())
+            inner.append(_Place(_within(place.index - first, shape[axis])) if shape[axis] > 1 else self._first())
         value = self._at(inside, inner, value_of)
         return value if is_inside is None else _chosen(is_inside, value, around)
 
@@ -359,6 +359,11 @@ class _Places:
         for axis, first in zip(numbers.scatter_dims_to_operand_dims, known, strict=True):
             starts[axis] = int(first)
         return starts
+
+
+def _within(index: Any, size: int) -> Any:
+    """Places that an axis has: what is computed elsewhere is not chosen, but might have no finite derivative."""
+    return lax.clamp(jnp.int32(0), index, jnp.int32(size - 1))
 
 
 def _remainder(number: Any, size: int) -> Any:

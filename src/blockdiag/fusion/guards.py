@@ -142,6 +142,10 @@ class Guards:
             return False
         return all(self.is_same(x, y, depth - 1) for x, y in zip(one.invars, other.invars, strict=True))
 
+    def is_same_at(self, one: tuple[object, tuple[Dim, ...]], other: tuple[object, tuple[Dim, ...]] | None) -> bool:
+        """Whether two values are the same, along the same axes."""
+        return other is not None and one[1] == other[1] and self.is_same(one[0], other[0])
+
     def is_negligible(self, var: object, powers: Powers) -> bool:
         """Whether a number is lost beside a sum of exponentials of which the largest is 1."""
         term = self.skip_moves(var)

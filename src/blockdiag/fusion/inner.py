@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.dims import producers_of
-from blockdiag.fusion.trace import aval_of, bind, evaluate, flat_jaxpr, primitives, read
+from blockdiag.fusion.trace import aval_of, bind, evaluate, flat_jaxpr, has_primitive, read
 
 CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 """What parts that are computed again are called in programs."""
@@ -81,7 +81,9 @@ def inner_of(closed: core.ClosedJaxpr) -> list[Inner]:
         if equation.effects or of_arguments.intersection(x for x in equation.invars if isinstance(x, core.Var)):
             of_arguments |= set(equation.outvars)
         bodies, first, rest = _bodies(equation)
-        if not any("dot_general" in primitives(body.jaxpr) for body in bodies):
+        # What a reference holds is read where it is: such bodies stay as they are.
+        has_references = any(hasattr(x.aval, "inner_aval") for x in equation.invars)
+        if has_references or not any(has_primitive(body.jaxpr, "dot_general") for body in bodies):
             continue
         shared = tuple(x for x in first if isinstance(x, core.Var) and x in of_arguments)
         flat = []

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from blockdiag.fusion.dims import broadcast_dims, labels_of
-from blockdiag.fusion.guards import PASSES, Guards, NoMatch, is_along_keys, key_axes
+from blockdiag.fusion.guards import CASTS, Guards, NoMatch, is_along_keys, key_axes
 from blockdiag.fusion.trace import aval_of, has_effects
-from blockdiag.fusion.tree import ROWS, Dim, LogSum, Region
+from blockdiag.fusion.tree import ROWS, Dim, LogSum, Region, nodes_of
+
+_HIDDEN = -1e9
+"""Of rows that finite numbers hide."""
 
 
 def log_sums(
@@ -58,7 +62,8 @@ def _log_sums(
     if power_shape != whole or not is_along_keys(total, kept, dims):
         return []
     try:
-        shift = guards.shift(power.invars[0], dims)
+        # One that stands still is another one.
+        shift = guards.shift(power.invars[0], dims, CASTS)
         if not guards.is_same(guards.skip(guards.unshifted(power.invars[0], dims)), guards.skip(scores)):
             return []
         own = with_ones(inner, total.outvars[0], kept)
@@ -91,7 +96,7 @@ def _with_shift(
             if own is None:
                 continue
             given = broadcast_dims(joined.invars[other], shape, own)
-            if guards.through_moves(joined.invars[other], given, PASSES) == shift:
+            if guards.is_same_at(guards.through_moves(joined.invars[other], given), shift):
                 found.append((joined.outvars[0], own))
                 break
     return found
@@ -119,6 +124,9 @@ class Wanted:
         """
         labels = [label for dim in self.dims if isinstance(dim, tuple) for label in dim]
         own = (*self.region.batch, ROWS)
+        if not any(x.kind == "number" and np.any(np.isneginf(x.number)) for x in nodes_of(self.region.score)):
+            # Masks are finite, as far as is known.
+            log_sum = jnp.maximum(log_sum, _HIDDEN)
         # It is the same along axes that values alone have.
         kept = log_sum[tuple(slice(None) if label in labels else 0 for label in own)]
         rest = [label for label in own if label in labels]

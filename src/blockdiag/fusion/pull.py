@@ -168,6 +168,8 @@ class Puller:
         if name == "slice":
             return self.node(operands[0], self._at_one_index(equation, dims))
         if name == "iota":
+            if _wraps(equation):
+                raise Unpullable("`iota` of numbers that start again")
             return self._leaf(*self._positions(equation, dims))
         if name == "dot_general":
             return self._product(equation, dims)
@@ -308,7 +310,7 @@ class Puller:
             # A leaf is what is in memory: its axes may lie in any order.
             equation = self.producers.get(source)
             name = None if equation is None else equation.primitive.name
-            if equation is not None and name == "iota":
+            if equation is not None and name == "iota" and not _wraps(equation):
                 source, dims = self._positions(equation, dims)
                 break
             if name == "pvary" and equation is not None and isinstance(equation.invars[0], core.Var):
@@ -510,6 +512,12 @@ class Puller:
             with contextlib.suppress(Unpullable):
                 found = [self.moved(equation, dims)]
         return found
+
+
+def _wraps(iota: core.JaxprEqn) -> bool:
+    """Whether positions are more than their dtype can count."""
+    dtype, size = iota.params["dtype"], iota.params["shape"][iota.params["dimension"]]
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and size - 1 > jnp.iinfo(dtype).max
 
 
 def _is_number(operand: Any, shape: tuple[int, ...]) -> bool:

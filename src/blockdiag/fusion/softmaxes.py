@@ -250,8 +250,10 @@ class Softmaxes(Guards):
             below = None if inner is None else self.producer(self.skip(inner.invars[0]))
             if inner is None or below is None or below.primitive.name != "sub":
                 continue
-            taken = self.through_moves(joined.invars[other], given[other], PASSES)
-            if self.shift(inner.invars[0], dims) == taken and self.skip(below.invars[0]) is scores:
+            # What stands still in one of both has another derivative.
+            taken = self.through_moves(joined.invars[other], given[other])
+            is_taken = self.is_same_at(taken, self.shift(inner.invars[0], dims, CASTS))
+            if is_taken and self.skip(below.invars[0]) is scores:
                 return self._score(inner, dims, (), None)
         raise NoMatch
 

@@ -17,11 +17,11 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.apart import Part, Plan, Stays, producer_of, slices_of
-from blockdiag.fusion.dims import producers_of, users_of
+from blockdiag.fusion.dims import MOVES, broadcast_dims, moved_dims, producers_of, users_of
 from blockdiag.fusion.guards import CASTS, PASSES
 from blockdiag.fusion.match import attention_count
 from blockdiag.fusion.trace import aval_of, bind, rewritten
-from blockdiag.fusion.tree import ELEMENTWISE
+from blockdiag.fusion.tree import ELEMENTWISE, Dim, Unpullable
 
 type _Producers = Mapping[core.Var, core.JaxprEqn]
 type _ValueOf = Callable[[Any], Any]
@@ -81,24 +81,47 @@ def _joined(quotient: core.JaxprEqn, producers: _Producers) -> _Joined | None:
     if quotient.primitive.name != "div":
         return None
     power = producer_of(_skip(quotient.invars[0], producers), producers)
-    total = producer_of(_skip(quotient.invars[1], producers, ("broadcast_in_dim", "reshape", *CASTS)), producers)
-    if power is None or power.primitive.name != "exp" or total is None or total.primitive.name != "reduce_sum":
+    total = _reduction(quotient, 1, "reduce_sum", producers)
+    if power is None or power.primitive.name != "exp" or total is None:
         return None
     shape = aval_of(quotient.outvars[0]).shape
-    if _skip(total.invars[0], producers) is not power.outvars[0] or len(total.params["axes"]) != 1:
+    if _skip(total.invars[0], producers) is not power.outvars[0]:
         return None
     (axis,) = total.params["axes"]
     shifted = producer_of(_skip(power.invars[0], producers), producers)
     scores = power.invars[0]
     if shifted is not None and shifted.primitive.name == "sub":
-        passes = ("broadcast_in_dim", "reshape", "max", "select_n", *PASSES)
-        largest = producer_of(_skip(shifted.invars[1], producers, passes), producers)
-        if largest is not None and largest.primitive.name == "reduce_max" and largest.params["axes"] == (axis,):
+        largest = _reduction(shifted, 1, "reduce_max", producers)
+        if largest is not None and largest.params["axes"] == (axis,):
             scores = shifted.invars[0]
     bounds = _bounds(scores, axis, producers)
     if bounds is None or bounds[-1] != shape[axis]:
         return None
     return _Joined(scores, axis, bounds, aval_of(quotient.outvars[0]).dtype)
+
+
+def _reduction(user: core.JaxprEqn, place: int, name: str, producers: _Producers) -> core.JaxprEqn | None:
+    """The reduction along one axis that an operand is, the same along that axis; None of anything else."""
+    var, shape = user.invars[place], aval_of(user.outvars[0]).shape
+    labels: tuple[Dim, ...] = tuple((f"a{axis}",) for axis in range(len(shape)))
+    sizes = {f"a{axis}": size for axis, size in enumerate(shape)}
+    dims = broadcast_dims(var, shape, labels)
+    while (equation := producer_of(var, producers)) is not None:
+        step = equation.primitive.name
+        if step in MOVES:
+            try:
+                dims = moved_dims(equation, dims, sizes)
+            except Unpullable:
+                return None
+        elif step not in (*PASSES, "max", "select_n"):
+            break
+        var = equation.invars[0] if step in MOVES else equation.invars[-1]
+    if equation is None or equation.primitive.name != name or len(equation.params["axes"]) != 1:
+        return None
+    (axis,) = equation.params["axes"]
+    # Labels of one index may be lost on the way.
+    found = [label for dim in dims if isinstance(dim, tuple) for label in dim if sizes[label] > 1]
+    return equation if found == [x for i, x in enumerate(sizes) if i != axis and sizes[x] > 1] else None
 
 
 def _skip(var: Any, producers: _Producers, passes: Sequence[str] = CASTS) -> Any:

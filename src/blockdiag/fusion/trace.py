@@ -114,7 +114,18 @@ def rewritten(
                     known |= replacement(functools.partial(read, known))
         return [read(known, x) for x in jaxpr.outvars]
 
-    return jax.make_jaxpr(whole)(*closed.in_avals)
+    return _without_unused(jax.make_jaxpr(whole)(*closed.in_avals))
+
+
+def _without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same program without equations that nobody needs: users of a value are looked at."""
+    needed = {x for x in closed.jaxpr.outvars if isinstance(x, core.Var)}
+    kept = []
+    for equation in reversed(closed.jaxpr.eqns):
+        if has_effects(equation) or any(x in needed for x in equation.outvars):
+            kept.append(equation)
+            needed |= {x for x in equation.invars if isinstance(x, core.Var)}
+    return core.ClosedJaxpr(closed.jaxpr.replace(eqns=kept[::-1]), closed.consts)
 
 
 def read(known: dict[core.Var, Any], operand: Any) -> Any:
@@ -224,9 +235,14 @@ def loop_with_attention(equations: Sequence[core.JaxprEqn]) -> core.JaxprEqn | N
 
 
 def _inside(equation: core.JaxprEqn) -> set[str]:
-    """The names of all primitives in an equation's programs."""
+    """The names of all primitives in an equation's programs, and in those within."""
     inner = [x for param in equation.params.values() for x in (param if isinstance(param, tuple) else (param,))]
-    return {name for x in inner if isinstance(x, core.ClosedJaxpr) for name in primitives(x.jaxpr)}
+    programs = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in inner]
+    found: set[str] = set()
+    for program in programs:
+        if isinstance(program, core.Jaxpr):
+            found |= {x.primitive.name for x in program.eqns}.union(*map(_inside, program.eqns))
+    return found
 
 
 def primitives(jaxpr: core.Jaxpr) -> Iterator[str]:
@@ -236,3 +252,8 @@ def primitives(jaxpr: core.Jaxpr) -> Iterator[str]:
         inner = body_of(equation)
         if inner is not None:
             yield from primitives(inner.jaxpr)
+
+
+def has_primitive(jaxpr: core.Jaxpr, name: str) -> bool:
+    """Whether a primitive is anywhere in a program, in loops and branches, too."""
+    return any(name == x.primitive.name or name in _inside(x) for x in jaxpr.eqns)
