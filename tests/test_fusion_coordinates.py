@@ -239,3 +239,20 @@ def test_positions_that_start_again(dtype, implementation):
     given = arrays(*[(1, 1, places, 8)] * 3)
     found = fuse(function, implementation=implementation)(*given)
     np.testing.assert_allclose(found, function(*given), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_offsets_of_each_sequence(implementation):
+    """A slice that is mapped begins elsewhere for each index."""
+
+    def one(query, key, value, offset):
+        mask = jax.lax.dynamic_slice(causal(LONGEST, TOKENS), (offset, 0), (TOKENS, TOKENS))
+        return jax.nn.softmax(jnp.where(mask[None], query @ key.mT / 4, -1e9), axis=-1) @ value
+
+    def function(*given):
+        return jax.vmap(one)(*given)
+
+    given = [*arrays(OPERAND, OPERAND, OPERAND), jnp.asarray([3, 60])]
+    assert not pairs_of(function, given)
+    found = fuse(function, implementation=implementation)(*given)
+    np.testing.assert_allclose(found, function(*given), rtol=2e-5, atol=2e-5)

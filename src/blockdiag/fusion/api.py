@@ -262,17 +262,31 @@ def _inner_programs(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[Inner, lis
     """The programs within another one, where one of them has attention."""
     found = {}
     for inner in inner_of(closed):
-        programs: list[Program | core.ClosedJaxpr] = []
-        for jaxpr in inner.jaxprs:
-            avals = map(aval_of, jaxpr.jaxpr.invars)
-            arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-            try:
-                programs.append(Program(with_positions(jaxpr), arguments, None))
-            except NotFusible:
-                programs.append(jaxpr)
-        if any(isinstance(program, Program) for program in programs):
-            found[inner.equation.outvars[0]] = (inner, programs)
+        ways = [(inner, _opened(inner))]
+        if inner.hoisted is not None:
+            # What is made of less before a loop is made within, where it is no array of pairs then.
+            ways.append((inner.hoisted, _opened(inner.hoisted)))
+        best = min(ways, key=lambda one: _pairs([x for each in _within(one[1]) for x in each.all_regions()]))
+        if _within(best[1]):
+            found[inner.equation.outvars[0]] = best
     return found
+
+
+def _opened(inner: Inner) -> list[Program | core.ClosedJaxpr]:
+    """The programs of what is within, those without attention as they are."""
+    programs: list[Program | core.ClosedJaxpr] = []
+    for jaxpr in inner.jaxprs:
+        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(aval_of, jaxpr.jaxpr.invars)]
+        try:
+            programs.append(Program(with_positions(jaxpr), arguments, None))
+        except NotFusible:
+            programs.append(jaxpr)
+    return programs
+
+
+def _within(programs: Sequence[Program | core.ClosedJaxpr]) -> list[Program]:
+    """Those that have attention, and those within."""
+    return [x for program in programs if isinstance(program, Program) for x in program.programs()]
 
 
 def _with_checkpoints(closed: core.ClosedJaxpr, arrays: Sequence[Any], structure: Any) -> Program:
@@ -323,7 +337,8 @@ def trace(
         if len(after) != len(whole) or any(x is not y for x, y in zip(after, whole, strict=True)):
             raise NotFusible(
                 "the function changes what is in an argument, as modules of nnx do that count dropout or keep running "
-                "averages, and the change would be lost: fuse the function of arrays that computes attention"
+                "averages, and the change would be lost: fuse the function of arrays that computes attention, or have "
+                "the function change a copy"
             )
         return results
 

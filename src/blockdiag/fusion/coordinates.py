@@ -267,31 +267,39 @@ class _Places:
         return inner
 
     def _gathered(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Any:
-        """Elements at given indices of one axis.
+        """Elements of windows that begin at given indices.
 
         Raises:
-            _Stays: they are given for several.
+            _Stays: what lies beyond the ends is NaN, or the array has batch axes of its own.
         """
         operand, indices = equation.invars
         numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
         shape, sizes = aval_of(operand).shape, equation.params["slice_sizes"]
-        axes = numbers.collapsed_slice_dims
-        is_one = len(axes) == 1 and tuple(numbers.start_index_map) == tuple(axes) and not numbers.operand_batching_dims
-        if not is_one or any(size != (1 if i in axes else shape[i]) for i, size in enumerate(sizes)):
-            raise _Stays
         fill = equation.params["fill_value"]
-        if mode == lax.GatherScatterMode.FILL_OR_DROP and fill is None:
+        fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+        if numbers.operand_batching_dims or (fills and fill is None):
             raise _Stays
         given = [place for axis, place in enumerate(places) if axis not in numbers.offset_dims]
-        index = lax.convert_element_type(self._at(indices, [*given, self._first()], value_of), jnp.int32)
-        last = shape[axes[0]] - 1
-        rest = iter(places[axis] for axis in numbers.offset_dims)
-        inner = [_Place(lax.clamp(0, index, last)) if axis in axes else next(rest) for axis in range(len(shape))]
+        windows = iter(places[axis] for axis in numbers.offset_dims)
+        inner, is_inside = [], None
+        for axis, (whole, size) in enumerate(zip(shape, sizes, strict=True)):
+            window = self._first() if axis in numbers.collapsed_slice_dims else next(windows)
+            if axis not in numbers.start_index_map:
+                if size != whole:
+                    raise _Stays
+                inner.append(window)
+                continue
+            number = jnp.full((1,) * len(self._shape), numbers.start_index_map.index(axis), jnp.int32)
+            start = self._at(indices, [*given, _Place(number)], value_of)
+            start = lax.convert_element_type(start, jnp.int32)
+            if fills:
+                test = (start >= 0) & (start <= whole - size)
+                is_inside = test if is_inside is None else _both(is_inside, test)
+            inner.append(_Place(_within(start, whole - size + 1) + window.index))
         value = self._at(operand, inner, value_of)
-        if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        if is_inside is None:
             return value
-        filled = jnp.full((1,) * len(self._shape), fill, aval_of(operand).dtype)
-        return _chosen((index >= 0) & (index <= last), value, filled)
+        return _chosen(is_inside, value, jnp.full((1,) * len(self._shape), fill, aval_of(operand).dtype))
 
     def _joined(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Any:
         """Elements of several arrays side by side."""

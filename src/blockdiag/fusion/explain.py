@@ -14,6 +14,7 @@ from jax.extend import core
 from blockdiag.fusion.api import UNOPENED, Program, is_fused, trace
 from blockdiag.fusion.dims import MOVES, place_of, producers_of
 from blockdiag.fusion.guards import CASTS
+from blockdiag.fusion.inner import OPENED
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
 from blockdiag.fusion.tiles import leaf_array, value_columns
@@ -240,7 +241,8 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
                 if not set(equation.outvars) & computed
             )
             scores += _scores_outside(inner, found)
-        loop = loop_with_attention([x for x in program.jaxpr.jaxpr.eqns if not program.inner.keys() & set(x.outvars)])
+        equations = [x for inner in program.programs() for x in inner.jaxpr.jaxpr.eqns]
+        loop = loop_with_attention([x for x in equations if x.primitive.name not in OPENED])
         unopened = None
         if loop is not None:
             unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {UNOPENED}"

@@ -3,19 +3,29 @@
 Each is looked at by itself and stays what it is: layers are scanned over, and what is not to be kept is not.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import producers_of
+from blockdiag.fusion.dims import MOVES, producers_of
+from blockdiag.fusion.guards import PASSES
 from blockdiag.fusion.trace import aval_of, bind, evaluate, flat_jaxpr, has_primitive, read
+from blockdiag.fusion.tree import ELEMENTWISE
 
 CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 """What parts that are computed again are called in programs."""
+
+OPENED = CHECKPOINTS | {"scan", "cond"}
+"""Equations whose programs are looked at."""
+
+# How many times larger an array is than what it is made of, if it is made within a loop.
+_LARGER = 8
+_MADE = ELEMENTWISE | {*MOVES, *PASSES, "gather", "iota"}
 
 type _Compute = Callable[..., list[Any]]
 
@@ -29,12 +39,14 @@ class Inner:
         jaxprs: flat, one of each branch; what no argument has a part in, such as masks of positions, is made within.
         shared: operands that it takes as they are.
         rest: of a loop: what goes from step to step, and what has a part for each.
+        hoisted: the same, where large arrays that are made of small ones before, such as masks, are made within.
     """
 
     equation: core.JaxprEqn
     jaxprs: tuple[core.ClosedJaxpr, ...]
     shared: tuple[Any, ...]
     rest: tuple[Any, ...] = ()
+    hoisted: "Inner | None" = None
 
     def results(self, computes: Sequence[_Compute], value_of: Callable[[Any], Any]) -> list[Any]:
         """What the equation gives.
@@ -80,24 +92,57 @@ def inner_of(closed: core.ClosedJaxpr) -> list[Inner]:
     for equation in jaxpr.eqns:
         if equation.effects or of_arguments.intersection(x for x in equation.invars if isinstance(x, core.Var)):
             of_arguments |= set(equation.outvars)
-        bodies, first, rest = _bodies(equation)
+        bodies, first, _ = _bodies(equation)
         # What a reference holds is read where it is: such bodies stay as they are.
         has_references = any(hasattr(x.aval, "inner_aval") for x in equation.invars)
         if has_references or not any(has_primitive(body.jaxpr, "dot_general") for body in bodies):
             continue
-        shared = tuple(x for x in first if isinstance(x, core.Var) and x in of_arguments)
-        flat = []
-        for body in bodies:
-
-            def compute(*given: Any, first: Any = first, shared: Any = shared, body: Any = body) -> list[Any]:
-                known = dict(zip(shared, given, strict=False)) | dict(zip(jaxpr.constvars, closed.consts, strict=True))
-                whole = [*(_made(x, known, producers) for x in first), *given[len(shared) :]]
-                return evaluate(body.jaxpr, body.consts, whole, keep=CHECKPOINTS)
-
-            avals = [*map(aval_of, shared), *body.in_avals[len(first) :]]
-            flat.append(flat_jaxpr(compute, *avals, keep=CHECKPOINTS)[0])
-        found.append(Inner(equation, tuple(flat), shared, rest))
+        shared = [x for x in first if isinstance(x, core.Var) and x in of_arguments]
+        small = dict.fromkeys(y for x in shared for y in _made_of(x, producers) if y in of_arguments)
+        whole = _opened(closed, producers, equation, tuple(shared))
+        if list(small) != shared:
+            whole = replace(whole, hoisted=_opened(closed, producers, equation, tuple(small)))
+        found.append(whole)
     return found
+
+
+def _opened(
+    closed: core.ClosedJaxpr, producers: dict[core.Var, core.JaxprEqn], equation: core.JaxprEqn, shared: tuple[Any, ...]
+) -> Inner:
+    """The programs within an equation, as functions of some arrays that all else is made of."""
+    bodies, first, rest = _bodies(equation)
+
+    def flat(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
+        def compute(*given: Any) -> list[Any]:
+            known = dict(zip(shared, given, strict=False))
+            known |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+            whole = [*(_made(x, known, producers) for x in first), *given[len(shared) :]]
+            return evaluate(body.jaxpr, body.consts, whole, keep=CHECKPOINTS)
+
+        avals = [*map(aval_of, shared), *body.in_avals[len(first) :]]
+        return flat_jaxpr(compute, *avals, keep=CHECKPOINTS)[0]
+
+    return Inner(equation, tuple(map(flat, bodies)), shared, rest)
+
+
+def _made_of(var: core.Var, producers: Mapping[core.Var, core.JaxprEqn]) -> list[core.Var]:
+    """Small arrays that a large one is made of, element by element and by moves; itself where it is of large ones."""
+    most = math.prod(aval_of(var).shape) // _LARGER
+    found: dict[core.Var, None] = {}
+    waiting, seen = [var], set()
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if math.prod(aval_of(one).shape) <= most:
+            found[one] = None
+            continue
+        equation = producers.get(one)
+        if equation is None or equation.effects or equation.primitive.name not in _MADE:
+            return [var]
+        waiting += [x for x in equation.invars if isinstance(x, core.Var)]
+    return list(found) or [var]
 
 
 def _bodies(equation: core.JaxprEqn) -> tuple[list[core.ClosedJaxpr], tuple[Any, ...], tuple[Any, ...]]:
