@@ -334,7 +334,7 @@ def trace(
         inner_args, inner_kwargs = jax.tree.unflatten(tree, whole)
         results = function(*inner_args, **inner_kwargs)
         after = jax.tree.leaves((inner_args, inner_kwargs))
-        if len(after) != len(whole) or any(x is not y for x, y in zip(after, whole, strict=True)):
+        if len(after) != len(whole) or not all(map(_is_same, after, whole)):
             raise NotFusible(
                 "the function changes what is in an argument, as modules of nnx do that count dropout or keep running "
                 "averages, and the change would be lost: fuse the function of arrays that computes attention, or have "
@@ -353,6 +353,11 @@ def trace(
     if has_checkpoints(jaxpr.jaxpr):
         return _with_checkpoints(jaxpr, arrays, structure)
     return Program(with_positions(jaxpr), arrays, structure, opens_inner=has_inner)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether a leaf of the arguments is what it was; numbers and text may be made anew."""
+    return one is other or (isinstance(one, bool | int | float | complex | str) and one == other)
 
 
 UNOPENED = "loops that may end anywhere are not opened: fuse what they run"
