@@ -39,6 +39,18 @@ FORMS = {
 exactly = jax.default_matmul_precision("highest")
 
 
+def check(module, name, dtype):
+    """A function of the CPU's tests, of three operands and what else it takes."""
+    function, *shapes = module.FUNCTIONS[name]
+    given = [x.astype(dtype) for x in module.arrays(*[module.OPERAND] * 3, *shapes)]
+    fused = fuse(function, implementation="triton")
+    with exactly, jax.numpy_dtype_promotion("standard"):
+        if dtype == "float32":
+            assert_alike(with_gradients(fused, given), with_gradients(function, given))
+        else:
+            assert_as_good_as_written(function, fused, given)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_sixteen_bits_are_as_good_as_written(name):
     module, function = FORMS[name]
@@ -68,15 +80,7 @@ def test_operations_that_kernels_spell_out(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", test_fusion_respelled.FUNCTIONS)
 def test_products_that_are_written_as_something_else(name, dtype):
-    function, *shapes = test_fusion_respelled.FUNCTIONS[name]
-    operand = test_fusion_respelled.OPERAND
-    given = [x.astype(dtype) for x in test_fusion_respelled.arrays(operand, operand, operand, *shapes)]
-    fused = fuse(function, implementation="triton")
-    with exactly, jax.numpy_dtype_promotion("standard"):
-        if dtype == "float32":
-            assert_alike(with_gradients(fused, given), with_gradients(function, given))
-        else:
-            assert_as_good_as_written(function, fused, given)
+    check(test_fusion_respelled, name, dtype)
 
 
 @pytest.mark.parametrize("powers", test_fusion_late_division.POWERS)
@@ -88,15 +92,7 @@ def test_softmaxes_that_are_divided_after_the_product(powers):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", test_fusion_log_sums.FUNCTIONS)
 def test_log_sum_exps_that_the_function_uses(name, dtype):
-    function, *shapes = test_fusion_log_sums.FUNCTIONS[name]
-    operand = test_fusion_log_sums.OPERAND
-    given = [x.astype(dtype) for x in test_fusion_log_sums.arrays(operand, operand, operand, *shapes)]
-    fused = fuse(function, implementation="triton")
-    with exactly, jax.numpy_dtype_promotion("standard"):
-        if dtype == "float32":
-            assert_alike(with_gradients(fused, given), with_gradients(function, given))
-        else:
-            assert_as_good_as_written(function, fused, given)
+    check(test_fusion_log_sums, name, dtype)
 
 
 @pytest.mark.parametrize("name", ["evoformer", "wide"])

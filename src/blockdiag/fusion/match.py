@@ -152,7 +152,7 @@ def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched]) -> list[_Match]:
         for side in (0, 1):
             # What another attention gives is in memory, whatever it is made of.
             results = frozenset(match.result for match in found)
-            result, regions = _regions_of(jaxpr, equation, side, unmatched, results)
+            result, regions = _regions_of(_Sought(jaxpr, equation, side, results), unmatched)
             if regions:
                 sides.append(_Match(equation, side, result, regions))
             if any(region.score is not None for region in regions):
@@ -166,7 +166,7 @@ def is_attention(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> bool:
     """Whether a product is of values and of weights that are made tile by tile."""
     for side in (0, 1):
         try:
-            _, regions = _regions_of(jaxpr, product, side, [])
+            _, regions = _regions_of(_Sought(jaxpr, product, side), [])
         except NotFusible:
             continue
         if regions:
@@ -179,36 +179,42 @@ def attention_count(jaxpr: core.Jaxpr) -> int:
     return sum(x.primitive.name == "dot_general" and is_attention(jaxpr, x) for x in jaxpr.eqns)
 
 
-def _regions_of(
-    jaxpr: core.Jaxpr,
-    equation: core.JaxprEqn,
-    side: int,
-    unmatched: list[_Unmatched],
-    results: frozenset[core.Var] = frozenset(),
-) -> tuple[core.Var, tuple[Region, ...]]:
-    """The regions of a product one side of which has probabilities, and the variable whose value they are.
+@dataclass(frozen=True)
+class _Sought:
+    """A product one side of which may have probabilities.
 
-    None where it has not, which is added to `unmatched`.
-
-    Args:
-        results: of attention.
+    Attributes:
+        results: of other attention.
     """
+
+    jaxpr: core.Jaxpr
+    equation: core.JaxprEqn
+    side: int
+    results: frozenset[core.Var] = frozenset()
+
+
+def _regions_of(sought: _Sought, unmatched: list[_Unmatched]) -> tuple[core.Var, tuple[Region, ...]]:
+    """The regions of a product, and the variable whose value they are.
+
+    None where no side has probabilities, which is added to `unmatched`.
+    """
+    equation, side = sought.equation, sought.side
     weights = equation.invars[side]
     if isinstance(weights, core.Literal):
         return equation.outvars[0], ()
     rest: list[_Unmatched] = []
     refusal, found = None, None
     try:
-        found = _regions_beside(results, {}, jaxpr, equation, side, rest)
+        found = _regions_beside(sought, {}, rest)
     except NotFusible as failure:
         refusal = failure
     # Batch axes that scores had apart may be one axis of their weights.
     summed = equation.params["dimension_numbers"][0][side]
-    parts = {} if found is not None and found[1] else parts_of(producers_of(jaxpr), weights)
+    parts = {} if found is not None and found[1] else parts_of(producers_of(sought.jaxpr), weights)
     parts = {axis: each for axis, each in parts.items() if axis not in summed}
     if parts:
         with contextlib.suppress(NotFusible):
-            divided = _regions_beside(results, parts, jaxpr, equation, side, [])
+            divided = _regions_beside(sought, parts, [])
             if divided[1]:
                 return divided
     if found is None:
@@ -219,12 +225,7 @@ def _regions_of(
 
 
 def _regions_beside(
-    results: frozenset[core.Var],
-    parts: dict[int, tuple[int, ...]],
-    jaxpr: core.Jaxpr,
-    equation: core.JaxprEqn,
-    side: int,
-    unmatched: list[_Unmatched],
+    sought: _Sought, parts: dict[int, tuple[int, ...]], unmatched: list[_Unmatched]
 ) -> tuple[core.Var, tuple[Region, ...]]:
     """`_regions_with`; products of which something is known of whole rows are arrays beside the scores of others."""
     stored: frozenset[core.Var] = frozenset()
@@ -232,7 +233,7 @@ def _regions_beside(
     while True:
         rest: list[_Unmatched] = []
         try:
-            found = _regions_with(results, stored, parts, jaxpr, equation, side, rest)
+            found = _regions_with(sought, stored, parts, rest)
         except MadeOfScores as failure:
             if failure.products <= stored or not failure.others - stored:
                 raise refusal or failure from None
@@ -250,13 +251,7 @@ def _regions_beside(
 
 
 def _regions_with(
-    results: frozenset[core.Var],
-    stored: frozenset[core.Var],
-    parts: dict[int, tuple[int, ...]],
-    jaxpr: core.Jaxpr,
-    equation: core.JaxprEqn,
-    side: int,
-    unmatched: list[_Unmatched],
+    sought: _Sought, stored: frozenset[core.Var], parts: dict[int, tuple[int, ...]], unmatched: list[_Unmatched]
 ) -> tuple[core.Var, tuple[Region, ...]]:
     """`_regions_of`, with more than one label for some axes of weights.
 
@@ -264,6 +259,7 @@ def _regions_with(
         stored: products that are arrays in memory.
         parts: of these axes, which are not summed over: the sizes of their labels.
     """
+    jaxpr, equation, side = sought.jaxpr, sought.equation, sought.side
     replaced = equation.outvars[0]
     contracted, shared = equation.params["dimension_numbers"]
     weights, value = equation.invars[side], equation.invars[1 - side]
@@ -315,7 +311,7 @@ def _regions_with(
         + (weight_axes + value_axes if side == 0 else value_axes + weight_axes)
     )
     matcher = Matcher(jaxpr, sizes, batch)
-    matcher.puller.results, matcher.puller.stored = results, stored
+    matcher.puller.results, matcher.puller.stored = sought.results, stored
     reason, refused = "", ""
     try:
         terms = matcher.terms(weights, tuple(dims[side]))
