@@ -54,6 +54,13 @@ MASKS = {
     "repeated": lambda: jnp.repeat(jnp.repeat(causal(8, 8), 5, axis=0), 5, axis=1),
     "Kronecker product": lambda: jnp.kron(jnp.eye(4), jnp.ones((10, 10))) > 0,
     "diagonal blocks": lambda: jax.scipy.linalg.block_diag(*[jnp.ones((n, n)) for n in (7, 20, 13)]) > 0,
+    "rows and columns apart": lambda: (
+        jax.lax.ge(
+            jax.lax.broadcasted_iota(jnp.int32, (LONGEST, 1), 0) + 1,
+            jax.lax.broadcasted_iota(jnp.int32, (1, LONGEST), 1),
+        )
+        & (jax.lax.broadcasted_iota(jnp.int32, (1, LONGEST), 0) < 1)
+    )[3 : 3 + TOKENS, :TOKENS],
     "turned and cut": lambda: causal(LONGEST, LONGEST).T[:TOKENS, 3 : 3 + TOKENS][::-1],
 }
 

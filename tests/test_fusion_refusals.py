@@ -104,6 +104,12 @@ OF_WEIGHTS = {
         ),
         "may be in `while` at",
     ),
+    "loop over blocks": (
+        lambda query, key, value: jax.lax.scan(
+            lambda x, _: (weighted(softmax_of(jnp.sort(scores_of(x, key), axis=-1)), value), None), query, length=2
+        )[0],
+        "nothing in it can be fused by itself",
+    ),
 }
 REFUSED = OF_SCORES | OF_WEIGHTS
 

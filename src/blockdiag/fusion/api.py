@@ -15,7 +15,7 @@ from blockdiag.fusion.apart import taken_apart
 from blockdiag.fusion.coordinates import with_places
 from blockdiag.fusion.dims import place_of, producers_of
 from blockdiag.fusion.draws import drawn_by, with_counters
-from blockdiag.fusion.inner import CHECKPOINTS, Inner, has_checkpoints, inner_of
+from blockdiag.fusion.inner import CHECKPOINTS, OPENED, Inner, has_checkpoints, inner_of
 from blockdiag.fusion.joined import joined
 from blockdiag.fusion.log_sums import Wanted, in_order
 from blockdiag.fusion.lone import with_query_axes
@@ -371,7 +371,9 @@ def _nothing_found(jaxpr: core.Jaxpr) -> str:
     if hidden is None:
         return f"{whole}; `fuse` is for attention"
     why = UNOPENED
-    if body_of(hidden) is not None:
+    if hidden.primitive.name in OPENED:
+        why = "nothing in it can be fused by itself: fuse what it runs, whose refusal says why"
+    elif body_of(hidden) is not None:
         why = "it has a derivative of its own, which `fuse` would lose"
     return f"{whole}, but for what may be in `{hidden.primitive.name}` {place_of(hidden)}; {why}"
 

@@ -141,7 +141,7 @@ class _Places:
             return self._read(var, places, value_of)
         name, params, operands = equation.primitive.name, equation.params, equation.invars
         if name in ELEMENTWISE or name in PASSES:
-            given = [self._at(x, places, value_of) for x in operands]
+            given = [self._at(x, self._widened(x, var, places), value_of) for x in operands]
             shape = np.broadcast_shapes(*(x.shape for x in given))
             return bind(equation, [jnp.broadcast_to(x, shape) for x in given])[0]
         given_shape = aval_of(operands[0]).shape if operands else ()
@@ -195,6 +195,11 @@ class _Places:
             case "scatter":
                 return self._updated(operands[0], operands[2], self._scattered(equation), places, value_of)
         return self._read(var, places, value_of)
+
+    def _widened(self, operand: Any, var: Any, places: Sequence[_Place]) -> list[_Place]:
+        """Places in an operand that an operation on elements repeats along axes of one element."""
+        pairs = zip(aval_of(operand).shape, aval_of(var).shape, places, strict=False)
+        return [self._first() if size == 1 and whole != 1 else place for size, whole, place in pairs]
 
     def _read(self, var: Any, places: Sequence[_Place], value_of: _ValueOf) -> Any:
         """Elements of an array that has queries, or keys, or neither."""
