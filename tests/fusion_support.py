@@ -7,6 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blockdiag import fuse
+
+
+def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Random numbers."""
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
+
 
 def with_gradients(function: Callable[..., jax.Array], given: Sequence[Any]) -> list[Any]:
     """The result of a function, and the gradient of each argument with a random cotangent."""
@@ -18,6 +26,17 @@ def assert_alike(found: Sequence[Any], expected: Sequence[Any], tolerance: float
     """Arrays are as close as `tolerance`, of each element or of the largest one."""
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * float(jnp.abs(other).max()))
+
+
+def assert_fused(
+    function: Callable[..., jax.Array],
+    given: Sequence[jax.Array],
+    implementation: str | None = None,
+    tolerance: float = 2e-5,
+) -> None:
+    """Results and gradients of the fused function are those of the function, in float32."""
+    found = with_gradients(fuse(function, implementation=implementation), given)
+    assert_alike(found, with_gradients(function, given), tolerance)
 
 
 def assert_as_good_as_written(

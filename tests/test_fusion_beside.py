@@ -6,16 +6,10 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from tests.fusion_support import assert_alike, with_gradients
+from tests.fusion_support import arrays, assert_alike, assert_fused
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 35, 16
 OPERAND, INDEX = (BATCH, HEADS, TOKENS, WIDTH), (BATCH, TOKENS, 8)
-
-
-def arrays(*shapes):
-    """Random numbers."""
-    draw = np.random.default_rng(0)
-    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def scores(query, key):
@@ -92,8 +86,7 @@ FUNCTIONS = {
 def test_results_and_gradients(name, implementation):
     function, _, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
-    found = with_gradients(fuse(function, implementation=implementation), given)
-    assert_alike(found, with_gradients(function, given), 1e-4)
+    assert_fused(function, given, implementation, 1e-4)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -139,7 +132,7 @@ def test_masks_of_floating_numbers(name):
     given = arrays(*[(1, HEADS, LONG, WIDTH)] * 3)
     (region,) = explain(function)(*given).regions
     assert region.skipped > 0.4 and "score" not in [leaf.role for leaf in region.leaves]
-    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+    assert_fused(function, given)
     assert_alike([jax.jit(fuse(function))(*given)], [function(*given)])
 
 
@@ -167,4 +160,4 @@ def test_masks_under_exponentials(name):
     given = arrays(*[(1, HEADS, LONG, WIDTH)] * 3)
     (region,) = explain(function)(*given).regions
     assert region.skipped > 0.4
-    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given), 1e-4)
+    assert_fused(function, given, tolerance=1e-4)

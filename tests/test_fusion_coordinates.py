@@ -7,17 +7,11 @@ import pytest
 
 from blockdiag import explain, fuse
 from blockdiag.fusion.api import trace
-from tests.fusion_support import assert_alike, with_gradients
+from tests.fusion_support import arrays, assert_alike, assert_fused, with_gradients
 
 BATCH, HEADS, TOKENS, LONGEST, WIDTH = 2, 2, 40, 64, 16
 OPERAND = (BATCH, HEADS, TOKENS, WIDTH)
 HALF = TOKENS // 2
-
-
-def arrays(*shapes):
-    """Random numbers."""
-    draw = np.random.default_rng(0)
-    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def causal(queries, keys):
@@ -123,7 +117,7 @@ def pairs_of(function, given):
 def test_masks_of_places(name):
     function, given = masked(MASKS[name]), arrays(OPERAND, OPERAND, OPERAND)
     assert not pairs_of(function, given)
-    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+    assert_fused(function, given)
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -160,8 +154,7 @@ def test_slopes_have_their_gradient(implementation):
 
     given = arrays(OPERAND, OPERAND, OPERAND, (HEADS,))
     assert not pairs_of(function, given)
-    found = with_gradients(fuse(function, implementation=implementation), given)
-    assert_alike(found, with_gradients(function, given))
+    assert_fused(function, given, implementation)
 
 
 def test_tiles_are_left_out():
@@ -187,7 +180,7 @@ def test_arrays_of_pairs_stay(axis):
 
     given = arrays(OPERAND, OPERAND, OPERAND, (TOKENS, TOKENS))
     assert len(pairs_of(function, given)) == 1
-    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+    assert_fused(function, given)
 
 
 def test_scattered_diagonals_stay():
@@ -196,7 +189,7 @@ def test_scattered_diagonals_stay():
     function = masked(lambda: causal(TOKENS, TOKENS).at[each, (each + 1) % TOKENS].set(True))
     given = arrays(OPERAND, OPERAND, OPERAND)
     assert len(pairs_of(function, given)) == 1
-    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+    assert_fused(function, given)
 
 
 def test_shapes_of_what_masks_are_made_of_explain():

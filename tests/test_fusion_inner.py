@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import explain, fuse
+from tests import fusion_support
 from tests.fusion_support import assert_alike
 
 BATCH, TOKENS, HEADS, WIDTH, LAYERS = 2, 64, 2, 16, 4
@@ -15,8 +16,7 @@ BATCH, TOKENS, HEADS, WIDTH, LAYERS = 2, 64, 2, 16, 4
 
 def arrays(*shapes):
     """Random numbers, not large."""
-    draw = np.random.default_rng(0)
-    return [jnp.asarray(draw.normal(size=shape) / 12, jnp.float32) for shape in shapes]
+    return [x / 12 for x in fusion_support.arrays(*shapes)]
 
 
 X = (BATCH, TOKENS, HEADS * WIDTH)

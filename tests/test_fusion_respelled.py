@@ -4,20 +4,13 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
-from tests.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
+from tests.fusion_support import arrays, assert_alike, assert_as_good_as_written, assert_fused, with_gradients
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 21, 16
-
-
-def arrays(*shapes):
-    """Random numbers."""
-    draw = np.random.default_rng(0)
-    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def scores(query, key):
@@ -163,8 +156,7 @@ def pairs_outside(function, given):
 def test_results_and_gradients(name, implementation):
     function, *shapes = FUNCTIONS[name]
     given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
-    found = with_gradients(fuse(function, implementation=implementation), given)
-    assert_alike(found, with_gradients(function, given))
+    assert_fused(function, given, implementation)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -191,8 +183,7 @@ def test_a_batch_of_one_is_a_batch(change, lead, implementation):
     def function(query, key, value):
         return change(scores(query, key)) @ value
 
-    found = with_gradients(fuse(function, implementation=implementation), given)
-    assert_alike(found, with_gradients(function, given))
+    assert_fused(function, given, implementation)
 
 
 def one_query_by_sums(query, key, value):
@@ -237,8 +228,7 @@ def test_queries_without_an_axis_and_scores_by_sums(name, implementation):
     given = arrays(*shapes)
     (region,) = explain(function)(*given).regions
     assert {leaf.role for leaf in region.leaves} == {"query", "key"}
-    found = with_gradients(fuse(function, implementation=implementation), given)
-    assert_alike(found, with_gradients(function, given))
+    assert_fused(function, given, implementation)
 
 
 def test_other_sums_of_weights_stay():
@@ -251,7 +241,7 @@ def test_other_sums_of_weights_stay():
 
     given = arrays(OPERAND, OPERAND, OPERAND)
     assert len(explain(function)(*given).regions) == 1
-    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+    assert_fused(function, given)
 
 
 def test_features_of_additive_scores_stay_in_tiles():
@@ -264,7 +254,7 @@ def test_features_of_additive_scores_stay_in_tiles():
     given = arrays(*[(BATCH, TOKENS, WIDTH)] * 3, (WIDTH,))
     (region,) = explain(function)(*given).regions
     assert "score" not in {leaf.role for leaf in region.leaves}
-    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+    assert_fused(function, given)
 
 
 def squared_relu(query, key, value):
@@ -296,8 +286,7 @@ LEADS = [(2, 2), (1, 2), (2, 1), (1, 1), (1,)]
 )
 def test_weights_that_are_divided_or_averaged_with_axes_of_one(function, lead, implementation):
     given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
-    found = with_gradients(fuse(function, implementation=implementation), given)
-    assert_alike(found, with_gradients(function, given), 1e-4)
+    assert_fused(function, given, implementation, 1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])

@@ -1,5 +1,7 @@
 """Softmaxes over keys of several sources, whose scores are joined."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,16 +9,10 @@ import pytest
 
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
-from tests.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
+from tests.fusion_support import arrays, assert_alike, assert_as_good_as_written, assert_fused, with_gradients
 
 BATCH, HEADS, TOKENS, MEMORIES, WIDTH = 2, 3, 33, 20, 16
 OPERAND, MEMORY = (BATCH, HEADS, TOKENS, WIDTH), (BATCH, HEADS, MEMORIES, WIDTH)
-
-
-def arrays(*shapes):
-    """Random numbers."""
-    draw = np.random.default_rng(0)
-    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def causal(scores):
@@ -87,8 +83,7 @@ def given_for(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_and_gradients(name, implementation):
     function, given = given_for(name)
-    found = with_gradients(fuse(function, implementation=implementation), given)
-    assert_alike(found, with_gradients(function, given))
+    assert_fused(function, given, implementation)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -155,6 +150,42 @@ def test_sums_along_other_axes_are_not_repaired(spread):
         fuse(function)(*arrays((12, 8), (4, 8), (8, 8), (12, 8)))
 
 
+CHANGED = {
+    "a bound": lambda total: jnp.maximum(total, 5.0),
+    "a choice": lambda total: jnp.where(total > 2, 1.0, total),
+    "a sum that stands still": jax.lax.stop_gradient,
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_sums_that_are_changed_are_not_repaired(name):
+    def function(query, first, second, value):
+        scores = jnp.concatenate([query @ first.T, query @ second.T], -1)
+        powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return (powers / CHANGED[name](powers.sum(-1, keepdims=True))) @ value
+
+    with pytest.raises(NotFusible):
+        fuse(function)(*arrays((12, 8), (4, 8), (8, 8), (12, 8)))
+
+
+def test_what_is_taken_away_may_be_guarded():
+    """And may differ between keys: then it is a part of the scores."""
+    mask = np.random.default_rng(1).random((12, 12)) > 0.5
+
+    def function(query, first, second, value, is_guard):
+        scores = jnp.concatenate([query @ first.T, query @ second.T], -1)
+        largest = scores.max(-1, keepdims=True)
+        kept = jnp.isfinite(largest) if is_guard else jnp.asarray(mask)
+        powers = jnp.exp(scores - jnp.where(kept, jnp.broadcast_to(largest, scores.shape), 0.0))
+        return (powers / powers.sum(-1, keepdims=True)) @ value
+
+    given = arrays((12, 8), (4, 8), (8, 8), (12, 8))
+    for is_guard in (True, False):
+        plain = functools.partial(function, is_guard=is_guard)
+        fused = fuse(plain, fallback=True)
+        assert_alike(with_gradients(fused, given), with_gradients(plain, given))
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_products_by_matmul_with_a_batch_of_one(batch):
     def function(query, key, value, memory_key, memory_value):
@@ -163,4 +194,4 @@ def test_products_by_matmul_with_a_batch_of_one(batch):
 
     given = arrays(*[(batch, *x[1:]) for x in (OPERAND, OPERAND, OPERAND, MEMORY, MEMORY)])
     assert len(explain(function)(*given).regions) == 2
-    assert_alike(with_gradients(fuse(function), given), with_gradients(function, given))
+    assert_fused(function, given)

@@ -464,10 +464,10 @@ def _inverse(equation: _Equation, x: Interval) -> Interval:
 
 
 def _increasing(function: Callable[[Any, Any], Any], *, positive: bool = False) -> Rule:
-    """The rule of a function that grows with its argument and is approximated; NaN outside its domain.
+    """The rule of a growing function that is approximated; NaN outside its domain.
 
     Args:
-        positive: it falls to 0 as exponentials do.
+        positive: it is never negative, and far below 0, where it is a number, 0.
     """
 
     def rule(equation: _Equation, x: Interval) -> Interval:
@@ -564,7 +564,7 @@ def _product(equation: _Equation, x: Interval, y: Interval) -> Interval | None:
     return Interval(-high, high)
 
 
-_ROOT = _increasing(lambda xp, x: xp.sqrt(x))
+_ROOT = _increasing(lambda xp, x: xp.sqrt(x), positive=True)
 
 # The elements of the result are elements of the operand. Which of them does not matter: bounds are those of all.
 _MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "copy_p", "name"))

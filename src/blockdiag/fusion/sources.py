@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.apart import Part, Plan, Stays, producer_of, slices_of
-from blockdiag.fusion.dims import MOVES, broadcast_dims, moved_dims, producers_of, users_of
+from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, moved_dims, producers_of, users_of
 from blockdiag.fusion.guards import CASTS, PASSES
 from blockdiag.fusion.match import attention_count
 from blockdiag.fusion.trace import aval_of, bind, rewritten
@@ -81,7 +81,7 @@ def _joined(quotient: core.JaxprEqn, producers: _Producers) -> _Joined | None:
     if quotient.primitive.name != "div":
         return None
     power = producer_of(_skip(quotient.invars[0], producers), producers)
-    total = _reduction(quotient, 1, "reduce_sum", producers)
+    total = _reduction(quotient, "reduce_sum", producers)
     if power is None or power.primitive.name != "exp" or total is None:
         return None
     shape = aval_of(quotient.outvars[0]).shape
@@ -91,7 +91,8 @@ def _joined(quotient: core.JaxprEqn, producers: _Producers) -> _Joined | None:
     shifted = producer_of(_skip(power.invars[0], producers), producers)
     scores = power.invars[0]
     if shifted is not None and shifted.primitive.name == "sub":
-        largest = _reduction(shifted, 1, "reduce_max", producers)
+        # A softmax is the same whatever is taken away from all scores of a row.
+        largest = _reduction(shifted, "reduce_max", producers, (*PASSES, "max", "select_n"))
         if largest is not None and largest.params["axes"] == (axis,):
             scores = shifted.invars[0]
     bounds = _bounds(scores, axis, producers)
@@ -100,12 +101,18 @@ def _joined(quotient: core.JaxprEqn, producers: _Producers) -> _Joined | None:
     return _Joined(scores, axis, bounds, aval_of(quotient.outvars[0]).dtype)
 
 
-def _reduction(user: core.JaxprEqn, place: int, name: str, producers: _Producers) -> core.JaxprEqn | None:
-    """The reduction along one axis that an operand is, the same along that axis; None of anything else."""
-    var, shape = user.invars[place], aval_of(user.outvars[0]).shape
+def _reduction(
+    user: core.JaxprEqn, name: str, producers: _Producers, passes: Sequence[str] = CASTS
+) -> core.JaxprEqn | None:
+    """The reduction along one axis that a second operand is, the same along that axis; None of anything else.
+
+    Args:
+        passes: operations that do not matter, of which the last operand counts, where they do not see that axis.
+    """
+    var, shape = user.invars[1], aval_of(user.outvars[0]).shape
     labels: tuple[Dim, ...] = tuple((f"a{axis}",) for axis in range(len(shape)))
     sizes = {f"a{axis}": size for axis, size in enumerate(shape)}
-    dims = broadcast_dims(var, shape, labels)
+    dims, seen = broadcast_dims(var, shape, labels), set()
     while (equation := producer_of(var, producers)) is not None:
         step = equation.primitive.name
         if step in MOVES:
@@ -113,21 +120,24 @@ def _reduction(user: core.JaxprEqn, place: int, name: str, producers: _Producers
                 dims = moved_dims(equation, dims, sizes)
             except Unpullable:
                 return None
-        elif step not in (*PASSES, "max", "select_n"):
+        elif step in passes:
+            seen |= labels_of(dims)
+        else:
             break
-        var = equation.invars[0] if step in MOVES else equation.invars[-1]
+        var = equation.invars[-1]
     if equation is None or equation.primitive.name != name or len(equation.params["axes"]) != 1:
         return None
     (axis,) = equation.params["axes"]
     # Labels of one index may be lost on the way.
     found = [label for dim in dims if isinstance(dim, tuple) for label in dim if sizes[label] > 1]
-    return equation if found == [x for i, x in enumerate(sizes) if i != axis and sizes[x] > 1] else None
+    is_along = found == [x for i, x in enumerate(sizes) if i != axis and sizes[x] > 1]
+    return equation if is_along and f"a{axis}" not in seen else None
 
 
-def _skip(var: Any, producers: _Producers, passes: Sequence[str] = CASTS) -> Any:
-    """What a value is made of but for some operations, of which the last operand counts."""
-    while (equation := producer_of(var, producers)) is not None and equation.primitive.name in passes:
-        var = equation.invars[-1]
+def _skip(var: Any, producers: _Producers) -> Any:
+    """What a value is made of but for its dtype."""
+    while (equation := producer_of(var, producers)) is not None and equation.primitive.name in CASTS:
+        var = equation.invars[0]
     return var
 
 
