@@ -39,8 +39,6 @@ _BELOW_OVERFLOW = 1 - 2.0**-20
 # Error of the fastest approximations of transcendental functions on GPUs (tanh.approx: 2^-11), relative and absolute.
 _APPROXIMATION = 2.0**-10
 _APPROXIMATION_AT_ZERO = 2.0**-20
-# Exponentials of less are 0, in float64, too.
-_VANISHES = -2000.0
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=[])
@@ -464,11 +462,7 @@ def _inverse(equation: _Equation, x: Interval) -> Interval:
 
 
 def _increasing(function: Callable[[Any, Any], Any], *, positive: bool = False) -> Rule:
-    """The rule of a growing function that is approximated; NaN outside its domain.
-
-    Args:
-        positive: it is never negative, and far below 0, where it is a number, 0.
-    """
+    """The rule of a growing function that is approximated, `positive` or not; NaN outside its domain."""
 
     def rule(equation: _Equation, x: Interval) -> Interval:
         xp, relative = equation.xp, _APPROXIMATION + 4 * equation.epsilon
@@ -476,9 +470,9 @@ def _increasing(function: Callable[[Any, Any], Any], *, positive: bool = False) 
             _rounded(equation, function(xp, end), (end,), False, relative, _APPROXIMATION_AT_ZERO)
             for end in (x.low, x.high)
         )
-        if not positive:
-            return Interval(low.low, high.high)
-        return Interval(xp.maximum(low.low, 0), xp.where(x.high < _VANISHES, 0, high.high))
+        # Exponentials of so little are 0, in float64, too.
+        vanishes = positive & (x.high < -2000.0)
+        return Interval(xp.maximum(low.low, 0) if positive else low.low, xp.where(vanishes, 0, high.high))
 
     return rule
 

@@ -221,7 +221,11 @@ class _Products(_Finder):
 
     def _divides(self, var: Any) -> bool:
         """Whether something is divided by a value, or by what moves and operations on elements make of it."""
-        return any(user.primitive.name == "div" and user.invars[1] is one for user, one in self._used(var))
+        users = self._used(var)
+        return any(
+            (user.primitive.name == "div" and user.invars[1] is one) or user.params.get("y", 0) == -1
+            for user, one in users
+        )
 
     def _used(self, var: Any) -> Iterator[tuple[core.JaxprEqn, Any]]:
         """What uses a value by moves and operations on elements, and what it is of."""
