@@ -381,7 +381,7 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        raise RuntimeError(
+        raise NotImplementedError(
             "wrap_jax gives first derivatives only, and this asks for a derivative of its gradient; take that one "
             "in JAX, as with wrap_jax(jax.grad(fn)) or wrap_jax(jax.hessian(fn))"
         )

@@ -75,7 +75,7 @@ def wrap_jax(
         ValueError: when `differentiable` or `static_argnames` name no argument of `fn`; and, from calls, as
             `blockdiag.interop.to_jax` does.
         TypeError: from calls, for arguments that are neither arrays nor hashable.
-        RuntimeError: from a second derivative: the backward program itself is not differentiable in torch. Wrap
+        NotImplementedError: from a second derivative: the backward program itself is not differentiable in torch. Wrap
             `jax.grad(fn)` instead.
 
     References:
