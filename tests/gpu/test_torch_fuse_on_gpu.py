@@ -10,6 +10,7 @@ from blockdiag import fuse as jax_fuse  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
 from blockdiag.interop import dlpack  # noqa: E402
 from blockdiag.torch import fuse  # noqa: E402
+from tests import test_fusion_inner as inner  # noqa: E402
 from tests.resident_cases import CASES as RESIDENT  # noqa: E402
 from tests.streamed_cases import CASES as STREAMED  # noqa: E402
 from tests.support import largest_error  # noqa: E402
@@ -228,3 +229,33 @@ def test_what_kernels_decline_goes_through_jax():
     torch.testing.assert_close(fused(**tensors), expected.transpose(1, 2).float(), rtol=1e-2, atol=1e-2)
     with pytest.raises(NotImplementedError, match="head sizes up to 256"):
         fuse(VARIANTS["vanilla"].function, implementation="triton")(**tensors)
+
+
+@pytest.mark.parametrize("name", inner.FUNCTIONS)
+def test_loops_branches_and_recomputed_parts(name):
+    """Run by torch they give what they give in JAX."""
+    function, _ = inner.FUNCTIONS[name]
+    operands = [to_tensor(x, GPU).requires_grad_() for x in inner.given()]
+
+    def compute(fused):
+        outputs = jax.tree.leaves(fused(*operands))
+        gradients = torch.autograd.grad(outputs, operands, [torch.sin(3 * x) for x in outputs], allow_unused=True)
+        return [*outputs, *gradients]
+
+    native = compute(fuse(function, implementation="triton"))
+    for one, other in zip(native, compute(fuse(function, via="jax")), strict=True):
+        largest = other.abs().max().item()
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * largest)
+
+
+def test_a_branch_cannot_be_chosen_in_a_graph():
+    def function(x, is_wanted):
+        return jax.lax.cond(is_wanted, lambda: jax.nn.softmax(x @ x.mT) @ x, lambda: x)
+
+    x, is_wanted = torch.randn(64, 16, device=GPU), torch.tensor(True, device=GPU)
+    fused = fuse(function)
+    fused(x, is_wanted)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="choose on the host"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x + 1
+        fused(x, is_wanted)

@@ -128,9 +128,7 @@ class Program:
         structure: of its results.
     """
 
-    def __init__(
-        self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any, *, opens_inner: bool = True
-    ) -> None:
+    def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
         for rewrite in (respelled, taken_apart, with_sources, with_sums, with_merged_keys):
@@ -151,7 +149,7 @@ class Program:
         wide = joined(self.jaxpr, self._sides)
         if wide is not None:
             self._take(wide)
-        self.inner = _inner_programs(self.jaxpr) if opens_inner else {}
+        self.inner = _inner_programs(self.jaxpr)
         if not self.regions and not self.inner and not any(x.primitive is region_p for x in jaxpr.jaxpr.eqns):
             raise NotFusible(_nothing_found(jaxpr.jaxpr))
         whole = with_made(self.jaxpr, self.all_regions())
@@ -312,14 +310,11 @@ def _with_checkpoints(closed: core.ClosedJaxpr, arrays: Sequence[Any], structure
     return kept if len(found) >= len(expected) and _pairs(found) <= _pairs(expected) else opened
 
 
-def trace(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_inner: bool = True
-) -> Program:
+def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """The program of a call, with its regions.
 
     Args:
         args, kwargs: arrays, or `jax.ShapeDtypeStruct` in place of them for a program that is not run.
-        has_inner: whether loops may have attention, and parts be computed again for gradients.
 
     Raises:
         NotFusible: it has none, or one that breaks a rule, or a size that is not a number.
@@ -349,10 +344,10 @@ def trace(
                 f"`fuse` chooses tiles by sizes that are numbers, got an array of shape {array.shape}; export for each "
                 "size, or with fallback=True, which exports the function as it stands"
             )
-    jaxpr, structure = flat_jaxpr(of_arrays, *arrays, keep=CHECKPOINTS if has_inner else ())
+    jaxpr, structure = flat_jaxpr(of_arrays, *arrays, keep=CHECKPOINTS)
     if has_checkpoints(jaxpr.jaxpr):
         return _with_checkpoints(jaxpr, arrays, structure)
-    return Program(with_positions(jaxpr), arrays, structure, opens_inner=has_inner)
+    return Program(with_positions(jaxpr), arrays, structure)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -61,7 +61,7 @@ class Inner:
         (compute,) = computes
         if self.equation.primitive.name in CHECKPOINTS:
             return jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])(*shared)
-        count = _carried(self.equation)
+        count = carried(self.equation)
 
         def step(carry: Any, each: Any) -> tuple[Any, Any]:
             found = compute(*shared, *carry, *each)
@@ -92,7 +92,7 @@ def inner_of(closed: core.ClosedJaxpr) -> list[Inner]:
     for equation in jaxpr.eqns:
         if equation.effects or of_arguments.intersection(x for x in equation.invars if isinstance(x, core.Var)):
             of_arguments |= set(equation.outvars)
-        bodies, first, _ = _bodies(equation)
+        bodies, first, _ = bodies_of(equation)
         # What a reference holds is read where it is: such bodies stay as they are.
         has_references = any(hasattr(x.aval, "inner_aval") for x in equation.invars)
         if has_references or not any(has_primitive(body.jaxpr, "dot_general") for body in bodies):
@@ -110,7 +110,7 @@ def _opened(
     closed: core.ClosedJaxpr, producers: dict[core.Var, core.JaxprEqn], equation: core.JaxprEqn, shared: tuple[Any, ...]
 ) -> Inner:
     """The programs within an equation, as functions of some arrays that all else is made of."""
-    bodies, first, rest = _bodies(equation)
+    bodies, first, rest = bodies_of(equation)
 
     def flat(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
         def compute(*given: Any) -> list[Any]:
@@ -145,7 +145,7 @@ def _made_of(var: core.Var, producers: Mapping[core.Var, core.JaxprEqn]) -> list
     return list(found) or [var]
 
 
-def _bodies(equation: core.JaxprEqn) -> tuple[list[core.ClosedJaxpr], tuple[Any, ...], tuple[Any, ...]]:
+def bodies_of(equation: core.JaxprEqn) -> tuple[list[core.ClosedJaxpr], tuple[Any, ...], tuple[Any, ...]]:
     """The programs within an equation, what they take as it is, and other operands; none of other equations."""
     name, params = equation.primitive.name, equation.params
     if name in CHECKPOINTS and not params["differentiated"]:
@@ -156,11 +156,11 @@ def _bodies(equation: core.JaxprEqn) -> tuple[list[core.ClosedJaxpr], tuple[Any,
         return [], (), ()
     body = params["jaxpr"]
     each = zip(equation.invars, body.in_avals, strict=True)
-    count = len(equation.invars) - _carried(equation) - sum(_rank(x.aval) > _rank(within) for x, within in each)
+    count = len(equation.invars) - carried(equation) - sum(_rank(x.aval) > _rank(within) for x, within in each)
     return [body], tuple(equation.invars[:count]), tuple(equation.invars[count:])
 
 
-def _carried(scan: core.JaxprEqn) -> int:
+def carried(scan: core.JaxprEqn) -> int:
     """How many arrays go from step to step: results that have no axis of steps."""
     within = scan.params["jaxpr"].out_avals
     return sum(_rank(x.aval) == _rank(one) for x, one in zip(scan.outvars, within, strict=True))

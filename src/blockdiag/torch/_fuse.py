@@ -19,8 +19,8 @@ def fuse(
     The torch twin of `blockdiag.fuse`: `function` is written in plain jax.numpy, and is called with tensors. On CUDA
     the generated kernels are launched on the current stream, forward and backward. Views, casts, sums and factors next
     to them are torch's own, and what is left is a jitted JAX function on the same memory (see `wrap_jax`): attention
-    whose query, key and value are arguments needs no JAX after its first call. On the CPU all is JAX's, unless "triton"
-    is asked for.
+    whose query, key and value are arguments needs no JAX after its first call. `scan`, `cond` and `jax.checkpoint` with
+    attention inside are run by torch, one step after the other. On the CPU all is JAX's, unless "triton" is asked for.
 
     The function is traced once for each structure of the arguments, shapes and dtypes of their arrays, and values of
     everything else; what depends on no argument is computed then, and kept. Gradients are those of all floating tensors

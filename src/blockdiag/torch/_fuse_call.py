@@ -120,12 +120,12 @@ class FusedFunction:
                 check_tensor(x)
         args, kwargs = jax.tree.unflatten(structure, map(_described, leaves))
         try:
-            program = trace(self._function, args, kwargs, has_inner=False)
+            program = trace(self._function, args, kwargs)
         except NotFusible:
             if self._fallback:
                 return None
             raise
-        reason = _why_not([region for found in program.regions.values() for region in found])
+        reason = _why_not([region for inner in program.programs() for region in inner.all_regions()])
         if reason is None:
             bind = _interpreted if device.type == "cpu" else functools.partial(_bound, device)
             return TorchProgram(program, device, bind, has_gradient=has_gradient)

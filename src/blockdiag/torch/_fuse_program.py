@@ -9,14 +9,17 @@ import torch
 from jax.extend import core
 
 from blockdiag.fusion.api import Program
+from blockdiag.fusion.inner import CHECKPOINTS, bodies_of
 from blockdiag.fusion.trace import aval_of, flat_jaxpr
 from blockdiag.fusion.tree import Region
 from blockdiag.interop.dlpack import to_torch
 from blockdiag.interop.torch_launch import device_target
 from blockdiag.interop.wrap import wrap_jax
 from blockdiag.torch._fuse_equations import computation_of
+from blockdiag.torch._fuse_inner import Body, inner_of, is_launched
 from blockdiag.torch._fuse_region import Bind, BoundRegion, mark, region_p
 from blockdiag.torch._fuse_split import Segment, Split, variables_of
+from blockdiag.triton_kernels.plan import Target
 
 type Compute = Callable[..., Sequence[torch.Tensor]]
 
@@ -34,11 +37,11 @@ def marked(program: Program, *, has_gradient: bool) -> core.ClosedJaxpr:
 
         return program.evaluate(arrays, compute)
 
-    return flat_jaxpr(with_marks, *program.arguments)[0]
+    return flat_jaxpr(with_marks, *program.arguments, keep=CHECKPOINTS)[0]
 
 
 class TorchProgram:
-    """The steps of a program on one device.
+    """A traced call on one device.
 
     Args:
         program: a traced call.
@@ -49,29 +52,8 @@ class TorchProgram:
 
     def __init__(self, program: Program, device: torch.device, bind: Bind, *, has_gradient: bool) -> None:
         self._structure = program.structure
-        self._bind = bind
-        self._target = device_target(device.index) if device.type == "cuda" and device.index is not None else None
-        jaxpr = marked(program, has_gradient=has_gradient)
-        split = Split(jaxpr)
-        results = jaxpr.jaxpr.outvars
-        # A call's values lie in a list: arguments, constants, and what the steps make, in order.
-        self._slots: dict[Any, int] = {}
-        self._make_slots(jaxpr.jaxpr.invars)
-        constants = dict(split.constants)
-        for operands in (results, *split.region_operands()):
-            constants |= {id(x): jnp.asarray(x.val, aval_of(x).dtype) for x in operands if isinstance(x, core.Literal)}
-        self._make_slots(constants)
-        self._constants = [to_torch(jnp.asarray(x)).to(device, copy=True) for x in constants.values()]
-        self._steps: list[tuple[Compute, tuple[int, ...]]] = []
-        for part in split.parts:
-            self._add(part)
-        self._results: list[tuple[int, bool]] = []
-        owners = set()
-        for x in results:
-            owner = x if isinstance(x, core.Literal) else split.owner_of(x)
-            is_shared = isinstance(owner, core.Literal) or owner in owners or not split.is_new(owner)
-            owners |= set() if is_shared else {owner}
-            self._results.append((self._slot_of(x), is_shared))
+        target = device_target(device.index) if device.type == "cuda" and device.index is not None else None
+        self._steps = _Steps(marked(program, has_gradient=has_gradient), device, bind, target)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The results, as the function returns them: tensors of their own.
@@ -79,18 +61,64 @@ class TorchProgram:
         Args:
             tensors: the arguments that are arrays.
         """
+        results = self._steps(*tensors)
+        own = [x.clone() if is_shared else x for x, is_shared in zip(results, self._steps.shared, strict=True)]
+        return jax.tree.unflatten(self._structure, own)
+
+
+class _Steps:
+    """A flat program with `region_p`, as steps on tensors.
+
+    Args:
+        program: the program.
+        device: of all tensors.
+        bind: makes a launch ready.
+        target: the GPU, None for the interpreter.
+
+    Attributes:
+        shared: which results may lie in the memory of an argument, of a constant or of an earlier result.
+    """
+
+    def __init__(self, program: core.ClosedJaxpr, device: torch.device, bind: Bind, target: Target | None) -> None:
+        self._device, self._bind, self._target = device, bind, target
+        split = Split(program)
+        results = program.jaxpr.outvars
+        # A call's values lie in a list: arguments, constants, and what the steps make, in order.
+        self._slots: dict[Any, int] = {}
+        self._make_slots(program.jaxpr.invars)
+        self._known = dict(split.constants)
+        for operands in (results, *split.region_operands()):
+            self._known |= {
+                _key(x): jnp.asarray(x.val, aval_of(x).dtype) for x in operands if isinstance(x, core.Literal)
+            }
+        self._make_slots(self._known)
+        self._constants = [to_torch(jnp.asarray(x)).to(device, copy=True) for x in self._known.values()]
+        self._steps: list[tuple[Compute, tuple[int, ...]]] = []
+        # Results of loops and the like that may be what these were given.
+        self._borrowed: set[core.Var] = set()
+        for part in split.parts:
+            self._add(part)
+        self._results = [self._slots[_key(x)] for x in results]
+        self.shared = self._find_shared(split, results)
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         values = [*tensors, *self._constants]
         for compute, given in self._steps:
             values += compute(*[values[slot] for slot in given])
-        results = [values[slot].clone() if is_shared else values[slot] for slot, is_shared in self._results]
-        return jax.tree.unflatten(self._structure, results)
+        return [values[slot] for slot in self._results]
+
+    def _find_shared(self, split: Split, results: Sequence[Any]) -> list[bool]:
+        shared, owners = [], set()
+        for x in results:
+            owner = None if isinstance(x, core.Literal) else split.owner_of(x)
+            is_new = owner is not None and split.is_new(owner) and owner not in self._borrowed | owners
+            owners |= {owner} if is_new else set()
+            shared.append(not is_new)
+        return shared
 
     def _make_slots(self, values: Iterable[Any]) -> None:
         for x in values:
             self._slots[x] = len(self._slots)
-
-    def _slot_of(self, x: Any) -> int:
-        return self._slots[id(x) if isinstance(x, core.Literal) else x]
 
     def _add(self, part: Segment | core.JaxprEqn) -> None:
         inputs: Sequence[Any]
@@ -100,12 +128,34 @@ class TorchProgram:
         elif part.primitive is region_p:
             compute = BoundRegion(part.params["steps"], self._bind, self._target)
             inputs, outputs = part.invars, part.outvars
+        elif is_launched(part):
+            inner, inputs = self._inner(part)
+            compute, outputs = inner, part.outvars
+            self._borrowed |= {var for var, is_shared in zip(outputs, inner.shared, strict=True) if is_shared}
         else:
             # Numbers are a part of what is computed.
             inputs, outputs, compute = variables_of(part.invars), part.outvars, computation_of(part)
         assert compute is not None
-        self._steps.append((compute, tuple(self._slot_of(x) for x in inputs)))
+        self._steps.append((compute, tuple(self._slots[_key(x)] for x in inputs)))
         self._make_slots(outputs)
+
+    def _inner(self, equation: core.JaxprEqn) -> tuple[Body, Sequence[Any]]:
+        """What an equation with regions inside computes, and of which operands."""
+        bodies, *_ = bodies_of(equation)
+        index = self._known.get(_key(equation.invars[0])) if equation.primitive.name == "cond" else None
+        if index is not None:
+            # Which branch it is depends on no argument.
+            return self._within(bodies[int(index)]), equation.invars[1:]
+        return inner_of(equation, list(map(self._within, bodies)), self._device), equation.invars
+
+    def _within(self, body: core.ClosedJaxpr) -> "_Steps":
+        flat, _ = flat_jaxpr(core.jaxpr_as_fun(body), *body.in_avals, keep=CHECKPOINTS)
+        return _Steps(flat, self._device, self._bind, self._target)
+
+
+def _key(x: Any) -> Any:
+    """What stands for an operand where values are looked up: numbers are no keys."""
+    return id(x) if isinstance(x, core.Literal) else x
 
 
 class _InJax:

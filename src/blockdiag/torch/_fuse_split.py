@@ -1,9 +1,10 @@
 """Which equations of a program are JAX's, and when: the program of a fused function as parts in order.
 
-What depends on no argument is computed once. Views, casts and sums next to a region are torch's. The rest becomes
-segments for JAX: one before the first regions, one between these and regions that need their results, and so on, and
-one for the results. An equation belongs to the latest segment that serves all who need it: a gate is computed after the
-attention, next to the product with it.
+What depends on no argument is computed once. Views, casts and sums next to a region are torch's. Loops, branches and
+recomputed parts with regions inside count as regions, and have parts of their own. The rest becomes segments for JAX:
+one before the first regions, one between these and regions that need their results, and so on, and one for the results.
+An equation belongs to the latest segment that serves all who need it: a gate is computed after the attention, next to
+the product with it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from jax.extend import core
 from blockdiag.fusion.dims import producers_of
 from blockdiag.fusion.trace import bind, read
 from blockdiag.torch._fuse_equations import computation_of, is_view
-from blockdiag.torch._fuse_region import region_p
+from blockdiag.torch._fuse_inner import is_launched
 
 type Home = Literal["argument", "constant", "region", "torch", "jax"]
 
@@ -42,7 +43,7 @@ class Split:
         program: flat, with `region_p`.
 
     Attributes:
-        parts: segments; and equations, of regions and of what torch computes; in order.
+        parts: segments; and equations, of regions, of what holds regions, and of what torch computes; in order.
         constants: arrays that parts and results read and that no argument has a part in.
     """
 
@@ -82,8 +83,8 @@ class Split:
         return result
 
     def region_operands(self) -> list[Sequence[Any]]:
-        """What each region takes."""
-        return [x.invars for x in self.parts if isinstance(x, core.JaxprEqn) and x.primitive is region_p]
+        """What each region takes, and each equation that holds one."""
+        return [x.invars for x in self.parts if isinstance(x, core.JaxprEqn) and id(x) in self._region_levels]
 
     def is_new(self, var: core.Var) -> bool:
         """Whether each call makes a value anew."""
@@ -94,7 +95,7 @@ class Split:
         homes = {self._homes[x] for x in given}
         level = max((self._levels[x] for x in given), default=0)
         home: Home = "jax"
-        if equation.primitive is region_p:
+        if is_launched(equation):
             home = "region"
             self._region_levels[id(equation)] = level
             level += 1
