@@ -15,8 +15,10 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
-from blockdiag.fusion.api import fuse, trace
-from blockdiag.fusion.tree import NotFusible, Region
+from blockdiag.fusion.api import Program, fuse, trace
+from blockdiag.fusion.dims import place_of
+from blockdiag.fusion.trace import has_effects
+from blockdiag.fusion.tree import NotFusible
 from blockdiag.interop import triton_fused
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch
@@ -125,7 +127,7 @@ class FusedFunction:
             if self._fallback:
                 return None
             raise
-        reason = _why_not([region for inner in program.programs() for region in inner.all_regions()])
+        reason = _why_not(program)
         if reason is None:
             bind = _interpreted if device.type == "cpu" else functools.partial(_bound, device)
             return TorchProgram(program, device, bind, has_gradient=has_gradient)
@@ -172,10 +174,18 @@ def _as_tensor(array: Any, device: torch.device) -> torch.Tensor:
     return to_torch(jnp.asarray(array)).to(device)
 
 
-def _why_not(regions: Sequence[Region]) -> str | None:
-    """Why the kernels cannot compute one of the regions; None where they can."""
+def _why_not(program: Program) -> str | None:
+    """Why torch and the kernels cannot compute a program; None where they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; install blockdiag[cuda] (Linux only)"
+    effect = next(filter(has_effects, program.jaxpr.jaxpr.eqns), None)
+    if effect is not None:
+        # Torch asks for results alone, in parts, so that writes would be lost, and prints out of order.
+        return (
+            f"`{effect.primitive.name}` {place_of(effect)} does more than compute its results, which takes one program "
+            'of JAX; pass via="jax"'
+        )
+    regions = [region for inner in program.programs() for region in inner.all_regions()]
     return next((reason for region in regions if (reason := triton_fused.supports(region)) is not None), None)
 
 
