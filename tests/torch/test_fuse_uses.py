@@ -1,4 +1,4 @@
-"""`blockdiag.torch.fuse` in use: effects."""
+"""`blockdiag.torch.fuse` in use: keys of random numbers, effects, decorated methods, and what explains a call."""
 
 import contextlib
 import importlib.util
@@ -7,14 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from blockdiag.torch import fuse  # noqa: E402
-from tests.torch.torch_support import to_numpy, to_tensor  # noqa: E402
+import blockdiag  # noqa: E402
+from blockdiag.torch import explain, fuse  # noqa: E402
+from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
 
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+BOTH = pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=NEEDS_TRITON)])
 
 
 def attention(query, key, value):
@@ -22,9 +25,54 @@ def attention(query, key, value):
     return jax.nn.softmax(query @ key.mT / 4) @ value
 
 
+def dropped(query, key, value, rng):
+    weights = jax.nn.softmax(query @ key.mT / 4)
+    return jnp.where(jax.random.bernoulli(rng, 0.5, weights.shape), 2 * weights, 0.0) @ value
+
+
+def scaled(query, key, value, scale):
+    return attention(query * scale, key, value)
+
+
 def tensors(grad: bool = False) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(20, 16, generator=generator).requires_grad_(grad) for _ in range(3)]
+
+
+@BOTH
+def test_keys_of_random_numbers(implementation):
+    fused = fuse(dropped, implementation=implementation)
+    operands = tensors(grad=True)
+    first, again, other = (fused(*operands, jax.random.key(seed)) for seed in (0, 0, 1))
+    assert_same_bits([again.detach()], [first.detach()])
+    assert not torch.equal(other, first)
+    first.sum().backward()
+    arrays = [jnp.asarray(to_numpy(x)) for x in operands]
+    expected = blockdiag.fuse(dropped)(*arrays, jax.random.key(0))
+    torch.testing.assert_close(first.detach(), to_tensor(expected), rtol=1e-5, atol=1e-5)
+    assert all(x.grad.isfinite().all() for x in operands)
+
+
+@BOTH
+def test_keys_of_several_kinds(implementation):
+    fused = fuse(lambda q, k, v, keys: dropped(q, k, v, keys["rngs"][1]), implementation=implementation)
+    keys = [jax.random.split(jax.random.key(3, impl=kind), 2) for kind in ("threefry2x32", "rbg")]
+    found = [fused(*tensors(), {"rngs": x}) for x in keys]
+    assert found[0].shape == (20, 16) and not torch.equal(*found)
+
+
+@BOTH
+def test_numpy_numbers_are_operands(implementation):
+    """A number of a schedule makes no program of its own, and 64 bits are not narrowed without a word."""
+    traces = []
+    fused = fuse(lambda *x: (traces.append(1), scaled(*x))[1], implementation=implementation)
+    found = [fused(*tensors(), np.float32(scale)) for scale in (2, 3)]
+    assert len(traces) == 1
+    assert_same_bits(found[1:], [fused(*tensors(), torch.tensor(3.0))])
+    assert not torch.equal(*found)
+    for wide in (np.float64(2), np.full(16, 2.0)):
+        with pytest.raises(ValueError, match="numpy array of float64, which JAX would narrow"):
+            fused(*tensors(), wide)
 
 
 def printing(query, key, value):
@@ -69,3 +117,71 @@ def test_effects_are_not_lost(name):
             jax.effects_barrier()
         assert ("largest 7" in printed.getvalue()) == ("ref" not in name)
         torch.testing.assert_close(found, to_tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+class Scaled(torch.nn.Module):
+    """Attention with a parameter that the fused function is, or is not, given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.attend = fuse(scaled)
+
+    def forward(self, query, key, value):
+        return self.attend(query, key, value, self.scale)
+
+    @fuse
+    def decorated(self, query, key, value):
+        return scaled(query, key, value, self.scale)
+
+
+def test_parameters_must_be_arguments():
+    module = Scaled()
+    module(*tensors()).sum().backward()
+    assert module.scale.grad is not None
+    with pytest.raises(TypeError) as caught:
+        module.decorated(*tensors())
+    assert any("must be among its arguments" in note for note in caught.value.__notes__)
+
+
+def test_other_type_errors_are_what_they_were():
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+        fuse(attention)(*tensors()[:2])
+    assert not any("among its arguments" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+@BOTH
+def test_what_is_fused_already(implementation):
+    fused = fuse(attention, implementation="xla")
+    again = fuse(fused, implementation=implementation)
+    torch.testing.assert_close(again(*tensors()), fused(*tensors()))
+    arrays = [jnp.asarray(to_numpy(x)) for x in tensors()]
+    assert len(blockdiag.explain(fused)(*arrays).regions) == 1
+    found = to_tensor(blockdiag.fuse(fused)(*arrays))
+    torch.testing.assert_close(found, fused(*tensors()))
+
+
+def test_explanations_of_tensors():
+    def masked(query, key, value, segments):
+        scores = jnp.where(segments[:, None] == segments[None, :], query @ key.mT, -jnp.inf)
+        return jax.nn.softmax(scores) @ value
+
+    operands = [torch.randn(256, 3, 64, requires_grad=True)[:, i] for i in range(3)]
+    segments = torch.arange(256, dtype=torch.int32) // 64
+    arrays = [jnp.asarray(to_numpy(x)) for x in (*operands, segments)]
+    for function in (masked, fuse(masked)):
+        (region,) = explain(function)(*operands, segments).regions
+        (expected,) = blockdiag.explain(masked)(*arrays).regions
+        assert region.picture == expected.picture and region.skipped > 0.5
+        (described,) = explain(function)(*(x.to("meta") for x in (*operands, segments))).regions
+        assert described.live is None and described.sizes == region.sizes
+    assert explain(jnp.sin)(segments.float()).reason
+
+
+@BOTH
+def test_second_derivatives_raise_one_type(implementation):
+    operands = tensors(grad=True)
+    output = fuse(attention, implementation=implementation)(*operands)
+    (gradient, *_) = torch.autograd.grad(output.square().sum(), operands, create_graph=True)
+    with pytest.raises(NotImplementedError, match="derivatives"):
+        gradient.sum().backward()

@@ -217,6 +217,9 @@ class Program:
         return gradients
 
 
+_WIDE = [np.dtype(x) for x in ("int64", "uint64", "float64", "complex128")]
+
+
 def check_operand(operand: Any) -> None:
     if isinstance(operand, torch.Tensor):
         dlpack.check_tensor(operand)
@@ -225,7 +228,7 @@ def check_operand(operand: Any) -> None:
             "a wrapped JAX function takes concrete arguments, got a traced JAX array; call the JAX function itself "
             "inside of JAX's transformations"
         )
-    elif operand.dtype.itemsize == 8 and operand.dtype.kind in "iuf" and not jax.config.jax_enable_x64:
+    elif not jax.config.jax_enable_x64 and operand.dtype in _WIDE:
         raise ValueError(
             f"an argument is a numpy array of {operand.dtype}, which JAX would narrow; cast it to 32 bits, or turn on "
             "64-bit types with jax.enable_x64"

@@ -1,6 +1,6 @@
 """blockdiag for PyTorch: registered operators that launch the library's kernels, and modules made of them.
 
-Importing this module imports no JAX; calls on the CPU, calls that ask for it, and `fuse` do.
+Importing this module imports no JAX; calls on the CPU, calls that ask for it, `fuse` and `explain` do.
 """
 
 from blockdiag.torch import _sharding
@@ -8,6 +8,7 @@ from blockdiag.torch._append import append_to_pages as append_to_pages
 from blockdiag.torch._attention import block_diagonal_attention as block_diagonal_attention
 from blockdiag.torch._attention import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
 from blockdiag.torch._attention import fused_qkv_block_attention as fused_qkv_block_attention
+from blockdiag.torch._fuse import explain as explain
 from blockdiag.torch._fuse import fuse as fuse
 from blockdiag.torch._key_convolution import key_convolution as key_convolution
 from blockdiag.torch._moba import moba_attention as moba_attention
@@ -31,6 +32,7 @@ __all__ = [
     "apply_rotary",
     "block_diagonal_attention",
     "block_diagonal_attention_bhsd",
+    "explain",
     "fuse",
     "fused_qkv_block_attention",
     "key_convolution",

@@ -2,9 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from blockdiag.fusion.explain import Explanation
 
 
 def fuse(
@@ -29,8 +32,9 @@ def fuse(
     capture calls that need no JAX, once the same call, and its backward pass, has run outside of the capture.
 
     Args:
-        function: of arrays, in pytrees: tensors, and JAX or numpy arrays, which get no gradient. Other arguments are
-            handed on as they are, and must be hashable. It must be pure.
+        function: of arrays, in pytrees: tensors, and arrays and numbers of JAX and numpy, which get no gradient. Other
+            arguments are handed on as they are, and must be hashable. It must be pure; what it uses of tensors,
+            parameters of a module among them, must be an argument.
         implementation: None: the Triton kernels on CUDA where they can compute the function, otherwise the way through
             JAX; "triton", which on the CPU runs in Triton's interpreter, slowly; "xla"; or a sequence of them: the
             first that can. "reference" is the function as it stands.
@@ -64,7 +68,7 @@ def fuse(
         >>> x.grad.shape
         torch.Size([1, 64, 2, 16])
     """
-    from blockdiag.torch._fuse_call import FusedFunction
+    from blockdiag.torch._fuse_call import FusedFunction, plain
 
     fused_function = FusedFunction(function, implementation, fallback, via)
 
@@ -74,6 +78,49 @@ def fuse(
 
     # Dynamo would otherwise trace through JAX's Python code.
     fused: Any = torch.compiler.disable(wrapped, reason="JAX functions are traced outside of torch.compile")
+    fused.__wrapped__ = plain(function)
     fused.fallbacks = fused_function.fallbacks
     fused.cache_clear = fused_function.cache_clear
     return fused
+
+
+def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
+    """A function of tensors that says what `fuse` makes of the call, and runs nothing of it but masks.
+
+    The torch twin of `blockdiag.explain`.
+
+    Args:
+        function: of arrays, in jax.numpy, or what `fuse` made of it. Tensors on the meta device stand for shapes and
+            dtypes; then it is not known which tiles a mask that depends on them leaves out.
+
+    Returns:
+        A function of the same arguments that returns a `blockdiag.fusion.explain.Explanation`.
+
+    Raises:
+        Exception: (when called) what `function` itself raises, and `blockdiag.interop.to_jax` of its tensors. A
+            `NotFusible` is the `reason` of the explanation.
+
+    References:
+        FlashAttention of Dao et al. (2022), whose tiles are what is counted and drawn.
+
+    Example:
+        >>> import jax, torch
+        >>> from blockdiag.torch import explain
+        >>> x = torch.empty(2, 256, 64, dtype=torch.bfloat16, device="meta")
+        >>> region = explain(lambda query, key, value: jax.nn.softmax(query @ key.mT) @ value)(x, x, x).regions[0]
+        >>> region.has_softmax, region.flops
+        (True, 33554432)
+    """
+    import jax
+
+    from blockdiag.fusion.explain import explain as explain_arrays
+    from blockdiag.torch._fuse_call import as_array, plain
+
+    explain_call = explain_arrays(plain(function))
+
+    @functools.wraps(function)
+    def explained(*args: Any, **kwargs: Any) -> "Explanation":
+        args, kwargs = jax.tree.map(as_array, (args, kwargs))
+        return explain_call(*args, **kwargs)
+
+    return explained

@@ -15,11 +15,12 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
-from blockdiag.fusion.api import Program, fuse, trace
+from blockdiag.fusion.api import Program, fuse, is_fused, trace
 from blockdiag.fusion.dims import place_of
 from blockdiag.fusion.trace import has_effects
 from blockdiag.fusion.tree import NotFusible
 from blockdiag.interop import triton_fused
+from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.interop.wrap import static_key, wrap_jax
@@ -43,6 +44,7 @@ class FusedFunction:
         self, function: Callable[..., Any], implementation: str | Sequence[str] | None, fallback: bool, via: str | None
     ) -> None:
         check_via(via)
+        function = _with_hint(plain(function))
         self._function = function
         self._fallback = fallback
         self._names: tuple[str, ...] | None = None
@@ -62,7 +64,7 @@ class FusedFunction:
         device = _device_of(leaves)
         if device is None or not self._is_native(device):
             return self._through_jax(*args, **kwargs)
-        operands = [x for x in leaves if _is_operand(x)]
+        operands = list(filter(_is_operand, leaves))
         _check_operands(operands)
         has_gradient = torch.is_grad_enabled() and any(
             [isinstance(x, torch.Tensor) and x.requires_grad for x in operands]
@@ -117,12 +119,11 @@ class FusedFunction:
             NotFusible: there is no attention in it, or one that breaks a rule.
             NotImplementedError: the kernels, which alone may, cannot compute it.
         """
-        for x in leaves:
-            if isinstance(x, torch.Tensor):
-                check_tensor(x)
+        for x in filter(_is_operand, leaves):
+            check_operand(x)
         args, kwargs = jax.tree.unflatten(structure, map(_described, leaves))
         try:
-            program = trace(self._function, args, kwargs)
+            program = trace(_of_key_data(self._function, leaves), args, kwargs)
         except NotFusible:
             if self._fallback:
                 return None
@@ -136,8 +137,63 @@ class FusedFunction:
         return None
 
 
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself of one that is fused already, of tensors or of arrays: its kernels are chosen anew."""
+    return function.__wrapped__ if is_fused(function) else function  # pyrefly: ignore[missing-attribute]
+
+
+def _with_hint(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, of which type errors say why it has met a tensor: it is called while it is traced only."""
+
+    @functools.wraps(function)
+    def hinting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if "Tensor" in str(error) or "Parameter" in str(error):
+                error.add_note(
+                    "The function that is fused runs in JAX, on arrays: tensors that it uses, such as parameters of a "
+                    "module, must be among its arguments, and its operations those of jax.numpy."
+                )
+            raise
+
+    return hinting
+
+
+def as_array(leaf: Any) -> Any:
+    """What stands for a tensor in JAX: an array on its memory, and its shape and dtype where it has none."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_meta:
+        return _described(leaf)
+    return to_jax(leaf.detach(), copy=True)
+
+
 def _is_operand(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor | jax.Array | np.ndarray)
+    return isinstance(leaf, torch.Tensor | jax.Array | np.ndarray | np.generic)
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is a key of random numbers, or several, a dtype that torch has not."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _of_key_data(function: Callable[..., Any], leaves: Sequence[Any]) -> Callable[..., Any]:
+    """The same function of what the keys among some arguments are made of."""
+    kinds = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
+    if not any(kinds):
+        return function
+
+    @functools.wraps(function)
+    def of_data(*args: Any, **kwargs: Any) -> Any:
+        flat, structure = jax.tree.flatten((args, kwargs))
+        whole = [
+            x if kind is None else jax.random.wrap_key_data(x, impl=kind) for x, kind in zip(flat, kinds, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(structure, whole)
+        return function(*args, **kwargs)
+
+    return of_data
 
 
 def _device_of(leaves: Sequence[Any]) -> torch.device | None:
@@ -166,12 +222,14 @@ def _described(leaf: Any) -> Any:
     """What stands for an array while tracing."""
     if not _is_operand(leaf):
         return leaf
+    if _is_key(leaf):
+        return jax.eval_shape(jax.random.key_data, leaf)
     dtype = DTYPES[leaf.dtype] if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf).dtype
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
 def _as_tensor(array: Any, device: torch.device) -> torch.Tensor:
-    return to_torch(jnp.asarray(array)).to(device)
+    return to_torch(jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)).to(device)
 
 
 def _why_not(program: Program) -> str | None:
