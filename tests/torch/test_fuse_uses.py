@@ -61,6 +61,66 @@ def test_keys_of_several_kinds(implementation):
     assert found[0].shape == (20, 16) and not torch.equal(*found)
 
 
+def dropped_twice(x, rng):
+    first, second = jax.random.split(rng)
+    return dropped(*[jnp.tanh(dropped(x, x, x, first))] * 3, second)
+
+
+def dropped_again(x, rng):
+    again = jax.checkpoint(lambda x, rng: dropped(x, x, x, rng))
+    return again(again(x, rng), jax.random.fold_in(rng, 1))
+
+
+def dropped_in_steps(x, rng):
+    return jax.lax.scan(lambda x, rng: (dropped(x, x, x, rng), rng), x, jax.random.split(rng, 3))[0]
+
+
+def dropped_by_a_carried_key(x, rng):
+    def step(carry, _):
+        x, rng = carry
+        rng, own = jax.random.split(rng)
+        return (dropped(x, x, x, own), rng), None
+
+    return jax.lax.scan(jax.checkpoint(step), (x, rng), None, length=3)[0][0]
+
+
+def dropped_in_a_branch(x, rng):
+    return jax.lax.cond(x[0, 0] < 9, lambda: dropped(x, x, x, rng), lambda: x)
+
+
+def dropped_by_a_constant_key(x, rng):
+    del rng
+    return jax.lax.scan(lambda x, rng: (dropped(x, x, x, rng), None), x, jax.random.split(jax.random.key(5), 2))[0]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "function",
+    [
+        dropped_twice,
+        dropped_again,
+        dropped_in_steps,
+        dropped_by_a_carried_key,
+        dropped_in_a_branch,
+        dropped_by_a_constant_key,
+    ],
+)
+def test_keys_on_their_way_to_where_they_are_used(function, implementation):
+    x = tensors(grad=True)[0]
+    output = fuse(function, implementation=implementation)(x, jax.random.key(0))
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    fused = blockdiag.fuse(lambda x: function(x, jax.random.key(0)))
+    expected, pull = jax.vjp(fused, jnp.asarray(to_numpy(x)))
+    torch.testing.assert_close(output.detach(), to_tensor(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradient, to_tensor(*pull(jnp.ones_like(expected))), rtol=1e-3, atol=1e-3)
+
+
+@BOTH
+def test_keys_are_no_results(implementation):
+    with pytest.raises(TypeError, match=r"returns a key, which torch has not; return jax\.random\.key_data"):
+        fuse(lambda *x: (attention(*x), jax.random.key(0)), implementation=implementation)(*tensors())
+
+
 @BOTH
 def test_numpy_numbers_are_operands(implementation):
     """A number of a schedule makes no program of its own, and 64 bits are not narrowed without a word."""

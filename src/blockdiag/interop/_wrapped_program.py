@@ -249,6 +249,8 @@ def _distinct(outputs: Sequence[Any], operands: Sequence[jax.Array]) -> list[jax
     for output in outputs:
         is_new = isinstance(output, jax.core.Tracer) and all(output is not other for other in (*operands, *distinct))
         distinct.append(output if is_new else jnp.array(output, copy=True))
+        if jnp.issubdtype(distinct[-1].dtype, jax.dtypes.prng_key):
+            raise TypeError("the function returns a key, which torch has not; return jax.random.key_data of it")
         if distinct[-1].dtype not in dlpack.TENSOR_DTYPES:
             raise TypeError(f"the function returns an array of {distinct[-1].dtype}, which torch has not; cast it")
     return distinct

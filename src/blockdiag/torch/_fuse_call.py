@@ -24,6 +24,7 @@ from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.interop.wrap import static_key, wrap_jax
+from blockdiag.torch._fuse_keys import data_of
 from blockdiag.torch._fuse_program import TorchProgram
 from blockdiag.torch._fuse_region import Tensors
 from blockdiag.torch._paged_call import check_via
@@ -123,7 +124,7 @@ class FusedFunction:
             check_operand(x)
         args, kwargs = jax.tree.unflatten(structure, map(_described, leaves))
         try:
-            program = trace(_of_key_data(self._function, leaves), args, kwargs)
+            program = trace(self._function, args, kwargs)
         except NotFusible:
             if self._fallback:
                 return None
@@ -173,29 +174,6 @@ def _is_operand(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | jax.Array | np.ndarray | np.generic)
 
 
-def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is a key of random numbers, or several, a dtype that torch has not."""
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _of_key_data(function: Callable[..., Any], leaves: Sequence[Any]) -> Callable[..., Any]:
-    """The same function of what the keys among some arguments are made of."""
-    kinds = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
-    if not any(kinds):
-        return function
-
-    @functools.wraps(function)
-    def of_data(*args: Any, **kwargs: Any) -> Any:
-        flat, structure = jax.tree.flatten((args, kwargs))
-        whole = [
-            x if kind is None else jax.random.wrap_key_data(x, impl=kind) for x, kind in zip(flat, kinds, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(structure, whole)
-        return function(*args, **kwargs)
-
-    return of_data
-
-
 def _device_of(leaves: Sequence[Any]) -> torch.device | None:
     """The device of all tensors, None without any."""
     devices = {x.device for x in leaves if isinstance(x, torch.Tensor)}
@@ -222,14 +200,12 @@ def _described(leaf: Any) -> Any:
     """What stands for an array while tracing."""
     if not _is_operand(leaf):
         return leaf
-    if _is_key(leaf):
-        return jax.eval_shape(jax.random.key_data, leaf)
     dtype = DTYPES[leaf.dtype] if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf).dtype
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
 def _as_tensor(array: Any, device: torch.device) -> torch.Tensor:
-    return to_torch(jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)).to(device)
+    return to_torch(data_of(jnp.asarray(array))).to(device)
 
 
 def _why_not(program: Program) -> str | None:

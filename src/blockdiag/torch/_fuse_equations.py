@@ -13,6 +13,7 @@ from jax.extend import core
 
 from blockdiag.fusion.trace import aval_of
 from blockdiag.interop.dlpack import TENSOR_DTYPES
+from blockdiag.torch._fuse_keys import is_key
 
 type Computation = Callable[..., Any]
 """From a tensor for each operand that is no number to a tensor for each result."""
@@ -21,6 +22,8 @@ type Computation = Callable[..., Any]
 def computation_of(equation: core.JaxprEqn) -> Computation | None:
     """How torch computes an equation; None where that is left to JAX."""
     name = equation.primitive.name
+    if any(is_key(aval_of(x)) for x in (*equation.invars, *equation.outvars)):
+        return None
     if name in _ARITHMETIC:
         return _arithmetic(equation, _ARITHMETIC[name])
     if name == "concatenate":

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from blockdiag.fusion.inner import CHECKPOINTS, OPENED, bodies_of, carried
 from blockdiag.fusion.trace import aval_of, has_primitive
 from blockdiag.interop.dlpack import TENSOR_DTYPES
+from blockdiag.torch._fuse_keys import data_type
 from blockdiag.torch._fuse_region import region_p
 
 
@@ -58,7 +59,7 @@ class _Loop:
         self._device = device
         self._fixed, self._count = len(fixed), carried(scan)
         self._length, self._is_reverse = scan.params["length"], scan.params["reverse"]
-        self._stacked = [aval_of(var) for var in scan.outvars[self._count :]]
+        self._stacked = [data_type(aval_of(var)) for var in scan.outvars[self._count :]]
         # What has a part for each step is written anew.
         own = [flag or not self._length for flag in body.shared[: self._count]]
         self.shared = [*own, *(False for _ in self._stacked)]
@@ -75,7 +76,7 @@ class _Loop:
                 parts.append(part)
         return [*carry, *map(self._joined, made, self._stacked)]
 
-    def _joined(self, parts: list[torch.Tensor], aval: jax.core.ShapedArray) -> torch.Tensor:
+    def _joined(self, parts: list[torch.Tensor], aval: jax.ShapeDtypeStruct) -> torch.Tensor:
         if not parts:
             return torch.empty(aval.shape, dtype=TENSOR_DTYPES[aval.dtype], device=self._device)
         return torch.stack(parts[::-1] if self._is_reverse else parts)

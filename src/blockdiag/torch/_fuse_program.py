@@ -17,6 +17,7 @@ from blockdiag.interop.torch_launch import device_target
 from blockdiag.interop.wrap import wrap_jax
 from blockdiag.torch._fuse_equations import computation_of
 from blockdiag.torch._fuse_inner import Body, inner_of, is_launched
+from blockdiag.torch._fuse_keys import data_of, is_key
 from blockdiag.torch._fuse_region import Bind, BoundRegion, mark, region_p
 from blockdiag.torch._fuse_split import Segment, Split, variables_of
 from blockdiag.triton_kernels.plan import Target
@@ -53,7 +54,10 @@ class TorchProgram:
     def __init__(self, program: Program, device: torch.device, bind: Bind, *, has_gradient: bool) -> None:
         self._structure = program.structure
         target = device_target(device.index) if device.type == "cuda" and device.index is not None else None
-        self._steps = _Steps(marked(program, has_gradient=has_gradient), device, bind, target)
+        jaxpr = marked(program, has_gradient=has_gradient)
+        if any(is_key(aval_of(x)) for x in jaxpr.jaxpr.outvars):
+            raise TypeError("the function returns a key, which torch has not; return jax.random.key_data of it")
+        self._steps = _Steps(jaxpr, device, bind, target)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The results, as the function returns them: tensors of their own.
@@ -92,7 +96,7 @@ class _Steps:
                 _key(x): jnp.asarray(x.val, aval_of(x).dtype) for x in operands if isinstance(x, core.Literal)
             }
         self._make_slots(self._known)
-        self._constants = [to_torch(jnp.asarray(x)).to(device, copy=True) for x in self._known.values()]
+        self._constants = [to_torch(data_of(jnp.asarray(x))).to(device, copy=True) for x in self._known.values()]
         self._steps: list[tuple[Compute, tuple[int, ...]]] = []
         # Results of loops and the like that may be what these were given.
         self._borrowed: set[core.Var] = set()

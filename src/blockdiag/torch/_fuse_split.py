@@ -15,9 +15,10 @@ import jax
 from jax.extend import core
 
 from blockdiag.fusion.dims import producers_of
-from blockdiag.fusion.trace import bind, read
+from blockdiag.fusion.trace import aval_of, bind, read
 from blockdiag.torch._fuse_equations import computation_of, is_view
 from blockdiag.torch._fuse_inner import is_launched
+from blockdiag.torch._fuse_keys import data_of, from_data
 
 type Home = Literal["argument", "constant", "region", "torch", "jax"]
 
@@ -28,7 +29,7 @@ class Segment:
 
     Attributes:
         inputs, outputs: what it takes and gives.
-        function: from arrays to a list of arrays.
+        function: from arrays to a list of arrays; keys of random numbers are their data in both.
     """
 
     inputs: tuple[core.Var, ...]
@@ -156,11 +157,11 @@ class Split:
 
         def compute(*arrays: Any) -> list[Any]:
             known: dict[core.Var, Any] = dict(zip(self._jaxpr.constvars, self._program.consts, strict=True))
-            known |= dict(zip(inputs, arrays, strict=True))
+            known |= {var: from_data(x, aval_of(var)) for var, x in zip(inputs, arrays, strict=True)}
             for equation in reversed(equations):
                 results = bind(equation, [read(known, x) for x in equation.invars])
                 known |= dict(zip(equation.outvars, results, strict=True))
-            return [known[var] for var in outputs]
+            return [data_of(known[var]) for var in outputs]
 
         return Segment(inputs, outputs, compute)
 
