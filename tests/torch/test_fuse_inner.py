@@ -215,6 +215,14 @@ def test_loops_that_may_end_anywhere_are_refused():
         fuse(function, implementation="triton")(*map(to_tensor, arrays()))
 
 
+def test_derivatives_of_attention_by_hand_are_refused():
+    by_hand = jax.custom_jvp(attention)
+    by_hand.defjvp(lambda primals, tangents: jax.jvp(attention, primals, tangents))
+    x, weights = map(to_tensor, arrays())
+    with pytest.raises(NotFusible, match=r"in `custom_jvp_call` .*test_fuse_inner.py.*fuse what it calls"):
+        fuse(lambda x, weights: by_hand(x, x @ weights[0, 0], x), implementation="triton")(x, weights)
+
+
 def test_what_kernels_do_not_take_in_a_loop():
     x, weights = map(to_tensor, arrays())
     with pytest.raises(NotImplementedError, match="head sizes up to 256"):

@@ -369,7 +369,7 @@ def _nothing_found(jaxpr: core.Jaxpr) -> str:
     if hidden.primitive.name in OPENED:
         why = "nothing in it can be fused by itself: fuse what it runs, whose refusal says why"
     elif body_of(hidden) is not None:
-        why = "it has a derivative of its own, which `fuse` would lose"
+        why = "it has a derivative of its own, which `fuse` would lose: fuse what it calls, or leave that out"
     return f"{whole}, but for what may be in `{hidden.primitive.name}` {place_of(hidden)}; {why}"
 
 
