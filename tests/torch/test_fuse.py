@@ -453,6 +453,14 @@ def test_wrong_arguments(implementation):
         torch.autograd.grad(output, query, torch.ones(2, *output.shape), is_grads_batched=True)
 
 
+@BOTH
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_nested_tensors_are_refused(implementation):
+    query, key, value = tensors()
+    with pytest.raises(ValueError, match=r"nested; pass tensor.values\(\)"):
+        fuse(causal, implementation=implementation)(torch.nested.nested_tensor([query[0]]), key, value)
+
+
 @pytest.mark.parametrize(
     ("arch", "needed", "is_joint"),
     [(90, True, True), (90, False, False), (100, True, False), (None, True, False)],

@@ -176,7 +176,12 @@ def _is_operand(leaf: Any) -> bool:
 
 def _device_of(leaves: Sequence[Any]) -> torch.device | None:
     """The device of all tensors, None without any."""
-    devices = {x.device for x in leaves if isinstance(x, torch.Tensor)}
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    for x in tensors:
+        # Torch's own error, when such a tensor is asked for its shape, asks for a report to torch.
+        if x.is_nested:
+            check_tensor(x)
+    devices = {x.device for x in tensors}
     if len(devices) > 1:
         names = " and ".join(sorted(map(str, devices)))
         raise ValueError(f"all tensors must be on one device, got some on {names}; move them")
