@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import NotFusible, explain, fuse
-from tests.fusion_support import assert_alike, with_gradients
+from tests.fusion_support import assert_alike, assert_fused, with_gradients
 
 SHAPE = (2, 24, 2, 16)
 
@@ -271,3 +271,16 @@ def test_derivatives_of_gradients_are_numbers():
         return steep.lower(query).compile({"xla_backend_optimization_level": 0})(query)
 
     assert_alike([second(fuse(biased))], [second(biased)], 1e-4)
+
+
+def test_gated_results_of_grouped_heads_that_are_projected():
+    """What is multiplied by a matrix last is no weight of attention, and has other axes than groups of heads."""
+
+    def function(query, key, value, gate, projection):
+        batch, tokens = query.shape[:2]
+        found = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
+        return (found.reshape(batch, tokens, -1) * jax.nn.sigmoid(gate)) @ projection
+
+    query, gate = arrays(2, (2, 24, 4, 16))
+    projection = arrays(1, (64, 8))[0]
+    assert_fused(function, (query, *arrays(2), gate.reshape(2, 24, 64), projection))

@@ -49,13 +49,36 @@ def decay(query, key, value, rate):
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
+def written(query, key, value):
+    """A mask that is written at its places, as it is in other libraries."""
+    tokens = query.shape[1]
+    bias = jnp.zeros((tokens, tokens)).at[jnp.triu_indices(tokens, 1)].set(-jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None, None], axis=-1), value)
+
+
+def written_at_numbers(query, key, value):
+    tokens = query.shape[1]
+    seen = jnp.zeros((tokens, tokens), bool).at[np.tril_indices(tokens)].set(True)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key), axis=-1, where=seen[None, None]), value)
+
+
+DOCUMENT = np.arange(TOKENS) // 70
+WITHIN = np.where(DOCUMENT[:, None] == DOCUMENT, np.float32(0.5), np.float32(-1e9))
+
+
+def documents_of_floats(query, key, value):
+    """No mask of distances."""
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + WITHIN[None, None], axis=-1), value)
+
+
 def learned_mask(query, key, value, keep):
     """keep [S]: 0 for some tiles, and still with a derivative there."""
     weights = jax.nn.sigmoid(products(query, key)) * jnp.clip(keep, -1.0, 1.0)[None, None, None]
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
-SKIPPED = dict.fromkeys((added, lowest_added, window_by_factor, sigmoid, decay), 0.2)
+WRITTEN = (written, written_at_numbers)
+SKIPPED = dict.fromkeys((added, lowest_added, window_by_factor, sigmoid, decay, *WRITTEN, documents_of_floats), 0.2)
 
 
 def operands(function):
@@ -73,15 +96,34 @@ def test_tiles_are_skipped(function):
     assert region.skipped >= SKIPPED[function]
     rows, columns = region.tile
     weights = np.asarray(distance(jnp.ones((1, TOKENS))))
-    needed = np.abs(weights) <= 20 if function is window_by_factor else weights >= 0
+    others = {window_by_factor: np.abs(weights) <= 20, documents_of_floats: WITHIN > 0}
+    needed = others.get(function, weights >= 0)
     for row, line in enumerate(region.live.reshape(-1, *region.live.shape[-2:])[0]):
         for column, is_visited in enumerate(line):
             tile = needed[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
             assert is_visited or not tile.any()
 
 
+@pytest.mark.parametrize("function", WRITTEN, ids=lambda function: function.__name__)
+def test_masks_that_are_written_are_no_arrays(function):
+    (region,) = explain(function)(*operands(function)).regions
+    assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"}
+
+
+def test_masks_that_arguments_are_written_into_are_arrays():
+    def function(query, key, value, most):
+        bias = jnp.zeros((TOKENS, TOKENS)).at[jnp.triu_indices(TOKENS, 1)].set(most)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None, None], axis=-1), value)
+
+    given = (*operands(function), jnp.float32(-1))
+    assert [leaf.role for leaf in explain(function)(*given).regions[0].leaves].count("score") == 1
+    np.testing.assert_allclose(fuse(function, implementation="xla")(*given), function(*given), atol=1e-5)
+
+
 @pytest.mark.parametrize(
-    "function", [lowest_added, window_by_factor, decay, learned_mask], ids=lambda function: function.__name__
+    "function",
+    [lowest_added, window_by_factor, decay, learned_mask, *WRITTEN, documents_of_floats],
+    ids=lambda function: function.__name__,
 )
 def test_results_and_gradients(function):
     given = operands(function)

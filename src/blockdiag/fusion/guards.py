@@ -71,9 +71,10 @@ class Guards:
                 inner, mask = operands[3 - zeros[0]], (operands[0], given[0], zeros[0] == 1)
         elif is_product:
             for one, other in ((0, 1), (1, 0)):
-                found, found_dims = self.through_moves(operands[other], given[other])
+                found = self.skip_moves(operands[other])
+                # Others are no masks, and their axes may not be these any more.
                 if isinstance(found, core.Var) and aval_of(found).dtype == bool:
-                    inner, mask = operands[one], (found, found_dims, True)
+                    inner, mask = operands[one], (*self.through_moves(operands[other], given[other]), True)
         if mask is not None:
             equation = self.producer(self.skip(inner))
         if equation is None or equation.primitive.name not in ("exp", "exp2"):

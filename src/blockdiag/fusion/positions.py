@@ -3,6 +3,7 @@
 A constant [T, S] says nothing about what it means. Where its elements are a progression along each axis, or depend on
 the distance of two axes alone, it becomes the few equations that make it, of which regions know more: tiles that such a
 mask rules out are known while tracing, and what is gathered by such indices is a function of q - k (`distances`).
+Floats of which one hides keys become a mask. What numbers are written into (`.at[..].set`) is a constant, too.
 """
 
 import functools
@@ -15,7 +16,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.factors import NO_KEY
-from blockdiag.fusion.trace import evaluate
+from blockdiag.fusion.trace import constants_with, evaluate, rewritten
 
 _MOST_ELEMENTS = 2**26
 # Arrays on a device are looked at where they are small enough to be copied.
@@ -28,7 +29,8 @@ type _Make = Callable[[], Any]
 
 def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same flat program with equations in place of constants that follow from positions."""
-    made = [_formula(const) for const in jaxpr.consts]
+    jaxpr = _with_written(jaxpr)
+    made = [_formula(const) or _hiding(const) for const in jaxpr.consts]
     if not any(made):
         return jaxpr
 
@@ -37,6 +39,26 @@ def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
         return evaluate(jaxpr.jaxpr, consts, given)
 
     return jax.make_jaxpr(compute)(*jaxpr.in_avals)
+
+
+def _with_written(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same flat program with equations in place of arrays that numbers are written into, at places of positions.
+
+    Those in which an argument has a part stay as they are, as do slices that are written (`coordinates`).
+    """
+    written = [x for x in closed.jaxpr.eqns if x.primitive.name == "scatter"]
+    if not written:
+        return closed
+    given = dict(zip(closed.jaxpr.constvars, map(_known, closed.consts), strict=True))
+    value_of = constants_with(closed.jaxpr, _MOST_COPIED, given)
+    replaced = {}
+    for equation in written:
+        (result,) = equation.outvars
+        value = value_of(result)
+        make = None if value is None else _formula(value)
+        if make is not None:
+            replaced[id(equation)] = lambda _, result=result, make=make: {result: make()}
+    return rewritten(closed, closed.jaxpr.eqns, replaced) if replaced else closed
 
 
 def _formula(const: Any) -> _Make | None:
@@ -167,6 +189,21 @@ def _masked(line: np.ndarray, array: np.ndarray, axes: Sequence[int]) -> _Make |
         return lax.select(band(), lax.full(array.shape, hidden, array.dtype), rest)
 
     return make
+
+
+def _hiding(const: Any) -> _Make | None:
+    """Numbers that are either one or another, which hides keys, as a mask, which rules tiles out; None of others."""
+    array = _known(const)
+    if array is None or array.ndim < 2 or not jax.dtypes.issubdtype(array.dtype, np.floating):
+        return None
+    hidden, seen = array.min(), array.max()
+    if not hidden <= NO_KEY < seen:
+        return None
+    is_hidden = array == hidden
+    if not (is_hidden | (array == seen)).all():
+        return None
+    full = functools.partial(lax.full, array.shape, dtype=array.dtype)
+    return lambda: lax.select(is_hidden, full(hidden), full(seen))
 
 
 def _read(line: np.ndarray, rows: int, columns: int) -> Any:

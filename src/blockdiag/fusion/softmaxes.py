@@ -352,9 +352,9 @@ class Softmaxes(Guards):
         """The softmax whose sum a product of exponentials is divided by, the quotient, and the quotient's dims."""
         try:
             power_var, dims = self.through_moves(var, dims)
+            powers = self.powers(power_var, dims)
         except NoMatch:
             return None
-        powers = self.powers(power_var, dims)
         if powers is None or powers.equation.primitive.name != "exp":
             return None
         for quotient in self.producers.values():

@@ -148,7 +148,7 @@ def constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | None
     """
     found = _CONSTANTS.setdefault(jaxpr, {})
     if most not in found:
-        found[most] = _constants(jaxpr, most)
+        found[most] = constants_with(jaxpr, most, {})
     return found[most]
 
 
@@ -158,9 +158,12 @@ _CONSTANTS: weakref.WeakKeyDictionary[core.Jaxpr, dict[int, Callable[[Any], np.n
 )
 
 
-def _constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | None]:
+def constants_with(
+    jaxpr: core.Jaxpr, most: int, given: Mapping[core.Var, np.ndarray | None]
+) -> Callable[[Any], np.ndarray | None]:
+    """As `constants`, where the values of some variables are known already."""
     producers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    known: dict[Any, np.ndarray | None] = {}
+    known: dict[Any, np.ndarray | None] = dict(given)
 
     def value_of(var: Any) -> np.ndarray | None:
         if isinstance(var, core.Literal):
