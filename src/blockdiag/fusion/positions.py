@@ -3,7 +3,7 @@
 A constant [T, S] says nothing about what it means. Where its elements are a progression along each axis, or depend on
 the distance of two axes alone, it becomes the few equations that make it, of which regions know more: tiles that such a
 mask rules out are known while tracing, and what is gathered by such indices is a function of q - k (`distances`).
-Floats of which one hides keys become a mask. What numbers are written into (`.at[..].set`) is a constant, too.
+Floats of which one hides keys become a mask. What numbers are written into is a constant, too (`written`).
 """
 
 import functools
@@ -16,7 +16,8 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.factors import NO_KEY
-from blockdiag.fusion.trace import constants_with, evaluate, rewritten
+from blockdiag.fusion.trace import evaluate
+from blockdiag.fusion.written import with_written
 
 _MOST_ELEMENTS = 2**26
 # Arrays on a device are looked at where they are small enough to be copied.
@@ -29,7 +30,7 @@ type _Make = Callable[[], Any]
 
 def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same flat program with equations in place of constants that follow from positions."""
-    jaxpr = _with_written(jaxpr)
+    jaxpr = with_written(jaxpr, [_known(const) for const in jaxpr.consts], _formula)
     made = [_formula(const) or _hiding(const) for const in jaxpr.consts]
     if not any(made):
         return jaxpr
@@ -39,26 +40,6 @@ def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
         return evaluate(jaxpr.jaxpr, consts, given)
 
     return jax.make_jaxpr(compute)(*jaxpr.in_avals)
-
-
-def _with_written(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same flat program with equations in place of arrays that numbers are written into, at places of positions.
-
-    Those in which an argument has a part stay as they are, as do slices that are written (`coordinates`).
-    """
-    written = [x for x in closed.jaxpr.eqns if x.primitive.name == "scatter"]
-    if not written:
-        return closed
-    given = dict(zip(closed.jaxpr.constvars, map(_known, closed.consts), strict=True))
-    value_of = constants_with(closed.jaxpr, _MOST_COPIED, given)
-    replaced = {}
-    for equation in written:
-        (result,) = equation.outvars
-        value = value_of(result)
-        make = None if value is None else _formula(value)
-        if make is not None:
-            replaced[id(equation)] = lambda _, result=result, make=make: {result: make()}
-    return rewritten(closed, closed.jaxpr.eqns, replaced) if replaced else closed
 
 
 def _formula(const: Any) -> _Make | None:
