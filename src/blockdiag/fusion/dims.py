@@ -1,13 +1,15 @@
 """What the axes of values stand for, and of what they are computed from."""
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax.extend import core, source_info_util
 
 from blockdiag.fusion.grids import Divide, base_of, joined_parts
-from blockdiag.fusion.trace import aval_of
+from blockdiag.fusion.trace import aval_of, kept
 from blockdiag.fusion.tree import ELEMENTWISE, Dim, Unpullable
 
 # The same value, seen otherwise.
@@ -16,9 +18,25 @@ SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary", "shardi
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
-def producers_of(jaxpr: core.Jaxpr) -> dict[core.Var, core.JaxprEqn]:
+@kept
+def producers_of(jaxpr: core.Jaxpr) -> Mapping[core.Var, core.JaxprEqn]:
     """Of each variable the equation that computes it."""
-    return {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    return MappingProxyType({var: equation for equation in jaxpr.eqns for var in equation.outvars})
+
+
+@kept
+def places_in(jaxpr: core.Jaxpr) -> Mapping[core.Var, int]:
+    """Of each variable that an equation computes the place of that equation."""
+    return MappingProxyType({var: place for place, equation in enumerate(jaxpr.eqns) for var in equation.outvars})
+
+
+@kept
+def equations_by_name(jaxpr: core.Jaxpr) -> Mapping[str, Sequence[core.JaxprEqn]]:
+    """The equations of each primitive, in order."""
+    found: collections.defaultdict[str, list[core.JaxprEqn]] = collections.defaultdict(list)
+    for equation in jaxpr.eqns:
+        found[equation.primitive.name].append(equation)
+    return MappingProxyType(found)
 
 
 def parts_of(producers: Mapping[core.Var, core.JaxprEqn], var: core.Var) -> dict[int, tuple[int, ...]]:

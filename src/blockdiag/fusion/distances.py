@@ -92,7 +92,7 @@ class Distances:
     def __init__(
         self, producers: Mapping[core.Var, core.JaxprEqn], sizes: dict[str, int], inputs: Iterable[core.Var] = ()
     ) -> None:
-        self._producers = producers
+        self.producers = producers
         self._sizes = sizes
         self._inputs: dict[core.Var, _Axes | None] = dict.fromkeys(inputs)
         self._known: dict[tuple[core.Var, _Axes], _Made | _Line] = {}
@@ -180,7 +180,7 @@ class Distances:
         if not axes.any:
             self._read[var] = None
             return _Made(lambda arrays: arrays[var], is_still=True)
-        equation = self._producers.get(var)
+        equation = self.producers.get(var)
         if equation is None:
             raise Unpullable("positions that are arguments")
         name, operands, params = equation.primitive.name, equation.invars, equation.params

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, producers_of
+from blockdiag.fusion.dims import MOVES, broadcast_dims, equations_by_name, labels_of, producers_of
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.pull import Puller
 from blockdiag.fusion.trace import aval_of
@@ -51,10 +51,15 @@ class Guards:
 
     def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
         self.producers = producers_of(jaxpr)
+        self._by_name = equations_by_name(jaxpr)
         self.sizes = sizes
         self.puller = Puller(jaxpr, sizes, batch)
         # The first of the weights that a slice has kept.
         self.first = 0
+
+    def named(self, name: str) -> Sequence[core.JaxprEqn]:
+        """The program's equations of one primitive."""
+        return self._by_name.get(name, ())
 
     def powers(self, var: object, dims: tuple[Dim, ...]) -> Powers | None:
         """Exponentials, perhaps with a mask; None where a value is none."""

@@ -107,7 +107,10 @@ def inner_of(closed: core.ClosedJaxpr) -> list[Inner]:
 
 
 def _opened(
-    closed: core.ClosedJaxpr, producers: dict[core.Var, core.JaxprEqn], equation: core.JaxprEqn, shared: tuple[Any, ...]
+    closed: core.ClosedJaxpr,
+    producers: Mapping[core.Var, core.JaxprEqn],
+    equation: core.JaxprEqn,
+    shared: tuple[Any, ...],
 ) -> Inner:
     """The programs within an equation, as functions of some arrays that all else is made of."""
     bodies, first, rest = bodies_of(equation)
@@ -170,7 +173,7 @@ def _rank(aval: Any) -> int:
     return len(aval.shape)
 
 
-def _made(operand: Any, known: dict[core.Var, Any], producers: dict[core.Var, core.JaxprEqn]) -> Any:
+def _made(operand: Any, known: dict[core.Var, Any], producers: Mapping[core.Var, core.JaxprEqn]) -> Any:
     """A value of which only some others are known, by the equations that make it of these."""
     waiting: Sequence[Any] = [operand]
     while waiting:

@@ -31,9 +31,7 @@ def log_sums(
         with_ones: the dims of a value that is another one moved, see `Softmaxes`.
     """
     found = []
-    for logarithm in guards.producers.values():
-        if logarithm.primitive.name != "log":
-            continue
+    for logarithm in guards.named("log"):
         for var, own in _log_sums(guards, logarithm, scores, dims, with_ones):
             if all(isinstance(dim, tuple) and labels_of((dim,)) == set(dim) for dim in own):
                 found.append(LogSum(var, own))
@@ -85,9 +83,7 @@ def _with_shift(
 ) -> list[tuple[core.Var, tuple[Dim, ...]]]:
     """Sums of a logarithm and of what was taken away from scores before."""
     found = []
-    for joined in guards.producers.values():
-        if joined.primitive.name != "add":
-            continue
+    for joined in guards.named("add"):
         shape = aval_of(joined.outvars[0]).shape
         for one, other in ((0, 1), (1, 0)):
             if guards.skip_moves(joined.invars[one]) is not logarithm or aval_of(joined.invars[one]).shape != shape:

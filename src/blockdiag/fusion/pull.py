@@ -20,6 +20,7 @@ from blockdiag.fusion.dims import (
     labels_of,
     moved_dims,
     place_of,
+    places_in,
     producers_of,
 )
 from blockdiag.fusion.distances import Distances
@@ -79,7 +80,7 @@ class Puller:
         self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str], *, is_function: bool = False
     ) -> None:
         self._is_function = is_function
-        self.producers = producers_of(jaxpr)
+        self.producers, self._places = producers_of(jaxpr), places_in(jaxpr)
         self._distances = Distances(self.producers, sizes)
         self._constant_of = constants(jaxpr, _MOST_CONSTANTS)
         self.sizes = sizes
@@ -141,7 +142,7 @@ class Puller:
             source, dims = self._distances.source(var, dims)
         except Unpullable:
             return None
-        self.producers |= {out: equation for equation in source.made for out in equation.outvars}
+        self._add_made(source)
         labels = labels_of(dims)
         leaf = Leaf(source, dims, "distance", tuple(label for label in self.batch if label in labels))
         return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
@@ -343,7 +344,8 @@ class Puller:
         if is_score and jnp.issubdtype(source.dtype, jnp.floating):
             factors = self.grids.as_product(source, dims, feature)
         made = [self.grids.whole(source, dims)] if factors is None else factors
-        self.producers |= {out: equation for each, _ in made for equation in each.made for out in equation.outvars}
+        for each, _ in made:
+            self._add_made(each)
         leaves = tuple(self._leaf_of(*each) for each in made)
         if factors is None:
             return leaves[0]
@@ -379,6 +381,13 @@ class Puller:
         leaf = Leaf(source, dims, role, tuple(label for label in self.batch if label in labels))
         return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
 
+    def _add_made(self, source: Source) -> None:
+        """Know what makes an array that the program does not have."""
+        if source.made:
+            # The program's own are common to all that look at it.
+            made = {out: equation for equation in source.made for out in equation.outvars}
+            self.producers = self._distances.producers = {**self.producers, **made}
+
     def _positions(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
         """0, 1, 2, ... along an axis, which nobody has to read; a reshape may have put axes of one index beside it."""
         at = equation.params["dimension"]
@@ -400,7 +409,7 @@ class Puller:
         order = (*(axis for axis in range(len(dims)) if axis not in pair), *pair)
         if (source, order) not in self._moved:
             made = source_made_by(lambda x: lax.transpose(x, order), [source.key])
-            self.producers |= {out: equation for equation in made.made for out in equation.outvars}
+            self._add_made(made)
             self._moved[source, order] = made
         return self._moved[source, order], tuple(dims[axis] for axis in order)
 
@@ -437,13 +446,15 @@ class Puller:
         Raises:
             MadeOfScores: there is one.
         """
+        # What is before all products is computed from none of them: the layers below, in a model.
+        first = min((self._places.get(x, 0) for x in self.products), default=0)
         for leaf in leaves:
             made: dict[core.Var, core.JaxprEqn] = {}
             seen: set[int] = set()
             waiting: list[tuple[Any, core.JaxprEqn | None]] = [(leaf.source.key, None)]
             while waiting:
                 var, below = waiting.pop()
-                if not isinstance(var, core.Var) or var in self.results:
+                if not isinstance(var, core.Var) or var in self.results or self._places.get(var, first) < first:
                     continue
                 equation = self.producers.get(var)
                 if var in self.products:

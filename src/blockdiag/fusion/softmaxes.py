@@ -357,8 +357,8 @@ class Softmaxes(Guards):
             return None
         if powers is None or powers.equation.primitive.name != "exp":
             return None
-        for quotient in self.producers.values():
-            if quotient.primitive.name != "div" or isinstance(quotient.invars[1], core.Literal):
+        for quotient in self.named("div"):
+            if isinstance(quotient.invars[1], core.Literal):
                 continue
             whole = self._with_ones(quotient.invars[0], product.outvars[0], out_dims)
             if whole is None:

@@ -256,7 +256,7 @@ class _Finder(WeightsMatcher):
         power = self.producer(root)
         if power is None or power.primitive.name in ("exp", "exp2"):
             return []
-        sums = [x for x in self.producers.values() if self._is_sum_of_weights(x)]
+        sums = [x for x in self.named("reduce_sum") if self._is_sum_of_weights(x)]
         return [x for x in sums if self.skip(x.invars[0]) is root and sorted(x.params["axes"]) == sorted(self.keys)]
 
     def _weights(self, var: Any, dims: tuple[Dim, ...], sums: dict[int, _Sum]) -> _Weights:

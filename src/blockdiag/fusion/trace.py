@@ -140,22 +140,36 @@ def placed(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     return source_info_util.user_context(equation.source_info.traceback)
 
 
+def kept[T](derive: Callable[[core.Jaxpr], T]) -> Callable[[core.Jaxpr], T]:
+    """A function of programs that keeps what it has found for as long as the program lives: nobody changes that."""
+    known: weakref.WeakKeyDictionary[core.Jaxpr, T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(derive)
+    def found(jaxpr: core.Jaxpr) -> T:
+        if jaxpr not in known:
+            known[jaxpr] = derive(jaxpr)
+        return known[jaxpr]
+
+    return found
+
+
 def constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | None]:
     """A function of variables that gives the value of those that no argument has a part in, None for others.
 
     Args:
         most: elements of an array that is computed for that: larger ones count as not known.
     """
-    found = _CONSTANTS.setdefault(jaxpr, {})
+    found = _known_constants(jaxpr)
     if most not in found:
         found[most] = constants_with(jaxpr, most, {})
     return found[most]
 
 
-# Whoever looks at a program asks for the same ones.
-_CONSTANTS: weakref.WeakKeyDictionary[core.Jaxpr, dict[int, Callable[[Any], np.ndarray | None]]] = (
-    weakref.WeakKeyDictionary()
-)
+@kept
+def _known_constants(jaxpr: core.Jaxpr) -> dict[int, Callable[[Any], np.ndarray | None]]:
+    """`constants` by the most elements: whoever looks at a program asks for the same ones."""
+    del jaxpr
+    return {}
 
 
 def constants_with(
