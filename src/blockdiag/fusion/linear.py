@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockdiag.fusion.tree import Node, number, operation
+from blockdiag.fusion.tree import Node, leaves_of, nodes_of, number, operation
 
 
 def terms_of(node: Node, factor: float = 1.0) -> list[tuple[float, Node]]:
@@ -50,3 +50,23 @@ def sum_of(terms: Sequence[tuple[float, Node]], unit: float = 1.0) -> Node | Non
         scaled = term if factor == unit else operation(lax.mul_p, term, number(np.float32(factor / unit)))
         total = scaled if total is None else operation(lax.add_p, total, scaled)
     return total
+
+
+def is_linear_in_products(node: Node) -> bool:
+    """Whether a node is a sum of products, each times what is no function of queries and keys at once."""
+    if node.kind == "product" or not any(x.kind == "product" for x in nodes_of(node)):
+        return True
+    name = getattr(node.primitive, "name", "")
+    if name in ("add", "add_any", "sub", "neg", "convert_element_type"):
+        return all(map(is_linear_in_products, node.inputs))
+    if name == "mul":
+        first, second = node.inputs
+        pairs = ((first, second), (second, first))
+        return any(is_linear_in_products(x) and not _has_both(y) for x, y in pairs)
+    return name == "div" and is_linear_in_products(node.inputs[0]) and not _has_both(node.inputs[1])
+
+
+def _has_both(node: Node) -> bool:
+    """Whether a node is a function of queries and keys."""
+    roles = {leaf.role for leaf in leaves_of(node)}
+    return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})

@@ -1,7 +1,7 @@
 """Finds attention in a program: products with values of what is linear in a softmax of scores."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, parts_of, pl
 from blockdiag.fusion.factors import stopped
 from blockdiag.fusion.follow import followed, read_by
 from blockdiag.fusion.guards import CASTS, NoMatch
+from blockdiag.fusion.linear import is_linear_in_products
 from blockdiag.fusion.pull import MadeOfScores
 from blockdiag.fusion.softmaxes import Softmax, Softmaxes
 from blockdiag.fusion.trace import aval_of
@@ -48,7 +49,7 @@ class _Unmatched:
     Attributes:
         weights: the side that was looked at.
         reason: why it is not linear in softmaxes; empty where that is not known.
-        refused: why it is no function of scores on tiles; empty where that is not known.
+        refused: says why it is no function of scores on tiles; nothing where that is not known.
         lacks_queries: whether that is because nothing has an axis of queries.
     """
 
@@ -56,7 +57,7 @@ class _Unmatched:
     equation: core.JaxprEqn
     weights: object
     reason: str
-    refused: str
+    refused: Callable[[], str] = str
     lacks_queries: bool = False
 
 
@@ -78,7 +79,7 @@ def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
         if one.matcher.puller.is_attention(one.weights):
             whole = "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums"
             return one.reason or f"{whole}, {place_of(one.equation)}"
-    refused = next((one.refused for one in unmatched if one.refused), None)
+    refused = next(filter(None, (one.refused() for one in unmatched)), None)
     return refused and f"there is no product with a softmax of scores, nor with another function of them: {refused}"
 
 
@@ -281,7 +282,7 @@ def _regions_with(
     if len(contracted[0]) != 1:
         reason = f"`dot_general` that sums over {len(contracted[0])} axes of weights: make keys one axis"
         matcher = Matcher(jaxpr, sizes, [])
-        unmatched.append(_Unmatched(matcher, equation, weights, f"{reason}, {place_of(equation)}", ""))
+        unmatched.append(_Unmatched(matcher, equation, weights, f"{reason}, {place_of(equation)}"))
         return replaced, ()
     batch = []
     for i, axes in enumerate(zip(*shared, strict=True)):
@@ -291,9 +292,8 @@ def _regions_with(
     if not free:
         matcher = Matcher(jaxpr, sizes, batch)
         if matcher.has_softmax(weights, tuple(dims[side])):
-            refused = "queries have no axis: give them one, of size 1"
-            where = place_of(equation)
-            unmatched.append(_Unmatched(matcher, equation, weights, "", f"{refused}, {where}", lacks_queries=True))
+            refused = f"queries have no axis: give them one, of size 1, {place_of(equation)}"
+            unmatched.append(_Unmatched(matcher, equation, weights, "", lambda: refused, lacks_queries=True))
         return replaced, ()
     # Keys are read once for each tile of rows, so that these lie along the longest axis that values lack.
     rows = max(reversed(free), key=lambda axis: aval_of(weights).shape[axis])
@@ -312,7 +312,7 @@ def _regions_with(
     )
     matcher = Matcher(jaxpr, sizes, batch)
     matcher.puller.results, matcher.puller.stored = sought.results, stored
-    reason, refused = "", ""
+    reason, refusal = "", ""
     try:
         terms = matcher.terms(weights, tuple(dims[side]))
         if any(term.softmax is not None and term.softmax.mask is not None for term in terms):
@@ -320,13 +320,18 @@ def _regions_with(
     except NoMatch as failure:
         reason = str(failure)
         divided = matcher.divided(equation, out_dims, weights, tuple(dims[side]))
-        if divided is None:
-            terms, refused = matcher.plain(weights, tuple(dims[side]))
-        else:
+        if divided is not None:
             softmax, replaced, out_dims = divided
             terms = [_Term(softmax, None)]
+        elif matcher.may_be_plain:
+            terms, refusal = matcher.plain(weights, tuple(dims[side]))
+        else:
+            # A model has many layers, and what a layer is made of reaches down through all that it is added to.
+            given = tuple(dims[side])
+            unmatched.append(_Unmatched(matcher, equation, weights, reason, lambda: matcher.plain(weights, given)[1]))
+            return replaced, ()
     if not terms:
-        unmatched.append(_Unmatched(matcher, equation, weights, reason, refused))
+        unmatched.append(_Unmatched(matcher, equation, weights, reason, lambda: refusal))
         return replaced, ()
     regions = []
     for term in terms:
@@ -343,7 +348,7 @@ def _regions_with(
             # The leaf may be the largest score, or the sum, of a softmax that something else is done to; or this is
             # another layer, below attention.
             reason = matcher.misused(weights) or str(failure)
-            unmatched.append(_Unmatched(matcher, equation, weights, reason, ""))
+            unmatched.append(_Unmatched(matcher, equation, weights, reason))
             return replaced, ()
         regions.append(
             Region(
@@ -365,28 +370,13 @@ def _regions_with(
 
 def _shared_labels(product: Node) -> set[str]:
     """The batch labels that values have, too, of both factors."""
-    first, second = ({x for x in (node.leaf.labels if node.leaf else ()) if x[0] == "b"} for node in product.inputs)
+    first, second = (set(filter(_is_shared, node.leaf.labels if node.leaf else ())) for node in product.inputs)
     return first & second
 
 
-def _is_linear(node: Node) -> bool:
-    """Whether a node is a sum of products, each times what is no function of queries and keys at once."""
-    if node.kind == "product" or not any(x.kind == "product" for x in nodes_of(node)):
-        return True
-    name = getattr(node.primitive, "name", "")
-    if name in ("add", "add_any", "sub", "neg", "convert_element_type"):
-        return all(map(_is_linear, node.inputs))
-    if name == "mul":
-        first, second = node.inputs
-        pairs = ((first, second), (second, first))
-        return any(_is_linear(x) and not _has_both(y) for x, y in pairs)
-    return name == "div" and _is_linear(node.inputs[0]) and not _has_both(node.inputs[1])
-
-
-def _has_both(node: Node) -> bool:
-    """Whether a node is a function of queries and keys."""
-    roles = {leaf.role for leaf in leaves_of(node)}
-    return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})
+def _is_shared(label: str) -> bool:
+    """Whether a batch label is one that values have, too."""
+    return label.startswith("b")
 
 
 class Matcher(Softmaxes):
@@ -403,12 +393,19 @@ class Matcher(Softmaxes):
         """Whether a value is linear in softmaxes, or made of single scores, be it linear in these or not."""
         with contextlib.suppress(NoMatch, NotFusible, Unpullable):
             return bool(self.terms(var, dims))
+        if not self.may_be_plain:
+            return False
         try:
             node = self.puller.node(var, dims)
         except (NoMatch, NotFusible, Unpullable):
             return False
         products = [x for x in nodes_of(node) if x.kind == "product"]
         return bool(products) and all(map(_shared_labels, products))
+
+    @property
+    def may_be_plain(self) -> bool:
+        """Whether what is no softmax may be weights: scores of these, and values, share a batch axis."""
+        return any(_is_shared(label) for label in self.puller.batch)
 
     def terms(self, var: object, dims: tuple[Dim, ...]) -> list[_Term]:
         """Softmaxes and weights whose products add up to a value.
@@ -553,7 +550,7 @@ class Matcher(Softmaxes):
         # Without an axis that queries, keys and values share it is as likely a layer between matrices of weights, and
         # what is linear in its products is one.
         are_shared = all(map(_shared_labels, products))
-        return ([_Term(None, node)] if products and are_shared and not _is_linear(node) else []), ""
+        return ([_Term(None, node)] if products and are_shared and not is_linear_in_products(node) else []), ""
 
     @staticmethod
     def _stopped(term: _Term, primitive: core.Primitive) -> _Term:
