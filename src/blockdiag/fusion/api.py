@@ -26,6 +26,7 @@ from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.op import Call, attend, region_p
 from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.respelled import respelled
+from blockdiag.fusion.shared import shared
 from blockdiag.fusion.sources import with_sources
 from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.sums import with_sums
@@ -206,7 +207,8 @@ class Program:
         """The results as a flat list.
 
         Args:
-            compute: the result of a region, and its log-sum-exp where that is asked for, from its leaves and values.
+            compute: the result of a region, and its log-sum-exp where that is asked for, from its leaves and values. It
+                is given one region for all equal ones, whose variables are those of the first.
         """
         jaxpr = self.jaxpr.jaxpr
         known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, self.jaxpr.consts, strict=True))
@@ -229,7 +231,7 @@ class Program:
                 parts = []
                 for region in regions:
                     own = {x: wanted for x, wanted in self.log_sums.items() if wanted.region is region}
-                    part, log_sum = compute(region, bool(own), *_operands(region, known))
+                    part, log_sum = compute(shared(region), bool(own), *_operands(region, known))
                     known |= {x: wanted.placed(log_sum, x) for x, wanted in own.items()}
                     parts.append(part)
                 results = [functools.reduce(jnp.add, parts)]

@@ -17,6 +17,7 @@ from blockdiag.fusion.guards import CASTS
 from blockdiag.fusion.inner import OPENED
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
+from blockdiag.fusion.shared import shared
 from blockdiag.fusion.tiles import leaf_array, value_columns
 from blockdiag.fusion.trace import aval_of, bind, has_effects, loop_with_attention, read
 from blockdiag.fusion.tree import NotFusible, Region, nodes_of
@@ -276,8 +277,9 @@ def _scores_outside(program: Program, regions: Sequence[Region]) -> Iterator[str
 def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
     from blockdiag.interop import triton_fused
 
-    declined = triton_fused.supports(region)
-    kernels = [] if declined else triton_fused.kernels(region)
+    common = shared(region)
+    declined = triton_fused.supports(common)
+    kernels = [] if declined else triton_fused.kernels(common)
     tile = kernels[0].tile if kernels else Tile(64, 64)
     features = [math.prod(region.sizes[x] for x in leaf.features) for leaf in region.leaves if leaf.role == "query"]
     columns = math.prod(region.sizes[x] for x in value_columns(region))

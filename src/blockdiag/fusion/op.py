@@ -23,13 +23,11 @@ class Call:
 
     Attributes:
         has_log_sum: whether the log-sum-exp is a result, too, with a gradient.
-        program: what computes result and log-sum-exp of leaves and values, where that has been traced already.
     """
 
     region: Region = dataclasses.field(repr=False)
     implementations: tuple[str, ...] | None
     has_log_sum: bool = False
-    program: core.ClosedJaxpr | None = dataclasses.field(default=None, repr=False)
 
 
 def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
@@ -62,7 +60,8 @@ def _results(call: Call, *operands: Any) -> list[Any]:
     Mapped first, it is another region, which adds up the gradients of what is not mapped. Differentiated first, it is
     `_attend`, whose gradients are mapped: there each index has its own.
     """
-    program = jax.make_jaxpr(_forward(call))(*operands)
+    # A function of this call alone: JAX keeps programs of functions that live, and that of `_forward` knows this one.
+    program = jax.make_jaxpr(lambda *given: _forward(call)(*given))(*operands)
     return region_p.bind(*operands, call=call, program=program)
 
 
@@ -80,8 +79,8 @@ def _type(*types: Any, call: Call, program: core.ClosedJaxpr) -> tuple[Any, Any]
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, program: Any) -> tuple[Any, Any]:
+    del program
     flags = [not isinstance(x, ad.Zero) for x in tangents]
-    call = dataclasses.replace(call, program=program)
 
     def results(*varied: Any) -> list[Any]:
         *leaves, value = _replaced(primals, varied, flags)
@@ -94,7 +93,7 @@ def _map(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call, pro
     flags = [axis is not None for axis in axes]
     operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
     (size,) = {len(x) for x in _chosen(operands, flags)}
-    mapped = dataclasses.replace(call, region=map_region(call.region, size, flags), program=None)
+    mapped = dataclasses.replace(call, region=call.region.once(map_region, size, tuple(flags)))
     results = _results(mapped, *operands)
     return results, [0] * len(results)
 
@@ -140,15 +139,17 @@ def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tup
     cotangent = jnp.zeros_like(output) if cotangent is None else cotangent
     region = call.region
     if tuple(leaf.is_constant for leaf in region.leaves) != tuple(constant.leaves):
-        marked = {
-            leaf: dataclasses.replace(leaf, is_constant=flag)
-            for leaf, flag in zip(region.leaves, constant.leaves, strict=True)
-        }
-        call = Call(with_leaves(region, marked), call.implementations)
+        call = Call(region.once(_marked, constant.leaves), call.implementations)
     grads, value_grad = _gradients(call, leaves, value, output, log_sum, cotangent, log_sum_cotangent)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value_grad = None
     return tuple(_replaced([None] * len(leaves), grads, _with_gradient(call.region))), value_grad
+
+
+def _marked(region: Region, constant: Sequence[bool]) -> Region:
+    """The region whose leaves are marked where nobody differentiates by them."""
+    pairs = zip(region.leaves, constant, strict=True)
+    return with_leaves(region, {leaf: dataclasses.replace(leaf, is_constant=flag) for leaf, flag in pairs})
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
@@ -219,49 +220,57 @@ def _replaced(arrays: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool
 
 
 def _forward(call: Call) -> Any:
+    """What computes result and log-sum-exp of leaves and values: one function of a region, which JAX traces once."""
+    return call.region.once(_forward_function, call.implementations)
+
+
+def _forward_function(region: Region, implementations: tuple[str, ...] | None) -> Any:
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
-        if call.program is not None:
-            return tuple(core.jaxpr_as_fun(call.program)(*operands))
         *leaves, value = operands
-        if _is_empty(call.region):
+        if _is_empty(region):
             # Of no queries there are no results, and of no keys those of queries that see none.
-            sizes = call.region.sizes
-            output = jnp.zeros(shape_of(call.region.out_dims, sizes), call.region.dtype)
-            return output, jnp.full([sizes[label] for label in (*call.region.batch, ROWS)], -jnp.inf, jnp.float32)
-        return call_implementation("forward", call.region, call.implementations, leaves, value)
+            sizes = region.sizes
+            output = jnp.zeros(shape_of(region.out_dims, sizes), region.dtype)
+            return output, jnp.full([sizes[label] for label in (*region.batch, ROWS)], -jnp.inf, jnp.float32)
+        return call_implementation("forward", region, implementations, leaves, value)
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
-        mapped = map_region(call.region, axis_size, is_mapped)
-        output, log_sum = _forward(Call(mapped, call.implementations))(*operands)
+        mapped = region.once(map_region, axis_size, tuple(is_mapped))
+        output, log_sum = _forward(Call(mapped, implementations))(*operands)
         return (output, log_sum), (True, True)
 
     return compute
 
 
 def _backward(call: Call) -> Any:
-    count = len(call.region.leaves) + 1
+    """What computes gradients of leaves and values: one function of a region, too."""
+    return call.region.once(_backward_function, call.implementations)
+
+
+def _backward_function(region: Region, implementations: tuple[str, ...] | None) -> Any:
+    count = len(region.leaves) + 1
 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         leaves, value, rest = operands[: count - 1], operands[count - 1], operands[count:]
-        if _is_empty(call.region):
-            return tuple(map(jnp.zeros_like, (*_chosen(leaves, _with_gradient(call.region)), value)))
-        grads, value_grad = call_implementation("backward", call.region, call.implementations, leaves, value, *rest)
-        return (*[x for x, leaf in zip(grads, call.region.leaves, strict=True) if leaf.has_gradient], value_grad)
+        if _is_empty(region):
+            return tuple(map(jnp.zeros_like, (*_chosen(leaves, _with_gradient(region)), value)))
+        grads, value_grad = call_implementation("backward", region, implementations, leaves, value, *rest)
+        return (*[x for x, leaf in zip(grads, region.leaves, strict=True) if leaf.has_gradient], value_grad)
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
         # Gradients are mapped, not gradients of what is mapped: each index has its own, whatever is mapped.
-        needed = [*_with_gradient(call.region), True, *[True] * (len(operands) - count)]
+        needed = [*_with_gradient(region), True, *[True] * (len(operands) - count)]
         operands = tuple(
             jnp.broadcast_to(x[None], (axis_size, *x.shape)) if is_needed and not flag else x
             for x, flag, is_needed in zip(operands, is_mapped, needed, strict=True)
         )
-        flags = [flag or is_needed for flag, is_needed in zip(is_mapped, needed, strict=True)]
-        mapped = map_region(call.region, axis_size, flags[:count])
-        grads = _backward(Call(mapped, call.implementations))(*operands)
+        flags = tuple(flag or is_needed for flag, is_needed in zip(is_mapped, needed, strict=True))
+        mapped = region.once(map_region, axis_size, flags[:count])
+        grads = _backward(Call(mapped, implementations))(*operands)
         return grads, (True,) * len(grads)
 
     return compute

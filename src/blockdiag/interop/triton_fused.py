@@ -409,7 +409,19 @@ def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Li
 
 
 def kernels(region: Region) -> list[Kernel]:
-    """All kernels of a region, forward first, as a program launches them; lists made from arrays have shapes only."""
+    """All kernels of a region, forward first, as a program launches them; lists made from arrays have shapes only.
+
+    Raises:
+        NotPrintable: Triton has no word for something in it.
+    """
+    found = region.once(_kernels)
+    if isinstance(found, str):
+        raise NotPrintable(found)
+    return list(found)
+
+
+def _kernels(region: Region) -> tuple[Kernel, ...] | str:
+    """`kernels`, or why there are none."""
     inner, change = arranged(region)
     found: list[Kernel] = []
 
@@ -423,8 +435,11 @@ def kernels(region: Region) -> list[Kernel]:
 
     sources = [*(leaf.source for leaf in region.leaves), region.value]
     *leaves, value = [jax.ShapeDtypeStruct(source.shape, source.dtype) for source in sources]
-    jax.eval_shape(collect, leaves, value)
-    return found
+    try:
+        jax.eval_shape(collect, leaves, value)
+    except NotPrintable as reason:
+        return str(reason)
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

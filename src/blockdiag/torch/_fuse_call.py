@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.api import Program, fuse, is_fused, trace
 from blockdiag.fusion.dims import place_of
+from blockdiag.fusion.shared import shared
 from blockdiag.fusion.trace import has_effects
 from blockdiag.fusion.tree import NotFusible
 from blockdiag.interop import triton_fused
@@ -225,7 +226,7 @@ def _why_not(program: Program) -> str | None:
             'of JAX; pass via="jax"'
         )
     regions = [region for inner in program.programs() for region in inner.all_regions()]
-    return next((reason for region in regions if (reason := triton_fused.supports(region)) is not None), None)
+    return next((reason for region in regions if (reason := triton_fused.supports(shared(region))) is not None), None)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
