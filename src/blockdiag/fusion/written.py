@@ -4,7 +4,7 @@ A write of one number at known places is a choice between it and what was there,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ def with_written(
     return rewritten(closed, closed.jaxpr.eqns, replaced) if replaced else closed
 
 
-def _one_number(var: Any, producers: dict[core.Var, core.JaxprEqn]) -> Any:
+def _one_number(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> Any:
     """The number that all elements of an array are; None where it is not one that can be seen."""
     while isinstance(var, core.Var) and aval_of(var).ndim:
         equation = producers.get(var)
