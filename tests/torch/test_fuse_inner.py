@@ -15,6 +15,7 @@ from blockdiag.fusion.api import trace  # noqa: E402
 from blockdiag.torch import _fuse_call, fuse  # noqa: E402
 from blockdiag.torch._fuse_program import marked  # noqa: E402
 from blockdiag.torch._fuse_region import region_p  # noqa: E402
+from blockdiag.torch._fuse_split import Segment, Split  # noqa: E402
 from tests import test_fusion_inner as inner  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
 
@@ -177,6 +178,32 @@ def test_only_the_chosen_branch_runs(launched):
         fused(x, weights), to_tensor(layer(*(jnp.asarray(to_numpy(y)) for y in (x, weights[0]))))
     )
     assert launched == ["fused_forward"]
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_branch_needs_no_jax(is_wanted):
+    """Neither which one it is, nor attention of arguments in it: a launch, or none."""
+
+    def function(x, is_wanted):
+        return jax.lax.cond(is_wanted, lambda: attention(x, x, x), lambda: x)
+
+    x = arrays()[0]
+    split = Split(marked(trace(function, (x, jnp.array(is_wanted)), {}), has_gradient=True))
+    assert not any(isinstance(part, Segment) for part in split.parts)
+    found = fuse(function, implementation="triton")(to_tensor(x), torch.tensor(is_wanted))
+    torch.testing.assert_close(found, to_tensor(function(x, is_wanted)))
+
+
+@pytest.mark.parametrize("index", [-2, 0, 1, 7])
+def test_indices_beyond_the_branches(index):
+    """They are those of the first and of the last one."""
+
+    def function(x, index):
+        return jax.lax.switch(index, [lambda: x, lambda: 2 * x, lambda: attention(x, x, x)])
+
+    x = arrays()[0]
+    found = fuse(function, implementation="triton")(to_tensor(x), torch.tensor(index, dtype=torch.int32))
+    torch.testing.assert_close(found, to_tensor(function(x, index)))
 
 
 def test_results_are_tensors_of_their_own():

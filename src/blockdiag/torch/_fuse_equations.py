@@ -28,6 +28,8 @@ def computation_of(equation: core.JaxprEqn) -> Computation | None:
         return _arithmetic(equation, _ARITHMETIC[name])
     if name == "concatenate":
         return _concatenate(equation)
+    if name == "clamp":
+        return _clamp(equation)
     make = _VIEWS.get(name)
     return None if make is None or isinstance(equation.invars[0], core.Literal) else make(equation)
 
@@ -119,6 +121,16 @@ def _arithmetic(equation: core.JaxprEqn, operation: Callable[..., Any]) -> Compu
         return (operation(*(next(given) if number is None else number for number in numbers)),)
 
     return compute
+
+
+def _clamp(equation: core.JaxprEqn) -> Computation | None:
+    """Of whole numbers between two that are known, as `cond` does to its index."""
+    least, x, most = equation.invars
+    is_whole = np.issubdtype(aval_of(x).dtype, np.integer) and aval_of(x).dtype in TENSOR_DTYPES
+    if isinstance(x, core.Literal) or not (isinstance(least, core.Literal) and isinstance(most, core.Literal)):
+        return None
+    low, high = int(least.val), int(most.val)
+    return (lambda tensor: (tensor.clamp(low, high),)) if is_whole else None
 
 
 def _number(literal: core.Literal) -> float:
