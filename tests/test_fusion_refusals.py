@@ -82,7 +82,11 @@ OF_WEIGHTS = {
     ),
     "normalised again": (
         of_weights(lambda weights: weights / jnp.maximum(weights, 0.01).sum(axis=-1, keepdims=True)),
-        f"`reduce_sum`: {WHOLE_ROWS}",
+        "`max` of a softmax: weights may be added to each other, scaled, masked by 0 and cast, at",
+    ),
+    "large ones": (
+        of_weights(lambda weights: jnp.where(weights > 0.1, weights, 0)),
+        "`gt` of a softmax: weights may be added to each other, scaled, masked by 0 and cast, at",
     ),
     "over heads": (
         lambda query, key, value: weighted(jax.nn.softmax(scores_of(query, key), axis=1), value),

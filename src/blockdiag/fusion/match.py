@@ -15,7 +15,7 @@ from blockdiag.fusion.follow import followed, read_by
 from blockdiag.fusion.guards import CASTS, NoMatch
 from blockdiag.fusion.linear import is_linear_in_products
 from blockdiag.fusion.pull import MadeOfScores
-from blockdiag.fusion.softmaxes import Softmax, Softmaxes
+from blockdiag.fusion.softmaxes import LINEAR, Softmax, Softmaxes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import (
     COLUMNS,
@@ -340,11 +340,14 @@ def _regions_with(
         leaves = leaves_of(score, *extras, term.weight)
         if score is not None:
             matcher.puller.check_scores(score)
+            matcher.puller.check_leaves(leaves_of(score, *extras))
         try:
             matcher.puller.check_leaves(leaves)
-        except NotFusible as failure:
+        except MadeOfScores as failure:
             if score is not None:
-                raise
+                # Of what weights are scaled by, which may be another function of themselves.
+                why = matcher.misused(weights, but=LINEAR) or str(failure)
+                raise MadeOfScores(why, failure.products, failure.others) from None
             # The leaf may be the largest score, or the sum, of a softmax that something else is done to; or this is
             # another layer, below attention.
             reason = matcher.misused(weights) or str(failure)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,9 @@ from blockdiag.fusion.tree import (
     number,
     operation,
 )
+
+# What may be done to softmaxes before they meet values.
+LINEAR = ("add", "add_any", "div", "mul", "neg", "select_n", "sub")
 
 
 @dataclass(frozen=True)
@@ -307,8 +310,12 @@ class Softmaxes(Guards):
             logit.invars[0], broadcast_dims(logit.invars[0], aval_of(logit.outvars[0]).shape, inner_dims)
         )
 
-    def misused(self, var: object) -> str | None:
-        """What is done to a softmax, or to its sum, that a value may not be made by; None where that is not seen."""
+    def misused(self, var: object, but: Container[str] = ()) -> str | None:
+        """What is done to a softmax, or to its sum, that a value may not be made by; None where that is not seen.
+
+        Args:
+            but: what may be done to softmaxes there.
+        """
         seen: set[int] = set()
         waiting: list[tuple[object, core.JaxprEqn | None]] = [(var, None)]
         while waiting:
@@ -325,6 +332,9 @@ class Softmaxes(Guards):
                 continue
             total = self.producer(self.skip_moves(equation.invars[1]))
             if total is not None and total.primitive.name == "reduce_sum" and user is not None:
+                if user.primitive.name in but:
+                    seen.remove(id(equation))
+                    continue
                 summed = self.producer(self.skip(total.invars[0]))
                 if user.primitive.name == "select_n" and summed is not None and summed.primitive.name == "select_n":
                     return f"`select_n` of a softmax whose sum is masked otherwise, {place_of(user)}"
