@@ -7,6 +7,7 @@ import pytest
 
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.apart import Part, Stays, _before_reshape
+from tests.fusion_support import assert_fused
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 18, 2, 16
 
@@ -104,6 +105,27 @@ def test_no_scores_are_left_outside(function):
     assert len(found.regions) == (1 if function is later_heads else 2)
     assert all(region.has_softmax for region in found.regions)
     assert not {"dot_general", "exp"} & set(found.outside)
+
+
+@pytest.mark.parametrize("function", [x for x in FUNCTIONS if x not in (halves_of_groups, halves_with_sinks)])
+def test_masks_stay_functions_of_places(function):
+    """Parts of a mask for all heads are the mask, and of its number the number: no array of them is read."""
+    for region in explain(function)(*arrays()).regions:
+        assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"}
+
+
+def test_slopes_of_heads_stay_functions_of_places():
+    def sloped(query, key, value, slopes):
+        """slopes [2 N]."""
+        places = jnp.arange(TOKENS, dtype=jnp.float32)
+        bias = slopes[:, None, None] * jnp.abs(places[:, None] - places[None, :])[None]
+        first, second = jnp.split(jax.nn.softmax(scores_of(query, key) - bias[None], axis=-1), 2, axis=1)
+        return values_of(first - 0.3 * second, value)
+
+    given = (*arrays(), jnp.linspace(0.1, 0.4, 2 * HEADS))
+    for region in explain(sloped)(*given).regions:
+        assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column", "scalar"}
+    assert_fused(sloped, given, "xla")
 
 
 def test_no_sequences_have_parts_as_well():

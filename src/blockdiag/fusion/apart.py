@@ -151,7 +151,7 @@ class Plan:
 
     def _make(self, var: Any, part: Part) -> _Make:
         if not self.has_product(var):
-            return lambda value_of, _: _cut(value_of(var), part)
+            return self._of_others(var, part)
         equation = self.producers[var]
         name, operands, params = equation.primitive.name, equation.invars, equation.params
         if name in ELEMENTWISE or name in PASSES:
@@ -176,6 +176,16 @@ class Plan:
             case "dot_general":
                 return _product_of(equation, part)
         raise Stays
+
+    def _of_others(self, var: Any, part: Part) -> _Make:
+        """A part of a mask, a bias or the like: made of parts, so that what is the same along the axis stays a number,
+        or a function of places."""
+        equation = producer_of(var, self.producers)
+        if equation is not None and equation.primitive.name == "broadcast_in_dim":
+            return self._broadcast(equation, part)
+        if equation is not None and equation.primitive.name in ELEMENTWISE:
+            return self._bound(equation, [self._part_of(x, part) for x in equation.invars])
+        return lambda value_of, _: _cut(value_of(var), part)
 
     def _part_of(self, operand: Any, part: Part) -> Part | None:
         """What an operation on elements needs of an operand; None of numbers, and of what is repeated."""
