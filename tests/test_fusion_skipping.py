@@ -71,6 +71,26 @@ def documents_of_floats(query, key, value):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + WITHIN[None, None], axis=-1), value)
 
 
+def biased_and_added(query, key, value, bias):
+    """bias [N, T, T], with a mask that is added, too."""
+    mask = jnp.where(distance(query) >= 0, 0.0, -1e9)
+    weights = jax.nn.softmax(products(query, key) + bias[None] + mask[None, None], axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def table_and_added(query, key, value, table):
+    """table [41, N]: a bias of clipped distances that has the mask in it before it is added, as in decoders of T5."""
+    away = distance(query)
+    bias = table[jnp.clip(away, -20, 20) + 20].transpose(2, 0, 1) + jnp.where(away >= 0, 0.0, -jnp.inf)[None]
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None], axis=-1), value)
+
+
+def biases_decide(query, key, value, bias):
+    """bias [N, T, T] is a mask as well as a bias: it may be anything."""
+    scores = jnp.where(bias[None] < 1e8, products(query, key) + bias[None] - 2e9, products(query, key))
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+
 def learned_mask(query, key, value, keep):
     """keep [S]: 0 for some tiles, and still with a derivative there."""
     weights = jax.nn.sigmoid(products(query, key)) * jnp.clip(keep, -1.0, 1.0)[None, None, None]
@@ -78,13 +98,20 @@ def learned_mask(query, key, value, keep):
 
 
 WRITTEN = (written, written_at_numbers)
-SKIPPED = dict.fromkeys((added, lowest_added, window_by_factor, sigmoid, decay, *WRITTEN, documents_of_floats), 0.2)
+BIASED = (biased_and_added, table_and_added)
+SKIPPED = dict.fromkeys(
+    (added, lowest_added, window_by_factor, sigmoid, decay, *WRITTEN, documents_of_floats, *BIASED), 0.2
+)
 
 
 def operands(function):
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, TOKENS, HEADS, SIZE))
     if function is decay:
         return query, key, value, jnp.array([-2.0])
+    if function in (biased_and_added, biases_decide):
+        return query, key, value, jax.random.normal(jax.random.key(2), (HEADS, TOKENS, TOKENS))
+    if function is table_and_added:
+        return query, key, value, jax.random.normal(jax.random.key(2), (41, HEADS))
     if function is learned_mask:
         return query, key, value, jnp.where(jnp.arange(TOKENS) < 128, 0.0, 0.5)
     return query, key, value
@@ -122,7 +149,7 @@ def test_masks_that_arguments_are_written_into_are_arrays():
 
 @pytest.mark.parametrize(
     "function",
-    [lowest_added, window_by_factor, decay, learned_mask, *WRITTEN, documents_of_floats],
+    [lowest_added, window_by_factor, decay, learned_mask, *WRITTEN, documents_of_floats, *BIASED],
     ids=lambda function: function.__name__,
 )
 def test_results_and_gradients(function):
@@ -143,6 +170,11 @@ def test_results_and_gradients(function):
 def test_weights_that_happen_to_be_zero_are_computed():
     (region,) = explain(learned_mask)(*operands(learned_mask)).regions
     assert region.live is None
+
+
+def test_biases_that_something_else_is_made_of_may_be_anything():
+    (region,) = explain(biases_decide)(*operands(biases_decide)).regions
+    assert region.skipped == 0
 
 
 def test_what_is_added_as_an_array_of_floats_is_not_looked_at():

@@ -14,7 +14,7 @@ from blockdiag.fusion.intervals import Interval, bounds, tile_extent, tile_state
 from blockdiag.fusion.kernels import Lists, Tile, Writer
 from blockdiag.fusion.tiles import leaf_array
 from blockdiag.fusion.trace import primitives
-from blockdiag.fusion.tree import Leaf, Region
+from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of
 
 # What can rule a score out whatever queries and keys are; a bias that is only added to it is taken not to.
 _KILLERS = frozenset({"select_n", "min", "clamp", "eq", "ne", "lt", "le", "gt", "ge"})
@@ -22,6 +22,8 @@ _NOTHING_KNOWN = Interval(-math.inf, math.inf)
 # Products of queries and keys are taken to be within this, so that adding -1e9 rules a score out. A softmax has no use
 # for larger ones: neighbouring float32 numbers are 4 apart there.
 _LARGEST_PRODUCT = 2.0**25
+# Biases are taken to be at most this, so that some of them and a product still leave what -1e9 rules out ruled out.
+_LARGEST_BIAS = 2.0**23
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     """The tiles that a region needs; None where it needs all.
 
     A tile is dead where every score in it is at most -9e8 whatever queries and keys are, products of up to 2^25 in
-    magnitude; without a softmax, where every weight is 0 whatever floating arrays hold. What numbers alone decide is
-    decided while tracing.
+    magnitude and biases of up to 2^23; without a softmax, where every weight is 0 whatever floating arrays hold. What
+    numbers alone decide is decided while tracing.
 
     Args:
         arrays: by name, "leaf0", ... as the region has them.
@@ -65,7 +67,11 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     program = writer.tile_program([root])
     if _KILLERS.isdisjoint(primitives(program.jaxpr)):
         return None
-    extents = [_extent(region, leaf, arrays.get(f"leaf{i}"), tile) for i, leaf in enumerate(region.leaves)]
+    biases = frozenset[Leaf]() if region.score is None else _biases(region.score)
+    extents = [
+        Interval(-math.inf, _LARGEST_BIAS) if leaf in biases else _extent(region, leaf, arrays.get(f"leaf{i}"), tile)
+        for i, leaf in enumerate(region.leaves)
+    ]
     found = bounds(program, extents)[0]
     states = _nonzero(found) if region.score is None else tile_states(found, dead_below=MASKED)
     if isinstance(states, np.ndarray) and states.all():
@@ -91,6 +97,40 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
             order = order[..., : max(1, counts.max())]
         found |= {f"live_counts{suffix}": counts.astype(np.int32), f"live_tiles{suffix}": order.astype(np.int32)}
     return Live(labels, full is not None, {name: jnp.asarray(x) for name, x in found.items()})
+
+
+def _biases(score: Node) -> frozenset[Leaf]:
+    """Floating arrays of queries by keys that are added to a score and of which nothing else is made."""
+    added: set[Leaf] = set()
+    waiting, seen, factors = [score], set[int](), list[Node]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.leaf is not None and _is_bias(node.leaf):
+            added.add(node.leaf)
+            continue
+        terms = _terms(node)
+        waiting += [x for x in node.inputs if any(x is term for term in terms)]
+        factors += [x for x in node.inputs if not any(x is term for term in terms)]
+    return frozenset(added.difference(leaves_of(*factors)))
+
+
+def _terms(node: Node) -> tuple[Node, ...]:
+    """What a node is a sum of, or a choice between, as far as its greatest value goes."""
+    match getattr(node.primitive, "name", ""):
+        case "add" | "add_any" | "convert_element_type" | "stop_gradient":
+            return node.inputs
+        case "sub":
+            return node.inputs[:1]
+        case "select_n":
+            return node.inputs[1:]
+    return ()
+
+
+def _is_bias(leaf: Leaf) -> bool:
+    return leaf.role in ("score", "distance") and leaf.source.dtype.kind in "fV"
 
 
 def _by_diagonals(xp: Any, states: Any) -> Any:
@@ -134,7 +174,7 @@ def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
         return Interval(-most, most)
     is_floating = leaf.source.dtype.kind in "fV" and leaf.source.key is not None
     is_known = leaf.source.constant is not None
-    if is_floating and (leaf.role in ("score", "distance") or (region.score is None and not is_known)):
+    if is_floating and (_is_bias(leaf) or (region.score is None and not is_known)):
         # A weight that happens to be 0 still has a derivative.
         return _NOTHING_KNOWN
     if leaf.source.key is None and leaf.role != "scalar":
