@@ -52,6 +52,14 @@ def looked_up(places):
 
 STANDS_BETWEEN = "cannot be computed a tile at a time; it stands between scores and their softmax, at"
 WHOLE_ROWS = "a number from all scores of a row or a column, other than a softmax's, at"
+
+
+def straight_through(weights):
+    """The largest weight alone, with the derivative of all."""
+    largest = jax.nn.one_hot(weights.argmax(axis=-1), TOKENS)
+    return jax.lax.stop_gradient(largest - weights) + weights
+
+
 OF_SCORES = {
     "slice": (of_more_keys(lambda scores: scores[..., :-1]), f"`slice` of scores {STANDS_BETWEEN}"),
     "sort": (of_scores(lambda scores: jnp.sort(scores, axis=-1)), f"`sort` of scores {STANDS_BETWEEN}"),
@@ -101,6 +109,10 @@ OF_WEIGHTS = {
     "no softmax": (
         lambda query, key, value: weighted(jnp.tanh(jnp.sort(scores_of(query, key), axis=-1)), value),
         "nor with another function of them: `sort` of scores cannot be computed a tile at a time",
+    ),
+    "straight through": (
+        lambda query, key, value: weighted(straight_through(softmax_of(scores_of(query, key))), value),
+        "`argmax`: a number from all scores of a row",
     ),
     "loop": (
         lambda query, key, value: jax.lax.while_loop(

@@ -338,6 +338,9 @@ class Softmaxes(Guards):
                 summed = self.producer(self.skip(total.invars[0]))
                 if user.primitive.name == "select_n" and summed is not None and summed.primitive.name == "select_n":
                     return f"`select_n` of a softmax whose sum is masked otherwise, {place_of(user)}"
+                if user.primitive.name in ("add", "add_any", "sub"):
+                    # What is added to it is to blame.
+                    return None
                 allowed = "weights may be added to each other, scaled, masked by 0 and cast"
                 return f"`{user.primitive.name}` of a softmax: {allowed}, {place_of(user)}"
             if total is not None and any(self._is_sum(self.skip_moves(x)) for x in total.invars):
