@@ -126,6 +126,61 @@ def test_what_is_found(name):
         assert {leaf.role for leaf in region.leaves} == {"query", "key", "row", "column"} and region.skipped > 0.2
 
 
+def chosen(x, *weights):
+    """Each layer picks its mask by a flag, as scanned layers of which only some have a window do."""
+    window = causal() & (jnp.abs(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)[None, :]) < 9)[None, None]
+
+    def step(x, each):
+        *w, is_local = each
+        return layer(jax.lax.cond(is_local, lambda: window, causal), x, w), None
+
+    return jax.lax.scan(step, x, (*weights, jnp.arange(LAYERS) % 2 == 0))[0]
+
+
+def one_of_three(x, segments, kind, *weights):
+    """segments [B, T], kind: a mask of arguments that a number picks."""
+    same = (segments[:, :, None] == segments[:, None, :])[:, None]
+    shape = (BATCH, 1, TOKENS, TOKENS)
+    masks = [
+        lambda same: jnp.broadcast_to(causal(), shape),
+        lambda same: same,
+        lambda same: same & causal(),
+    ]
+    return layer(jax.lax.switch(kind, masks, same), x, [w[0] for w in weights])
+
+
+def test_branches_that_make_masks_are_choices():
+    """Masks are functions of places still, and no arrays of pairs."""
+    (region,) = explain(chosen)(*given()).regions
+    assert "score" not in {leaf.role for leaf in region.leaves}
+    found = with_gradients(fuse(chosen, implementation="xla"), given())
+    assert_alike(found, with_gradients(chosen, given()), 1e-4)
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_one_of_three_masks(kind):
+    x, *weights = given()
+    segments = jnp.repeat(jnp.arange(4), TOKENS // 4)[None].repeat(BATCH, axis=0)
+    (region,) = explain(one_of_three)(x, segments, jnp.int32(kind), *weights).regions
+    assert "score" not in {leaf.role for leaf in region.leaves} and region.skipped > 0.2
+    compute = [functools.partial(one, x, segments, jnp.int32(kind)) for one in (fuse(one_of_three), one_of_three)]
+    assert_alike(*(with_gradients(one, weights) for one in compute), 1e-4)
+
+
+def test_branches_with_derivatives_stay():
+    """A bias of an argument is what its branch makes of it, and has no other gradient."""
+
+    def biased(query, key, value, slope, is_linear):
+        places = jnp.arange(TOKENS, dtype=jnp.float32)
+        away = jnp.abs(places[:, None] - places[None, :])
+        bias = jax.lax.cond(is_linear, lambda x: x * away, lambda x: jnp.sqrt(x) * away, slope)
+        return jax.nn.softmax(query @ key.mT + bias[None], axis=-1) @ value
+
+    operands = [*arrays(*[(BATCH, TOKENS, WIDTH)] * 3), jnp.float32(-0.1)]
+    compute = [functools.partial(one, is_linear=jnp.bool_(True)) for one in (fuse(biased), biased)]
+    assert_alike(*(with_gradients(one, operands) for one in compute), 1e-4)
+
+
 def hoisted(x, into, up, down, segments, table):
     """Masks and biases of arguments, made once before the loop."""
     places = jnp.arange(TOKENS)

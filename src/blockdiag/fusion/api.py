@@ -12,6 +12,7 @@ from jax.extend import core
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.apart import taken_apart
+from blockdiag.fusion.chosen import with_chosen
 from blockdiag.fusion.coordinates import with_places
 from blockdiag.fusion.dims import place_of, producers_of
 from blockdiag.fusion.draws import drawn_by, with_counters
@@ -132,7 +133,7 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
-        for rewrite in (respelled, taken_apart, with_sources, with_sums, with_merged_keys):
+        for rewrite in (with_chosen, respelled, taken_apart, with_sources, with_sums, with_merged_keys):
             jaxpr = rewrite(jaxpr) or jaxpr
         try:
             self._take(jaxpr)
