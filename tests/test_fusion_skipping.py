@@ -85,6 +85,18 @@ def table_and_added(query, key, value, table):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(products(query, key) + bias[None], axis=-1), value)
 
 
+def biased_before_the_scale(query, key, value, bias):
+    """As positions of Transformer-XL are: scores and bias are scaled together."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) + bias[None]
+    mask = jnp.where(distance(query) >= 0, 0.0, -1e9)
+    weights = jax.nn.softmax(scores / SIZE**0.5 + mask[None, None], axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def biased_without_gradient(query, key, value, bias):
+    return biased_and_added(query, key, value, jax.lax.stop_gradient(bias))
+
+
 def biases_decide(query, key, value, bias):
     """bias [N, T, T] is a mask as well as a bias: it may be anything."""
     scores = jnp.where(bias[None] < 1e8, products(query, key) + bias[None] - 2e9, products(query, key))
@@ -98,7 +110,8 @@ def learned_mask(query, key, value, keep):
 
 
 WRITTEN = (written, written_at_numbers)
-BIASED = (biased_and_added, table_and_added)
+OF_PAIRS = (biased_and_added, biased_before_the_scale, biased_without_gradient)
+BIASED = (*OF_PAIRS, table_and_added)
 SKIPPED = dict.fromkeys(
     (added, lowest_added, window_by_factor, sigmoid, decay, *WRITTEN, documents_of_floats, *BIASED), 0.2
 )
@@ -108,7 +121,7 @@ def operands(function):
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, TOKENS, HEADS, SIZE))
     if function is decay:
         return query, key, value, jnp.array([-2.0])
-    if function in (biased_and_added, biases_decide):
+    if function in (*OF_PAIRS, biases_decide):
         return query, key, value, jax.random.normal(jax.random.key(2), (HEADS, TOKENS, TOKENS))
     if function is table_and_added:
         return query, key, value, jax.random.normal(jax.random.key(2), (41, HEADS))

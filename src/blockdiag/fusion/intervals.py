@@ -561,7 +561,7 @@ def _product(equation: _Equation, x: Interval, y: Interval) -> Interval | None:
 _ROOT = _increasing(lambda xp, x: xp.sqrt(x), positive=True)
 
 # The elements of the result are elements of the operand. Which of them does not matter: bounds are those of all.
-_MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "copy_p", "name"))
+_MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "copy_p", "name", "stop_gradient"))
 
 _RULES: dict[str, Rule] = {
     "add": _add,

@@ -118,15 +118,24 @@ def _biases(score: Node) -> frozenset[Leaf]:
 
 
 def _terms(node: Node) -> tuple[Node, ...]:
-    """What a node is a sum of, or a choice between, as far as its greatest value goes."""
+    """What a node is a sum of, a choice between, or a multiple of."""
     match getattr(node.primitive, "name", ""):
         case "add" | "add_any" | "convert_element_type" | "stop_gradient":
             return node.inputs
         case "sub":
             return node.inputs[:1]
+        case "mul" | "div":
+            # What is scaled by a number; intervals know by which.
+            return tuple(x for x in node.inputs if x.kind != "number") if _is_scaled(node) else ()
         case "select_n":
             return node.inputs[1:]
     return ()
+
+
+def _is_scaled(node: Node) -> bool:
+    """Whether a product or quotient is a value times a number."""
+    first, second = (x.kind == "number" for x in node.inputs)
+    return (second and not first) or (first and not second and getattr(node.primitive, "name", "") == "mul")
 
 
 def _is_bias(leaf: Leaf) -> bool:
