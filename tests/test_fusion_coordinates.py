@@ -183,12 +183,20 @@ def test_arrays_of_pairs_stay(axis):
     assert_fused(function, given)
 
 
-def test_scattered_diagonals_stay():
+def test_what_is_written_at_places_that_are_arguments_stays():
     """A scatter of more than one window has no place for each element."""
+    each = jnp.arange(TOKENS)
+    function = masked(lambda places: causal(TOKENS, TOKENS).at[each, places].set(True))
+    given = [*arrays(OPERAND, OPERAND, OPERAND), (each + 1) % TOKENS]
+    assert len(pairs_of(function, given)) == 1
+    assert_alike([fuse(function)(*given)], [function(*given)])
+
+
+def test_diagonals_that_are_written_are_no_arrays():
     each = jnp.arange(TOKENS)
     function = masked(lambda: causal(TOKENS, TOKENS).at[each, (each + 1) % TOKENS].set(True))
     given = arrays(OPERAND, OPERAND, OPERAND)
-    assert len(pairs_of(function, given)) == 1
+    assert not pairs_of(function, given)
     assert_fused(function, given)
 
 
