@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from blockdiag import explain, fuse
+from tests.fusion_support import arrays, assert_as_good_as_written
 from tests.support import compiled_quickly
 
 BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 19, 37, 3, 8
@@ -65,3 +66,24 @@ def test_queries_or_keys_lie_side_by_side_in_kernels(function):
     assert len(places) >= 4
     smallest = functools.reduce(max, (min(map(int, strides)) for strides in places))
     assert smallest == 1
+
+
+def matrices(query, key, value):
+    """query [H, T], key [H, S], value [S, H]."""
+    return jax.nn.softmax(query.T @ key * FEATURES**-0.5, axis=-1) @ value
+
+
+def shared_queries(query, key, value):
+    """query [H, T], key and value [B, S, H]."""
+    scores = jnp.einsum("ht,bsh->bts", query, key) * FEATURES**-0.5
+    return jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores, axis=-1), value)
+
+
+@pytest.mark.parametrize("keys", [KEYS, 300])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("function", [matrices, shared_queries])
+def test_queries_of_sixteen_bits_whose_features_come_first(function, dtype, keys):
+    batch = [] if function is matrices else [BATCH]
+    key = (FEATURES, keys) if function is matrices else (BATCH, keys, FEATURES)
+    given = [x.astype(dtype) for x in arrays((FEATURES, QUERIES), key, (*batch, keys, FEATURES))]
+    assert_as_good_as_written(function, jax.jit(fuse(function, implementation="xla")), given)

@@ -197,7 +197,17 @@ def backward(
 
 def _canonical(region: Region, leaves: Sequence[Any], value: Any) -> list[Any]:
     arrays = [leaf_array(leaf, x, region.batch, region.sizes) for leaf, x in zip(region.leaves, leaves, strict=True)]
+    arrays = [_in_order(x) if leaf.role == "query" else x for leaf, x in zip(region.leaves, arrays, strict=True)]
     return [*arrays, value_array(region, value)]
+
+
+def _in_order(query: Any) -> Any:
+    """Queries whose axes XLA leaves in this order.
+
+    It moves transpositions into products after it has made these what the CPU can compute, which has no product of 16
+    bits in float32 whose left operand is transposed.
+    """
+    return lax.optimization_barrier(query) if query.dtype.itemsize < 4 else query
 
 
 def _pulled_back(function: Any, array: Any, grad: Any) -> Any:
