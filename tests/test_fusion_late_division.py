@@ -99,6 +99,31 @@ def test_a_sink_in_the_sum():
     assert_alike(with_gradients(fuse(function, implementation="xla"), given), with_gradients(function, given))
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_exponentials_of_base_2(is_late, has_sink):
+    def function(query, key, value, sink):
+        sink = sink[:, None, None] / np.log(2)
+        scores = jnp.where(SEEN, query @ key.mT / (4 * np.log(2)), -jnp.inf)
+        largest = scores.max(-1, keepdims=True)
+        largest = jnp.maximum(largest, sink) if has_sink else largest
+        power = jnp.exp2(scores - largest)
+        total = power.sum(-1, keepdims=True) + (jnp.exp2(sink - largest) if has_sink else 0)
+        return (power @ value) / total if is_late else (power / total) @ value
+
+    given = [*operands(), jnp.asarray([0.3, -1.0, 2.0])]
+    for implementation in ("xla", "triton"):
+        found = with_gradients(fuse(function, implementation=implementation), given)
+        assert_alike(found, with_gradients(function, given))
+
+
+def a_sink_of_another_base(query, key, value):
+    scores = query @ key.mT / 4
+    largest = jnp.maximum(scores.max(-1, keepdims=True), 1.0)
+    power = jnp.exp2(scores - largest)
+    return (power / (power.sum(-1, keepdims=True) + jnp.exp(1.0 - largest))) @ value
+
+
 def less_than_what_is_seen(query, key, value):
     """The largest score may be one of a key whose weight is 0: then the sum is smaller than what guards it."""
     scores = 40 * query @ key.mT
@@ -133,7 +158,15 @@ def sums_of_other_rows(query, key, value):
 
 
 @pytest.mark.parametrize(
-    "function", [less_than_what_is_seen, others_seen, seen_the_other_way, sum_of_others, sums_of_other_rows]
+    "function",
+    [
+        a_sink_of_another_base,
+        less_than_what_is_seen,
+        others_seen,
+        seen_the_other_way,
+        sum_of_others,
+        sums_of_other_rows,
+    ],
 )
 def test_what_is_no_softmax_is_refused(function):
     with pytest.raises(NotFusible):

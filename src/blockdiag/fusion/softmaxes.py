@@ -53,6 +53,11 @@ def is_of_rows(node: Node) -> bool:
     )
 
 
+def _natural(power: core.JaxprEqn, logit: Node) -> Node:
+    """What `exp` has to be of for the exponential of a logit, which may have the base 2."""
+    return operation(lax.mul_p, logit, number(math.log(2))) if power.primitive.name == "exp2" else logit
+
+
 class Softmaxes(Guards):
     """Those of one program."""
 
@@ -78,7 +83,7 @@ class Softmaxes(Guards):
             given = [broadcast_dims(x, aval_of(source.outvars[0]).shape, total_dims) for x in source.invars]
             for one, other in ((0, 1), (1, 0)):
                 is_nothing = self.is_negligible(source.invars[other], powers)
-                extra = None if is_nothing else self._extra(source.invars[other], given[other], shift)
+                extra = None if is_nothing else self._extra(source.invars[other], given[other], shift, power)
                 inner, inner_dims = self.unguarded(source.invars[one], given[one], powers)
                 if (is_nothing or extra is not None) and self._is_sum(inner):
                     extras += [] if extra is None else [extra]
@@ -162,17 +167,13 @@ class Softmaxes(Guards):
             and dims[joined.params["dimension"]] == (COLUMNS,)
         ):
             score, more = self._parted(joined, dims)
-            if power.primitive.name == "exp2":
-                more = [operation(lax.mul_p, x, number(math.log(2))) for x in more]
-            extras = [*extras, *more]
+            extras = [*extras, *(_natural(power, x) for x in more)]
         elif math.prod(aval_of(power.outvars[0]).shape[i] for i in key_axes(dims)) != self.sizes[COLUMNS]:
             raise NotFusible(f"`slice` of weights: some of a softmax's keys have no value, {place_of(power)}")
         try:
-            node = self.puller.node(score, dims)
+            node = _natural(power, self.puller.node(score, dims))
         except Unpullable as failure:
             raise NotFusible(f"{failure}, {place_of(power)}") from None
-        if power.primitive.name == "exp2":
-            node = operation(lax.mul_p, node, number(math.log(2)))
         kept = node if extras else self._without_statistics(node)
         is_whole = power.primitive.name == "exp" and kept is node and mask is None and not has_more
         is_whole = is_whole and (bool(extras) or score is whole)
@@ -286,29 +287,33 @@ class Softmaxes(Guards):
         equation = None if shift is None else self.producer(shift[0])
         return equation is not None and equation.primitive.name == "reduce_max"
 
-    def _extra(self, var: object, dims: tuple[Dim, ...], shift: object) -> Node | None:
-        """The logit whose exponential, less the shift, a term is."""
+    def _extra(self, var: object, dims: tuple[Dim, ...], shift: object, of: core.JaxprEqn) -> Node | None:
+        """The logit whose exponential, less the shift, a term is.
+
+        Args:
+            of: the scores' exponentials.
+        """
         inner, inner_dims = self.through_moves(var, dims)
         power = self.producer(inner)
         if COLUMNS in labels_of(inner_dims):
             return None
-        if power is None or power.primitive.name != "exp":
+        if power is None or power.primitive.name not in ("exp", "exp2"):
             if shift is not None or not isinstance(inner, core.Literal):
                 return None
             return number(float(np.log(np.asarray(inner.val))))
         logit = self.producer(self.skip(power.invars[0]))
         if shift is None:
-            return self.puller.node(power.invars[0], inner_dims)
-        if logit is None or logit.primitive.name not in ("sub", "neg"):
+            return _natural(power, self.puller.node(power.invars[0], inner_dims))
+        # Of another base, what is taken away would not be the same factor of all exponentials.
+        if logit is None or logit.primitive.name not in ("sub", "neg") or power.primitive is not of.primitive:
             return None
         below = broadcast_dims(logit.invars[-1], aval_of(logit.outvars[0]).shape, inner_dims)
         if self.through_moves(logit.invars[-1], below, PASSES) != shift:
             return None
         if logit.primitive.name == "neg":
             return number(0.0)
-        return self.puller.node(
-            logit.invars[0], broadcast_dims(logit.invars[0], aval_of(logit.outvars[0]).shape, inner_dims)
-        )
+        given = broadcast_dims(logit.invars[0], aval_of(logit.outvars[0]).shape, inner_dims)
+        return _natural(power, self.puller.node(logit.invars[0], given))
 
     def misused(self, var: object, but: Container[str] = ()) -> str | None:
         """What is done to a softmax, or to its sum, that a value may not be made by; None where that is not seen.
@@ -368,7 +373,7 @@ class Softmaxes(Guards):
             powers = self.powers(power_var, dims)
         except NoMatch:
             return None
-        if powers is None or powers.equation.primitive.name != "exp":
+        if powers is None:
             return None
         for quotient in self.named("div"):
             if isinstance(quotient.invars[1], core.Literal):
