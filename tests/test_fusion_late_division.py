@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, fuse
-from tests.fusion_support import assert_alike, with_gradients
+from tests.fusion_support import assert_alike, assert_fused, with_gradients
 
 TOKENS, WIDTH = 21, 16
 SEEN = np.tril(np.ones((1, TOKENS, TOKENS), bool))
@@ -115,6 +115,17 @@ def test_exponentials_of_base_2(is_late, has_sink):
     for implementation in ("xla", "triton"):
         found = with_gradients(fuse(function, implementation=implementation), given)
         assert_alike(found, with_gradients(function, given))
+
+
+@pytest.mark.parametrize("powers", POWERS[:2])
+def test_exponentials_that_are_divided_by_their_norm(powers):
+    def function(query, key, value):
+        scores = jnp.where(SEEN, query @ key.mT / 4, -jnp.inf)
+        power = jnp.exp(scores - scores.max(-1, keepdims=True))
+        power = power if powers == "plain" else jnp.where(SEEN, power, 0.0)
+        return power / jnp.linalg.norm(power, ord=1, axis=-1, keepdims=True) @ value
+
+    assert_fused(function, operands(), "xla")
 
 
 def a_sink_of_another_base(query, key, value):

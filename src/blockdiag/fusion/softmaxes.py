@@ -95,7 +95,7 @@ class Softmaxes(Guards):
             return None
         source = self.producer(total)
         assert source is not None
-        summed, mask = self.skip(source.invars[0]), None
+        summed, mask = self._of_size(source.invars[0]), None
         masked = self.producer(summed)
         is_masked = masked is not None and self.has_mask(masked) and self.is_zero(masked.invars[1])
         if not self.is_same(summed, powers.var) and masked is not None and is_masked:
@@ -114,6 +114,12 @@ class Softmaxes(Guards):
             raise NoMatch from None
         cases = (number(-np.inf), softmax.score) if is_true else (softmax.score, number(-np.inf))
         return replace(softmax, score=operation(lax.select_n_p, predicate, *cases), log_sums=())
+
+    def _of_size(self, var: object) -> object:
+        """What a value is the size of, as in a norm: of exponentials it is the same."""
+        var = self.skip(var)
+        size = self.producer(var)
+        return self.skip(size.invars[0]) if size is not None and size.primitive.name == "abs" else var
 
     def guarded(self, choice: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> object:
         """The softmax that is chosen wherever its sum is not 0, else 0; None where a choice is another one."""
