@@ -50,6 +50,15 @@ def looked_up(places):
     return jnp.take_along_axis(table, jnp.minimum(places, 7).astype(int), axis=-1)
 
 
+def merged_by_hand(query, key, value):
+    """Two parts of the keys, of as many as there are features or fewer, with a largest score for both."""
+    scores = [scores_of(query, x) for x in jnp.split(key, 2, axis=1)]
+    largest = jnp.maximum(*(x.max(axis=-1, keepdims=True) for x in scores))
+    powers = [jnp.exp(x - largest) for x in scores]
+    total = jnp.moveaxis(sum(x.sum(axis=-1) for x in powers), 1, 2)[..., None]
+    return sum(weighted(x, y) for x, y in zip(powers, jnp.split(value, 2, axis=1), strict=True)) / total
+
+
 STANDS_BETWEEN = "cannot be computed a tile at a time; it stands between scores and their softmax, at"
 WHOLE_ROWS = "a number from all scores of a row or a column, other than a softmax's, at"
 
@@ -113,6 +122,10 @@ OF_WEIGHTS = {
     "straight through": (
         lambda query, key, value: weighted(straight_through(softmax_of(scores_of(query, key))), value),
         "`argmax`: a number from all scores of a row",
+    ),
+    "merged by hand": (
+        merged_by_hand,
+        "`exp` of scores less their largest that is not divided by its sum along the keys: ",
     ),
     "loop": (
         lambda query, key, value: jax.lax.while_loop(

@@ -51,6 +51,7 @@ class _Unmatched:
         reason: why it is not linear in softmaxes; empty where that is not known.
         refused: says why it is no function of scores on tiles; nothing where that is not known.
         lacks_queries: whether that is because nothing has an axis of queries.
+        dims: what the axes of the weights stand for; None where that is not known.
     """
 
     matcher: "Matcher"
@@ -59,6 +60,7 @@ class _Unmatched:
     reason: str
     refused: Callable[[], str] = str
     lacks_queries: bool = False
+    dims: tuple[Dim, ...] | None = None
 
 
 class QueryWithoutAxis(NotFusible):
@@ -76,7 +78,7 @@ class QueryWithoutAxis(NotFusible):
 def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
     """Why attention cannot be fused; None where there seems to be none."""
     for one in unmatched:
-        if one.matcher.puller.is_attention(one.weights):
+        if one.matcher.puller.is_attention(one.weights, one.dims):
             whole = "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums"
             return one.reason or f"{whole}, {place_of(one.equation)}"
     refused = next(filter(None, (one.refused() for one in unmatched)), None)
@@ -328,10 +330,12 @@ def _regions_with(
         else:
             # A model has many layers, and what a layer is made of reaches down through all that it is added to.
             given = tuple(dims[side])
-            unmatched.append(_Unmatched(matcher, equation, weights, reason, lambda: matcher.plain(weights, given)[1]))
+            unmatched.append(
+                _Unmatched(matcher, equation, weights, reason, lambda: matcher.plain(weights, given)[1], dims=given)
+            )
             return replaced, ()
     if not terms:
-        unmatched.append(_Unmatched(matcher, equation, weights, reason, lambda: refusal))
+        unmatched.append(_Unmatched(matcher, equation, weights, reason, lambda: refusal, dims=tuple(dims[side])))
         return replaced, ()
     regions = []
     for term in terms:
@@ -351,7 +355,7 @@ def _regions_with(
             # The leaf may be the largest score, or the sum, of a softmax that something else is done to; or this is
             # another layer, below attention.
             reason = matcher.misused(weights) or str(failure)
-            unmatched.append(_Unmatched(matcher, equation, weights, reason))
+            unmatched.append(_Unmatched(matcher, equation, weights, reason, dims=tuple(dims[side])))
             return replaced, ()
         regions.append(
             Region(

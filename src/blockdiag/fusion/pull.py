@@ -471,8 +471,12 @@ class Puller:
                 message = f"`{culprit.primitive.name}`: {what}, {place_of(culprit)}"
                 raise MadeOfScores(message, frozenset(made), frozenset(self.products - made.keys()))
 
-    def is_attention(self, var: object) -> bool:
-        """Whether a value is computed from exponentials and from something like scores."""
+    def is_attention(self, var: object, dims: tuple[Dim, ...] | None = None) -> bool:
+        """Whether a value is computed from exponentials and from something like scores.
+
+        Args:
+            dims: what its axes stand for; None where that is not known.
+        """
         seen, waiting, names = set(), [var], set()
         while waiting:
             equation = self.producers.get(waiting.pop())  # pyrefly: ignore[bad-argument-type]
@@ -480,7 +484,7 @@ class Puller:
                 seen.add(id(equation))
                 names.add(equation.primitive.name)
                 waiting += [x for x in equation.invars if isinstance(x, core.Var)]
-        return isinstance(var, core.Var) and bool({"exp", "exp2", "logistic"} & names) and self.has_product(var)
+        return isinstance(var, core.Var) and bool({"exp", "exp2", "logistic"} & names) and self.has_product(var, dims)
 
     def has_product(self, var: core.Var, dims: tuple[Dim, ...] | None = None) -> bool:
         """Whether a value is computed from scores: a floating product of what has queries and of what has keys.

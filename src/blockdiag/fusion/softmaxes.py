@@ -293,6 +293,14 @@ class Softmaxes(Guards):
         equation = None if shift is None else self.producer(shift[0])
         return equation is not None and equation.primitive.name == "reduce_max"
 
+    def _is_less_largest(self, power: core.JaxprEqn) -> bool:
+        """Whether an exponential is of a difference from a largest number."""
+        shifted = self.producer(self.skip(power.invars[0]))
+        if shifted is None or shifted.primitive.name != "sub":
+            return False
+        largest = self.producer(self.skip_moves(shifted.invars[1], PASSES))
+        return largest is not None and largest.primitive.name in ("reduce_max", "max")
+
     def _extra(self, var: object, dims: tuple[Dim, ...], shift: object, of: core.JaxprEqn) -> Node | None:
         """The logit whose exponential, less the shift, a term is.
 
@@ -327,6 +335,12 @@ class Softmaxes(Guards):
         Args:
             but: what may be done to softmaxes there.
         """
+        power = self.producer(self.skip_moves(var, PASSES))
+        if power is not None and power.primitive.name in ("exp", "exp2") and self._is_less_largest(power):
+            what = (
+                f"`{power.primitive.name}` of scores less their largest that is not divided by its sum along the keys"
+            )
+            return f"{what}: parts of the keys can be merged by softmaxes and their `logsumexp`, {place_of(power)}"
         seen: set[int] = set()
         waiting: list[tuple[object, core.JaxprEqn | None]] = [(var, None)]
         while waiting:
