@@ -96,3 +96,13 @@ def test_arrays_that_are_written_are_refused():
 
     with pytest.raises(NotFusible, match="of scores"):
         fuse(function)(*arrays(SHAPE, SHAPE, SHAPE, (5,)))
+
+
+def test_what_is_written_late_in_a_deep_program():
+    def function(query, key, value, weight):
+        for _ in range(300):
+            query = jnp.tanh(query @ weight) * 2 - 1
+        return upper(query, key, value)
+
+    given = arrays(SHAPE, SHAPE, SHAPE, (WIDTH, WIDTH))
+    assert explain(function)(*given).regions[0].skipped >= 1 / 3

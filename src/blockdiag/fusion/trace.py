@@ -175,25 +175,38 @@ def _known_constants(jaxpr: core.Jaxpr) -> dict[int, Callable[[Any], np.ndarray 
 def constants_with(
     jaxpr: core.Jaxpr, most: int, given: Mapping[core.Var, np.ndarray | None]
 ) -> Callable[[Any], np.ndarray | None]:
-    """As `constants`, where the values of some variables are known already."""
-    producers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    known: dict[Any, np.ndarray | None] = dict(given)
+    """As `constants`, where the values of some variables are known already, or None, where they are not to be."""
+    known = {var: value for var, value in given.items() if value is not None}
+    producers: dict[core.Var, core.JaxprEqn] = {}
+    for equation in jaxpr.eqns:
+        are_constant = all(isinstance(x, core.Literal) or x in known or x in producers for x in equation.invars)
+        if are_constant and _is_known(equation, most):
+            producers |= dict.fromkeys(equation.outvars, equation)
 
     def value_of(var: Any) -> np.ndarray | None:
         if isinstance(var, core.Literal):
             return np.asarray(var.val)
-        if var not in known:
-            equation = producers.get(var)
-            given = [None] if equation is None else [value_of(x) for x in equation.invars]
-            known[var] = None
-            if equation is not None and all(x is not None for x in given) and _is_known(equation, most):
-                with jax.ensure_compile_time_eval():
-                    # Under `jax.shard_map` a constant is told to vary over axes of the mesh; it stays what it is.
-                    results = given if equation.primitive.name == "pvary" else bind(equation, given)
-                known.update({out: np.asarray(x) for out, x in zip(equation.outvars, results, strict=True)})
-        return known[var]
+        # Programs are deep, so that nothing recurs here.
+        waiting = [var] if var in producers else []
+        while waiting:
+            equation = producers[waiting[-1]]
+            missing = [x for x in equation.invars if isinstance(x, core.Var) and x not in known]
+            waiting += missing
+            if not missing:
+                known.update(zip(equation.outvars, _computed(equation, known), strict=True))
+                waiting.pop()
+        return known.get(var)
 
     return value_of
+
+
+def _computed(equation: core.JaxprEqn, known: Mapping[core.Var, np.ndarray]) -> list[np.ndarray]:
+    """The results of an equation of arrays that are known."""
+    given = [np.asarray(x.val) if isinstance(x, core.Literal) else known[x] for x in equation.invars]
+    with jax.ensure_compile_time_eval():
+        # Under `jax.shard_map` a constant is told to vary over axes of the mesh; it stays what it is.
+        results = given if equation.primitive.name == "pvary" else bind(equation, given)
+    return list(map(np.asarray, results))
 
 
 def has_effects(equation: core.JaxprEqn) -> bool:
