@@ -109,8 +109,19 @@ def learned_mask(query, key, value, keep):
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
+def transducer(query, key, value, bias):
+    """Without a softmax, as in sequential transducers: bias [N, T, S], and a mask that is a factor."""
+    weights = jax.nn.silu(products(query, key) + bias[None]) / TOKENS * jnp.tri(TOKENS)[None, None]
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def bias_of_no_softmax_decides(query, key, value, bias):
+    weights = jnp.where((bias < -1e8)[None], jax.nn.silu(products(query, key)), 0)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
 WRITTEN = (written, written_at_numbers)
-OF_PAIRS = (biased_and_added, biased_before_the_scale, biased_without_gradient)
+OF_PAIRS = (biased_and_added, biased_before_the_scale, biased_without_gradient, transducer)
 BIASED = (*OF_PAIRS, table_and_added)
 SKIPPED = dict.fromkeys(
     (added, lowest_added, window_by_factor, sigmoid, decay, *WRITTEN, documents_of_floats, *BIASED), 0.2
@@ -121,7 +132,7 @@ def operands(function):
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, TOKENS, HEADS, SIZE))
     if function is decay:
         return query, key, value, jnp.array([-2.0])
-    if function in (*OF_PAIRS, biases_decide):
+    if function in (*OF_PAIRS, biases_decide, bias_of_no_softmax_decides):
         return query, key, value, jax.random.normal(jax.random.key(2), (HEADS, TOKENS, TOKENS))
     if function is table_and_added:
         return query, key, value, jax.random.normal(jax.random.key(2), (41, HEADS))
@@ -188,8 +199,9 @@ def test_weights_that_happen_to_be_zero_are_computed():
     assert region.live is None
 
 
-def test_biases_that_something_else_is_made_of_may_be_anything():
-    (region,) = explain(biases_decide)(*operands(biases_decide)).regions
+@pytest.mark.parametrize("function", [biases_decide, bias_of_no_softmax_decides])
+def test_biases_that_something_else_is_made_of_may_be_anything(function):
+    (region,) = explain(function)(*operands(function)).regions
     assert region.skipped == 0
 
 

@@ -1,7 +1,7 @@
 """Which tiles of scores masks leave alive: lists of them, from the leaves alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,11 @@ from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of
 
 # What can rule a score out whatever queries and keys are; a bias that is only added to it is taken not to.
 _KILLERS = frozenset({"select_n", "min", "clamp", "eq", "ne", "lt", "le", "gt", "ge"})
+# Functions that follow a bias wherever it goes; others may decide by it.
+_SMOOTH = frozenset((
+    "add", "add_any", "convert_element_type", "div", "erf", "exp", "exp2", "integer_pow", "logistic", "mul", "neg",
+    "square", "stop_gradient", "sub", "tanh",
+))  # fmt: skip
 _NOTHING_KNOWN = Interval(-math.inf, math.inf)
 # Products of queries and keys are taken to be within this, so that adding -1e9 rules a score out. A softmax has no use
 # for larger ones: neighbouring float32 numbers are 4 apart there.
@@ -54,8 +59,8 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     """The tiles that a region needs; None where it needs all.
 
     A tile is dead where every score in it is at most -9e8 whatever queries and keys are, products of up to 2^25 in
-    magnitude and biases of up to 2^23; without a softmax, where every weight is 0 whatever floating arrays hold. What
-    numbers alone decide is decided while tracing.
+    magnitude and biases of up to 2^23; without a softmax, where every weight is 0 whatever floating arrays hold, biases
+    of up to 2^23. What numbers alone decide is decided while tracing.
 
     Args:
         arrays: by name, "leaf0", ... as the region has them.
@@ -67,9 +72,11 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     program = writer.tile_program([root])
     if _KILLERS.isdisjoint(primitives(program.jaxpr)):
         return None
-    biases = frozenset[Leaf]() if region.score is None else _biases(region.score)
+    biases = _biases(root, _terms if region.score is not None else _factors)
+    # Without a softmax masks are factors, which make nothing 0 that is infinite.
+    extent = Interval(-math.inf if region.score is not None else -_LARGEST_BIAS, _LARGEST_BIAS)
     extents = [
-        Interval(-math.inf, _LARGEST_BIAS) if leaf in biases else _extent(region, leaf, arrays.get(f"leaf{i}"), tile)
+        extent if leaf in biases else _extent(region, leaf, arrays.get(f"leaf{i}"), tile)
         for i, leaf in enumerate(region.leaves)
     ]
     found = bounds(program, extents)[0]
@@ -99,10 +106,14 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     return Live(labels, full is not None, {name: jnp.asarray(x) for name, x in found.items()})
 
 
-def _biases(score: Node) -> frozenset[Leaf]:
-    """Floating arrays of queries by keys that are added to a score and of which nothing else is made."""
+def _biases(root: Node, terms_of: Callable[[Node], tuple[Node, ...]]) -> frozenset[Leaf]:
+    """Floating arrays of queries by keys that a value is made of in harmless ways alone.
+
+    Args:
+        terms_of: the inputs of a node that may be such arrays, or be made of them.
+    """
     added: set[Leaf] = set()
-    waiting, seen, factors = [score], set[int](), list[Node]()
+    waiting, seen, factors = [root], set[int](), list[Node]()
     while waiting:
         node = waiting.pop()
         if id(node) in seen:
@@ -111,7 +122,7 @@ def _biases(score: Node) -> frozenset[Leaf]:
         if node.leaf is not None and _is_bias(node.leaf):
             added.add(node.leaf)
             continue
-        terms = _terms(node)
+        terms = terms_of(node)
         waiting += [x for x in node.inputs if any(x is term for term in terms)]
         factors += [x for x in node.inputs if not any(x is term for term in terms)]
     return frozenset(added.difference(leaves_of(*factors)))
@@ -130,6 +141,12 @@ def _terms(node: Node) -> tuple[Node, ...]:
         case "select_n":
             return node.inputs[1:]
     return ()
+
+
+def _factors(node: Node) -> tuple[Node, ...]:
+    """What a weight's node is made of, where it compares nothing, and what it chooses between."""
+    name = getattr(node.primitive, "name", "")
+    return node.inputs[1:] if name == "select_n" else node.inputs if name in _SMOOTH else ()
 
 
 def _is_scaled(node: Node) -> bool:
