@@ -346,7 +346,7 @@ def _regions_with(
             matcher.puller.check_scores(score)
             matcher.puller.check_leaves(leaves_of(score, *extras))
         try:
-            matcher.puller.check_leaves(leaves)
+            matcher.puller.check_leaves(leaves_of(term.weight))
         except MadeOfScores as failure:
             if score is not None:
                 # Of what weights are scaled by, which may be another function of themselves.

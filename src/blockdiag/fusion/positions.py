@@ -30,8 +30,10 @@ type _Make = Callable[[], Any]
 
 def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same flat program with equations in place of constants that follow from positions."""
-    jaxpr = with_written(jaxpr, [_known(const) for const in jaxpr.consts], _formula)
-    made = [_formula(const) or _hiding(const) for const in jaxpr.consts]
+    jaxpr = with_written(jaxpr, _known, _formula)
+    # Each is fetched once: it may lie on a device.
+    arrays = map(_known, jaxpr.consts)
+    made = [None if array is None else _formula(array) or _hiding(array) for array in arrays]
     if not any(made):
         return jaxpr
 
@@ -42,10 +44,9 @@ def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return jax.make_jaxpr(compute)(*jaxpr.in_avals)
 
 
-def _formula(const: Any) -> _Make | None:
+def _formula(array: np.ndarray) -> _Make | None:
     """What makes a constant, None where it is none of positions."""
-    array = _known(const)
-    if array is None:
+    if array.size < 2:
         return None
     axes = [axis for axis, size in enumerate(array.shape) if size > 1]
     if not axes or array.shape[axes[-1]] < _LEAST:
@@ -172,10 +173,9 @@ def _masked(line: np.ndarray, array: np.ndarray, axes: Sequence[int]) -> _Make |
     return make
 
 
-def _hiding(const: Any) -> _Make | None:
+def _hiding(array: np.ndarray) -> _Make | None:
     """Numbers that are either one or another, which hides keys, as a mask, which rules tiles out; None of others."""
-    array = _known(const)
-    if array is None or array.ndim < 2 or not jax.dtypes.issubdtype(array.dtype, np.floating):
+    if array.ndim < 2 or not jax.dtypes.issubdtype(array.dtype, np.floating):
         return None
     hidden, seen = array.min(), array.max()
     if not hidden <= NO_KEY < seen:

@@ -4,7 +4,7 @@ A write of one number at known places is a choice between it and what was there,
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,18 +23,22 @@ _MOST = 2**22
 
 
 def with_written(
-    closed: core.ClosedJaxpr, consts: Sequence[np.ndarray | None], formula: Callable[[Any], _Make | None]
+    closed: core.ClosedJaxpr,
+    known: Callable[[Any], np.ndarray | None],
+    formula: Callable[[np.ndarray], _Make | None],
 ) -> core.ClosedJaxpr:
     """The same flat program with choices, or equations of positions, in place of what numbers are written into.
 
     Args:
-        consts: the program's constants, where they may be looked at.
+        known: gives a constant's elements, None where they may not be looked at.
         formula: what makes an array, None where it is none of positions.
     """
     written = [x for x in closed.jaxpr.eqns if x.primitive.name == "scatter"]
     if not written:
         return closed
-    value_of = constants_with(closed.jaxpr, _MOST, dict(zip(closed.jaxpr.constvars, consts, strict=True)))
+    value_of = constants_with(
+        closed.jaxpr, _MOST, dict(zip(closed.jaxpr.constvars, map(known, closed.consts), strict=True))
+    )
     producers = producers_of(closed.jaxpr)
     replaced: dict[int, Callable[[Callable[[Any], Any]], dict[core.Var, Any]]] = {}
     for equation in written:
