@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import sys
 import weakref
 
 import jax
@@ -362,3 +363,21 @@ def test_looking_for_attention_takes_as_long_for_each_layer(monkeypatch):
         trace(function, given, {})
         nodes.append(counts["_new_node"] - before)
     assert nodes[2] - nodes[1] <= 1.1 * (nodes[1] - nodes[0])
+
+
+def test_what_is_done_for_each_layer_is_the_same_whatever_is_below():
+    """Calls of Python in all that looks at a program."""
+    calls = []
+
+    def count_call(frame, event, _):
+        calls[-1] += event == "call" and "/blockdiag/fusion/" in frame.f_code.co_filename
+
+    for count in (8, 16, 24):
+        function, given = model(count)
+        calls.append(0)
+        sys.setprofile(count_call)
+        try:
+            trace(function, given, {})
+        finally:
+            sys.setprofile(None)
+    assert calls[2] - calls[1] <= 1.1 * (calls[1] - calls[0])

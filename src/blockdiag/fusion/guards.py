@@ -15,11 +15,16 @@ from jax.extend import core
 from blockdiag.fusion.dims import MOVES, broadcast_dims, equations_by_name, labels_of, producers_of
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.pull import Puller
-from blockdiag.fusion.trace import aval_of
+from blockdiag.fusion.trace import aval_of, kept
 from blockdiag.fusion.tree import COLUMNS, Dim, Unpullable
 
 CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision", "sharding_constraint")
 PASSES = (*CASTS, "stop_gradient")
+POWERS = ("exp", "exp2")
+# What softmaxes may go through before they meet values.
+_LINEAR = frozenset({
+    *MOVES, *PASSES, "add", "div", "mul", "neg", "optimization_barrier", "select_n", "slice", "sub",
+})  # fmt: skip
 _COMPARISONS = {x: getattr(operator, x) for x in ("eq", "ne", "gt", "lt", "ge", "le")}
 # What the sum of exponentials, of which the largest is 1, may lose.
 _LOST = 1e-6
@@ -46,16 +51,36 @@ class NoMatch(Exception):
     """A value is not linear in softmaxes; the message, if there is one, says why."""
 
 
+@kept
+def linear_in_powers(jaxpr: core.Jaxpr) -> frozenset[object]:
+    """The values that may be linear in softmaxes: what exponentials reach by what softmaxes may go through.
+
+    It is found once for all products of a program: a model's residual stream goes through all of its layers, and what
+    looks for softmaxes in each of these would look through all that are below.
+    """
+    found: set[object] = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in POWERS or (name in _LINEAR and any(isinstance(x, core.Var) and x in found for x in equation.invars)):
+            found.update(equation.outvars)
+    return frozenset(found)
+
+
 class Guards:
     """Values of one program, seen without moves, casts, and what guards against rows that see no key."""
 
     def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
         self.producers = producers_of(jaxpr)
+        self._linear_in_powers = linear_in_powers(jaxpr)
         self._by_name = equations_by_name(jaxpr)
         self.sizes = sizes
         self.puller = Puller(jaxpr, sizes, batch)
         # The first of the weights that a slice has kept.
         self.first = 0
+
+    def may_be_linear(self, var: object) -> bool:
+        """Whether a value may be linear in softmaxes."""
+        return var in self._linear_in_powers
 
     def named(self, name: str) -> Sequence[core.JaxprEqn]:
         """The program's equations of one primitive."""
@@ -82,7 +107,7 @@ class Guards:
                     inner, mask = operands[one], (*self.through_moves(operands[other], given[other]), True)
         if mask is not None:
             equation = self.producer(self.skip(inner))
-        if equation is None or equation.primitive.name not in ("exp", "exp2"):
+        if equation is None or equation.primitive.name not in POWERS:
             return None
         return Powers(var, dims, equation, mask)
 

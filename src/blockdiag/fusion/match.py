@@ -1,18 +1,28 @@
 """Finds attention in a program: products with values of what is linear in a softmax of scores."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, parts_of, place_of, producers_of, users_of
+from blockdiag.fusion.dims import (
+    MOVES,
+    broadcast_dims,
+    equations_by_name,
+    labels_of,
+    parts_of,
+    place_of,
+    producers_of,
+    users_of,
+)
 from blockdiag.fusion.factors import stopped
 from blockdiag.fusion.follow import followed, read_by
-from blockdiag.fusion.guards import CASTS, NoMatch
+from blockdiag.fusion.guards import CASTS, NoMatch, linear_in_powers
 from blockdiag.fusion.linear import is_linear_in_products
 from blockdiag.fusion.pull import MadeOfScores
 from blockdiag.fusion.softmaxes import LINEAR, Softmax, Softmaxes
@@ -48,7 +58,7 @@ class _Unmatched:
 
     Attributes:
         weights: the side that was looked at.
-        reason: why it is not linear in softmaxes; empty where that is not known.
+        reason: says why it is not linear in softmaxes; nothing where that is not known.
         refused: says why it is no function of scores on tiles; nothing where that is not known.
         lacks_queries: whether that is because nothing has an axis of queries.
         dims: what the axes of the weights stand for; None where that is not known.
@@ -57,7 +67,7 @@ class _Unmatched:
     matcher: "Matcher"
     equation: core.JaxprEqn
     weights: object
-    reason: str
+    reason: Callable[[], str] = str
     refused: Callable[[], str] = str
     lacks_queries: bool = False
     dims: tuple[Dim, ...] | None = None
@@ -80,7 +90,7 @@ def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
     for one in unmatched:
         if one.matcher.puller.is_attention(one.weights, one.dims):
             whole = "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums"
-            return one.reason or f"{whole}, {place_of(one.equation)}"
+            return one.reason() or f"{whole}, {place_of(one.equation)}"
     refused = next(filter(None, (one.refused() for one in unmatched)), None)
     return refused and f"there is no product with a softmax of scores, nor with another function of them: {refused}"
 
@@ -147,21 +157,21 @@ def _is_layer(match: _Match, producers: Mapping[core.Var, core.JaxprEqn]) -> boo
 
 def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched]) -> list[_Match]:
     """The products with weights; others are added to `unmatched`."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name != "dot_general":
-            continue
+    found: list[_Match] = []
+    results: frozenset[core.Var] = frozenset()
+    for equation in equations_by_name(jaxpr).get("dot_general", ()):
         sides = []
         for side in (0, 1):
-            # What another attention gives is in memory, whatever it is made of.
-            results = frozenset(match.result for match in found)
             result, regions = _regions_of(_Sought(jaxpr, equation, side, results), unmatched)
             if regions:
                 sides.append(_Match(equation, side, result, regions))
             if any(region.score is not None for region in regions):
                 break
         # Softmaxes before other functions of scores, which may be values of theirs.
-        found += sides[-1:] if sides and sides[-1].regions[0].score is not None else sides[:1]
+        chosen = sides[-1:] if sides and sides[-1].regions[0].score is not None else sides[:1]
+        found += chosen
+        # What another attention gives is in memory, whatever it is made of.
+        results |= {match.result for match in chosen}
     return found
 
 
@@ -211,10 +221,12 @@ def _regions_of(sought: _Sought, unmatched: list[_Unmatched]) -> tuple[core.Var,
         found = _regions_beside(sought, {}, rest)
     except NotFusible as failure:
         refusal = failure
-    # Batch axes that scores had apart may be one axis of their weights.
-    summed = equation.params["dimension_numbers"][0][side]
-    parts = {} if found is not None and found[1] else parts_of(producers_of(sought.jaxpr), weights)
-    parts = {axis: each for axis, each in parts.items() if axis not in summed}
+    contracted, shared = equation.params["dimension_numbers"]
+    parts: dict[int, tuple[int, ...]] = {}
+    if (found is None or not found[1]) and (shared[side] or weights in linear_in_powers(sought.jaxpr)):
+        # Batch axes that scores had apart may be one axis of their weights.
+        parts = parts_of(producers_of(sought.jaxpr), weights)
+    parts = {axis: each for axis, each in parts.items() if axis not in contracted[side]}
     if parts:
         with contextlib.suppress(NotFusible):
             divided = _regions_beside(sought, parts, [])
@@ -284,7 +296,8 @@ def _regions_with(
     if len(contracted[0]) != 1:
         reason = f"`dot_general` that sums over {len(contracted[0])} axes of weights: make keys one axis"
         matcher = Matcher(jaxpr, sizes, [])
-        unmatched.append(_Unmatched(matcher, equation, weights, f"{reason}, {place_of(equation)}"))
+        message = f"{reason}, {place_of(equation)}"
+        unmatched.append(_Unmatched(matcher, equation, weights, lambda: message))
         return replaced, ()
     batch = []
     for i, axes in enumerate(zip(*shared, strict=True)):
@@ -295,7 +308,7 @@ def _regions_with(
         matcher = Matcher(jaxpr, sizes, batch)
         if matcher.has_softmax(weights, tuple(dims[side])):
             refused = f"queries have no axis: give them one, of size 1, {place_of(equation)}"
-            unmatched.append(_Unmatched(matcher, equation, weights, "", lambda: refused, lacks_queries=True))
+            unmatched.append(_Unmatched(matcher, equation, weights, refused=lambda: refused, lacks_queries=True))
         return replaced, ()
     # Keys are read once for each tile of rows, so that these lie along the longest axis that values lack.
     rows = max(reversed(free), key=lambda axis: aval_of(weights).shape[axis])
@@ -314,28 +327,28 @@ def _regions_with(
     )
     matcher = Matcher(jaxpr, sizes, batch)
     matcher.puller.results, matcher.puller.stored = sought.results, stored
-    reason, refusal = "", ""
+    given = tuple(dims[side])
+    missed = _Unmatched(matcher, equation, weights, functools.partial(matcher.why_not, weights, given), dims=given)
+    refusal = ""
     try:
-        terms = matcher.terms(weights, tuple(dims[side]))
+        if not matcher.may_be_linear(weights):
+            raise NoMatch
+        terms = matcher.terms(weights, given)
         if any(term.softmax is not None and term.softmax.mask is not None for term in terms):
             raise NoMatch
-    except NoMatch as failure:
-        reason = str(failure)
-        divided = matcher.divided(equation, out_dims, weights, tuple(dims[side]))
+    except NoMatch:
+        divided = matcher.divided(equation, out_dims, weights, given)
         if divided is not None:
             softmax, replaced, out_dims = divided
             terms = [_Term(softmax, None)]
         elif matcher.may_be_plain:
-            terms, refusal = matcher.plain(weights, tuple(dims[side]))
+            terms, refusal = matcher.plain(weights, given)
         else:
             # A model has many layers, and what a layer is made of reaches down through all that it is added to.
-            given = tuple(dims[side])
-            unmatched.append(
-                _Unmatched(matcher, equation, weights, reason, lambda: matcher.plain(weights, given)[1], dims=given)
-            )
+            unmatched.append(replace(missed, refused=lambda: matcher.plain(weights, given)[1]))
             return replaced, ()
     if not terms:
-        unmatched.append(_Unmatched(matcher, equation, weights, reason, lambda: refusal, dims=tuple(dims[side])))
+        unmatched.append(replace(missed, refused=lambda: refusal))
         return replaced, ()
     regions = []
     for term in terms:
@@ -355,7 +368,7 @@ def _regions_with(
             # The leaf may be the largest score, or the sum, of a softmax that something else is done to; or this is
             # another layer, below attention.
             reason = matcher.misused(weights) or str(failure)
-            unmatched.append(_Unmatched(matcher, equation, weights, reason, dims=tuple(dims[side])))
+            unmatched.append(replace(missed, reason=functools.partial(str, reason)))
             return replaced, ()
         regions.append(
             Region(
@@ -391,6 +404,8 @@ class Matcher(Softmaxes):
 
     def has_softmax(self, var: object, dims: tuple[Dim, ...]) -> bool:
         """Whether a value is linear in softmaxes."""
+        if not self.may_be_linear(var):
+            return False
         try:
             return any(term.softmax is not None for term in self.terms(var, dims))
         except (NoMatch, NotFusible, Unpullable):
@@ -399,7 +414,8 @@ class Matcher(Softmaxes):
     def may_be_weights(self, var: object, dims: tuple[Dim, ...]) -> bool:
         """Whether a value is linear in softmaxes, or made of single scores, be it linear in these or not."""
         with contextlib.suppress(NoMatch, NotFusible, Unpullable):
-            return bool(self.terms(var, dims))
+            if self.may_be_linear(var):
+                return bool(self.terms(var, dims))
         if not self.may_be_plain:
             return False
         try:
@@ -413,6 +429,14 @@ class Matcher(Softmaxes):
     def may_be_plain(self) -> bool:
         """Whether what is no softmax may be weights: scores of these, and values, share a batch axis."""
         return any(_is_shared(label) for label in self.puller.batch)
+
+    def why_not(self, var: object, dims: tuple[Dim, ...]) -> str:
+        """Why a value is not linear in softmaxes; empty where that is not known."""
+        try:
+            self.terms(var, dims)
+        except NoMatch as failure:
+            return str(failure)
+        return ""
 
     def terms(self, var: object, dims: tuple[Dim, ...]) -> list[_Term]:
         """Softmaxes and weights whose products add up to a value.

@@ -43,7 +43,7 @@ class WeightsMatcher(Matcher):
 
     def __init__(self, jaxpr: core.Jaxpr, product: core.JaxprEqn, side: int) -> None:
         contracted, shared = product.params["dimension_numbers"]
-        self.product, self.side = product, side
+        self.jaxpr, self.product, self.side = jaxpr, product, side
         shape = aval_of(product.invars[side]).shape
         free = [axis for axis in range(len(shape)) if axis not in (*contracted[side], *shared[side])]
         self.keys = contracted[side]

@@ -9,9 +9,11 @@ The sum along keys becomes a product with ones beside that with values, and both
 are functions of single scores.
 """
 
+import collections
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -20,10 +22,10 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of
-from blockdiag.fusion.guards import PASSES, NoMatch
+from blockdiag.fusion.guards import PASSES, POWERS, Guards, NoMatch
 from blockdiag.fusion.match import attention_count, is_attention
 from blockdiag.fusion.merged import WeightsMatcher, with_merged_keys
-from blockdiag.fusion.trace import aval_of, bind, body_of, rewritten
+from blockdiag.fusion.trace import aval_of, bind, body_of, kept, rewritten
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS, Dim
 
 type _Kind = Literal["divides", "times", "where", "unless"]
@@ -226,6 +228,16 @@ def _quotients(jaxpr: core.Jaxpr) -> list[_Quotient]:
     return found
 
 
+@kept
+def _sums_by_summed(jaxpr: core.Jaxpr) -> Mapping[object, Sequence[core.JaxprEqn]]:
+    """The sums of each value, whatever its dtype has become before: each product of a model asks for its own."""
+    guards = Guards(jaxpr, {}, ())
+    found: collections.defaultdict[object, list[core.JaxprEqn]] = collections.defaultdict(list)
+    for total in guards.named("reduce_sum"):
+        found[guards.skip(total.invars[0])].append(total)
+    return MappingProxyType(found)
+
+
 class _Finder(WeightsMatcher):
     """Looks for what weights were divided by, from a product upwards."""
 
@@ -254,10 +266,10 @@ class _Finder(WeightsMatcher):
         """The sums along keys of weights that a result may be divided by later."""
         root = self.skip(var)
         power = self.producer(root)
-        if power is None or power.primitive.name in ("exp", "exp2"):
+        if power is None or power.primitive.name in POWERS:
             return []
-        sums = [x for x in self.named("reduce_sum") if self._is_sum_of_weights(x)]
-        return [x for x in sums if self.skip(x.invars[0]) is root and sorted(x.params["axes"]) == sorted(self.keys)]
+        sums = [x for x in _sums_by_summed(self.jaxpr).get(root, ()) if self._is_sum_of_weights(x)]
+        return [x for x in sums if sorted(x.params["axes"]) == sorted(self.keys)]
 
     def _weights(self, var: Any, dims: tuple[Dim, ...], sums: dict[int, _Sum]) -> _Weights:
         """Weights as a numerator, factors of rows and the rest.
@@ -316,7 +328,7 @@ class _Finder(WeightsMatcher):
                 raise NoMatch
             found = list(self._sums(inner, inner_dims, set()))
             power = self.producer(self.skip(operands[one]))
-            if found and power is not None and power.primitive.name in ("exp", "exp2"):
+            if found and power is not None and power.primitive.name in POWERS:
                 raise NoMatch
             for equation, whole in found:
                 if id(equation) not in sums:
