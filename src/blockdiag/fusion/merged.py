@@ -8,7 +8,8 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.match import Matcher, attention_count, is_attention
+from blockdiag.fusion.match import attention_count, is_attention
+from blockdiag.fusion.terms import Matcher
 from blockdiag.fusion.trace import aval_of, rewritten
 from blockdiag.fusion.tree import COLUMNS, ROWS, Dim
 
