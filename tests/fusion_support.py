@@ -1,5 +1,6 @@
 """What tests of `fuse` compare."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag import fuse
+from blockdiag.fusion.api import trace
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
@@ -37,6 +39,22 @@ def assert_fused(
     """Results and gradients of the fused function are those of the function, in float32."""
     found = with_gradients(fuse(function, implementation=implementation), given)
     assert_alike(found, with_gradients(function, given), tolerance)
+
+
+def work_of_passes(function: Callable[..., jax.Array], given: Sequence[Any]) -> int:
+    """How many calls of Python the passes that look for attention in a function are."""
+    count = 0
+
+    def count_call(frame: Any, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and "/blockdiag/fusion/" in frame.f_code.co_filename
+
+    sys.setprofile(count_call)
+    try:
+        trace(function, tuple(given), {})
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def assert_as_good_as_written(

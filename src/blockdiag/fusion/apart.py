@@ -14,6 +14,7 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
+from blockdiag.fusion.deep import Steps, finished
 from blockdiag.fusion.dims import MOVES, producers_of
 from blockdiag.fusion.guards import CASTS, PASSES
 from blockdiag.fusion.trace import aval_of, bind, rewritten
@@ -141,12 +142,17 @@ class Plan:
 
     def has_product(self, var: Any) -> bool:
         """Whether a value is made of a product of arrays, of scores as it may be."""
+        return finished(self._has_product(var))
+
+    def _has_product(self, var: Any) -> Steps[bool]:
         equation = producer_of(var, self.producers)
         if equation is None:
             return False
         if var not in self.known_products:
-            is_product = equation.primitive.name == "dot_general"
-            self.known_products[var] = is_product or any(map(self.has_product, equation.invars))
+            found = equation.primitive.name == "dot_general"
+            for operand in equation.invars:
+                found = found or (yield self._has_product(operand))
+            self.known_products[var] = found
         return self.known_products[var]
 
     def _make(self, var: Any, part: Part) -> _Make:

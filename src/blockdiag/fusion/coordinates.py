@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from blockdiag.fusion.deep import Steps, finished
 from blockdiag.fusion.dims import labels_of, producers_of
 from blockdiag.fusion.guards import PASSES
 from blockdiag.fusion.trace import aval_of, bind, constants, rewritten
@@ -114,7 +115,7 @@ class _Places:
             _Stays: it is none.
         """
         places = [self._along(axis) for axis in range(len(self._shape))]
-        return jnp.broadcast_to(self._at(self.var, places, value_of), self._shape)
+        return jnp.broadcast_to(finished(self._at(self.var, places, value_of)), self._shape)
 
     def results(self, value_of: _ValueOf) -> dict[core.Var, Any]:
         """The array, and what else the equation gives that it is a result of."""
@@ -132,7 +133,7 @@ class _Places:
         """Of an axis with one element."""
         return _Place(jnp.zeros((1,) * len(self._shape), jnp.int32))
 
-    def _at(self, var: Any, places: Sequence[_Place], value_of: _ValueOf) -> Any:
+    def _at(self, var: Any, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
         """Elements of a value, in an array that may have one index along axes that it does not depend on."""
         if isinstance(var, core.Literal) or not aval_of(var).shape:
             return lax.broadcast_in_dim(jnp.asarray(value_of(var)), (1,) * len(self._shape), ())
@@ -141,7 +142,9 @@ class _Places:
             return self._read(var, places, value_of)
         name, params, operands = equation.primitive.name, equation.params, equation.invars
         if name in ELEMENTWISE or name in PASSES:
-            given = [self._at(x, self._widened(x, var, places), value_of) for x in operands]
+            given = []
+            for x in operands:
+                given.append((yield self._at(x, self._widened(x, var, places), value_of)))
             shape = np.broadcast_shapes(*(x.shape for x in given))
             return bind(equation, [jnp.broadcast_to(x, shape) for x in given])[0]
         given_shape = aval_of(operands[0]).shape if operands else ()
@@ -151,49 +154,50 @@ class _Places:
             case "broadcast_in_dim":
                 axes = params["broadcast_dimensions"]
                 inner = [self._first() if given_shape[i] == 1 else places[axis] for i, axis in enumerate(axes)]
-                return self._at(operands[0], inner, value_of)
+                return (yield self._at(operands[0], inner, value_of))
             case "transpose":
                 inner = [places[params["permutation"].index(axis)] for axis in range(len(places))]
-                return self._at(operands[0], inner, value_of)
+                return (yield self._at(operands[0], inner, value_of))
             case "squeeze":
                 rest = iter(places)
                 removed = params["dimensions"]
                 inner = [self._first() if axis in removed else next(rest) for axis in range(len(given_shape))]
-                return self._at(operands[0], inner, value_of)
+                return (yield self._at(operands[0], inner, value_of))
             case "reshape":
                 if params["dimensions"] is not None:
                     raise _Stays
-                return self._at(operands[0], self._reshaped(given_shape, aval_of(var).shape, places), value_of)
+                return (yield self._at(operands[0], self._reshaped(given_shape, aval_of(var).shape, places), value_of))
             case "rev":
                 inner = [
                     _Place(given_shape[axis] - 1 - x.index) if axis in params["dimensions"] else x
                     for axis, x in enumerate(places)
                 ]
-                return self._at(operands[0], inner, value_of)
+                return (yield self._at(operands[0], inner, value_of))
             case "tile":
                 pairs = zip(places, given_shape, params["reps"], strict=True)
                 inner = [x if reps == 1 else _Place(_remainder(x.index, size)) for x, size, reps in pairs]
-                return self._at(operands[0], inner, value_of)
+                return (yield self._at(operands[0], inner, value_of))
             case "gather":
-                return self._gathered(equation, places, value_of)
+                return (yield self._gathered(equation, places, value_of))
             case "slice":
                 steps = params["strides"] or (1,) * len(places)
-                return self._at(operands[0], self._moved(places, params["start_indices"], steps, given_shape), value_of)
+                inner = self._moved(places, params["start_indices"], steps, given_shape)
+                return (yield self._at(operands[0], inner, value_of))
             case "split":
                 first = sum(params["sizes"][: equation.outvars.index(var)])
                 starts = [first if axis == params["axis"] else 0 for axis in range(len(places))]
-                return self._at(operands[0], self._moved(places, starts, None, given_shape), value_of)
+                return (yield self._at(operands[0], self._moved(places, starts, None, given_shape), value_of))
             case "dynamic_slice":
-                return self._at(operands[0], self._cut(equation, places, value_of), value_of)
+                return (yield self._at(operands[0], self._cut(equation, places, value_of), value_of))
             case "concatenate":
-                return self._joined(equation, places, value_of)
+                return (yield self._joined(equation, places, value_of))
             case "pad":
-                return self._padded(equation, places, value_of)
+                return (yield self._padded(equation, places, value_of))
             case "dynamic_update_slice":
                 starts = [self._known(x) for x in operands[2:]]
-                return self._updated(operands[0], operands[1], starts, places, value_of)
+                return (yield self._updated(operands[0], operands[1], starts, places, value_of))
             case "scatter":
-                return self._updated(operands[0], operands[2], self._scattered(equation), places, value_of)
+                return (yield self._updated(operands[0], operands[2], self._scattered(equation), places, value_of))
         return self._read(var, places, value_of)
 
     def _widened(self, operand: Any, var: Any, places: Sequence[_Place]) -> list[_Place]:
@@ -271,7 +275,7 @@ class _Places:
                 number = lax.div(number, jnp.full(number.shape, before[axis], jnp.int32))
         return inner
 
-    def _gathered(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Any:
+    def _gathered(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
         """Elements of windows that begin at given indices.
 
         Raises:
@@ -295,18 +299,18 @@ class _Places:
                 inner.append(window)
                 continue
             number = jnp.full((1,) * len(self._shape), numbers.start_index_map.index(axis), jnp.int32)
-            start = self._at(indices, [*given, _Place(number)], value_of)
+            start = yield self._at(indices, [*given, _Place(number)], value_of)
             start = lax.convert_element_type(start, jnp.int32)
             if fills:
                 test = (start >= 0) & (start <= whole - size)
                 is_inside = test if is_inside is None else _both(is_inside, test)
             inner.append(_Place(_within(start, whole - size + 1) + window.index))
-        value = self._at(operand, inner, value_of)
+        value = yield self._at(operand, inner, value_of)
         if is_inside is None:
             return value
         return _chosen(is_inside, value, jnp.full((1,) * len(self._shape), fill, aval_of(operand).dtype))
 
-    def _joined(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Any:
+    def _joined(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
         """Elements of several arrays side by side."""
         along = equation.params["dimension"]
         sizes = [aval_of(x).shape[along] for x in equation.invars]
@@ -316,33 +320,34 @@ class _Places:
         for operand, end, size in reversed(list(zip(equation.invars, ends, sizes, strict=True))):
             inner = [*places]
             inner[along] = _Place(_within(index - (end - size), size)) if size > 1 else self._first()
-            value = self._at(operand, inner, value_of)
+            value = yield self._at(operand, inner, value_of)
             found = value if found is None else _chosen(index < end, value, found)
         return found
 
-    def _padded(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Any:
+    def _padded(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
         """Elements of an array, and one number around it."""
         operand, number = equation.invars
         if any(low < 0 or high < 0 or between for low, high, between in equation.params["padding_config"]):
             raise _Stays
         starts = [low for low, _, _ in equation.params["padding_config"]]
         around = lax.broadcast_in_dim(jnp.asarray(value_of(number)), (1,) * len(self._shape), ())
-        return self._within(operand, starts, places, around, value_of)
+        return (yield self._within(operand, starts, places, around, value_of))
 
     def _updated(
         self, operand: Any, update: Any, starts: Sequence[Any], places: Sequence[_Place], value_of: _ValueOf
-    ) -> Any:
+    ) -> Steps[Any]:
         """Elements of an array, in a part of which another one lies."""
         if any(x is None for x in starts):
             raise _Stays
         whole, sizes = aval_of(operand).shape, aval_of(update).shape
         pairs = zip(starts, whole, sizes, strict=True)
         first = [min(max(0, int(x)), full - size) for x, full, size in pairs]
-        return self._within(update, first, places, self._at(operand, places, value_of), value_of)
+        around = yield self._at(operand, places, value_of)
+        return (yield self._within(update, first, places, around, value_of))
 
     def _within(
         self, inside: Any, starts: Sequence[int], places: Sequence[_Place], around: Any, value_of: _ValueOf
-    ) -> Any:
+    ) -> Steps[Any]:
         """Elements of an array from some place on, and of another one before and after it."""
         inner, shape, is_inside = [], aval_of(inside).shape, None
         for axis, (place, first) in enumerate(zip(places, starts, strict=True)):
@@ -353,7 +358,7 @@ class _Places:
             test = (place.index >= first) & (place.index < first + shape[axis])
             is_inside = test if is_inside is None else _both(is_inside, test)
             inner.append(_Place(_within(place.index - first, shape[axis])) if shape[axis] > 1 else self._first())
-        value = self._at(inside, inner, value_of)
+        value = yield self._at(inside, inner, value_of)
         return value if is_inside is None else _chosen(is_inside, value, around)
 
     def _scattered(self, equation: core.JaxprEqn) -> list[Any]:

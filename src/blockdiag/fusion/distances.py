@@ -22,6 +22,7 @@ from jax.extend import core
 
 from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.calls import calls_of, with_derivative
+from blockdiag.fusion.deep import Steps, finished
 from blockdiag.fusion.made import source_made_by
 from blockdiag.fusion.trace import aval_of, body_of
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ELEMENTWISE, ROWS, Dim, Source, Unpullable
@@ -110,10 +111,15 @@ class Distances:
         rows_axis, columns_axis = dims.index((ROWS,)), dims.index((COLUMNS,))
         axes = _Axes(rows_axis, columns_axis)
         self._known, self._read = {}, {}
-        made = self._made(var, axes)
+        made = finished(self._made(var, axes))
+        steps = [x.compute for x in self._known.values() if isinstance(x, _Made)]
 
         def compute(*arrays: Any) -> Any:
-            array = made.compute(dict(zip(read, arrays, strict=True)))
+            known: _Arrays = dict(zip(read, arrays, strict=True))
+            for step in steps:
+                # Each has what it is computed from by now; what is not needed after all is dropped.
+                step(known)
+            array = made.compute(known)
             array = lax.broadcast_in_dim(array, shape, range(len(shape)))
             if array.dtype in (jnp.bfloat16, jnp.float16):
                 # There are few of them, which kernels read one by one and use in float32.
@@ -140,9 +146,9 @@ class Distances:
         sizes = {axes.columns: 1, axes.rows: self._rows + self._keys - 1}
         return tuple(sizes.get(axis, size) for axis, size in enumerate(aval_of(operand).shape))
 
-    def _made(self, operand: Any, axes: _Axes) -> _Made:
+    def _made(self, operand: Any, axes: _Axes) -> Steps[_Made]:
         """A value on distances, which is no line of other slopes than 1 and -1 any more."""
-        value = self._value(operand, axes)
+        value = yield self._value(operand, axes)
         return self._of_line(value, aval_of(operand), axes) if isinstance(value, _Line) else value
 
     def _of_line(self, line: _Line, aval: Any, axes: _Axes) -> _Made:
@@ -160,18 +166,18 @@ class Distances:
 
         return _Made(compute, is_still=False)
 
-    def _value(self, operand: Any, axes: _Axes) -> _Made | _Line:
+    def _value(self, operand: Any, axes: _Axes) -> Steps[_Made | _Line]:
         if isinstance(operand, core.Literal):
             value = np.asarray(operand.val, aval_of(operand).dtype)
             return _Made(lambda arrays: value, is_still=True, number=value)
         if (operand, axes) not in self._known:
-            value = self._computed(operand, axes)
+            value = yield self._computed(operand, axes)
             if isinstance(value, _Made):
                 value = replace(value, compute=_once(value.compute))
             self._known[operand, axes] = value
         return self._known[operand, axes]
 
-    def _computed(self, var: core.Var, axes: _Axes) -> _Made | _Line:
+    def _computed(self, var: core.Var, axes: _Axes) -> Steps[_Made | _Line]:
         if var in self._inputs:
             if self._inputs[var] not in (None, axes):
                 raise Unpullable("a function that moves positions")
@@ -186,9 +192,9 @@ class Distances:
         name, operands, params = equation.primitive.name, equation.invars, equation.params
         shape = aval_of(var).shape
         if name in _SAME or (name == "optimization_barrier" and len(operands) == 1):
-            return self._value(operands[0], axes)
+            return (yield self._value(operands[0], axes))
         if name in ELEMENTWISE or name == "convert_element_type":
-            return self._elementwise(equation, axes)
+            return (yield self._elementwise(equation, axes))
         match name:
             case "iota":
                 return self._iota(equation, axes)
@@ -200,18 +206,14 @@ class Distances:
                     place = places.get(axis)
                     return place if place is not None and given[place] == shape[axis] else None
 
-                return self._moved(
-                    equation,
-                    axes.through(found),
-                    lambda x, wide: lax.broadcast_in_dim(x, wide, params["broadcast_dimensions"]),
-                    axes,
-                )
+                inner, order = axes.through(found), params["broadcast_dimensions"]
+                return (yield self._moved(equation, inner, lambda x, wide: lax.broadcast_in_dim(x, wide, order), axes))
             case "transpose":
-                inner = axes.through(lambda axis: params["permutation"][axis])
-                return self._moved(equation, inner, lambda x, wide: lax.transpose(x, params["permutation"]), axes)
+                inner, order = axes.through(lambda axis: params["permutation"][axis]), params["permutation"]
+                return (yield self._moved(equation, inner, lambda x, wide: lax.transpose(x, order), axes))
             case "reshape" | "squeeze" | "expand_dims":
                 inner = axes.through(lambda axis: _same_axis(aval_of(operands[0]).shape, shape, axis))
-                return self._moved(equation, inner, lambda x, wide: lax.reshape(x, wide), axes)
+                return (yield self._moved(equation, inner, lambda x, wide: lax.reshape(x, wide), axes))
             case "gather":
                 numbers = params["dimension_numbers"]
                 if any(axis in numbers.offset_dims for axis in (axes.rows, axes.columns)):
@@ -220,32 +222,32 @@ class Distances:
                 inner = axes.through(order.index)
                 if {inner.rows, inner.columns} & set(numbers.start_indices_batching_dims):
                     raise Unpullable("`gather` from a table of each position")
-                return self._bound(equation, [_Axes(None, None), inner])
+                return (yield self._bound(equation, [_Axes(None, None), inner]))
             case "dot_general":
-                return self._bound(equation, _factors(equation, axes))
+                return (yield self._bound(equation, _factors(equation, axes)))
             case "concatenate":
                 if params["dimension"] in (axes.rows, axes.columns):
                     raise Unpullable("`concatenate` of positions")
-                return self._bound(equation, [axes] * len(operands))
+                return (yield self._bound(equation, [axes] * len(operands)))
             case "slice":
-                return self._sliced(equation, axes)
+                return (yield self._sliced(equation, axes))
             case "stack":
                 at = params["axis"] % len(shape)
                 if at in (axes.rows, axes.columns):
                     raise Unpullable("`stack` of positions")
-                return self._bound(equation, [axes.through(lambda axis: axis - (axis > at))] * len(operands))
+                return (yield self._bound(equation, [axes.through(lambda axis: axis - (axis > at))] * len(operands)))
             case "tile":
                 if any(params["reps"][axis] != 1 for axis in (axes.rows, axes.columns) if axis is not None):
                     raise Unpullable("`tile` of positions")
-                return self._bound(equation, [axes])
+                return (yield self._bound(equation, [axes]))
         if name in _REDUCTIONS:
             kept = [axis for axis in range(len(aval_of(operands[0]).shape)) if axis not in params["axes"]]
-            return self._bound(equation, [axes.through(lambda axis: kept[axis])])
+            return (yield self._bound(equation, [axes.through(lambda axis: kept[axis])]))
         if body_of(equation) is not None and len(equation.outvars) == 1:
-            return self._call(equation, axes)
+            return (yield self._call(equation, axes))
         raise Unpullable(f"`{name}` of positions")
 
-    def _sliced(self, equation: core.JaxprEqn, axes: _Axes) -> _Made | _Line:
+    def _sliced(self, equation: core.JaxprEqn, axes: _Axes) -> Steps[_Made | _Line]:
         params, given, shape = equation.params, aval_of(equation.invars[0]).shape, aval_of(equation.outvars[0]).shape
         own = (axes.rows, axes.columns)
         if any(axis is not None and given[axis] != shape[axis] for axis in own):
@@ -255,7 +257,7 @@ class Distances:
             limits = [wide[axis] if axis in own else limit for axis, limit in enumerate(params["limit_indices"])]
             return lax.slice(x, params["start_indices"], limits, params["strides"])
 
-        return self._moved(equation, axes, move, axes)
+        return (yield self._moved(equation, axes, move, axes))
 
     def _iota(self, equation: core.JaxprEqn, axes: _Axes) -> _Made | _Line:
         at, dtype = equation.params["dimension"], equation.params["dtype"]
@@ -266,18 +268,27 @@ class Distances:
         shape = self._shape(equation.outvars[0], axes)
         return _Made(lambda arrays: lax.broadcasted_iota(dtype, shape, at), is_still=True)
 
-    def _elementwise(self, equation: core.JaxprEqn, axes: _Axes) -> _Made | _Line:
+    def _each(self, pairs: Iterable[tuple[Any, _Axes]]) -> Steps[list[_Made]]:
+        """Several values on distances."""
+        made = []
+        for operand, axes in pairs:
+            made.append((yield self._made(operand, axes)))
+        return made
+
+    def _elementwise(self, equation: core.JaxprEqn, axes: _Axes) -> Steps[_Made | _Line]:
         shape, operands = aval_of(equation.outvars[0]).shape, equation.invars
 
         def own(operand: Any) -> _Axes:
             given = aval_of(operand).shape
             return axes.through(lambda axis: axis if given and given[axis] == shape[axis] else None)
 
-        values = [self._value(x, own(x)) for x in operands]
+        values: list[_Made | _Line] = []
+        for operand in operands:
+            values.append((yield self._value(operand, own(operand))))
         line = _line_of(equation, values)
         if line is not None and self._is_within(line):
             return line if line.rest is None else replace(line, rest=_of_rank(line.rest, len(shape)))
-        made = [self._made(x, own(x)) for x in operands]
+        made = yield self._each((x, own(x)) for x in operands)
         primitive, params = equation.primitive, equation.params
         return _Made(
             lambda arrays: _applied(primitive, [x.compute(arrays) for x in made], params),
@@ -291,7 +302,7 @@ class Distances:
 
     def _moved(
         self, equation: core.JaxprEqn, inner: _Axes, move: Callable[[Any, tuple[int, ...]], Any], axes: _Axes
-    ) -> _Made | _Line:
+    ) -> Steps[_Made | _Line]:
         """An equation that moves elements.
 
         Args:
@@ -299,7 +310,7 @@ class Distances:
             move: from that on distances and the shape that is wanted.
         """
         operand, shape = equation.invars[0], self._shape(equation.outvars[0], axes)
-        value = self._value(operand, inner)
+        value = yield self._value(operand, inner)
         given = () if isinstance(operand, core.Literal) else self._shape(operand, inner)
 
         def moved(made: _Made) -> _Made:
@@ -313,7 +324,7 @@ class Distances:
             return moved(value)
         return value if value.rest is None else replace(value, rest=moved(value.rest))
 
-    def _call(self, equation: core.JaxprEqn, axes: _Axes) -> _Made:
+    def _call(self, equation: core.JaxprEqn, axes: _Axes) -> Steps[_Made]:
         """A function with a derivative of its own, which it keeps."""
         calls = calls_of(equation)
         value, found = self._function(calls.value, [axes])
@@ -327,10 +338,10 @@ class Distances:
             last = [(axes, seen[-1])] if calls.mode == "vjp" else []
             if any(x not in (None, y) for y, x in [*((found[i], x) for i, x in pairs), *last]):
                 raise Unpullable("a function that moves positions")
-        operands = [
-            (None if own is None else self._made(x, own), () if own is None else self._shape(x, own), aval_of(x).dtype)
-            for x, own in zip(equation.invars, found, strict=True)
-        ]
+        operands = []
+        for x, own in zip(equation.invars, found, strict=True):
+            made = None if own is None else (yield self._made(x, own))
+            operands.append((made, () if own is None else self._shape(x, own), aval_of(x).dtype))
         function = with_derivative(lambda *given: value(*given)[0], slope, calls.places, calls.mode)
 
         def compute(arrays: _Arrays) -> Any:
@@ -356,7 +367,8 @@ class Distances:
             raise Unpullable("a function of arrays of numbers")
         producers = {var: equation for equation in closed.jaxpr.eqns for var in equation.outvars}
         inner = Distances(producers, self._sizes, closed.jaxpr.invars)
-        made = [(inner._made(x, own), inner._shape(x, own)) for x, own in zip(closed.jaxpr.outvars, axes, strict=True)]
+        pairs = list(zip(closed.jaxpr.outvars, axes, strict=True))
+        made = [(finished(inner._made(x, own)), inner._shape(x, own)) for x, own in pairs]
 
         def compute(*given: Any) -> list[Any]:
             arrays = dict(zip(closed.jaxpr.invars, given, strict=True))
@@ -365,20 +377,20 @@ class Distances:
 
         return compute, list(inner._inputs.values())
 
-    def _bound(self, equation: core.JaxprEqn, inner: Iterable[_Axes]) -> _Made:
+    def _bound(self, equation: core.JaxprEqn, inner: Iterable[_Axes]) -> Steps[_Made]:
         """An equation that is applied as it stands, to operands of exact shapes."""
         pairs = list(zip(equation.invars, inner, strict=True))
-        made = [(self._made(x, axes), self._shape(x, axes)) for x, axes in pairs]
+        made = yield self._each(pairs)
+        shapes = [self._shape(x, axes) for x, axes in pairs]
 
         def compute(arrays: _Arrays) -> Any:
-            given = [jnp.asarray(x.compute(arrays)) for x, _ in made]
-            shapes = [shape for _, shape in made]
+            given = [jnp.asarray(x.compute(arrays)) for x in made]
             given = [lax.broadcast_in_dim(x, shape, range(len(shape))) for x, shape in zip(given, shapes, strict=True)]
             return equation.primitive.bind(
                 *on_common_axes(*given), **equation.primitive.get_bind_params(equation.params)
             )
 
-        return _Made(compute, is_still=all(x.is_still for x, _ in made))
+        return _Made(compute, is_still=all(x.is_still for x in made))
 
 
 def _once(compute: Callable[[_Arrays], Any]) -> Callable[[_Arrays], Any]:

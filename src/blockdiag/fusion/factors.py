@@ -6,7 +6,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.tree import Node, leaves_of, number, operation
+from blockdiag.fusion.deep import Steps, finished
+from blockdiag.fusion.tree import Node, bottom_up, leaves_of, number, operation
 
 # A score that is at most this is masked: -1e9 in any dtype, which bfloat16 rounds to -998244352.
 MASKED = -9e8
@@ -30,25 +31,29 @@ class Mask:
 
 def factored(node: Node) -> tuple[Node, float]:
     """A node and a positive number whose product is `node`; it goes through masks, never through sums."""
+    return finished(_factored(node))
+
+
+def _factored(node: Node) -> Steps[tuple[Node, float]]:
     if node.kind == "operation":
         match getattr(node.primitive, "name", ""), node.inputs:
             case "mul", (left, right):
                 for one, other in ((left, right), (right, left)):
                     if (by := _positive(other)) is not None:
-                        inner, factor = factored(one)
+                        inner, factor = yield _factored(one)
                         return inner, factor * by
             case "div", (left, right) if (by := _positive(right)) is not None:
-                inner, factor = factored(left)
+                inner, factor = yield _factored(left)
                 return inner, factor / by
             case "convert_element_type", (only,) if only.kind == "operation":
-                inner, factor = factored(only)
+                inner, factor = yield _factored(only)
                 if factor != 1.0:
                     return replace(node, inputs=(inner,)), factor
             case "select_n", (predicate, *cases):
                 for place, case in enumerate(cases):
                     if (fill := _number(case)) is None or len(cases) != 2:
                         continue
-                    inner, factor = factored(cases[1 - place])
+                    inner, factor = yield _factored(cases[1 - place])
                     if factor != 1.0:
                         # A finite fill stays finite: rows of nothing else are uniform.
                         scaled = fill / factor if np.isinf(fill) else max(fill / factor, _LOWEST)
@@ -64,12 +69,12 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
     found: dict[int, Mask] = {}
     known: dict[int, Node] = {}
 
-    def rebuilt(one: Node) -> Node:
+    def rebuilt(one: Node) -> Steps[Node]:
         if id(one) not in known:
-            known[id(one)] = without(one)
+            known[id(one)] = yield without(one)
         return known[id(one)]
 
-    def without(one: Node) -> Node:
+    def without(one: Node) -> Steps[Node]:
         if one.kind != "operation":
             return one
         if getattr(one.primitive, "name", "") == "select_n" and len(one.inputs) == 3:
@@ -78,12 +83,14 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
                 fill = _number(case)
                 if fill is not None and fill <= MASKED:
                     found[id(one)] = Mask(predicate, keeps=place == 0)
-                    return rebuilt(cases[1 - place])
-        inputs = tuple(map(rebuilt, one.inputs))
+                    return (yield rebuilt(cases[1 - place]))
+        inputs = []
+        for x in one.inputs:
+            inputs.append((yield rebuilt(x)))
         same = all(new is old for new, old in zip(inputs, one.inputs, strict=True))
-        return one if same else replace(one, inputs=inputs)
+        return one if same else replace(one, inputs=tuple(inputs))
 
-    return rebuilt(node), tuple(found.values())
+    return finished(rebuilt(node)), tuple(found.values())
 
 
 def stopped(node: Node, primitive: core.Primitive) -> Node:
@@ -93,16 +100,12 @@ def stopped(node: Node, primitive: core.Primitive) -> Node:
         primitive: what takes derivatives from a value.
     """
     known: dict[int, Node] = {}
-
-    def rebuilt(one: Node) -> Node:
-        if id(one) not in known:
-            if one.kind == "product" or (one.leaf is not None and one.leaf.has_gradient):
-                known[id(one)] = operation(primitive, one)
-            else:
-                known[id(one)] = replace(one, inputs=tuple(map(rebuilt, one.inputs))) if one.inputs else one
-        return known[id(one)]
-
-    return rebuilt(node)
+    for one in bottom_up(node):
+        if one.kind == "product" or (one.leaf is not None and one.leaf.has_gradient):
+            known[id(one)] = operation(primitive, one)
+        else:
+            known[id(one)] = replace(one, inputs=tuple(known[id(x)] for x in one.inputs)) if one.inputs else one
+    return known[id(node)]
 
 
 def has_keys(*nodes: Node) -> bool:

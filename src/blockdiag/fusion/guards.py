@@ -80,7 +80,7 @@ class Guards:
 
     def may_be_linear(self, var: object) -> bool:
         """Whether a value may be linear in softmaxes."""
-        return var in self._linear_in_powers
+        return isinstance(var, core.Var) and var in self._linear_in_powers
 
     def named(self, name: str) -> Sequence[core.JaxprEqn]:
         """The program's equations of one primitive."""

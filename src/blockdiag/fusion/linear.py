@@ -1,35 +1,47 @@
 """Nodes as sums of terms."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockdiag.fusion.tree import Node, leaves_of, nodes_of, number, operation
+from blockdiag.fusion.tree import Node, bottom_up, number, operation
 
 
 def terms_of(node: Node, factor: float = 1.0) -> list[tuple[float, Node]]:
     """A sum as its terms, each with a factor."""
-    name = getattr(node.primitive, "name", "")
+    found, waiting = [], [(factor, node)]
+    while waiting:
+        one = waiting.pop()
+        parts = _parts(*one)
+        if parts is None:
+            found.append(one)
+        else:
+            waiting += reversed(parts)
+    return found
+
+
+def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
+    """What a node times a factor is the sum of; None of what is a term."""
     if node.kind == "operation":
-        match name, node.inputs:
+        match getattr(node.primitive, "name", ""), node.inputs:
             case "add" | "add_any", (left, right):
-                return [*terms_of(left, factor), *terms_of(right, factor)]
+                return [(factor, left), (factor, right)]
             case "sub", (left, right):
-                return [*terms_of(left, factor), *terms_of(right, -factor)]
+                return [(factor, left), (-factor, right)]
             case "neg", (only,):
-                return terms_of(only, -factor)
+                return [(-factor, only)]
             case "convert_element_type", (only,) if _is_floating(node) and only.kind in ("operation", "product"):
                 # Tiles are float32 whatever the program says.
-                return terms_of(only, factor)
+                return [(factor, only)]
             case "mul", (left, right):
                 for one, other in ((left, right), (right, left)):
                     if (by := _finite(other)) is not None:
-                        return terms_of(one, factor * by)
+                        return [(factor * by, one)]
             case "div", (left, right) if by := _finite(right):
-                return terms_of(left, factor / by)
-    return [(factor, node)]
+                return [(factor / by, left)]
+    return None
 
 
 def _is_floating(node: Node) -> bool:
@@ -54,19 +66,28 @@ def sum_of(terms: Sequence[tuple[float, Node]], unit: float = 1.0) -> Node | Non
 
 def is_linear_in_products(node: Node) -> bool:
     """Whether a node is a sum of products, each times what is no function of queries and keys at once."""
-    if node.kind == "product" or not any(x.kind == "product" for x in nodes_of(node)):
-        return True
-    name = getattr(node.primitive, "name", "")
-    if name in ("add", "add_any", "sub", "neg", "convert_element_type"):
-        return all(map(is_linear_in_products, node.inputs))
-    if name == "mul":
-        first, second = node.inputs
-        pairs = ((first, second), (second, first))
-        return any(is_linear_in_products(x) and not _has_both(y) for x, y in pairs)
-    return name == "div" and is_linear_in_products(node.inputs[0]) and not _has_both(node.inputs[1])
+    # Of each node whether it is, whether a product is in it, and the roles of its leaves.
+    linear: dict[int, bool] = {}
+    has_product: dict[int, bool] = {}
+    roles: dict[int, frozenset[str]] = {}
+    for one in bottom_up(node):
+        inputs, key = [id(x) for x in one.inputs], id(one)
+        has_product[key] = one.kind == "product" or any(has_product[x] for x in inputs)
+        roles[key] = frozenset([] if one.leaf is None else [one.leaf.role]).union(*(roles[x] for x in inputs))
+        match getattr(one.primitive, "name", ""):
+            case _ if one.kind == "product" or not has_product[key]:
+                linear[key] = True
+            case "add" | "add_any" | "sub" | "neg" | "convert_element_type":
+                linear[key] = all(linear[x] for x in inputs)
+            case "mul":
+                linear[key] = any(linear[x] and not _is_of_both(roles[y]) for x, y in (inputs, inputs[::-1]))
+            case "div":
+                linear[key] = linear[inputs[0]] and not _is_of_both(roles[inputs[1]])
+            case _:
+                linear[key] = False
+    return linear[id(node)]
 
 
-def _has_both(node: Node) -> bool:
-    """Whether a node is a function of queries and keys."""
-    roles = {leaf.role for leaf in leaves_of(node)}
+def _is_of_both(roles: Set[str]) -> bool:
+    """Whether what has leaves of these roles is a function of queries and keys."""
     return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.trace import aval_of
+from blockdiag.fusion.trace import aval_of, without_unused
 from blockdiag.fusion.tree import Region, Source, Unpullable
 
 
@@ -17,7 +17,7 @@ def source_made_by(compute: Callable[..., Any], read: Sequence[core.Var]) -> Sou
     Raises:
         Unpullable: it has arrays of numbers of its own, or nothing is to be made.
     """
-    closed = jax.make_jaxpr(compute)(*(var.aval for var in read))
+    closed = without_unused(jax.make_jaxpr(compute)(*(var.aval for var in read)))
     if closed.consts or not closed.jaxpr.eqns:
         raise Unpullable("arrays of numbers")
     found = dict(zip(closed.jaxpr.invars, read, strict=True))

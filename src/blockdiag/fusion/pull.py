@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.calls import calls_of
+from blockdiag.fusion.deep import Steps, finished
 from blockdiag.fusion.dims import (
     MOVES,
     SAME,
@@ -105,13 +106,16 @@ class Puller:
         Raises:
             NotFusible: it is computed from scores in a way that needs more than a tile of them.
         """
+        return finished(self._node(operand, dims), Unpullable)
+
+    def _node(self, operand: Any, dims: tuple[Dim, ...]) -> Steps[Node]:
         if isinstance(operand, core.Literal):
             return number(operand.val)
         if (operand, dims) not in self._nodes:
-            self._nodes[operand, dims] = self._new_node(operand, dims)
+            self._nodes[operand, dims] = yield self._new_node(operand, dims)
         return self._nodes[operand, dims]
 
-    def _new_node(self, var: core.Var, dims: tuple[Dim, ...]) -> Node:
+    def _new_node(self, var: core.Var, dims: tuple[Dim, ...]) -> Steps[Node]:
         constant = self._number(var)
         if constant is not None:
             return number(constant)
@@ -121,8 +125,8 @@ class Puller:
             return self._leaf(var, dims)
         try:
             if equation.primitive.name == "optimization_barrier":
-                return self.node(equation.invars[equation.outvars.index(var)], dims)
-            return self._computed(equation, dims)
+                return (yield self._node(equation.invars[equation.outvars.index(var)], dims))
+            return (yield self._computed(equation, dims))
         except Unpullable as failure:
             if self._is_function:
                 raise
@@ -147,37 +151,44 @@ class Puller:
         leaf = Leaf(source, dims, "distance", tuple(label for label in self.batch if label in labels))
         return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
 
-    def _computed(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+    def _each(self, operands: Iterable[tuple[Any, tuple[Dim, ...]]]) -> Steps[list[Node]]:
+        """The trees of several values."""
+        nodes = []
+        for operand, dims in operands:
+            nodes.append((yield self._node(operand, dims)))
+        return nodes
+
+    def _computed(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Steps[Node]:
         name, params = equation.primitive.name, equation.params
         operands, shape = equation.invars, aval_of(equation.outvars[0]).shape
         if name in ELEMENTWISE:
-            nodes = [self.node(x, broadcast_dims(x, shape, dims)) for x in operands]
+            nodes = yield self._each((x, broadcast_dims(x, shape, dims)) for x in operands)
             return operation(equation.primitive, *nodes, **params)
         if name == "bitcast_convert_type" and _is_number(operands[0], shape):
-            return operation(equation.primitive, self.node(operands[0], dims), **params)
+            return operation(equation.primitive, (yield self._node(operands[0], dims)), **params)
         if name in SAME:
-            return self.node(operands[0], dims)
+            return (yield self._node(operands[0], dims))
         if name == "convert_element_type":
-            inner = self.node(operands[0], dims)
+            inner = yield self._node(operands[0], dims)
             is_float = [
                 np.issubdtype(np.dtype(x), np.floating) or np.dtype(x).kind == "V"
                 for x in (aval_of(operands[0]).dtype, params["new_dtype"])
             ]
             return inner if all(is_float) else operation(equation.primitive, inner, **params)
         if name in MOVES:
-            return self.node(operands[0], self._moved_scores(equation, dims))
+            return (yield self._node(operands[0], self._moved_scores(equation, dims)))
         if name == "slice":
-            return self.node(operands[0], self._at_one_index(equation, dims))
+            return (yield self._node(operands[0], self._at_one_index(equation, dims)))
         if name == "iota":
             if _wraps(equation):
                 raise Unpullable("`iota` of numbers that start again")
             return self._leaf(*self._positions(equation, dims))
         if name == "dot_general":
-            return self._product(equation, dims)
+            return (yield self._product(equation, dims))
         if name == "reduce_sum":
-            return self._sum(equation, dims)
+            return (yield self._sum(equation, dims))
         if body_of(equation) is not None and len(equation.outvars) == 1:
-            return self._call(equation, dims)
+            return (yield self._call(equation, dims))
         raise Unpullable(f"`{name}` of scores cannot be computed a tile at a time")
 
     def moved(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -203,7 +214,7 @@ class Puller:
             found.append(dim if whole == size else int(equation.params["start_indices"][axis]))
         return tuple(found)
 
-    def _call(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+    def _call(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Steps[Node]:
         """A function with a derivative of its own, which it keeps on tiles."""
         try:
             function, arguments = self._function(equation, dims)
@@ -212,11 +223,10 @@ class Puller:
             raise Unpullable(
                 f"`{name}` has a derivative of its own that cannot be computed a tile at a time: {failure}"
             ) from None
-        operands = [
-            number(0) if inner is None else self.node(x, inner)
-            for x, inner in zip(equation.invars, arguments, strict=True)
-        ]
-        return Node("call", tuple(operands), function=function)
+        pairs = list(zip(equation.invars, arguments, strict=True))
+        nodes = iter((yield self._each((x, inner) for x, inner in pairs if inner is not None)))
+        operands = tuple(number(0) if inner is None else next(nodes) for _, inner in pairs)
+        return Node("call", operands, function=function)
 
     def _function(
         self, equation: core.JaxprEqn, dims: tuple[Dim, ...]
@@ -258,7 +268,7 @@ class Puller:
             found[leaf.source.key] = leaf
         return Trees(tuple(roots), tuple(found.get(x) for x in jaxpr.jaxpr.invars))
 
-    def _product(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+    def _product(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Steps[Node]:
         if equation.outvars[0] in self.stored:
             raise Unpullable("`dot_general`: a product of which something is known of whole rows")
         sides = factor_dims(equation, dims)
@@ -270,8 +280,8 @@ class Puller:
                 side[axis] = (label,)
         if not contracted[0]:
             # Nothing is summed: the product of each element with each.
-            operands = zip(equation.invars, sides, strict=True)
-            return operation(lax.mul_p, *(self.node(x, tuple(side)) for x, side in operands))
+            factors = yield self._each((x, tuple(side)) for x, side in zip(equation.invars, sides, strict=True))
+            return operation(lax.mul_p, *factors)
         dtype = aval_of(equation.outvars[0]).dtype
         is_whole = not jnp.issubdtype(dtype, jnp.floating)
         if is_whole and any(np.dtype(aval_of(x).dtype).name not in ("int8", "uint8") for x in equation.invars):
@@ -293,7 +303,7 @@ class Puller:
             return product
         return operation(lax.convert_element_type_p, product, new_dtype=dtype, weak_type=False, sharding=None)
 
-    def _sum(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Node:
+    def _sum(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Steps[Node]:
         """A sum over features, each of which is a tile."""
         axes, shape = equation.params["axes"], aval_of(equation.invars[0]).shape
         if math.prod(shape[axis] for axis in axes) > _MOST_FEATURES:
@@ -302,7 +312,7 @@ class Puller:
         for indices in itertools.product(*(range(shape[axis]) for axis in axes)):
             rest, at = iter(dims), dict(zip(axes, indices, strict=True))
             inner = tuple(at[axis] if axis in at else next(rest) for axis in range(len(shape)))
-            node = self.node(equation.invars[0], inner)
+            node = yield self._node(equation.invars[0], inner)
             total = node if total is None else operation(lax.add_p, total, node)
         return number(0.0) if total is None else total
 

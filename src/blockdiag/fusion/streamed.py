@@ -14,7 +14,7 @@ from blockdiag.fusion.factors import factored, has_keys
 from blockdiag.fusion.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
 from blockdiag.fusion.kernels import Lists, Tile, scores_of
 from blockdiag.fusion.tiles import value_columns
-from blockdiag.fusion.tree import Leaf, Node, Region, Source, leaves_of, nodes_of
+from blockdiag.fusion.tree import Leaf, Node, Region, Source, bottom_up, leaves_of, nodes_of
 
 # Numbers of a query and of a value: how many keys there are at least. With fewer, or of other widths, plain kernels are
 # as fast on an H200, several of which share a multiprocessor: one begins while another one ends.
@@ -103,13 +103,10 @@ def _is_at_hand(region: Region, lists: Lists | None) -> bool:
 
 def _with_leaf(score: Node, product: Node, leaf: Leaf) -> Node:
     known = {id(product): Node("leaf", leaf=leaf)}
-
-    def rebuilt(node: Node) -> Node:
-        if id(node) not in known:
-            known[id(node)] = replace(node, inputs=tuple(map(rebuilt, node.inputs)))
-        return known[id(node)]
-
-    return rebuilt(score)
+    for node in bottom_up(score):
+        if node is not product:
+            known[id(node)] = replace(node, inputs=tuple(known[id(x)] for x in node.inputs))
+    return known[id(score)]
 
 
 def _slots(features: int, columns: int, chunk: int) -> int:

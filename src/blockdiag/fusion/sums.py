@@ -11,7 +11,7 @@ are functions of single scores.
 
 import collections
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -326,7 +326,7 @@ class _Finder(WeightsMatcher):
                 continue
             if any(isinstance(dim, int) or len(dim) > 1 for dim in inner_dims):
                 raise NoMatch
-            found = list(self._sums(inner, inner_dims, set()))
+            found = self._sums(inner, inner_dims)
             power = self.producer(self.skip(operands[one]))
             if found and power is not None and power.primitive.name in POWERS:
                 raise NoMatch
@@ -337,40 +337,67 @@ class _Finder(WeightsMatcher):
             return one, given[one], _Factor(inner, inner_dims, kind, stops)
         return None
 
-    def _sums(self, var: Any, dims: tuple[Dim, ...], seen: set[Any]) -> Iterator[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
+    def _sums(self, var: Any, dims: tuple[Dim, ...]) -> list[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
         """The sums of scores along keys that a number of each row is made of, and the dims of what they sum.
 
         Raises:
             NoMatch: it is made of scores in another way.
         """
-        equation = self.producer(var)
-        if equation is None or (var, dims) in seen:
-            return
-        seen.add((var, dims))
+        found = []
+        seen: set[Any] = set()
+        waiting = [(var, dims)]
+        while waiting:
+            one = waiting.pop()
+            equation = self.producer(one[0])
+            if equation is None or one in seen:
+                continue
+            seen.add(one)
+            if self._is_sum_of_weights(equation):
+                whole = self._summed_dims(equation, one[1])
+                if whole is not None:
+                    found.append((equation, whole))
+            else:
+                waiting += reversed(self._made_of(equation, one[1]))
+        return found
+
+    def _summed_dims(self, total: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
+        """The dims of what a sum is of, where these are scores along the keys; else None.
+
+        Raises:
+            NoMatch: a label has parts, or an axis one index.
+        """
+        operand, keys = total.invars[0], dict(zip(sorted(total.params["axes"]), self.key_labels, strict=True))
+        left, shape = iter(dims), aval_of(operand).shape
+        whole = tuple((keys[axis],) if axis in keys else next(left) for axis in range(len(shape)))
+        are_keys = all(shape[axis] == self.puller.grids.sizes[label] for axis, label in keys.items())
+        if not are_keys or not isinstance(operand, core.Var) or not self.puller.has_product(operand, whole):
+            return None
+        if any(isinstance(dim, int) or len(dim) > 1 for dim in whole):
+            raise NoMatch
+        return whole
+
+    def _made_of(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> list[tuple[Any, tuple[Dim, ...]]]:
+        """The operands of an equation whose result is a number of each row, in which sums may be, and their dims.
+
+        Raises:
+            NoMatch: it is the largest of scores.
+        """
         name, operands = equation.primitive.name, equation.invars
-        if self._is_sum_of_weights(equation):
-            keys = dict(zip(sorted(equation.params["axes"]), self.key_labels, strict=True))
-            left, shape = iter(dims), aval_of(operands[0]).shape
-            whole = tuple((keys[axis],) if axis in keys else next(left) for axis in range(len(shape)))
-            are_keys = all(shape[axis] == self.puller.grids.sizes[label] for axis, label in keys.items())
-            if are_keys and isinstance(operands[0], core.Var) and self.puller.has_product(operands[0], whole):
-                if any(isinstance(dim, int) or len(dim) > 1 for dim in whole):
-                    raise NoMatch
-                yield equation, whole
-        elif name in PASSES:
-            yield from self._sums(operands[0], dims, seen)
-        elif name in MOVES:
-            yield from self._sums(operands[0], self.moved(equation, dims), seen)
-        elif name in ELEMENTWISE or body_of(equation) is not None:
+        if name in PASSES:
+            return [(operands[0], dims)]
+        if name in MOVES:
+            return [(operands[0], self.moved(equation, dims))]
+        if name in ELEMENTWISE or body_of(equation) is not None:
             shape = aval_of(equation.outvars[0]).shape
-            for operand in (x for x in operands if len(aval_of(x).shape) in (0, len(shape))):
-                yield from self._sums(operand, broadcast_dims(operand, shape, dims), seen)
-        elif name == "reduce_max":
+            of_elements = [x for x in operands if len(aval_of(x).shape) in (0, len(shape))]
+            return [(x, broadcast_dims(x, shape, dims)) for x in of_elements]
+        if name == "reduce_max":
             axes, left = equation.params["axes"], iter(dims)
             rank = len(aval_of(operands[0]).shape)
             whole = tuple((COLUMNS,) if axis in axes else next(left) for axis in range(rank))
             if isinstance(operands[0], core.Var) and self.puller.has_product(operands[0], whole):
                 raise NoMatch
+        return []
 
     def _is_sum_of_weights(self, equation: core.JaxprEqn) -> bool:
         is_sum = equation.primitive.name == "reduce_sum" and len(equation.params["axes"]) == len(self.keys)

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from blockdiag.fusion.deep import Steps, finished
 from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, place_of
 from blockdiag.fusion.factors import stopped
 from blockdiag.fusion.guards import NoMatch
@@ -50,6 +51,11 @@ def _is_shared(label: str) -> bool:
 
 class Matcher(Softmaxes):
     """Softmaxes and what is linear in them."""
+
+    def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
+        super().__init__(jaxpr, sizes, batch)
+        # Of values the terms, or why there are none; weights that a slice has left differ by where it begins.
+        self._known: dict[tuple[core.Var, tuple[Dim, ...], int], list[Term] | str] = {}
 
     def has_softmax(self, var: object, dims: tuple[Dim, ...]) -> bool:
         """Whether a value is linear in softmaxes."""
@@ -93,25 +99,44 @@ class Matcher(Softmaxes):
         Raises:
             NoMatch: it is something else.
         """
+        return finished(self._terms(var, dims), NoMatch, NotFusible, Unpullable)
+
+    def _terms(self, var: object, dims: tuple[Dim, ...]) -> Steps[list[Term]]:
+        """The same, which is asked for once for each value."""
+        if not isinstance(var, core.Var):
+            raise NoMatch
+        key = (var, dims, self.first)
+        if key not in self._known:
+            try:
+                self._known[key] = yield self._new_terms(var, dims)
+            except NoMatch as failure:
+                self._known[key] = str(failure)
+                raise
+        known = self._known[key]
+        if isinstance(known, str):
+            raise NoMatch(known)
+        return known
+
+    def _new_terms(self, var: core.Var, dims: tuple[Dim, ...]) -> Steps[list[Term]]:
         equation = self.producer(var)
-        if not isinstance(var, core.Var) or equation is None or COLUMNS not in labels_of(dims):
+        if equation is None or COLUMNS not in labels_of(dims):
             raise NoMatch
         softmax = self.softmax(equation, dims)
         if softmax is not None:
             return [Term(softmax, None)]
         name, operands = equation.primitive.name, equation.invars
         if self.is_cast(equation):
-            return self.terms(operands[0], dims)
+            return (yield self._terms(operands[0], dims))
         if name == "optimization_barrier":
-            return self.terms(operands[equation.outvars.index(var)], dims)
+            return (yield self._terms(operands[equation.outvars.index(var)], dims))
         if name == "stop_gradient":
-            return [self._stopped(term, equation.primitive) for term in self.terms(operands[0], dims)]
+            return [self._stopped(term, equation.primitive) for term in (yield self._terms(operands[0], dims))]
         if name in MOVES:
-            return self.terms(operands[0], self.moved(equation, dims))
+            return (yield self._terms(operands[0], self.moved(equation, dims)))
         if name == "slice":
             before, self.first = self.first, self._first_column(equation, dims)
             try:
-                return self.terms(operands[0], self._sliced(equation, dims))
+                return (yield self._terms(operands[0], self._sliced(equation, dims)))
             finally:
                 self.first = before
         if name not in ELEMENTWISE:
@@ -119,37 +144,38 @@ class Matcher(Softmaxes):
         given = [broadcast_dims(x, aval_of(equation.outvars[0]).shape, dims) for x in operands]
         match name:
             case "neg":
-                return [self._scaled(term, number(-1.0), lax.mul_p) for term in self.terms(operands[0], given[0])]
+                terms = yield self._terms(operands[0], given[0])
+                return [self._scaled(term, number(-1.0), lax.mul_p) for term in terms]
             case "exp" | "exp2":
                 return [Term(self.normalised(equation, dims), None)]
             case "add" | "sub":
-                left, right = self._both_terms(operands, given)
+                left, right = yield self._both_terms(operands, given)
                 if name == "sub":
                     right = [self._scaled(term, number(-1.0), lax.mul_p) for term in right]
                 return left + right
             case "mul":
                 for one, other in ((0, 1), (1, 0)):
                     try:
-                        terms = self.terms(operands[one], given[one])
+                        terms = yield self._terms(operands[one], given[one])
                     except NoMatch:
                         continue
                     factor = self.puller.node(operands[other], given[other])
                     return [self._scaled(term, factor, lax.mul_p) for term in terms]
             case "div":
-                terms = self.terms(operands[0], given[0])
+                terms = yield self._terms(operands[0], given[0])
                 factor = self.puller.node(operands[1], given[1])
                 return [self._scaled(term, factor, lax.div_p) for term in terms]
             case "select_n":
-                return self._selected(equation, given)
+                return (yield self._selected(equation, given))
         raise NoMatch
 
-    def _both_terms(self, operands: Sequence[Any], given: Sequence[tuple[Dim, ...]]) -> list[list[Term]]:
+    def _both_terms(self, operands: Sequence[Any], given: Sequence[tuple[Dim, ...]]) -> Steps[list[list[Term]]]:
         """Of both operands of a sum; beside softmaxes what is none is a weight, as it is."""
         found: list[list[Term] | None] = []
         failures = []
         for operand, dims in zip(operands, given, strict=True):
             try:
-                found.append(self.terms(operand, dims))
+                found.append((yield self._terms(operand, dims)))
             except NoMatch as failure:
                 found.append(None)
                 failures.append(failure)
@@ -170,13 +196,13 @@ class Matcher(Softmaxes):
                 raise NoMatch(self.puller.doubts[leaf])
         return [] if node.kind == "number" and not np.any(node.number) else [Term(None, node)]
 
-    def _selected(self, equation: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> list[Term]:
+    def _selected(self, equation: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> Steps[list[Term]]:
         """Where a mask holds 0 else what is linear, or the other way round."""
         if len(equation.invars) != 3:
             raise NoMatch
         kept = self._unless_nan(equation) or self.guarded(equation, given)
         if kept is not None:
-            terms = self.terms(kept, given[[x is kept for x in equation.invars].index(True)])
+            terms = yield self._terms(kept, given[[x is kept for x in equation.invars].index(True)])
             # Softmaxes are finite: rows that see no key, where they may be NaN, are 0 here.
             if all(term.softmax is not None and term.weight is None for term in terms):
                 return terms
@@ -188,7 +214,7 @@ class Matcher(Softmaxes):
                 continue
             cases = (number(1.0), number(0.0)) if kept == 1 else (number(0.0), number(1.0))
             factor = operation(lax.select_n_p, predicate, *cases)
-            terms = self.terms(equation.invars[kept], given[kept])
+            terms = yield self._terms(equation.invars[kept], given[kept])
             if kept == 2:
                 # Softmaxes whose sum has the same mask are masked by it as a whole.
                 terms = [self._masked(term, predicate, mask) for term in terms]

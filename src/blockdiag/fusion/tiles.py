@@ -12,7 +12,7 @@ from jax import lax
 
 from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.calls import with_derivative
-from blockdiag.fusion.tree import DISTANCE, Function, Leaf, Node, Region, Trees
+from blockdiag.fusion.tree import DISTANCE, Function, Leaf, Node, Region, Trees, bottom_up
 
 # Primitives that nodes are made of beside those of the program.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -45,13 +45,14 @@ def tile_function(roots: Sequence[Node | None], leaves: Sequence[Leaf], dtype: A
     def compute(*tiles: Any) -> tuple[Any, ...]:
         known: dict[int, Any] = {}
 
-        def value_of(node: Node) -> Any:
-            if id(node) not in known:
-                inputs = [value_of(x) for x in node.inputs]
-                if flipped and node.kind == "product":
-                    inputs.reverse()
-                known[id(node)] = _compute(node, inputs, tiles, places, dtype)
-            return known[id(node)]
+        def value_of(root: Node) -> Any:
+            for node in bottom_up(root):
+                if id(node) not in known:
+                    inputs = [known[id(x)] for x in node.inputs]
+                    if flipped and node.kind == "product":
+                        inputs.reverse()
+                    known[id(node)] = _compute(node, inputs, tiles, places, dtype)
+            return known[id(root)]
 
         return tuple(None if root is None else as_tile(value_of(root), dtype) for root in roots)
 

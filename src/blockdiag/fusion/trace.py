@@ -114,10 +114,10 @@ def rewritten(
                     known |= replacement(functools.partial(read, known))
         return [read(known, x) for x in jaxpr.outvars]
 
-    return _without_unused(jax.make_jaxpr(whole)(*closed.in_avals))
+    return without_unused(jax.make_jaxpr(whole)(*closed.in_avals))
 
 
-def _without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same program without equations that nobody needs: users of a value are looked at."""
     needed = {x for x in closed.jaxpr.outvars if isinstance(x, core.Var)}
     kept = []

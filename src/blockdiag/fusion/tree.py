@@ -234,6 +234,20 @@ def nodes_of(*roots: Node | None) -> Iterator[Node]:
             waiting += reversed(node.inputs)
 
 
+def bottom_up(*roots: Node | None) -> Iterator[Node]:
+    """The nodes of trees, each once, after all that it is computed from."""
+    seen: set[int] = set()
+    waiting = [(root, False) for root in reversed(roots) if root is not None]
+    while waiting:
+        node, has_inputs = waiting.pop()
+        if has_inputs:
+            yield node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            waiting.append((node, True))
+            waiting += ((x, False) for x in reversed(node.inputs))
+
+
 def leaves_of(*roots: Node | None) -> tuple[Leaf, ...]:
     """The leaves of trees, each once, in the order in which they are met."""
     return tuple(dict.fromkeys(node.leaf for node in nodes_of(*roots) if node.leaf is not None))
@@ -247,18 +261,14 @@ def with_leaves(region: Region, replaced: Mapping[Leaf, Leaf], **changes: Any) -
         changes: other attributes of the region.
     """
     known: dict[int, Node] = {}
-
-    def rebuilt(node: Node) -> Node:
-        if id(node) not in known:
-            leaf = None if node.leaf is None else replaced[node.leaf]
-            known[id(node)] = replace(node, inputs=tuple(map(rebuilt, node.inputs)), leaf=leaf)
-        return known[id(node)]
-
+    for node in bottom_up(region.score, *region.extras, region.weight):
+        leaf = None if node.leaf is None else replaced[node.leaf]
+        known[id(node)] = replace(node, inputs=tuple(known[id(x)] for x in node.inputs), leaf=leaf)
     return replace(
         region,
-        score=None if region.score is None else rebuilt(region.score),
-        extras=tuple(map(rebuilt, region.extras)),
-        weight=None if region.weight is None else rebuilt(region.weight),
+        score=None if region.score is None else known[id(region.score)],
+        extras=tuple(known[id(x)] for x in region.extras),
+        weight=None if region.weight is None else known[id(region.weight)],
         leaves=tuple(replaced[leaf] for leaf in region.leaves),
         **changes,
     )
