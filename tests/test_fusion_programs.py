@@ -213,6 +213,36 @@ def test_modules_that_change_are_refused():
     assert not np.array_equal(fused(module, x), fused(module, x)) and len(fused.fallbacks) == 2
 
 
+def decoding(**options):
+    module = nnx.MultiHeadAttention(2, 16, decode=True, rngs=nnx.Rngs(0), **options)
+    module.init_cache((1, 8, 16))
+    return module
+
+
+def test_modules_that_keep_a_cache_are_refused():
+    """The message names what is changed, and two ways round it."""
+    ways = ["`args\\[0\\]\\.cache_", "decode=True", "attention_fn=fuse", "nnx.clone", "nnx.state", "nnx.update"]
+    for function in (lambda module, x: module(x), nnx.jit(lambda module, x: module(x))):
+        with pytest.raises(NotFusible, match=".*".join(ways)):
+            fuse(function)(decoding(), jnp.ones((1, 1, 16)))
+
+
+def test_modules_that_keep_a_cache_are_fused_as_the_message_says():
+    tokens = jax.random.normal(jax.random.key(0), (3, 1, 1, 16))
+    plain, module, other = decoding(), decoding(), decoding(attention_fn=fuse(nnx.dot_product_attention))
+
+    @fuse
+    def step(module, x):
+        module = nnx.clone(module)
+        return module(x), nnx.state(module, nnx.Cache)
+
+    for x in tokens:
+        result, state = step(module, x)
+        nnx.update(module, state)
+        expected = plain(x)
+        assert_alike([result, other(x)], [expected, expected])
+
+
 def test_derivatives_inside_are_refused():
     def function(query, key, value):
         return jax.grad(lambda x: attention(x, key, value).sum())(query)

@@ -69,6 +69,43 @@ def straight_through(weights):
     return jax.lax.stop_gradient(largest - weights) + weights
 
 
+def over_queries(query, key):
+    """The weights of slot attention before they are normalised again, and after: keys are divided among queries."""
+    weights = jax.nn.softmax(scores_of(query, key), axis=-2) + 1e-8
+    return weights, weights / weights.sum(axis=-1, keepdims=True)
+
+
+def slots(query, key, value):
+    """The same with keys first, as slot attention is mostly written, of one head and by hand."""
+    query, key, value = (x[:, :, 0] for x in (query, key, value))
+    scores = jnp.einsum("bkh,bqh->bkq", key, query)
+    powers = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = powers / powers.sum(axis=-1, keepdims=True)
+    return jnp.einsum("bkq,bkh->bqh", weights / weights.sum(axis=1, keepdims=True), value)
+
+
+def with_sink(query, key, value, powers, sink, *, is_late):
+    """Exponentials that are divided by their sum and that of a sink.
+
+    Args:
+        powers, sink: functions of what the largest score has been taken away from.
+        is_late: whether the product is divided in the place of weights.
+    """
+    scores = scores_of(query, key)
+    largest = scores.max(axis=-1, keepdims=True)
+    power = powers(scores - largest)
+    total = power.sum(axis=-1, keepdims=True) + sink(1 - largest)
+    return weighted(power, value) / jnp.moveaxis(total, 1, 2) if is_late else weighted(power / total, value)
+
+
+def of_sink(powers, sink, *, is_late=False):
+    return lambda query, key, value: with_sink(query, key, value, powers, sink, is_late=is_late)
+
+
+ALONG_QUERIES = "`reduce_sum` along the queries, of a softmax: softmaxes must be along the keys, which "
+SAME_BASE = "of scores: further exponentials, as a sink's, must have the same base, and the same number taken away "
+
+
 OF_SCORES = {
     "slice": (of_more_keys(lambda scores: scores[..., :-1]), f"`slice` of scores {STANDS_BETWEEN}"),
     "sort": (of_scores(lambda scores: jnp.sort(scores, axis=-1)), f"`sort` of scores {STANDS_BETWEEN}"),
@@ -108,6 +145,25 @@ OF_WEIGHTS = {
     "over heads": (
         lambda query, key, value: weighted(jax.nn.softmax(scores_of(query, key), axis=1), value),
         "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums, at",
+    ),
+    "over queries": (
+        lambda query, key, value: weighted(over_queries(query, key)[0], value),
+        ALONG_QUERIES,
+    ),
+    "slots": (
+        lambda query, key, value: weighted(over_queries(query, key)[1], value),
+        ALONG_QUERIES,
+    ),
+    "slots by hand": (slots, ALONG_QUERIES),
+    "sink of base 2": (of_sink(jnp.exp, jnp.exp2), f"`add` of `exp2` to the sum of the `exp` {SAME_BASE}"),
+    "scores of base 2": (of_sink(jnp.exp2, jnp.exp), f"`add` of `exp` to the sum of the `exp2` {SAME_BASE}"),
+    "late sink of base 2": (
+        of_sink(jnp.exp, jnp.exp2, is_late=True),
+        f"`add` of `exp2` to the sum of the `exp` {SAME_BASE}",
+    ),
+    "sink less another number": (
+        of_sink(jnp.exp, lambda x: jnp.exp(2 * x)),
+        f"`add` of `exp` to the sum of the `exp` {SAME_BASE}",
     ),
     "left out": (
         lambda query, key, value: weighted(

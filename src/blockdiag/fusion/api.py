@@ -331,12 +331,13 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             whole[place] = array
         inner_args, inner_kwargs = jax.tree.unflatten(tree, whole)
         results = function(*inner_args, **inner_kwargs)
-        after = jax.tree.leaves((inner_args, inner_kwargs))
-        if len(after) != len(whole) or not all(map(_is_same, after, whole)):
+        changed = _changed(whole, (inner_args, inner_kwargs))
+        if changed is not None:
             raise NotFusible(
-                "the function changes what is in an argument, as modules of nnx do that count dropout or keep running "
-                "averages, and the change would be lost: fuse the function of arrays that computes attention, or have "
-                "the function change a copy"
+                f"the function changes what is in an argument{changed}, as modules of nnx do that keep a cache "
+                "(decode=True), count dropout or keep running averages, and the change would be lost: fuse attention "
+                "alone (attention_fn=fuse(nnx.dot_product_attention)), or have the function change a copy (nnx.clone) "
+                "and return what has changed (nnx.state), for nnx.update outside"
             )
         return results
 
@@ -351,6 +352,24 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if has_checkpoints(jaxpr.jaxpr):
         return _with_checkpoints(jaxpr, arrays, structure)
     return Program(with_positions(jaxpr), arrays, structure)
+
+
+def _changed(before: Sequence[Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
+    """Which leaf of the arguments is not what it was, as a part of a message; None where all are.
+
+    Args:
+        before: the leaves.
+    """
+    args, kwargs = arguments
+    after = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    if len(after) != len(before):
+        return ""
+    for (path, leaf), old in zip(after, before, strict=True):
+        if not _is_same(leaf, old):
+            where, *rest = path
+            name = "args" if where == jax.tree_util.SequenceKey(0) else "kwargs"
+            return f" (`{name}{jax.tree_util.keystr(tuple(rest))}`)"
+    return None
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -72,7 +72,8 @@ def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
     for one in unmatched:
         if one.matcher.puller.is_attention(one.weights, one.dims):
             whole = "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums"
-            return one.reason() or f"{whole}, {place_of(one.equation)}"
+            said = one.reason() or one.matcher.along_queries(one.weights, one.dims)
+            return said or f"{whole}, {place_of(one.equation)}"
     refused = next(filter(None, (one.refused() for one in unmatched)), None)
     return refused and f"there is no product with a softmax of scores, nor with another function of them: {refused}"
 
@@ -349,8 +350,8 @@ def _regions_with(
                 raise MadeOfScores(why, failure.products, failure.others) from None
             # The leaf may be the largest score, or the sum, of a softmax that something else is done to; or this is
             # another layer, below attention.
-            reason = matcher.misused(weights) or str(failure)
-            unmatched.append(replace(missed, reason=functools.partial(str, reason)))
+            reason = functools.partial(matcher.why_made, weights, given, str(failure))
+            unmatched.append(replace(missed, reason=reason))
             return replaced, ()
         regions.append(
             Region(

@@ -508,7 +508,7 @@ class Puller:
             if equation is None or (id(equation), dims) in seen:
                 continue
             seen.add((id(equation), dims))
-            operands = self._operand_dims(equation, dims)
+            operands = self.operand_dims(equation, dims)
             if equation.primitive.name == "dot_general" and jnp.issubdtype(aval_of(var).dtype, jnp.floating):
                 labels = [None if x is None else labels_of(x) & {ROWS, COLUMNS} for x in operands]
                 size = max(math.prod(aval_of(x).shape) for x in equation.invars)
@@ -519,7 +519,7 @@ class Puller:
             waiting += [(x, inner) for x, inner in pairs if isinstance(x, core.Var)]
         return False
 
-    def _operand_dims(self, equation: core.JaxprEqn, dims: tuple[Dim, ...] | None) -> list[tuple[Dim, ...] | None]:
+    def operand_dims(self, equation: core.JaxprEqn, dims: tuple[Dim, ...] | None) -> list[tuple[Dim, ...] | None]:
         """What the axes of an equation's operands stand for, None where that is not known; summed axes stand for 1."""
         name = equation.primitive.name
         found: list[tuple[Dim, ...] | None] = [None] * len(equation.invars)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,12 +10,13 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, place_of, regrouped
-from blockdiag.fusion.guards import CASTS, PASSES, Guards, NoMatch, Powers, is_along_keys, key_axes
+from blockdiag.fusion.guards import CASTS, PASSES, POWERS, Guards, NoMatch, Powers, is_along_keys, key_axes
 from blockdiag.fusion.linear import sum_of, terms_of
 from blockdiag.fusion.log_sums import log_sums
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import (
     COLUMNS,
+    ROWS,
     Dim,
     LogSum,
     Node,
@@ -56,6 +57,16 @@ def is_of_rows(node: Node) -> bool:
 def _natural(power: core.JaxprEqn, logit: Node) -> Node:
     """What `exp` has to be of for the exponential of a logit, which may have the base 2."""
     return operation(lax.mul_p, logit, number(math.log(2))) if power.primitive.name == "exp2" else logit
+
+
+def _summed(total: core.JaxprEqn, quotient: core.JaxprEqn, dims: tuple[Dim, ...]) -> set[str]:
+    """The labels of the axes that a sum is along, which a value is divided by; none where it has other axes.
+
+    Args:
+        dims: of the quotient.
+    """
+    is_alike = aval_of(total.invars[0]).shape == aval_of(quotient.outvars[0]).shape
+    return labels_of([dims[axis] for axis in total.params["axes"]]) if is_alike else set()
 
 
 class Softmaxes(Guards):
@@ -311,7 +322,7 @@ class Softmaxes(Guards):
         power = self.producer(inner)
         if COLUMNS in labels_of(inner_dims):
             return None
-        if power is None or power.primitive.name not in ("exp", "exp2"):
+        if power is None or power.primitive.name not in POWERS:
             if shift is not None or not isinstance(inner, core.Literal):
                 return None
             return number(float(np.log(np.asarray(inner.val))))
@@ -329,6 +340,51 @@ class Softmaxes(Guards):
         given = broadcast_dims(logit.invars[0], aval_of(logit.outvars[0]).shape, inner_dims)
         return _natural(power, self.puller.node(logit.invars[0], given))
 
+    def along_queries(self, var: object, dims: tuple[Dim, ...] | None) -> str | None:
+        """What is said of a softmax along the queries that a value is made of; None where none is seen."""
+        for equation, own in self._until_products(var, dims):
+            if equation.primitive.name != "div":
+                continue
+            total = self.producer(self.skip_moves(equation.invars[1]))
+            power = self.producer(self.skip(equation.invars[0]))
+            if power is None or power.primitive.name not in POWERS or total is None:
+                continue
+            is_along = total.primitive.name == "reduce_sum" and _summed(total, equation, own) == {ROWS}
+            if is_along and self._has_scores(power.invars[0], own):
+                rule = "softmaxes must be along the keys, which the product with values sums over"
+                return f"`reduce_sum` along the queries, of a softmax: {rule}, {place_of(total)}"
+        return None
+
+    def _has_scores(self, var: object, dims: tuple[Dim, ...]) -> bool:
+        """Whether a value is made of products of what has queries and of what has keys, with none between."""
+        products = [(x, own) for x, own in self._until_products(var, dims) if x.primitive.name == "dot_general"]
+        sides = [[labels_of(side or ()) & {ROWS, COLUMNS} for side in self.puller.operand_dims(*x)] for x in products]
+        return any(side in ([{ROWS}, {COLUMNS}], [{COLUMNS}, {ROWS}]) for side in sides)
+
+    def _until_products(
+        self, var: object, dims: tuple[Dim, ...] | None
+    ) -> Iterator[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
+        """The equations down to the next products that a value is made of, where it is known what axes stand for."""
+        seen: set[tuple[int, tuple[Dim, ...]]] = set()
+        waiting = [(var, dims)]
+        while waiting:
+            one, own = waiting.pop()
+            equation = self.producer(one)
+            if equation is None or own is None or (id(equation), own) in seen:
+                continue
+            seen.add((id(equation), own))
+            yield equation, own
+            if equation.primitive.name != "dot_general":
+                waiting += zip(equation.invars, self.puller.operand_dims(equation, own), strict=True)
+
+    def why_made(self, var: object, dims: tuple[Dim, ...], otherwise: str) -> str:
+        """Why something that a value is made of is a number from whole rows or columns of scores.
+
+        Args:
+            otherwise: what is said where that is not seen.
+        """
+        return self.along_queries(var, dims) or self.misused(var) or otherwise
+
     def misused(self, var: object, but: Container[str] = ()) -> str | None:
         """What is done to a softmax, or to its sum, that a value may not be made by; None where that is not seen.
 
@@ -336,11 +392,8 @@ class Softmaxes(Guards):
             but: what may be done to softmaxes there.
         """
         power = self.producer(self.skip_moves(var, PASSES))
-        if power is not None and power.primitive.name in ("exp", "exp2") and self._is_less_largest(power):
-            what = (
-                f"`{power.primitive.name}` of scores less their largest that is not divided by its sum along the keys"
-            )
-            return f"{what}: parts of the keys can be merged by softmaxes and their `logsumexp`, {place_of(power)}"
+        if power is not None and power.primitive.name in POWERS and self._is_less_largest(power):
+            return self._undivided(power)
         seen: set[int] = set()
         waiting: list[tuple[object, core.JaxprEqn | None]] = [(var, None)]
         while waiting:
@@ -352,7 +405,7 @@ class Softmaxes(Guards):
             power = None
             if equation.primitive.name == "div":
                 power = self.producer(self.skip(equation.invars[0]))
-            if power is None or power.primitive.name not in ("exp", "exp2"):
+            if power is None or power.primitive.name not in POWERS:
                 waiting += [(x, equation) for x in equation.invars]
                 continue
             total = self.producer(self.skip_moves(equation.invars[1]))
@@ -369,12 +422,43 @@ class Softmaxes(Guards):
                 allowed = "weights may be added to each other, scaled, masked by 0 and cast"
                 return f"`{user.primitive.name}` of a softmax: {allowed}, {place_of(user)}"
             if total is not None and any(self._is_sum(self.skip_moves(x)) for x in total.invars):
-                name = total.primitive.name
-                hint = "a small number is not needed there, as rows that see no key are 0"
-                if name == "stop_gradient":
-                    hint = "a softmax has the sum's gradient, too"
-                return f"`{name}` of the sum of a softmax: {hint}, {place_of(total)}"
+                return self._beside_sum(total, power)
         return None
+
+    def _beside_sum(self, changed: core.JaxprEqn, power: core.JaxprEqn) -> str:
+        """What is said of an equation that changes the sum of a softmax.
+
+        Args:
+            power: the exponentials that are summed.
+        """
+        said = self._beside_powers(changed, power)
+        if said is not None:
+            return said
+        hint = "a small number is not needed there, as rows that see no key are 0"
+        if changed.primitive.name == "stop_gradient":
+            hint = "a softmax has the sum's gradient, too"
+        return f"`{changed.primitive.name}` of the sum of a softmax: {hint}, {place_of(changed)}"
+
+    def _beside_powers(self, joined: core.JaxprEqn, power: core.JaxprEqn) -> str | None:
+        """What is said of other exponentials that are added to a sum of exponentials; None of anything else."""
+        added = [self.producer(self.skip_moves(x, PASSES)) for x in joined.invars]
+        others = [x.primitive.name for x in added if x is not None and x.primitive.name in (*POWERS, "pow")]
+        if joined.primitive.name != "add" or not others:
+            return None
+        rule = "further exponentials, as a sink's, must have the same base, and the same number taken away before"
+        return (
+            f"`add` of `{others[0]}` to the sum of the `{power.primitive.name}` of scores: {rule}, {place_of(joined)}"
+        )
+
+    def _undivided(self, power: core.JaxprEqn) -> str:
+        """What is said of exponentials that are weights, whose product is not divided by their sum alone either."""
+        for joined in self.named("add"):
+            totals = [self.producer(self.skip_moves(x)) for x in joined.invars]
+            summed = [self.producer(self.skip(x.invars[0])) for x in totals if x is not None and x.invars]
+            if any(x is power for x in summed) and (said := self._beside_powers(joined, power)) is not None:
+                return said
+        what = f"`{power.primitive.name}` of scores less their largest that is not divided by its sum along the keys"
+        return f"{what}: parts of the keys can be merged by softmaxes and their `logsumexp`, {place_of(power)}"
 
     def _is_sum(self, var: object) -> bool:
         equation = self.producer(var)
