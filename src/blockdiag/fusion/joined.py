@@ -98,16 +98,16 @@ def joined(closed: core.ClosedJaxpr, sides: Mapping[int, int]) -> core.ClosedJax
     Args:
         sides: of the products that are regions as they stand, the side of the weights, by the `id` of the equation.
     """
-    equations, groups = list(closed.jaxpr.eqns), []
+    order, groups = _Order(closed.jaxpr.eqns), []
     for waiting in _same_weights(closed.jaxpr, sides):
         while len(waiting) > 1:
-            group, waiting = _first_group(waiting, equations, groups)
+            group, waiting = _first_group(waiting, order, groups)
             if len(group) > 1:
-                equations = _brought_together(equations, group, groups)
+                order.bring_together(group, groups)
                 groups.append(group)
     replaced = {id(group[0].equation): _replacement(group) for group in groups}
     others = {id(x.equation) for group in groups for x in group[1:]}
-    return rewritten(closed, [x for x in equations if id(x) not in others], replaced) if groups else None
+    return rewritten(closed, [x for x in order.equations if id(x) not in others], replaced) if groups else None
 
 
 def _same_weights(jaxpr: core.Jaxpr, sides: Mapping[int, int]) -> list[list[_Product]]:
@@ -184,13 +184,13 @@ def _literal(operand: core.Literal) -> tuple[Any, ...]:
 
 
 def _first_group(
-    products: Sequence[_Product], equations: Sequence[core.JaxprEqn], groups: Sequence[Sequence[_Product]]
+    products: Sequence[_Product], order: "_Order", groups: Sequence[Sequence[_Product]]
 ) -> tuple[list[_Product], list[_Product]]:
     """The first product with those that can join it, and the rest."""
     group, rest = [products[0]], []
     for product in products[1:]:
         together = [*group, product]
-        after = _computed_from(together, equations, groups)
+        after = _computed_from(together, order.equations[order.between(together)], groups)
         is_free = not any(id(x.equation) in after for x in together)
         if is_free and sum(x.width for x in together) <= _MOST_COLUMNS:
             group = together
@@ -205,6 +205,7 @@ def _computed_from(
     """By their `id`, the equations that are computed from the results of some products.
 
     Args:
+        equations: from the first of the products to the last one.
         groups: of products that are one already, and stand side by side.
     """
     whole = {id(x.equation): [y.equation for y in group] for group in groups for x in group}
@@ -218,14 +219,32 @@ def _computed_from(
     return found
 
 
-def _brought_together(
-    equations: Sequence[core.JaxprEqn], group: Sequence[_Product], groups: Sequence[Sequence[_Product]]
-) -> list[core.JaxprEqn]:
-    """The equations with those of a group side by side: before them all that is not computed from them."""
-    members = {id(x.equation) for x in group}
-    after = _computed_from(group, equations, groups)
-    before = [x for x in equations if id(x) not in after and id(x) not in members]
-    return [*before, *(x.equation for x in group), *(x for x in equations if id(x) in after)]
+class _Order:
+    """The equations of a program, some of which are brought together.
+
+    Attributes:
+        equations: in an order in which each has what it needs.
+    """
+
+    def __init__(self, equations: Sequence[core.JaxprEqn]) -> None:
+        self.equations = list(equations)
+        self._places = {id(x): place for place, x in enumerate(equations)}
+
+    def between(self, products: Sequence[_Product]) -> slice:
+        """From the first of some products to the last one: a model has many layers, and these are in one of them."""
+        places = [self._places[id(x.equation)] for x in products]
+        return slice(min(places), max(places) + 1)
+
+    def bring_together(self, group: Sequence[_Product], groups: Sequence[Sequence[_Product]]) -> None:
+        """Put the equations of a group side by side: before them all between that is not computed from them."""
+        where = self.between(group)
+        between = self.equations[where]
+        members = {id(x.equation) for x in group}
+        after = _computed_from(group, between, groups)
+        before = [x for x in between if id(x) not in after and id(x) not in members]
+        ordered = [*before, *(x.equation for x in group), *(x for x in between if id(x) in after)]
+        self.equations[where] = ordered
+        self._places |= {id(x): where.start + i for i, x in enumerate(ordered)}
 
 
 def _replacement(group: Sequence[_Product]) -> Callable[..., dict[core.Var, Any]]:

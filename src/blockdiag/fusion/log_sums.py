@@ -4,6 +4,7 @@ Kernels keep them for their backward pass anyway. So parts of an attention are m
 scores in memory. Their gradient is one of scores: weights times the log-sum-exp's cotangent.
 """
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,28 +159,36 @@ def _order(
     found: Mapping[core.Var, Wanted],
     needed: set[core.Var],
 ) -> tuple[list[core.JaxprEqn] | None, set[core.Var]]:
-    """The equations in an order in which each has what it needs; or None, and variables that wait for each other."""
-    known = {*jaxpr.invars, *jaxpr.constvars}
-    waiting = list(jaxpr.eqns)
+    """The equations in an order in which each has what it needs, as near to the program's as can be; or None, and
+    variables that wait for each other."""
+    equations = jaxpr.eqns
+    place_of = {var: place for place, equation in enumerate(equations) for var in equation.outvars}
+    users: list[list[int]] = [[] for _ in equations]
+    missing = [0] * len(equations)
+    last_effect: int | None = None
+    for place, equation in enumerate(equations):
+        if has_effects(equation):
+            needs = {place_of[x] for x in equation.invars if isinstance(x, core.Var) and x in place_of}
+            # What is printed, or written, is so in its order.
+            needs |= set() if last_effect is None else {last_effect}
+            last_effect = place
+        else:
+            inputs = map(_inputs_of(equation, regions, found), (var for var in equation.outvars if var in needed))
+            needs = {place_of[x] for each in inputs for x in each if x in place_of}
+        missing[place] = len(needs)
+        for other in needs:
+            users[other].append(place)
+    ready = [place for place, count in enumerate(missing) if not count]
     order: list[core.JaxprEqn] = []
-    while waiting:
-        left = []
-        for equation in waiting:
-            results = [var for var in equation.outvars if var in needed]
-            is_ready = all(inputs <= known for inputs in map(_inputs_of(equation, regions, found), results))
-            if has_effects(equation):
-                # What is printed, or written, is so in its order.
-                is_ready = (
-                    not any(map(has_effects, left)) and {x for x in equation.invars if isinstance(x, core.Var)} <= known
-                )
-            if is_ready:
-                order.append(equation)
-                known |= set(equation.outvars)
-            else:
-                left.append(equation)
-        if len(left) == len(waiting):
-            return None, {var for equation in left for var in equation.outvars}
-        waiting = left
+    while ready:
+        place = heapq.heappop(ready)
+        order.append(equations[place])
+        for user in users[place]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, user)
+    if len(order) < len(equations):
+        return None, {var for x, count in zip(equations, missing, strict=True) if count for var in x.outvars}
     return order, set()
 
 

@@ -39,8 +39,11 @@ def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     if not found:
         return None
     before = _count(closed)
-    helped = [one for one in found if len(found) > 1 and _is_help(closed, [one], before)] or found
-    return _replaced(closed, helped) if _is_help(closed, helped, before) else None
+    # Mostly all layers of a model help; each by itself would be a whole program more to look at.
+    if _is_help(closed, found, before):
+        return _replaced(closed, found)
+    helped = [one for one in found if len(found) > 1 and _is_help(closed, [one], before)]
+    return _replaced(closed, helped) if helped and _is_help(closed, helped, before) else None
 
 
 @dataclass(frozen=True)
