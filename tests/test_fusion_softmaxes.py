@@ -21,11 +21,22 @@ def log_sum(scores, shift):
     return shift + jnp.log(jnp.exp(scores - shift).sum(axis=-1, keepdims=True))
 
 
+def hidden(scores):
+    mask = jnp.tril(jnp.ones_like(scores))
+    return scores + (1 - mask) * -1e9
+
+
 SOFTMAXES = {
     "over the sum": lambda x: over_sum(jnp.exp(x)),
     "less the largest before a factor": lambda x: jax.nn.softmax((x - largest(x)) * 2, axis=-1),
     "less the largest, which stands still, before a term": lambda x: jax.nn.softmax(
         (x - stop_gradient(largest(x))) / 0.5 + jnp.arange(x.shape[-1])[None, None, None] / 9, axis=-1
+    ),
+    "less the largest before a factor, under a mask that is added": lambda x: jax.nn.softmax(
+        (hidden(x) - largest(hidden(x))) * 2, axis=-1
+    ),
+    "less the largest before a factor and a quotient, under a mask that is added": lambda x: over_sum(
+        jnp.exp2(-(stop_gradient(largest(hidden(x))) - hidden(x)) / 0.5)
     ),
     "less the mean before a factor": lambda x: jax.nn.softmax(-2 * (x.mean(axis=-1, keepdims=True) - x), axis=-1),
     "less the largest": lambda x: over_sum(jnp.exp(x - largest(x))),

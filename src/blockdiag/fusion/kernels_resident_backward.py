@@ -64,7 +64,8 @@ def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float
     """The factor of each line of rows or columns with a gradient, None where one is not simply a term."""
     found: dict[int, float] = {}
     assert region.score is not None
-    terms = terms_of(region.score)
+    # Whatever is rounded: these are derivatives.
+    terms = terms_of(region.score, apart=lambda _: True)
     for i in places:
         leaf = region.leaves[i]
         if leaf.role in ("query", "key"):

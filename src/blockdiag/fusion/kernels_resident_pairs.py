@@ -436,7 +436,9 @@ def resident_pairs(region: Region) -> HopperKernel | None:
 def _factor(region: Region, plan: Resident) -> float | None:
     """Of the bias in the scores, None where it is not simply a term."""
     assert region.score is not None
-    own = [(factor, node) for factor, node in terms_of(region.score) if plan.held in leaves_of(node)]
+    # Whatever is rounded: this is a derivative.
+    terms = terms_of(region.score, apart=lambda _: True)
+    own = [(factor, node) for factor, node in terms if plan.held in leaves_of(node)]
     return None if any(node.leaf is not plan.held for _, node in own) else sum(factor for factor, _ in own)
 
 

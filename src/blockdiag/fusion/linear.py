@@ -1,6 +1,6 @@
 """Nodes as sums of terms."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +9,28 @@ from jax import lax
 from blockdiag.fusion.tree import Node, bottom_up, number, operation
 
 
-def terms_of(node: Node, factor: float = 1.0) -> list[tuple[float, Node]]:
-    """A sum as its terms, each with a factor."""
+def terms_of(
+    node: Node, factor: float = 1.0, apart: Callable[[Node], bool] = lambda _: False
+) -> list[tuple[float, Node]]:
+    """A sum as its terms, each with a factor.
+
+    A sum that is multiplied stays whole where nothing in it is a product of queries and keys: -1e9 (1 - mask) is 0
+    where the mask is 1, while a score less 1e9 is rounded, and so stays when 1e9 is added again.
+
+    Args:
+        node, factor: the sum, and what all of it is multiplied by.
+        apart: of what other nodes there are to be terms of their own, within a sum that is multiplied as well.
+    """
+    # Ids of nodes with such a node in them.
+    split: set[int] = set()
+    for one in bottom_up(node):
+        if one.kind == "product" or apart(one) or any(id(x) in split for x in one.inputs):
+            split.add(id(one))
     found, waiting = [], [(factor, node)]
     while waiting:
         one = waiting.pop()
         parts = _parts(*one)
-        if parts is None:
+        if parts is None or (len(parts) == 1 and id(one[1]) not in split and _is_of_sum(one[1])):
             found.append(one)
         else:
             waiting += reversed(parts)
@@ -42,6 +57,15 @@ def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
             case "div", (left, right) if by := _finite(right):
                 return [(factor / by, left)]
     return None
+
+
+def _is_of_sum(node: Node) -> bool:
+    """Whether a node is a sum times a number."""
+    while (parts := _parts(1.0, node)) is not None:
+        if len(parts) > 1:
+            return True
+        ((_, node),) = parts
+    return False
 
 
 def _is_floating(node: Node) -> bool:

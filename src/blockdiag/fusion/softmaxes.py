@@ -203,7 +203,7 @@ class Softmaxes(Guards):
 
     def _less_statistics(self, score: Node) -> Node | None:
         """The same, None where nothing is left; numbers of a row may have factors that are numbers of a row."""
-        terms = terms_of(score)
+        terms = terms_of(score, apart=self._is_statistic)
         left = [(factor, self._term_less_statistics(node)) for factor, node in terms]
         kept = [(factor, node) for factor, node in left if node is not None]
         is_same = len(kept) == len(terms) and all(x is y for (_, x), (_, y) in zip(kept, terms, strict=True))
