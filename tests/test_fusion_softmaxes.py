@@ -105,6 +105,25 @@ def test_softmaxes_are_found(name, arrays):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
 
 
+@pytest.mark.parametrize("terms", ["truths", "integers"])
+def test_terms_that_are_no_floats_before_a_factor(terms, arrays):
+    query, key, value = arrays
+    positions = jnp.arange(query.shape[1])
+
+    def softmax(x, positions):
+        rows, columns = positions[:, None], positions[None]
+        added = (rows < columns) if terms == "truths" else (rows - columns)
+        x = x + (added.astype(x.dtype) * (-1e9 if terms == "truths" else -0.25))[None, None]
+        return over_sum(jnp.exp((x - largest(x)) * 2))
+
+    def function(query, key, value, positions):
+        return attention_of(lambda x: softmax(x, positions))(query, key, value)
+
+    found = with_gradients(lambda *x: fuse(function, implementation="xla")(*x, positions), arrays)
+    for actual, expected in zip(found, with_gradients(lambda *x: function(*x, positions), arrays), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
+
+
 def test_a_number_that_16_bits_lose_beside_the_sum(arrays):
     def softmax(x):
         power = jnp.exp(x - largest(x))

@@ -8,6 +8,9 @@ from jax import lax
 
 from blockdiag.fusion.tree import Node, bottom_up, number, operation
 
+_OF_TRUTHS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"))
+"""Operations on numbers that give truths."""
+
 
 def terms_of(
     node: Node, factor: float = 1.0, apart: Callable[[Node], bool] = lambda _: False
@@ -47,8 +50,10 @@ def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
                 return [(factor, left), (-factor, right)]
             case "neg", (only,):
                 return [(-factor, only)]
-            case "convert_element_type", (only,) if _is_floating(node) and only.kind in ("operation", "product"):
-                # Tiles are float32 whatever the program says.
+            case "convert_element_type", (only,) if (
+                only.kind in ("operation", "product") and _is_floating(node) and _is_floating(only)
+            ):
+                # Tiles are float32 whatever the program says; integers and truths become so here, and not before.
                 return [(factor, only)]
             case "mul", (left, right):
                 for one, other in ((left, right), (right, left)):
@@ -69,7 +74,22 @@ def _is_of_sum(node: Node) -> bool:
 
 
 def _is_floating(node: Node) -> bool:
-    return bool(jnp.issubdtype(node.params["new_dtype"], jnp.floating))
+    """Whether a value is made of floats."""
+    while node.kind == "operation" and "new_dtype" not in node.params:
+        name = getattr(node.primitive, "name", "")
+        if name in _OF_TRUTHS:
+            return False
+        # Operands of others have one dtype, which is the result's, but for choices.
+        node = node.inputs[1 if name == "select_n" else 0]
+    match node.kind:
+        case "operation":
+            return bool(jnp.issubdtype(node.params["new_dtype"], jnp.floating))
+        case "leaf":
+            assert node.leaf is not None
+            return bool(jnp.issubdtype(node.leaf.source.dtype, jnp.floating))
+        case "number":
+            return bool(jnp.issubdtype(node.number.dtype, jnp.floating))
+    return True
 
 
 def _finite(node: Node) -> float | None:
