@@ -330,6 +330,16 @@ def test_another_softmax_beside_it_is_not_made_in_memory():
         fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
 
 
+def test_projections_of_products_that_are_written_as_sums():
+    def function(query, key, value, project):
+        return (weights(query, key)[..., None] * value[..., None, :, :]).sum(axis=-2) @ project
+
+    shape = (BATCH, HEADS, TOKENS, WIDTH)
+    given = arrays(shape, shape, shape, (WIDTH, WIDTH))
+    assert_fused(function, given)
+    assert "score" not in {leaf.role for region in trace(function, given, {}).all_regions() for leaf in region.leaves}
+
+
 def test_sums_that_are_rounded_to_whole_numbers_stay():
     def function(query, key, value):
         products = weights(query, key)[..., None] * value[:, :, None]

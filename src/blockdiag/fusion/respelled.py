@@ -276,7 +276,7 @@ class _Products(_Finder):
             return None
         weights, of_weights, scale, of_scale, of_total = summed
         key = of_total[contracted[side][0]]
-        if key not in of_weights or (of_scale is not None and key in of_scale):
+        if key not in of_weights or (of_scale is not None and key in of_scale) or not self._differ(weights, key):
             return None
         values = equation.invars[1 - side]
         of_values: list[Any] = [("value", axis) for axis in range(len(aval_of(values).shape))]
@@ -306,6 +306,17 @@ class _Products(_Finder):
             return {result: lax.convert_element_type(found, aval_of(result).dtype)}
 
         return make
+
+    def _differ(self, weights: Any, axis: int) -> bool:
+        """Whether weights differ along an axis themselves, and not only what they are multiplied by.
+
+        Where values alone do, the sum is that over keys, and a projection of the result follows.
+        """
+        product = self._skip_casts(weights)
+        if product is None or product.primitive.name != "mul":
+            return True
+        of_powers = [x for x in product.invars if self.reaches(x, _POWERS)]
+        return any(axis in self._operand(x).axes.values() for x in of_powers)
 
     def _unscaled(self, var: Any) -> tuple[core.JaxprEqn | None, list[tuple[Callable[..., Any], Any]]]:
         """What computes a value but for casts and factors that are one number, and these, the last one first."""
