@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from blockdiag import explain, fuse
-from tests.fusion_support import arrays, assert_as_good_as_written
+from tests.fusion_support import arrays, assert_as_good_as_written, assert_fused
 from tests.support import compiled_quickly
 
 BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 19, 37, 3, 8
@@ -87,3 +87,15 @@ def test_queries_of_sixteen_bits_whose_features_come_first(function, dtype, keys
     key = (FEATURES, keys) if function is matrices else (BATCH, keys, FEATURES)
     given = [x.astype(dtype) for x in arrays((FEATURES, QUERIES), key, (*batch, keys, FEATURES))]
     assert_as_good_as_written(function, jax.jit(fuse(function, implementation="xla")), given)
+
+
+@pytest.mark.parametrize("layout", ["ntsh", "tsnh"])
+def test_one_query_and_one_key_of_scores_that_are_in_memory(layout):
+    def function(query, key, value, pairs):
+        scores = jnp.einsum("tnh,snh->nts", query, key)
+        bias = jnp.einsum(f"{layout},h->nts", pairs, query[0, 0])
+        return jnp.einsum("nts,snh->tnh", jax.nn.sigmoid(scores) * bias, value)
+
+    shape = (1, HEADS, FEATURES)
+    sizes = {"n": HEADS, "h": FEATURES}
+    assert_fused(function, arrays(shape, shape, shape, tuple(sizes.get(x, 1) for x in layout)))

@@ -417,6 +417,9 @@ class Puller:
             return source, dims
         pair = [dims.index((ROWS,)), dims.index((COLUMNS,))]
         order = (*(axis for axis in range(len(dims)) if axis not in pair), *pair)
+        if order == tuple(range(len(dims))):
+            # One query and one key, whose axes are last, whichever larger one is before them.
+            return source, dims
         if (source, order) not in self._moved:
             made = source_made_by(lambda x: lax.transpose(x, order), [source.key])
             self._add_made(made)
