@@ -26,6 +26,11 @@ def hidden(scores):
     return scores + (1 - mask) * -1e9
 
 
+def numbered(scores):
+    mask = jnp.tril(jnp.ones_like(scores))
+    return scores + (mask * 1e9 - 1e9)
+
+
 SOFTMAXES = {
     "over the sum": lambda x: over_sum(jnp.exp(x)),
     "less the largest before a factor": lambda x: jax.nn.softmax((x - largest(x)) * 2, axis=-1),
@@ -37,6 +42,9 @@ SOFTMAXES = {
     ),
     "less the largest before a factor and a quotient, under a mask that is added": lambda x: over_sum(
         jnp.exp2(-(stop_gradient(largest(hidden(x))) - hidden(x)) / 0.5)
+    ),
+    "less the largest before a factor, and a mask of large numbers": lambda x: jax.nn.softmax(
+        (numbered(x) - largest(numbered(x))) * 2, axis=-1
     ),
     "less the mean before a factor": lambda x: jax.nn.softmax(-2 * (x.mean(axis=-1, keepdims=True) - x), axis=-1),
     "less the largest": lambda x: over_sum(jnp.exp(x - largest(x))),

@@ -11,14 +11,17 @@ from blockdiag.fusion.tree import Node, bottom_up, number, operation
 _OF_TRUTHS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"))
 """Operations on numbers that give truths."""
 
+_LARGE = 2.0**6
+"""Larger numbers cost scores digits that softmaxes need, where they are added to these one by one."""
+
 
 def terms_of(
     node: Node, factor: float = 1.0, apart: Callable[[Node], bool] = lambda _: False
 ) -> list[tuple[float, Node]]:
     """A sum as its terms, each with a factor.
 
-    A sum that is multiplied stays whole where nothing in it is a product of queries and keys: -1e9 (1 - mask) is 0
-    where the mask is 1, while a score less 1e9 is rounded, and so stays when 1e9 is added again.
+    A sum that is multiplied, or has a large number, stays whole where nothing in it is a product of queries and keys:
+    -1e9 (1 - mask) is 0 where the mask is 1, while a score less 1e9 is rounded, and so stays when 1e9 is added again.
 
     Args:
         node, factor: the sum, and what all of it is multiplied by.
@@ -33,7 +36,7 @@ def terms_of(
     while waiting:
         one = waiting.pop()
         parts = _parts(*one)
-        if parts is None or (len(parts) == 1 and id(one[1]) not in split and _is_of_sum(one[1])):
+        if parts is None or (id(one[1]) not in split and _is_whole(parts, one[1])):
             found.append(one)
         else:
             waiting += reversed(parts)
@@ -62,6 +65,17 @@ def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
             case "div", (left, right) if by := _finite(right):
                 return [(factor / by, left)]
     return None
+
+
+def _is_whole(parts: Sequence[tuple[float, Node]], node: Node) -> bool:
+    """Whether a node without products is one term: a sum that is multiplied, or one that has a large number.
+
+    Args:
+        parts: of the node, see `_parts`.
+    """
+    if len(parts) == 1:
+        return _is_of_sum(node)
+    return any(abs(factor * (_finite(part) or 0.0)) > _LARGE for factor, part in parts)
 
 
 def _is_of_sum(node: Node) -> bool:
