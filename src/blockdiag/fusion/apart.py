@@ -16,7 +16,7 @@ from jax.extend import core
 
 from blockdiag.fusion.deep import Steps, finished
 from blockdiag.fusion.dims import MOVES, producers_of
-from blockdiag.fusion.guards import CASTS, PASSES
+from blockdiag.fusion.guards import CASTS, PASSES, POWERS
 from blockdiag.fusion.trace import aval_of, bind, rewritten
 from blockdiag.fusion.tree import ELEMENTWISE
 
@@ -102,7 +102,7 @@ def _divides_weights(
     power = producer_of(source.invars[0], producers)
     while power is not None and power.primitive.name in CASTS:
         power = producer_of(power.invars[0], producers)
-    return power is not None and power.primitive.name in ("exp", "exp2")
+    return power is not None and power.primitive.name in POWERS
 
 
 def producer_of(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> core.JaxprEqn | None:

@@ -25,10 +25,10 @@ from blockdiag.fusion.kernels_resident_sides import (
     print_load,
 )
 from blockdiag.fusion.layout import layout_of
-from blockdiag.fusion.linear import terms_of
+from blockdiag.fusion.linear import factor_in
 from blockdiag.fusion.resident import CHUNK, resident
 from blockdiag.fusion.tiles import value_labels
-from blockdiag.fusion.tree import Region, leaves_of
+from blockdiag.fusion.tree import Region
 
 
 def resident_backward(region: Region, side: Side, places: Sequence[int], plain: Source) -> HopperKernel | None:
@@ -64,16 +64,14 @@ def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float
     """The factor of each line of rows or columns with a gradient, None where one is not simply a term."""
     found: dict[int, float] = {}
     assert region.score is not None
-    # Whatever is rounded: these are derivatives.
-    terms = terms_of(region.score, apart=lambda _: True)
     for i in places:
         leaf = region.leaves[i]
         if leaf.role in ("query", "key"):
             continue
-        own = [(factor, node) for factor, node in terms if leaf in leaves_of(node)]
-        if leaf.role != side.removesuffix("s") or any(node.leaf is not leaf for _, node in own):
+        factor = factor_in(region.score, leaf) if leaf.role == side.removesuffix("s") else None
+        if factor is None:
             return None
-        found[i] = sum(factor for factor, _ in own)
+        found[i] = factor
     return found
 
 

@@ -17,10 +17,10 @@ from blockdiag.fusion.kernels_resident import print_share
 from blockdiag.fusion.kernels_resident_pairs_wide import WidePairs, print_wide
 from blockdiag.fusion.kernels_resident_pairs_writer import NAME, OWN, SLOTS, PairsWriter
 from blockdiag.fusion.layout import layout_of, shape_of
-from blockdiag.fusion.linear import terms_of
+from blockdiag.fusion.linear import factor_in
 from blockdiag.fusion.resident import CHUNK, Resident, resident, rounds_each
 from blockdiag.fusion.tiles import value_labels
-from blockdiag.fusion.tree import Region, leaves_of
+from blockdiag.fusion.tree import Region
 
 _MOST_SLOTS = 8
 _PIECE = 8
@@ -436,10 +436,7 @@ def resident_pairs(region: Region) -> HopperKernel | None:
 def _factor(region: Region, plan: Resident) -> float | None:
     """Of the bias in the scores, None where it is not simply a term."""
     assert region.score is not None
-    # Whatever is rounded: this is a derivative.
-    terms = terms_of(region.score, apart=lambda _: True)
-    own = [(factor, node) for factor, node in terms if plan.held in leaves_of(node)]
-    return None if any(node.leaf is not plan.held for _, node in own) else sum(factor for factor, _ in own)
+    return factor_in(region.score, plan.held)
 
 
 def _bias_gradient(own: PairsWriter, parts: int) -> Output:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockdiag.fusion.tree import Node, bottom_up, number, operation
+from blockdiag.fusion.tree import Leaf, Node, bottom_up, leaves_of, number, operation
 
 _OF_TRUTHS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"))
 """Operations on numbers that give truths."""
@@ -41,6 +41,13 @@ def terms_of(
         else:
             waiting += reversed(parts)
     return found
+
+
+def factor_in(score: Node, leaf: Leaf) -> float | None:
+    """What a leaf is multiplied by in a sum, of which that is the derivative; None where it is not simply a term."""
+    # All sums are taken apart, whatever that would round: nothing is added up.
+    own = [(factor, node) for factor, node in terms_of(score, apart=lambda _: True) if leaf in leaves_of(node)]
+    return None if any(node.leaf is not leaf for _, node in own) else sum(factor for factor, _ in own)
 
 
 def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend import core
 
 from blockdiag.fusion.dims import MOVES, producers_of, users_of
-from blockdiag.fusion.guards import PASSES
+from blockdiag.fusion.guards import PASSES, POWERS
 from blockdiag.fusion.lone import with_query_axes
 from blockdiag.fusion.match import QueryWithoutAxis, attention_count, find_regions
 from blockdiag.fusion.ones import with_batch
@@ -31,7 +31,6 @@ from blockdiag.fusion.tree import ELEMENTWISE, NotFusible
 
 type _Make = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
-_POWERS = ("exp", "exp2")
 _WIDENS = ("reshape", "squeeze", "broadcast_in_dim")
 
 
@@ -119,7 +118,7 @@ class _Plain(_Finder):
         if contracted or not shared[0] or not sides:
             return None
         small = sides[0]
-        if not any(self.reaches(x, (*_POWERS, "dot_general")) for x in equation.invars):
+        if not any(self.reaches(x, (*POWERS, "dot_general")) for x in equation.invars):
             return None
         result = equation.outvars[0]
         shape, dtype = aval_of(result).shape, aval_of(result).dtype
@@ -199,7 +198,7 @@ class _Products(_Finder):
         is_whole = sides[0] | sides[1] == {axis for axis, size in enumerate(shape) if size > 1}
         if not is_product or not is_whole:
             return None
-        if not self._feeds(equation.outvars[0]) and not any(self.reaches(x.var, _POWERS) for x in (first, second)):
+        if not self._feeds(equation.outvars[0]) and not any(self.reaches(x.var, POWERS) for x in (first, second)):
             return None
         result = equation.outvars[0]
         kept = [axis for axis in range(len(shape)) if axis != summed]
@@ -217,7 +216,7 @@ class _Products(_Finder):
 
     def _feeds(self, var: Any) -> bool:
         """Whether exponentials are of a value, by moves and operations on elements."""
-        return any(user.primitive.name in _POWERS for user, _ in self._used(var))
+        return any(user.primitive.name in POWERS for user, _ in self._used(var))
 
     def _divides(self, var: Any) -> bool:
         """Whether something is divided by a value, or by what moves and operations on elements make of it."""
@@ -315,7 +314,7 @@ class _Products(_Finder):
         product = self._skip_casts(weights)
         if product is None or product.primitive.name != "mul":
             return True
-        of_powers = [x for x in product.invars if self.reaches(x, _POWERS)]
+        of_powers = [x for x in product.invars if self.reaches(x, POWERS)]
         return any(axis in self._operand(x).axes.values() for x in of_powers)
 
     def _unscaled(self, var: Any) -> tuple[core.JaxprEqn | None, list[tuple[Callable[..., Any], Any]]]:
@@ -340,7 +339,7 @@ class _Products(_Finder):
         if total.primitive.name == "reduce_sum":
             weights = total.invars[0]
             labels: list[Any] = list(range(len(aval_of(weights).shape)))
-            if not self.reaches(weights, _POWERS):
+            if not self.reaches(weights, POWERS):
                 return None
             return weights, labels, None, None, [x for x in labels if x not in total.params["axes"]]
         contracted, shared = total.params["dimension_numbers"]
@@ -348,7 +347,7 @@ class _Products(_Finder):
             weights, scale = total.invars[side], total.invars[1 - side]
             shape = aval_of(scale).shape
             is_small = len(contracted[0]) > 0 and len(shape) == len(contracted[0]) + len(shared[0])
-            if not is_small or not self.reaches(weights, _POWERS):
+            if not is_small or not self.reaches(weights, POWERS):
                 continue
             labels = list(range(len(aval_of(weights).shape)))
             of_scale: list[Any] = [None] * len(shape)
