@@ -208,6 +208,13 @@ def scores_by_sums(query, key, value):
     return jax.nn.softmax(jnp.sum(query[:, :, None] * key[:, None], -1) / 4, axis=-1) @ value
 
 
+def scores_by_sums_beside_a_sink(query, key, value, sink):
+    """query, key, value [B, T, H], sink [B]."""
+    scores = jnp.sum(query[:, :, None] * key[:, None], -1) / 4
+    scores = jnp.concatenate([scores, jnp.broadcast_to(sink[:, None, None], (BATCH, TOKENS, 1))], axis=-1)
+    return jax.nn.softmax(scores, axis=-1)[..., :-1] @ value
+
+
 BY_SUMS = {
     "one query": (
         one_query_by_sums,
@@ -218,6 +225,7 @@ BY_SUMS = {
     "pooled": (pooled_by_sums, (BATCH, TOKENS, WIDTH), (WIDTH,), ()),
     "places": (places, (BATCH, TOKENS, WIDTH), (BATCH, TOKENS, WIDTH), (BATCH, TOKENS)),
     "scores": (scores_by_sums, *[(BATCH, TOKENS, WIDTH)] * 3),
+    "scores beside a sink": (scores_by_sums_beside_a_sink, *[(BATCH, TOKENS, WIDTH)] * 3, (BATCH,)),
 }
 
 
@@ -227,7 +235,7 @@ def test_queries_without_an_axis_and_scores_by_sums(name, implementation):
     function, *shapes = BY_SUMS[name]
     given = arrays(*shapes)
     (region,) = explain(function)(*given).regions
-    assert {leaf.role for leaf in region.leaves} == {"query", "key"}
+    assert {leaf.role for leaf in region.leaves} - {"scalar"} == {"query", "key"}
     assert_fused(function, given, implementation)
 
 

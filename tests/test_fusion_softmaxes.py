@@ -56,6 +56,9 @@ SOFTMAXES = {
     "of scores that stand still": lambda x: jax.nn.softmax(stop_gradient(x), axis=-1),
     "without NaN": lambda x: jnp.nan_to_num(jax.nn.softmax(x, axis=-1)),
     "0 where it is NaN": lambda x: jnp.where(jnp.isnan(w := jax.nn.softmax(x, axis=-1)), 0.0, w),
+    "without NaN, masked and scaled": lambda x: jnp.nan_to_num(
+        jax.nn.softmax(x, axis=-1, where=jnp.tril(jnp.ones_like(x)) > 0) / 0.9
+    ),
     "where it is finite": lambda x: jnp.where(jnp.isfinite(w := jax.nn.softmax(x, axis=-1)), w, 0.0),
     "which stands still": lambda x: stop_gradient(jax.nn.softmax(x, axis=-1)),
     "over the sum and what is lost beside it": lambda x: (

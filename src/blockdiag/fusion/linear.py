@@ -156,3 +156,29 @@ def is_linear_in_products(node: Node) -> bool:
 def _is_of_both(roles: Set[str]) -> bool:
     """Whether what has leaves of these roles is a function of queries and keys."""
     return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})
+
+
+def is_finite(node: Node) -> bool:
+    """Whether a value is finite whatever the leaves hold: numbers, choices between them, and products of these."""
+    return _largest(node) <= float(np.finfo(np.float32).max)
+
+
+def _largest(node: Node) -> float:
+    """A bound of the magnitude of a value that is made of numbers; infinity where it is made of anything else."""
+    found: dict[int, float] = {}
+    for one in bottom_up(node):
+        inputs = [found[id(x)] for x in one.inputs]
+        match getattr(one.primitive, "name", ""), inputs:
+            case _ if one.kind == "number":
+                found[id(one)] = float(np.abs(np.asarray(one.number, np.float64)).max())
+            case "select_n", (_, *cases):
+                found[id(one)] = max(cases)
+            case "convert_element_type", (only,):
+                found[id(one)] = only
+            case "mul", (left, right):
+                found[id(one)] = left * right
+            case "div", (left, _) if by := _finite(one.inputs[1]):
+                found[id(one)] = left / abs(by)
+            case _:
+                found[id(one)] = np.inf
+    return found[id(node)]

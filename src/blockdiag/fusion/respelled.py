@@ -227,7 +227,7 @@ class _Products(_Finder):
         )
 
     def _used(self, var: Any) -> Iterator[tuple[core.JaxprEqn, Any]]:
-        """What uses a value by moves and operations on elements, and what it is of."""
+        """What uses a value by moves, joins and operations on elements, and what it is of."""
         seen: set[int] = set()
         waiting = [var]
         while waiting:
@@ -238,7 +238,8 @@ class _Products(_Finder):
                 seen.add(id(user))
                 yield user, one
                 name = user.primitive.name
-                if name in ELEMENTWISE or name in MOVES or name in PASSES:
+                # Scores may be joined with sinks, or with those of another source.
+                if name in ELEMENTWISE or name in MOVES or name in PASSES or name == "concatenate":
                     waiting += user.outvars
 
     def _operand(self, var: Any) -> _Operand:

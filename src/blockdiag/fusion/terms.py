@@ -13,7 +13,7 @@ from blockdiag.fusion.deep import Steps, finished
 from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of, place_of
 from blockdiag.fusion.factors import stopped
 from blockdiag.fusion.guards import NoMatch
-from blockdiag.fusion.linear import is_linear_in_products
+from blockdiag.fusion.linear import is_finite, is_linear_in_products
 from blockdiag.fusion.softmaxes import Softmax, Softmaxes
 from blockdiag.fusion.trace import aval_of
 from blockdiag.fusion.tree import (
@@ -204,7 +204,7 @@ class Matcher(Softmaxes):
         if kept is not None:
             terms = yield self._terms(kept, given[[x is kept for x in equation.invars].index(True)])
             # Softmaxes are finite: rows that see no key, where they may be NaN, are 0 here.
-            if all(term.softmax is not None and term.weight is None for term in terms):
+            if all(term.softmax is not None and is_finite(term.weight or number(1.0)) for term in terms):
                 return terms
         predicate = self.puller.node(equation.invars[0], given[0])
         mask = self.through_moves(equation.invars[0], given[0])
