@@ -75,6 +75,13 @@ def network(query, key, value, first, second, least):
     return attention(query, key, value, jnp.moveaxis(bias, -1, 0)[None])
 
 
+def soft_network(query, key, value, first, second):
+    """The derivative of softplus calls the function that softplus is."""
+    apart = distance(query, key).astype(jnp.float32)[..., None]
+    bias = jax.nn.log_sigmoid(jax.nn.softplus(apart / 9 @ first) @ second)
+    return attention(query, key, value, jnp.moveaxis(bias, -1, 0)[None])
+
+
 def one_hot(query, key, value, table):
     bias = jax.nn.one_hot(jnp.clip(distance(query, key) + 4, 0, len(table) - 1), len(table)) @ table
     return attention(query, key, value, jnp.moveaxis(bias, -1, 0)[None])
@@ -131,6 +138,7 @@ CASES = {
     "without heads": (without_heads, sized(120)),
     "of each row": (of_each_row, sized(BATCH, 101), jnp.array([3, 9])),
     "network": (network, sized(1, 5), sized(5, HEADS), sized(HEADS)[None, None]),
+    "soft network": (soft_network, sized(1, 5), sized(5, HEADS)),
     "one hot": (one_hot, TABLE),
     "two tables": (two_tables, TABLE, sized(KEYS), jnp.int32(3)),
     "allowed distances": (allowed_distances, TABLE, NEAR),

@@ -87,15 +87,20 @@ class Distances:
     Args:
         producers: of each variable the equation that computes it.
         sizes: of labels; that of distances is added.
-        inputs: variables whose values on distances are given, of a function that is called.
+        inputs: variables whose values on distances are given, of a function that is called. Calls in it keep no
+            derivative: the function has one, in which it may be called itself.
     """
 
     def __init__(
-        self, producers: Mapping[core.Var, core.JaxprEqn], sizes: dict[str, int], inputs: Iterable[core.Var] = ()
+        self,
+        producers: Mapping[core.Var, core.JaxprEqn],
+        sizes: dict[str, int],
+        inputs: Iterable[core.Var] | None = None,
     ) -> None:
         self.producers = producers
         self._sizes = sizes
-        self._inputs: dict[core.Var, _Axes | None] = dict.fromkeys(inputs)
+        self._is_function = inputs is not None
+        self._inputs: dict[core.Var, _Axes | None] = dict.fromkeys(inputs or ())
         self._known: dict[tuple[core.Var, _Axes], _Made | _Line] = {}
         self._read: dict[core.Var, None] = {}
 
@@ -183,12 +188,14 @@ class Distances:
                 raise Unpullable("a function that moves positions")
             self._inputs[var] = axes
             return _Made(lambda arrays: arrays[var], is_still=False)
-        if not axes.any:
+        if not axes.any and not self._is_function:
             self._read[var] = None
             return _Made(lambda arrays: arrays[var], is_still=True)
         equation = self.producers.get(var)
         if equation is None:
             raise Unpullable("positions that are arguments")
+        if not axes.any and len(equation.outvars) == 1:
+            return (yield self._bound(equation, [axes] * len(equation.invars)))
         name, operands, params = equation.primitive.name, equation.invars, equation.params
         shape = aval_of(var).shape
         if name in _SAME or (name == "optimization_barrier" and len(operands) == 1):
@@ -326,7 +333,7 @@ class Distances:
 
     def _call(self, equation: core.JaxprEqn, axes: _Axes) -> Steps[_Made]:
         """A function with a derivative of its own, which it keeps."""
-        calls = calls_of(equation)
+        calls = calls_of(equation, has_slope=not self._is_function)
         value, found = self._function(calls.value, [axes])
         slope = None
         if calls.slope is not None:
