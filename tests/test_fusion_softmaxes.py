@@ -116,6 +116,34 @@ def test_softmaxes_are_found(name, arrays):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
 
 
+@pytest.mark.parametrize("exponential", [jnp.exp, jnp.exp2])
+@pytest.mark.parametrize("factor", [1.0, 1.4426950408889634])
+def test_hidden_rows_of_scores_without_a_product(exponential, factor, arrays):
+    query, key, value = arrays
+    is_seen = jnp.arange(query.shape[1]) % 3 > 0
+
+    def function(query, key, value):
+        scores = query[:, :, None, 0, 0] * key[:, None, :, 0, 0]
+        scores = jnp.where(is_seen[None, :, None], scores, -jnp.inf)
+        weights = over_sum(exponential((scores - largest(scores)) * factor))
+        return jnp.einsum("bts,bsnh->btnh", weights, value)
+
+    found = with_gradients(fuse(function, implementation="xla"), arrays)
+    assert jnp.array_equal(found[0], jnp.where(is_seen[None, :, None, None], found[0], 0.0))
+    seen = (query[:, is_seen], key, value)
+    cotangent = jnp.cos(jnp.arange(query.size, dtype=jnp.float32)).reshape(query.shape)[:, is_seen]
+
+    def of_seen(query, key, value):
+        scores = query[:, :, None, 0, 0] * key[:, None, :, 0, 0]
+        weights = over_sum(exponential((scores - largest(scores)) * factor))
+        return jnp.einsum("bts,bsnh->btnh", weights, value)
+
+    output, pull = jax.vjp(of_seen, *seen)
+    for actual, expected in zip(found, [output, *pull(cotangent)], strict=True):
+        actual = actual[:, is_seen] if actual.shape != expected.shape else actual
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6)
+
+
 @pytest.mark.parametrize("terms", ["truths", "integers"])
 def test_terms_that_are_no_floats_before_a_factor(terms, arrays):
     positions = jnp.arange(arrays[0].shape[1])

@@ -228,7 +228,17 @@ class Softmaxes(Guards):
             self.puller.check_leaves([node.leaf])
         except NotFusible:
             return True
-        return False
+        return self._is_largest(node.leaf.source.key)
+
+    def _is_largest(self, var: object) -> bool:
+        """Whether numbers are the largest of what they are subtracted from: both are -inf where no key is seen."""
+        var = self.skip_moves(var, PASSES)
+        largest = self.producer(var)
+        if largest is None or largest.primitive.name != "reduce_max":
+            return False
+        whole = self.skip_moves(largest.invars[0], PASSES)
+        differences = (x.invars for x in self.producers.values() if x.primitive.name == "sub")
+        return any(self.skip_moves(x, PASSES) is whole and self.skip_moves(y, PASSES) is var for x, y in differences)
 
     def _parted(self, joined: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[object, list[Node]]:
         """Scores that further logits were joined to, and these."""
