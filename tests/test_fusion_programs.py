@@ -1,5 +1,7 @@
 """Functions that do more than compute: effects, axes of maps, modules with state, derivatives inside, nested calls."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import NotFusible, explain, fuse
+from blockdiag.fusion.api import is_fused
 from tests.fusion_support import assert_alike, assert_fused, with_gradients
 
 SHAPE = (2, 24, 2, 16)
@@ -256,6 +259,15 @@ def test_what_is_fused_may_be_fused_again():
     again = fuse(fuse(attention, implementation="triton"), implementation="xla")
     inside = fuse(lambda *x: 2 * fuse(attention)(*x))
     assert_alike([again(*given), inside(*given)], [attention(*given), 2 * attention(*given)])
+
+
+@pytest.mark.parametrize("change", [jax.vmap, jax.jit, jax.checkpoint, functools.partial])
+def test_what_is_made_of_a_fused_function_is_fused_as_it_is(change):
+    """`functools.wraps` copies the attributes of what it wraps."""
+    given = [x[None] for x in arrays()] if change is jax.vmap else arrays()
+    changed = change(fuse(attention))
+    assert not is_fused(changed)
+    assert_alike([fuse(changed)(*given)], [changed(*given)])
 
 
 def test_scores_that_are_made_again_are_told():

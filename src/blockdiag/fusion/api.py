@@ -109,12 +109,19 @@ def fuse[**P, R](
         return program.run(names)
 
     fused.fallbacks = reasons  # pyrefly: ignore[missing-attribute]
+    return marked(fused)
+
+
+def marked[F: Callable[..., Any]](fused: F) -> F:
+    """A function that `fuse` made of its `__wrapped__`, for `is_fused`."""
+    fused.fused = fused  # pyrefly: ignore[missing-attribute]
     return fused
 
 
 def is_fused(function: Callable[..., Any]) -> bool:
     """Whether a function is what `fuse` made of another one."""
-    return hasattr(function, "fallbacks") and hasattr(function, "__wrapped__")
+    # What `jax.vmap` and others make of a fused function has all its attributes.
+    return getattr(function, "fused", None) is function
 
 
 class Program:

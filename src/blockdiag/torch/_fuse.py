@@ -68,6 +68,7 @@ def fuse(
         >>> x.grad.shape
         torch.Size([1, 64, 2, 16])
     """
+    from blockdiag.fusion.api import marked
     from blockdiag.torch._fuse_call import FusedFunction, plain
 
     fused_function = FusedFunction(function, implementation, fallback, via)
@@ -81,7 +82,7 @@ def fuse(
     fused.__wrapped__ = plain(function)
     fused.fallbacks = fused_function.fallbacks
     fused.cache_clear = fused_function.cache_clear
-    return fused
+    return marked(fused)
 
 
 def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
