@@ -20,8 +20,8 @@ from blockdiag.fusion.follow import followed, read_by
 from blockdiag.fusion.guards import CASTS, NoMatch, linear_in_powers
 from blockdiag.fusion.pull import MadeOfScores
 from blockdiag.fusion.softmaxes import LINEAR
-from blockdiag.fusion.terms import Matcher, Term
-from blockdiag.fusion.trace import aval_of
+from blockdiag.fusion.terms import Matcher, Term, lie_in_order
+from blockdiag.fusion.trace import aval_of, kept
 from blockdiag.fusion.tree import (
     COLUMNS,
     ROWS,
@@ -32,6 +32,9 @@ from blockdiag.fusion.tree import (
     nodes_of,
     source_of,
 )
+
+# Of a function that is one attention, with projections, gates and derivatives.
+_MOST_PRODUCTS = 16
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,10 @@ def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, .
     """`find_regions`, and of the products that are regions as they stand the side of the weights, by `id`."""
     unmatched: list[_Unmatched] = []
     users, matches = users_of(jaxpr), _matches(jaxpr, unmatched)
+    if not matches and _may_be_alone(jaxpr) and (alone := _matches(jaxpr, [], is_alone=True)):
+        seen = {id(one.equation) for one in alone}
+        if _refusal([one for one in unmatched if id(one.equation) not in seen]) is None:
+            matches = alone
     if not matches and (refusal := _refusal(unmatched)) is not None:
         lone = [one.equation for one in unmatched if one.lacks_queries]
         if lone and _refusal([one for one in unmatched if not one.lacks_queries]) is None:
@@ -138,14 +145,18 @@ def _is_layer(match: _Match, producers: Mapping[core.Var, core.JaxprEqn]) -> boo
     return all(is_argument(key) and not is_argument(query) for query, key in pairs) and all(map(is_argument, values))
 
 
-def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched]) -> list[_Match]:
-    """The products with weights; others are added to `unmatched`."""
+def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched], is_alone: bool = False) -> list[_Match]:
+    """The products with weights; others are added to `unmatched`.
+
+    Args:
+        is_alone: see Matcher.
+    """
     found: list[_Match] = []
     results: frozenset[core.Var] = frozenset()
     for equation in equations_by_name(jaxpr).get("dot_general", ()):
         sides = []
         for side in (0, 1):
-            result, regions = _regions_of(_Sought(jaxpr, equation, side, results), unmatched)
+            result, regions = _regions_of(_Sought(jaxpr, equation, side, results, is_alone), unmatched)
             if regions:
                 sides.append(_Match(equation, side, result, regions))
             if any(region.score is not None for region in regions):
@@ -160,19 +171,38 @@ def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched]) -> list[_Match]:
 
 def is_attention(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> bool:
     """Whether a product is of values and of weights that are made tile by tile."""
+    return _has_weights(jaxpr, product) or (lacks_attention(jaxpr) and _has_weights(jaxpr, product, is_alone=True))
+
+
+def attention_count(jaxpr: core.Jaxpr) -> int:
+    """How many products are of values and of weights that are made tile by tile."""
+    return _attention_count(jaxpr) or (_attention_count(jaxpr, is_alone=True) if _may_be_alone(jaxpr) else 0)
+
+
+@kept
+def lacks_attention(jaxpr: core.Jaxpr) -> bool:
+    """Whether a small program has no product of values and weights, but for what Matcher's `is_alone` allows."""
+    return _may_be_alone(jaxpr) and not _attention_count(jaxpr)
+
+
+def _may_be_alone(jaxpr: core.Jaxpr) -> bool:
+    """Whether a program is small enough to be one attention: a model's layers reach down through all that is below."""
+    return len(equations_by_name(jaxpr).get("dot_general", ())) <= _MOST_PRODUCTS
+
+
+def _attention_count(jaxpr: core.Jaxpr, is_alone: bool = False) -> int:
+    return sum(_has_weights(jaxpr, x, is_alone) for x in equations_by_name(jaxpr).get("dot_general", ()))
+
+
+def _has_weights(jaxpr: core.Jaxpr, product: core.JaxprEqn, is_alone: bool = False) -> bool:
     for side in (0, 1):
         try:
-            _, regions = _regions_of(_Sought(jaxpr, product, side), [])
+            _, regions = _regions_of(_Sought(jaxpr, product, side, is_alone=is_alone), [])
         except NotFusible:
             continue
         if regions:
             return True
     return False
-
-
-def attention_count(jaxpr: core.Jaxpr) -> int:
-    """How many products are of values and of weights that are made tile by tile."""
-    return sum(x.primitive.name == "dot_general" and is_attention(jaxpr, x) for x in jaxpr.eqns)
 
 
 @dataclass(frozen=True)
@@ -181,12 +211,14 @@ class _Sought:
 
     Attributes:
         results: of other attention.
+        is_alone: see Matcher.
     """
 
     jaxpr: core.Jaxpr
     equation: core.JaxprEqn
     side: int
     results: frozenset[core.Var] = frozenset()
+    is_alone: bool = False
 
 
 def _regions_of(sought: _Sought, unmatched: list[_Unmatched]) -> tuple[core.Var, tuple[Region, ...]]:
@@ -308,7 +340,12 @@ def _regions_with(
         [dims[side][axis] for axis in shared[side]]
         + (weight_axes + value_axes if side == 0 else value_axes + weight_axes)
     )
+    # Of weights without a softmax: values lie as keys do, see Matcher.
     matcher = Matcher(jaxpr, sizes, batch)
+    if sought.is_alone:
+        with contextlib.suppress(NoMatch):
+            _, value_dims = matcher.through_moves(value, tuple(dims[1 - side]))
+            matcher.is_alone = lie_in_order(value_dims, ((COLUMNS,), *value_axes))
     matcher.puller.results, matcher.puller.stored = sought.results, stored
     given = tuple(dims[side])
     missed = _Unmatched(matcher, equation, weights, functools.partial(matcher.why_not, weights, given), dims=given)

@@ -23,7 +23,7 @@ from jax.extend import core
 
 from blockdiag.fusion.dims import MOVES, broadcast_dims, labels_of
 from blockdiag.fusion.guards import PASSES, POWERS, Guards, NoMatch
-from blockdiag.fusion.match import attention_count, is_attention
+from blockdiag.fusion.match import attention_count, is_attention, lacks_attention
 from blockdiag.fusion.merged import WeightsMatcher, with_merged_keys
 from blockdiag.fusion.trace import aval_of, bind, body_of, kept, rewritten
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS, Dim
@@ -261,9 +261,13 @@ class _Finder(WeightsMatcher):
             weights = _Weights(self.dims, var, self.dims, (), ())
             sums = {id(x): _Sum(x, replace(weights, numerator=x.invars[0])) for x in self._sums_beside(var)}
         # Most quotients by sums are layers' norms, which need not be looked at any further.
-        if not sums or not self.may_be_weights(weights.numerator, weights.inner):
+        if not sums or not (self.may_be_weights(weights.numerator, weights.inner) or self._may_be_alone(weights)):
             return None
         return _Quotient(self.product, self.side, weights, tuple(sums.values()))
+
+    def _may_be_alone(self, weights: _Weights) -> bool:
+        self.is_alone = lacks_attention(self.jaxpr)
+        return self.is_alone and self.may_be_weights(weights.numerator, weights.inner)
 
     def _sums_beside(self, var: core.Var) -> list[core.JaxprEqn]:
         """The sums along keys of weights that a result may be divided by later."""

@@ -44,16 +44,28 @@ def _shared_labels(product: Node) -> set[str]:
     return first & second
 
 
+def lie_in_order(dims: Sequence[Dim], wanted: Sequence[Dim]) -> bool:
+    """Whether those of the wanted dims that an array has lie in this order, axis after axis."""
+    places = [dims.index(dim) for dim in wanted if dim in dims]
+    return places == sorted(places)
+
+
 def _is_shared(label: str) -> bool:
     """Whether a batch label is one that values have, too."""
     return label.startswith("b")
 
 
 class Matcher(Softmaxes):
-    """Softmaxes and what is linear in them."""
+    """Softmaxes and what is linear in them.
+
+    Attributes:
+        is_alone: whether weights without a softmax need no batch axis that queries, keys and values share, as long as
+            keys lie one after the other: matrices of layers have what they are multiplied by along their first axis.
+    """
 
     def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
         super().__init__(jaxpr, sizes, batch)
+        self.is_alone = False
         # Of values the terms, or why there are none; weights that a slice has left differ by where it begins.
         self._known: dict[tuple[core.Var, tuple[Dim, ...], int], list[Term] | str] = {}
 
@@ -78,12 +90,21 @@ class Matcher(Softmaxes):
         except (NoMatch, NotFusible, Unpullable):
             return False
         products = [x for x in nodes_of(node) if x.kind == "product"]
-        return bool(products) and all(map(_shared_labels, products))
+        return bool(products) and all(map(self._is_of_keys, products))
 
     @property
     def may_be_plain(self) -> bool:
         """Whether what is no softmax may be weights: scores of these, and values, share a batch axis."""
-        return any(_is_shared(label) for label in self.puller.batch)
+        return self.is_alone or any(_is_shared(label) for label in self.puller.batch)
+
+    def _is_of_keys(self, product: Node) -> bool:
+        """Whether a product may be of queries and keys; others are of a layer."""
+        if _shared_labels(product):
+            return True
+        if not self.is_alone:
+            return False
+        keys = [x.leaf for x in product.inputs if x.leaf is not None and x.leaf.role == "key"]
+        return any(lie_in_order(key.dims, ((COLUMNS,), *((x,) for x in key.features))) for key in keys)
 
     def why_not(self, var: object, dims: tuple[Dim, ...]) -> str:
         """Why a value is not linear in softmaxes; empty where that is not known."""
@@ -255,7 +276,7 @@ class Matcher(Softmaxes):
         products = [x for x in nodes_of(node) if x.kind == "product"]
         # Without an axis that queries, keys and values share it is as likely a layer between matrices of weights, and
         # what is linear in its products is one.
-        are_shared = all(map(_shared_labels, products))
+        are_shared = all(map(self._is_of_keys, products))
         return ([Term(None, node)] if products and are_shared and not is_linear_in_products(node) else []), ""
 
     @staticmethod
