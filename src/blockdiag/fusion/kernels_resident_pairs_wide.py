@@ -1,8 +1,8 @@
 """Gluon source of the kernel of kernels_resident_pairs.py for wide heads, whose tiles leave no room for results.
 
-The scores of a group's keys are one product, and so are their slopes. What is summed over all keys groups tell each
-other: of each row the mean of its slopes, which they are compared with, and of half of the columns the sums that the
-other group writes into queries' gradients.
+The scores of a group's keys are one product, and so are their slopes, which begin after half of the exponentials, since
+values come late. What is summed over all keys groups tell each other: of each row the mean of its slopes, which they
+are compared with, and of half of the columns the sums that the other group writes into queries' gradients.
 
 Keys stay to a round's end and values half as long, with one slot for either: so the next round's keys come into the
 slot that values leave, and its values, which are needed after scores, into the one of keys. Gradients leave by way of
@@ -27,7 +27,7 @@ _MEMORY = (
 class WidePairs(PairsWriter):
     """Lines of the functions of the kernel, see PairsWriter."""
 
-    HELPERS = "forgotten, halves, rounded_product, widened"
+    HELPERS = "forgotten, halves, rounded_product, side_by_side, widened"
     PARTS = 2
 
     def __init__(self, region: Region, plan: Resident, place: Place, factor: float) -> None:
@@ -51,19 +51,20 @@ def _compute(own: WidePairs) -> None:
     print_function(own, f"def compute({_MEMORY}, d_query{own.parameters()}, {gradients}, ROUNDS: gl.constexpr, "
               "GROUP: gl.constexpr):")  # fmt: skip
     emit(f'"""{part} keys of each round."""')
-    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {part}, 16])")
+    emit(f"W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {part}, 16])")
+    emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {part // 2}, 16])")
     emit(f"D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.width}, 16])")
     emit("P: gl.constexpr = gl.DotOperandLayout(0, D, 2)")
     emit("dtype: gl.constexpr = own_tiles.dtype")
     print_share(own, own.tiles_of)
     own.indices("cell", None)
-    emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, gl.SliceLayout(1, S))")
-    emit("r_q = o_q")
-    emit(f"nothing = gl.zeros([{OWN}, {part}], gl.float32, S)")
-    emit(f"sum_bias = gl.zeros([{OWN}, {part}], gl.float32, S)")
+    for name, layout in (("o_q", "W"), ("r_q", "S")):
+        emit(f"{name} = own * {OWN} + gl.arange(0, {OWN}, gl.SliceLayout(1, {layout}))")
+    emit(f"nothing = gl.zeros([{OWN}, {part}], gl.float32, W)")
+    emit(f"sum_bias = gl.zeros([{OWN}, {part}], gl.float32, W)")
     emit("mbarrier.wait(held_full.index(0), 0)")
     own.writer.loop("for round in range(count):", lambda: _round(own))
-    own.store_bias({0: "sum_bias"})
+    own.store_bias({0: "sum_bias"}, "W")
     emit()
     emit()
 
@@ -77,12 +78,18 @@ def _round(own: WidePairs) -> None:
     emit("values = GROUP * 2 + 1 - own_slot")
     emit(f"mbarrier.wait(own_full.index(own_slot), round // {SLOTS} % 2)")
     _begin_product(own, "scores", "own_slot * 2", "keys")
-    _begin_product(own, "slopes", "forgotten(own_slot) * 2 + 1", "values")
     emit(f"mbarrier.wait(lines_full.index(own_slot), round // {SLOTS} % 2)")
     emit("base = lines.index(own_slot).load(gl.SliceLayout(1, S))[:, None]")
-    emit("scores = warpgroup_mma_wait(1, deps=[scores])")
-    # Not before, for scores and slopes leave few registers; and while slopes are under way.
-    emit(f"power = gl.exp2((scores + {_terms(own, known)}) * {plan.unit * LOG2_E} - base)")
+    emit("scores = warpgroup_mma_wait(0, deps=[scores])")
+    emit("power0, power1 = halves(scores)")
+    for half in range(2):
+        if half:
+            _begin_product(own, "slopes", "forgotten(own_slot) * 2 + 1", "values")
+        emit(f"power{half} = gl.convert_layout(power{half}, S, assert_trivial=True)")
+        # Not before, for scores and slopes leave few registers.
+        terms = _terms(own, known, half)
+        emit(f"power{half} = gl.exp2((power{half} + {terms}) * {plan.unit * LOG2_E} - base)")
+    emit("power = side_by_side(power0, power1, W)")
     # Without a wait the compiler would let exponentials wait for slopes.
     emit(f"mbarrier.wait(own_full.index(own_slot), round // {SLOTS} % 2)")
     emit("slopes = warpgroup_mma_wait(0, deps=[slopes])")
@@ -109,19 +116,20 @@ def _begin_product(own: WidePairs, name: str, tile: str, slot: str) -> None:
     own.emit(f"{name} = warpgroup_mma(tile, {other}, nothing, use_acc=False, is_async=True)")
 
 
-def _terms(own: WidePairs, known: dict[int, Value]) -> str:
-    """What is added to scores."""
-    emit, plan, part = own.emit, own.plan, own.part
+def _terms(own: WidePairs, known: dict[int, Value], half: int) -> str:
+    """What is added to half of the scores."""
+    emit, plan, part = own.emit, own.plan, own.part // 2
+    first = f"GROUP * {own.part} + {half * part}"
     held = own.region.leaves.index(plan.held)
     columns = {}
     if own.counts_keys:
-        emit(f"r_k = GROUP * {part} + gl.arange(0, {part}, gl.SliceLayout(0, S))")
+        emit(f"r_k = {first} + gl.arange(0, {part}, gl.SliceLayout(0, S))")
         columns = own.read(("column",), counted=True)
-    emit(f"leaf{held} = widened(held.index(GROUP).load(S))")
+    emit(f"leaf{held} = widened(held.index(GROUP).slice({half * part}, {part}, dim=1).load(S))")
     tiles = own.tiles({**known, **columns, held: Value(f"leaf{held}", (OWN, part))})
-    emit(f"terms = {own.evaluate(plan.others, tiles, 'x').name}")
+    emit(f"terms = {own.evaluate(plan.others, tiles, f'x{half}_').name}")
     if plan.of_keys is not None:
-        emit(f"terms += of_keys.index(0).slice(GROUP * {part}, {part}).load(gl.SliceLayout(0, S))[None, :]")
+        emit(f"terms += of_keys.index(0).slice({first}, {part}).load(gl.SliceLayout(0, S))[None, :]")
     return "terms"
 
 
@@ -133,7 +141,7 @@ def _compare(own: WidePairs) -> None:
     emit("gl.thread_barrier()")
     emit("mbarrier.arrive(sums_full.index(0), count=1)")
     emit("mbarrier.wait(sums_full.index(0), round % 2)")
-    emit(f"delta += lines.index({SLOTS + 1} - GROUP).load(gl.SliceLayout(1, S))")
+    emit(f"delta += lines.index({SLOTS + 1} - GROUP).load(gl.SliceLayout(1, W))")
     emit("if GROUP == 0:")
     emit(f"    gl.store(p_delta + {own.writer.row_place()}, delta)")
 

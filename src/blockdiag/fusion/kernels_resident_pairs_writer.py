@@ -111,14 +111,14 @@ class PairsWriter(ResidentWriter):
         self.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, B)")
         self.emit(f"loaded_sum = tl.load(p_log_sum + {self.writer.row_place()})")
 
-    def store_bias(self, sums: Mapping[int, str]) -> None:
+    def store_bias(self, sums: Mapping[int, str], layout: str = "S") -> None:
         """Write what a group has summed for the bias: names, by the first column of each among the group's."""
         columns = self.writer.tile.columns
         name = f"p_{self.array('held', 'grad')}"
         target = f"{name} + gl.program_id(0).to(gl.int64) * {OWN * self.keys}"
         self.emit(f"p_tile = {target} + GROUP * {self.keys // 2}")
-        self.emit(f"o_q = gl.arange(0, {OWN}, gl.SliceLayout(1, S))[:, None] * {self.keys}")
-        self.emit(f"o_k = gl.arange(0, {columns}, gl.SliceLayout(0, S))[None, :]")
+        self.emit(f"o_q = gl.arange(0, {OWN}, gl.SliceLayout(1, {layout}))[:, None] * {self.keys}")
+        self.emit(f"o_k = gl.arange(0, {columns}, gl.SliceLayout(0, {layout}))[None, :]")
         factor = "" if self.factor == 1 else f" * {self.factor}"
         for first, found in sums.items():
             self.emit(f"gl.store(p_tile + o_q + o_k + {first}, ({found}{factor}).to({name}.dtype.element_ty))")

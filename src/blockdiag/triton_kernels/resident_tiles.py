@@ -64,6 +64,15 @@ def halves(b_tile):
 
 
 @gluon.jit
+def side_by_side(a_tile, b_tile, layout: gl.constexpr):
+    """The tile of which two tiles are the left and the right half; threads keep what they have."""
+    ROWS: gl.constexpr = a_tile.shape[0]
+    HALF: gl.constexpr = a_tile.shape[1]
+    both = gl.reshape(gl.permute(gl.join(a_tile, b_tile), [0, 2, 1]), [ROWS, 2 * HALF])
+    return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
 def forgotten(number):
     """A number about which the compiler knows nothing: what follows from it is not kept in registers from before."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
