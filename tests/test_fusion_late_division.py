@@ -156,6 +156,13 @@ def seen_the_other_way(query, key, value):
     return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
 
 
+def sum_of_what_is_seen(query, key, value):
+    """Weights of keys that are not seen are not in the sum."""
+    scores = query @ key.mT / 4
+    power = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return (power @ value) / jnp.where(SEEN, power, 0.0).sum(-1, keepdims=True)
+
+
 def sum_of_others(query, key, value):
     scores = query @ key.mT / 4
     power = jnp.exp(scores - scores.max(-1, keepdims=True))
@@ -175,6 +182,7 @@ def sums_of_other_rows(query, key, value):
         less_than_what_is_seen,
         others_seen,
         seen_the_other_way,
+        sum_of_what_is_seen,
         sum_of_others,
         sums_of_other_rows,
     ],
@@ -195,3 +203,39 @@ def twice(query, key, value):
 def test_a_product_that_is_returned_too():
     given = operands()
     assert_alike(with_gradients(fuse(twice, implementation="xla"), given), with_gradients(twice, given))
+
+
+APART = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS)).astype(np.float32)
+CHANGES = {
+    "scaled": lambda power: power / 0.9,
+    "negative": lambda power: -power,
+    "less by distance": lambda power: power * jnp.exp(-0.1 * APART)[None],
+    "masked": lambda power: jnp.where(APART < 9, power, 0.0),
+    "masked and scaled": lambda power: jnp.where(APART < 9, power / 0.9, 0.0) * 2,
+    "moved": lambda power: (power.swapaxes(-1, -2) * 3).swapaxes(-1, -2),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_before_the_product_and_divided_after_it(change, implementation):
+    """The sum is that of the exponentials before, as where weights are dropped."""
+
+    def attention(query, key, value):
+        scores = query @ key.mT / 4
+        power = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return CHANGES[change](power) @ value / power.sum(-1, keepdims=True)
+
+    assert_fused(attention, operands(), implementation)
+
+
+def test_dropped_before_the_product_and_divided_after_it():
+    def attention(query, key, value, keep):
+        scores = query @ key.mT / 4
+        power = jnp.exp(scores - scores.max(-1, keepdims=True))
+        kept = jax.random.bernoulli(jax.random.key(0), keep, power.shape)
+        return jnp.where(kept, power / keep, 0.0) @ value / power.sum(-1, keepdims=True)
+
+    query, key, _ = operands()
+    total = fuse(attention)(query, key, jnp.ones_like(query), 0.5)[..., 0]
+    assert 0.1 < float(total.std()) < 0.5 and abs(float(total.mean()) - 1) < 0.1

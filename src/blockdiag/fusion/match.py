@@ -20,7 +20,7 @@ from blockdiag.fusion.follow import followed, read_by
 from blockdiag.fusion.guards import CASTS, NoMatch, linear_in_powers
 from blockdiag.fusion.pull import MadeOfScores
 from blockdiag.fusion.softmaxes import LINEAR
-from blockdiag.fusion.terms import Matcher, Term, lie_in_order
+from blockdiag.fusion.terms import Matcher, lie_in_order
 from blockdiag.fusion.trace import aval_of, kept
 from blockdiag.fusion.tree import (
     COLUMNS,
@@ -357,10 +357,9 @@ def _regions_with(
         if any(term.softmax is not None and term.softmax.mask is not None for term in terms):
             raise NoMatch
     except NoMatch:
-        divided = matcher.divided(equation, out_dims, weights, given)
+        divided = matcher.divided_terms(equation, out_dims, weights, given)
         if divided is not None:
-            softmax, replaced, out_dims = divided
-            terms = [Term(softmax, None)]
+            terms, replaced, out_dims = divided
         elif matcher.may_be_plain:
             terms, refusal = matcher.plain(weights, given)
         else:

@@ -1,7 +1,7 @@
 """Weights as sums of softmaxes, each times what it is scaled by."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,8 @@ class Matcher(Softmaxes):
         self.is_alone = False
         # Of values the terms, or why there are none; weights that a slice has left differ by where it begins.
         self._known: dict[tuple[core.Var, tuple[Dim, ...], int], list[Term] | str] = {}
+        # Exponentials that count as this softmax, as their product with values is divided by their sum.
+        self._divided: tuple[object, tuple[Dim, ...], Softmax] | None = None
 
     def has_softmax(self, var: object, dims: tuple[Dim, ...]) -> bool:
         """Whether a value is linear in softmaxes."""
@@ -142,6 +144,8 @@ class Matcher(Softmaxes):
         equation = self.producer(var)
         if equation is None or COLUMNS not in labels_of(dims):
             raise NoMatch
+        if self._divided is not None and self._divided[:2] == (var, dims):
+            return [Term(self._divided[2], None)]
         softmax = self.softmax(equation, dims)
         if softmax is not None:
             return [Term(softmax, None)]
@@ -189,6 +193,53 @@ class Matcher(Softmaxes):
             case "select_n":
                 return (yield self._selected(equation, given))
         raise NoMatch
+
+    def divided_terms(
+        self, product: core.JaxprEqn, out_dims: tuple[Dim, ...], var: object, dims: tuple[Dim, ...]
+    ) -> tuple[list[Term], core.Var, tuple[Dim, ...]] | None:
+        """Terms of weights that are linear in exponentials by whose sum their product with values is divided.
+
+        Returns:
+            The terms, the quotient, and the quotient's dims; None where nothing is divided so.
+        """
+        for power, power_dims in self._below(var, dims):
+            found = self.divided(product, out_dims, power, power_dims)
+            # Weights that are not masked are not those of a sum that is.
+            if found is None or found[0].mask is not None:
+                continue
+            softmax, quotient, quotient_dims = found
+            if power is var:
+                return [Term(softmax, None)], quotient, quotient_dims
+            self._known.clear()
+            self._divided = (power, power_dims, softmax)
+            try:
+                return self.terms(var, dims), quotient, quotient_dims
+            except NoMatch:
+                self._known.clear()
+                self._divided = None
+        return None
+
+    def _below(self, var: object, dims: tuple[Dim, ...]) -> Iterator[tuple[object, tuple[Dim, ...]]]:
+        """A value, and those that it may be linear in, with their dims; not those that are added to each other."""
+        seen: set[object] = set()
+        waiting = [(var, dims)]
+        while waiting:
+            var, dims = waiting.pop()
+            equation = self.producer(var)
+            if equation is None or var in seen or COLUMNS not in labels_of(dims):
+                continue
+            seen.add(var)
+            yield var, dims
+            name, operands = equation.primitive.name, equation.invars
+            if self.is_cast(equation):
+                waiting.append((operands[0], dims))
+            elif name in MOVES:
+                with contextlib.suppress(NoMatch):
+                    waiting.append((operands[0], self.moved(equation, dims)))
+            elif name in ("mul", "div", "select_n", "neg"):
+                shape = aval_of(equation.outvars[0]).shape
+                inner = operands[1:] if name == "select_n" else operands[:1] if name == "div" else operands
+                waiting += [(x, broadcast_dims(x, shape, dims)) for x in inner]
 
     def _both_terms(self, operands: Sequence[Any], given: Sequence[tuple[Dim, ...]]) -> Steps[list[list[Term]]]:
         """Of both operands of a sum; beside softmaxes what is none is a weight, as it is."""
