@@ -239,3 +239,36 @@ def test_dropped_before_the_product_and_divided_after_it():
     query, key, _ = operands()
     total = fuse(attention)(query, key, jnp.ones_like(query), 0.5)[..., 0]
     assert 0.1 < float(total.std()) < 0.5 and abs(float(total.mean()) - 1) < 0.1
+
+
+def in_turn(query, key, value, sink):
+    """Exponentials as kernels have them: log2(e) in the exponent, a sink, and the reciprocal of the sum."""
+    scores = query @ key.mT / 4
+    largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
+    power = jnp.exp2((scores - largest) * 1.4426950408889634)
+    total = power.sum(-1, keepdims=True) + jnp.exp2((sink - largest) * 1.4426950408889634)
+    return power @ value * (1 / total)
+
+
+def halved(query, key, value, sink):
+    scores = jnp.where(SEEN, query @ key.mT + 0 * sink, -jnp.inf)
+    power = jnp.exp((scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))) / 2)
+    return power / jnp.maximum(power.sum(-1, keepdims=True), 1e-9) @ value
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("function", [in_turn, halved])
+def test_factors_of_exponents_after_the_largest(function, implementation):
+    sink = jnp.asarray(np.random.default_rng(4).normal(size=(3, 1, 1)), jnp.float32)
+    assert_fused(function, [*operands(), sink], implementation)
+
+
+def test_a_sink_of_another_factor_is_refused():
+    def attention(query, key, value):
+        scores = query @ key.mT / 4
+        largest = scores.max(-1, keepdims=True)
+        power = jnp.exp((scores - largest) * 2)
+        return power @ value / (power.sum(-1, keepdims=True) + jnp.exp(1 - largest))
+
+    with pytest.raises(NotFusible):
+        fuse(attention)(*operands())

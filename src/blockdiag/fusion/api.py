@@ -16,6 +16,7 @@ from blockdiag.fusion.chosen import with_chosen
 from blockdiag.fusion.coordinates import with_places
 from blockdiag.fusion.dims import place_of, producers_of
 from blockdiag.fusion.draws import drawn_by, with_counters
+from blockdiag.fusion.exponents import with_factors_inside
 from blockdiag.fusion.inner import CHECKPOINTS, OPENED, Inner, has_checkpoints, inner_of
 from blockdiag.fusion.joined import joined
 from blockdiag.fusion.log_sums import Wanted, in_order
@@ -124,6 +125,10 @@ def is_fused(function: Callable[..., Any]) -> bool:
     return getattr(function, "fused", None) is function
 
 
+_REWRITES = (with_chosen, with_factors_inside, respelled, taken_apart, with_sources, with_sums, with_merged_keys)
+"""In this order; each gives None where it changes nothing."""
+
+
 class Program:
     """A traced call.
 
@@ -140,7 +145,7 @@ class Program:
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
         self.structure = structure
-        for rewrite in (with_chosen, respelled, taken_apart, with_sources, with_sums, with_merged_keys):
+        for rewrite in _REWRITES:
             jaxpr = rewrite(jaxpr) or jaxpr
         try:
             self._take(jaxpr)

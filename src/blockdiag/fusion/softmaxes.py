@@ -159,15 +159,22 @@ class Softmaxes(Guards):
             below_dims = broadcast_dims(below, aval_of(equation.outvars[0]).shape, dims)
             if equation.primitive.name == "div":
                 return numerator, below, below_dims
-            inner, inner_dims = self.through_moves(below, below_dims)
-            reciprocal = self.producer(inner)
-            if reciprocal is None:
-                continue
-            if reciprocal.primitive.name == "integer_pow" and reciprocal.params["y"] == -1:
-                return numerator, reciprocal.invars[0], inner_dims
-            if reciprocal.primitive.name == "div" and self._is_one(reciprocal.invars[0]):
-                shape = aval_of(reciprocal.outvars[0]).shape
-                return numerator, reciprocal.invars[1], broadcast_dims(reciprocal.invars[1], shape, inner_dims)
+            inverse = self._inverse(below, below_dims)
+            if inverse is not None:
+                return numerator, *inverse
+        return None
+
+    def _inverse(self, var: object, dims: tuple[Dim, ...]) -> tuple[object, tuple[Dim, ...]] | None:
+        """What a value is the reciprocal of, with its dims; None of others."""
+        inner, dims = self.through_moves(var, dims)
+        reciprocal = self.producer(inner)
+        if reciprocal is None:
+            return None
+        if reciprocal.primitive.name == "integer_pow" and reciprocal.params["y"] == -1:
+            return reciprocal.invars[0], dims
+        if reciprocal.primitive.name == "div" and self._is_one(reciprocal.invars[0]):
+            shape = aval_of(reciprocal.outvars[0]).shape
+            return reciprocal.invars[1], broadcast_dims(reciprocal.invars[1], shape, dims)
         return None
 
     def _score(self, power: core.JaxprEqn, dims: tuple[Dim, ...], extras: Sequence[Node], mask: object) -> Softmax:
@@ -489,15 +496,17 @@ class Softmaxes(Guards):
             return None
         if powers is None:
             return None
-        for quotient in self.named("div"):
-            if isinstance(quotient.invars[1], core.Literal):
+        places = {"div": (0,), "mul": (0, 1)}
+        for quotient, one in ((x, one) for name, each in places.items() for x in self.named(name) for one in each):
+            below = quotient.invars[1 - one]
+            if isinstance(below, core.Literal):
                 continue
-            whole = self._with_ones(quotient.invars[0], product.outvars[0], out_dims)
+            whole = self._with_ones(quotient.invars[one], product.outvars[0], out_dims)
             if whole is None:
                 continue
-            below = quotient.invars[1]
             given = broadcast_dims(below, aval_of(quotient.outvars[0]).shape, whole)
-            softmax = self._over_sum(powers, below, given, dims)
+            inverse = (below, given) if quotient.primitive.name == "div" else self._inverse(below, given)
+            softmax = None if inverse is None else self._over_sum(powers, *inverse, dims)
             if softmax is not None:
                 return softmax, quotient.outvars[0], whole
         return None
