@@ -217,19 +217,21 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_before_the_product_and_divided_after_it(change, implementation):
+def test_changed_before_the_division(change, is_late, implementation):
     """The sum is that of the exponentials before, as where weights are dropped."""
 
     def attention(query, key, value):
         scores = query @ key.mT / 4
         power = jnp.exp(scores - scores.max(-1, keepdims=True))
-        return CHANGES[change](power) @ value / power.sum(-1, keepdims=True)
+        changed, total = CHANGES[change](power), power.sum(-1, keepdims=True)
+        return changed @ value / total if is_late else changed / total @ value
 
     assert_fused(attention, operands(), implementation)
 
 
-def test_dropped_before_the_product_and_divided_after_it():
+def test_dropped_before_the_division():
     def attention(query, key, value, keep):
         scores = query @ key.mT / 4
         power = jnp.exp(scores - scores.max(-1, keepdims=True))

@@ -187,7 +187,13 @@ class Matcher(Softmaxes):
                     factor = self.puller.node(operands[other], given[other])
                     return [self._scaled(term, factor, lax.mul_p) for term in terms]
             case "div":
-                terms = yield self._terms(operands[0], given[0])
+                try:
+                    terms = yield self._terms(operands[0], given[0])
+                except NoMatch:
+                    over_sums = self._over_sums(operands, given)
+                    if over_sums is None:
+                        raise
+                    return over_sums
                 factor = self.puller.node(operands[1], given[1])
                 return [self._scaled(term, factor, lax.div_p) for term in terms]
             case "select_n":
@@ -208,16 +214,34 @@ class Matcher(Softmaxes):
             if found is None or found[0].mask is not None:
                 continue
             softmax, quotient, quotient_dims = found
-            if power is var:
-                return [Term(softmax, None)], quotient, quotient_dims
-            self._known.clear()
-            self._divided = (power, power_dims, softmax)
-            try:
-                return self.terms(var, dims), quotient, quotient_dims
-            except NoMatch:
-                self._known.clear()
-                self._divided = None
+            terms = self._terms_over(var, dims, (power, power_dims, softmax))
+            if terms is not None:
+                return terms, quotient, quotient_dims
         return None
+
+    def _over_sums(self, operands: Sequence[Any], given: Sequence[tuple[Dim, ...]]) -> list[Term] | None:
+        """Terms of a quotient of what is linear in exponentials, and their sum; None of others."""
+        for power, power_dims in self._below(operands[0], given[0]):
+            powers = self.powers(power, power_dims)
+            softmax = None if powers is None else self._over_sum(powers, operands[1], given[1], power_dims)
+            if softmax is not None and softmax.mask is None:
+                terms = self._terms_over(operands[0], given[0], (power, power_dims, softmax))
+                if terms is not None:
+                    return terms
+        return None
+
+    def _terms_over(
+        self, var: object, dims: tuple[Dim, ...], divided: tuple[object, tuple[Dim, ...], Softmax]
+    ) -> list[Term] | None:
+        """Terms of a value where exponentials count as a softmax; None where it is not linear in them."""
+        before = self._known, self._divided
+        self._known, self._divided = {}, divided
+        try:
+            return self.terms(var, dims)
+        except NoMatch:
+            return None
+        finally:
+            self._known, self._divided = before
 
     def _below(self, var: object, dims: tuple[Dim, ...]) -> Iterator[tuple[object, tuple[Dim, ...]]]:
         """A value, and those that it may be linear in, with their dims; not those that are added to each other."""
