@@ -274,3 +274,14 @@ def test_a_sink_of_another_factor_is_refused():
 
     with pytest.raises(NotFusible):
         fuse(attention)(*operands())
+
+
+@pytest.mark.parametrize("number", [-0.5, 0.0, 0.5])
+def test_a_number_beside_the_sum(number):
+    """It is the exponential of a logit, unless it is negative."""
+
+    def attention(query, key, value):
+        power = jnp.exp(query @ key.mT / 4)
+        return power @ value / (power.sum(-1, keepdims=True) + number)
+
+    assert_fused(attention, operands())

@@ -342,7 +342,8 @@ class Softmaxes(Guards):
         if power is None or power.primitive.name not in POWERS:
             if shift is not None or not isinstance(inner, core.Literal):
                 return None
-            return number(float(np.log(np.asarray(inner.val))))
+            value = float(np.asarray(inner.val))
+            return None if value < 0 else number(math.log(value) if value else -math.inf)
         logit = self.producer(self.skip(power.invars[0]))
         if shift is None:
             return _natural(power, self.puller.node(power.invars[0], inner_dims))
