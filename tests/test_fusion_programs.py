@@ -268,6 +268,7 @@ def test_what_is_made_of_a_fused_function_is_fused_as_it_is(change):
     changed = change(fuse(attention))
     assert not is_fused(changed)
     assert_alike([fuse(changed)(*given)], [changed(*given)])
+    assert explain(changed)(*given).unopened.startswith("there is attention that is fused already")
 
 
 def test_scores_that_are_made_again_are_told():

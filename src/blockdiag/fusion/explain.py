@@ -17,6 +17,7 @@ from blockdiag.fusion.guards import CASTS
 from blockdiag.fusion.inner import OPENED
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import live_tiles
+from blockdiag.fusion.op import region_p
 from blockdiag.fusion.shared import shared
 from blockdiag.fusion.tiles import leaf_array, value_columns
 from blockdiag.fusion.trace import aval_of, bind, has_effects, loop_with_attention, read
@@ -245,7 +246,9 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         equations = [x for inner in program.programs() for x in inner.jaxpr.jaxpr.eqns]
         loop = loop_with_attention([x for x in equations if x.primitive.name not in OPENED])
         unopened = None
-        if loop is not None:
+        if loop is not None and loop.primitive is region_p:
+            unopened = "there is attention that is fused already: explain the function that `fuse` was given"
+        elif loop is not None:
             unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {UNOPENED}"
         return Explanation(tuple(reports), dict(outside), unopened=unopened, scores=tuple(scores))
 
