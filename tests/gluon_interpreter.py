@@ -281,8 +281,11 @@ class _Values(Language):
     def split(self, tile: Array) -> tuple[Array, Array]:
         return tile[..., 0], tile[..., 1]
 
-    def convert_layout(self, tile: Array, layout: object) -> Array:
-        del layout
+    def join(self, one: Array, other: Array) -> Array:
+        return np.stack([one, other], -1)
+
+    def convert_layout(self, tile: Array, layout: object, assert_trivial: bool = False) -> Array:
+        del layout, assert_trivial
         return tile
 
     def thread_barrier(self) -> None:
