@@ -285,3 +285,15 @@ def test_a_number_beside_the_sum(number):
         return power @ value / (power.sum(-1, keepdims=True) + number)
 
     assert_fused(attention, operands())
+
+
+def test_narrow_exponents_outside_of_attention_stay():
+    """Of 16 bits, a difference that is taken after the factor would be rounded more."""
+
+    def function(query, key, value):
+        weights = jnp.exp((value - value.max(-1, keepdims=True)) * 3)
+        return jax.nn.softmax(query @ key.mT) @ value, weights / weights.sum(-1, keepdims=True)
+
+    given = [8 * x.astype(jnp.bfloat16) for x in operands()]
+    found, expected = jax.jit(fuse(function))(*given), jax.jit(function)(*given)
+    np.testing.assert_array_equal(np.float32(found[1]), np.float32(expected[1]))

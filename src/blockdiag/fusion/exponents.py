@@ -14,6 +14,7 @@ from jax.extend import core
 
 from blockdiag.fusion.dims import MOVES, equations_by_name, producers_of
 from blockdiag.fusion.guards import POWERS
+from blockdiag.fusion.match import attention_count
 from blockdiag.fusion.trace import aval_of, bind, rewritten
 
 _SHIFTS = (*MOVES, "stop_gradient")
@@ -31,7 +32,10 @@ def with_factors_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
         id(equation): functools.partial(_replacement, equation, difference, factor, producers, known)
         for equation, difference, factor in scaled
     }
-    return rewritten(closed, closed.jaxpr.eqns, replaced)
+    found = rewritten(closed, closed.jaxpr.eqns, replaced)
+    # What stays outside of regions is rounded to 16 bits, to which a difference is closer before it is scaled.
+    is_narrow = any(aval_of(equation.outvars[0]).dtype.itemsize == 2 for equation, *_ in scaled)
+    return None if is_narrow and attention_count(found.jaxpr) <= attention_count(closed.jaxpr) else found
 
 
 def _exponents(jaxpr: core.Jaxpr, producers: Mapping[core.Var, core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
