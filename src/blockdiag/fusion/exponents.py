@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from blockdiag.fusion.apart import producer_of
 from blockdiag.fusion.dims import MOVES, equations_by_name, producers_of
 from blockdiag.fusion.guards import POWERS
 from blockdiag.fusion.match import attention_count
@@ -43,7 +44,7 @@ def _exponents(jaxpr: core.Jaxpr, producers: Mapping[core.Var, core.JaxprEqn]) -
     seen: set[int] = set()
     for name in POWERS:
         for power in equations_by_name(jaxpr).get(name, ()):
-            equation = _producer(power.invars[0], producers)
+            equation = producer_of(power.invars[0], producers)
             if equation is not None and id(equation) not in seen:
                 seen.add(id(equation))
                 yield equation
@@ -55,21 +56,20 @@ def _scaled(
     """The equation, the difference from a largest number that it scales, and by how much; None of others."""
     name, operands = equation.primitive.name, equation.invars
     for one, other in {"mul": ((0, 1), (1, 0)), "div": ((0, 1),)}.get(name, ()):
-        difference, factor = _producer(operands[one], producers), _number(operands[other], producers)
+        difference, factor = producer_of(operands[one], producers), _number(operands[other], producers)
         if difference is None or factor is None:
             continue
         factor = 1 / factor if name == "div" else factor
-        # What an infinite number is times 0 is no number.
-        if not (np.isfinite(factor) and factor > 0 and difference.primitive.name in ("sub", "neg")):
-            continue
-        if _is_largest(difference.invars[-1], producers):
+        # Of other factors the largest of what is scaled is not the largest number, scaled.
+        is_difference = 0 < factor < np.inf and difference.primitive.name in ("sub", "neg")
+        if is_difference and _is_largest(difference.invars[-1], producers):
             return equation, difference, factor
     return None
 
 
 def _number(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> float | None:
     """The one number that an operand is, None of others."""
-    while (equation := _producer(operand, producers)) is not None and equation.primitive.name == "broadcast_in_dim":
+    while (equation := producer_of(operand, producers)) is not None and equation.primitive.name == "broadcast_in_dim":
         operand = equation.invars[0]
     if not isinstance(operand, core.Literal) or not jnp.issubdtype(aval_of(operand).dtype, jnp.floating):
         return None
@@ -79,9 +79,9 @@ def _number(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> float 
 
 def _is_largest(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> bool:
     """Whether a number of each row is a largest one, or the larger one of that and another number."""
-    equation = _producer(operand, producers)
+    equation = producer_of(operand, producers)
     while equation is not None and equation.primitive.name in _SHIFTS:
-        equation = _producer(equation.invars[0], producers)
+        equation = producer_of(equation.invars[0], producers)
     if equation is not None and equation.primitive.name == "max":
         return any(_is_largest(x, producers) for x in equation.invars)
     return equation is not None and equation.primitive.name == "reduce_max"
@@ -114,20 +114,18 @@ def _times(
     """An operand times the factor: of a largest number that of what is scaled."""
     if factor == 1:
         return value_of(operand)
+    if isinstance(operand, core.Literal):
+        return _product(value_of(operand), factor)
     key = (operand, factor)
-    if isinstance(operand, core.Literal) or key not in known:
-        equation = _producer(operand, producers)
-        if equation is not None and (equation.primitive.name in ("reduce_max", "max", *_SHIFTS)):
+    if key not in known:
+        equation = producer_of(operand, producers)
+        if equation is not None and equation.primitive.name in ("reduce_max", "max", *_SHIFTS):
             given = [_times(x, factor, producers, known, value_of) for x in equation.invars]
-            (found,) = bind(equation, given)
+            (known[key],) = bind(equation, given)
         else:
-            value = value_of(operand)
-            found = lax.mul(value, lax.full_like(value, factor))
-        if isinstance(operand, core.Literal):
-            return found
-        known[key] = found
+            known[key] = _product(value_of(operand), factor)
     return known[key]
 
 
-def _producer(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> core.JaxprEqn | None:
-    return producers.get(operand) if isinstance(operand, core.Var) else None
+def _product(value: Any, factor: float) -> Any:
+    return lax.mul(value, lax.full_like(value, factor))

@@ -244,7 +244,7 @@ class Softmaxes(Guards):
         if largest is None or largest.primitive.name != "reduce_max":
             return False
         whole = self.skip_moves(largest.invars[0], PASSES)
-        differences = (x.invars for x in self.producers.values() if x.primitive.name == "sub")
+        differences = (x.invars for x in self.named("sub"))
         return any(self.skip_moves(x, PASSES) is whole and self.skip_moves(y, PASSES) is var for x, y in differences)
 
     def _parted(self, joined: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[object, list[Node]]:
