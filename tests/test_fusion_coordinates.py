@@ -55,6 +55,11 @@ MASKS = {
         )
         & (jax.lax.broadcasted_iota(jnp.int32, (1, LONGEST), 0) < 1)
     )[3 : 3 + TOKENS, :TOKENS],
+    "one for each head": lambda: jnp.stack([causal(TOKENS, TOKENS), jnp.ones((TOKENS, TOKENS), bool)]),
+    "one of several": lambda: jnp.stack([causal(TOKENS, LONGEST), jnp.ones((TOKENS, LONGEST), bool)], 1)[:, 0, :TOKENS],
+    "taken from several": lambda: jnp.unstack(
+        jnp.stack([~causal(TOKENS, TOKENS), causal(TOKENS, TOKENS)], -1), axis=-1
+    )[1],
     "turned and cut": lambda: causal(LONGEST, LONGEST).T[:TOKENS, 3 : 3 + TOKENS][::-1],
 }
 

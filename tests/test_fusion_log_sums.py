@@ -242,6 +242,20 @@ def test_a_shift_that_stands_still_in_one_place():
     assert_fused(function, given)
 
 
+@pytest.mark.parametrize("keys", [1, 2])
+def test_a_shift_that_stands_still_of_few_keys(keys):
+    """Of one key, what is the same for all keys has as many elements as scores."""
+
+    def function(query, key, value):
+        found = scores(query, key)
+        largest = jax.lax.stop_gradient(found.max(-1, keepdims=True))
+        log_sum = largest + jnp.log(jnp.exp(found - largest).sum(-1, keepdims=True))
+        return joined(times(jax.nn.softmax(found), value), log_sum[..., 0])
+
+    few = (BATCH, keys, HEADS, WIDTH)
+    assert_fused(function, arrays(OPERAND, few, few))
+
+
 def test_of_other_scores_stays():
     """The softmax has a mask that the log-sum-exp has not."""
 

@@ -1,6 +1,7 @@
 """Functions that do more than compute: effects, axes of maps, modules with state, derivatives inside, nested calls."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,21 @@ def arrays(count=3, shape=SHAPE):
 def attention(query, key, value):
     weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / 4)
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def test_a_number_that_16_bits_do_not_have():
+    """It is infinite, without a word, as in the function itself."""
+
+    def function(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+        weights = jax.nn.softmax(jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -1e9))
+        return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+    given = [x.astype(jnp.float16) for x in arrays()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fuse(function)(*given)
+    np.testing.assert_allclose(found, function(*given), atol=5e-3)
 
 
 # Effects

@@ -1,5 +1,7 @@
 """Ways to write a softmax: those that are one, with its gradients, and those that look like one."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,10 @@ SOFTMAXES = {
     "less the log-sum-exp": lambda x: jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True)),
     "less the log-sum-exp by hand": lambda x: jnp.exp(x - log_sum(x, largest(x))),
     "less the logarithm of the sum": lambda x: jnp.exp(x - jnp.log(jnp.exp(x).sum(axis=-1, keepdims=True))),
+    "less the logarithm of a sum of differences computed again": lambda x: jnp.exp(
+        (x - largest(x)) - jnp.log(jnp.exp(x - largest(x)).sum(axis=-1, keepdims=True))
+    ),
+    "of base 2, less the log-sum-exp": lambda x: jnp.exp2((x - log_sum(x, largest(x))) * math.log2(math.e)),
     "exp of log_softmax": lambda x: jnp.exp(jax.nn.log_softmax(x, axis=-1)),
     "of scores that stand still": lambda x: jax.nn.softmax(stop_gradient(x), axis=-1),
     "without NaN": lambda x: jnp.nan_to_num(jax.nn.softmax(x, axis=-1)),

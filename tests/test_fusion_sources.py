@@ -64,6 +64,14 @@ def by_hand(query, key, value, memory_key, memory_value):
     return weights[..., MEMORIES:] @ value + 0.5 * (weights[..., :MEMORIES] @ memory_value)
 
 
+def joined_again(query, key, value, memory_key, memory_value, sink):
+    """As a function that adds a sink [N] to whatever scores it is given."""
+    scores = jnp.concatenate([query @ memory_key.mT, query @ key.mT], axis=-1)
+    first = jnp.broadcast_to(sink[:, None, None], (BATCH, HEADS, TOKENS, 1))
+    weights = jax.nn.softmax(jnp.concatenate([first, scores], axis=-1), axis=-1)[..., 1:]
+    return weights @ jnp.concatenate([memory_value, value], axis=2)
+
+
 FUNCTIONS = {
     "sliced": (sliced,),
     "joined values": (joined_values,),
@@ -71,6 +79,7 @@ FUNCTIONS = {
     "null": (with_null, (WIDTH,), (WIDTH,)),
     "masked together": (masked_together,),
     "by hand": (by_hand,),
+    "joined again": (joined_again, (HEADS,)),
 }
 
 
@@ -96,6 +105,22 @@ def test_scores_are_not_in_memory(name):
     assert not [x for x in made if len(x) > 1 and x[-2] == TOKENS and x[-1] in (MEMORIES, TOKENS, MEMORIES + TOKENS)]
     leaves = [leaf for report in explain(function)(*given).regions for leaf in report.leaves]
     assert not [leaf for leaf in leaves if leaf.role == "score"]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_source_of_one_key(is_first, implementation):
+    """As a learned key of nothing has it, with a value of its own."""
+
+    def function(query, key, value, null_key, null_value):
+        order = slice(None, None, -1 if is_first else 1)
+        scores = jnp.concatenate([query @ key.mT, query @ null_key.mT][order], axis=-1)
+        return jax.nn.softmax(scores, axis=-1) @ jnp.concatenate([value, null_value][order], axis=2)
+
+    one = (BATCH, HEADS, 1, WIDTH)
+    given = arrays(OPERAND, OPERAND, OPERAND, one, one)
+    assert_fused(function, given, implementation)
+    assert "score" not in {x.role for region in trace(function, given, {}).all_regions() for x in region.leaves}
 
 
 @pytest.mark.parametrize("name", ["sliced", "joined values"])

@@ -26,6 +26,7 @@ from blockdiag.fusion.made import with_made
 from blockdiag.fusion.match import QueryWithoutAxis, regions_and_sides
 from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.op import Call, attend, region_p
+from blockdiag.fusion.plain import plain
 from blockdiag.fusion.positions import with_positions
 from blockdiag.fusion.respelled import respelled
 from blockdiag.fusion.shared import shared
@@ -125,7 +126,7 @@ def is_fused(function: Callable[..., Any]) -> bool:
     return getattr(function, "fused", None) is function
 
 
-_REWRITES = (with_chosen, with_factors_inside, respelled, taken_apart, with_sources, with_sums, with_merged_keys)
+_REWRITES = (plain, with_chosen, with_factors_inside, respelled, taken_apart, with_sources, with_sums, with_merged_keys)
 """In this order; each gives None where it changes nothing."""
 
 

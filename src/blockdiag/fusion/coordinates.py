@@ -28,7 +28,7 @@ type _ValueOf = Callable[[Any], Any]
 
 _MOVES_ELEMENTS = frozenset({
     "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "reshape", "rev", "scatter", "slice",
-    "split", "tile",
+    "split", "stack", "tile", "unstack",
 })  # fmt: skip
 
 
@@ -189,8 +189,13 @@ class _Places:
                 return (yield self._at(operands[0], self._moved(places, starts, None, given_shape), value_of))
             case "dynamic_slice":
                 return (yield self._at(operands[0], self._cut(equation, places, value_of), value_of))
-            case "concatenate":
+            case "concatenate" | "stack":
                 return (yield self._joined(equation, places, value_of))
+            case "unstack":
+                number = jnp.full((1,) * len(self._shape), equation.outvars.index(var), jnp.int32)
+                inner = [*places]
+                inner.insert(params["axis"] % len(given_shape), _Place(number))
+                return (yield self._at(operands[0], inner, value_of))
             case "pad":
                 return (yield self._padded(equation, places, value_of))
             case "dynamic_update_slice":
@@ -311,15 +316,18 @@ class _Places:
         return _chosen(is_inside, value, jnp.full((1,) * len(self._shape), fill, aval_of(operand).dtype))
 
     def _joined(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
-        """Elements of several arrays side by side."""
-        along = equation.params["dimension"]
-        sizes = [aval_of(x).shape[along] for x in equation.invars]
+        """Elements of several arrays side by side, along an axis that each of them has, or has not yet."""
+        is_new = equation.primitive.name == "stack"
+        along = equation.params["axis"] % len(places) if is_new else equation.params["dimension"]
+        sizes = [1 if is_new else aval_of(x).shape[along] for x in equation.invars]
         ends = list(itertools.accumulate(sizes))
         index = places[along].index
         found = None
         for operand, end, size in reversed(list(zip(equation.invars, ends, sizes, strict=True))):
             inner = [*places]
             inner[along] = _Place(_within(index - (end - size), size)) if size > 1 else self._first()
+            if is_new:
+                del inner[along]
             value = yield self._at(operand, inner, value_of)
             found = value if found is None else _chosen(index < end, value, found)
         return found

@@ -264,10 +264,10 @@ class Guards:
         found = self.through_moves(shifted.invars[1], below, passes)
         return None if COLUMNS in labels_of(found[1]) else found
 
-    def unshifted(self, var: object, dims: tuple[Dim, ...]) -> object:
+    def unshifted(self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = PASSES) -> object:
         """What `shift` was subtracted from, or the value itself."""
         shifted = self.producer(self.skip(var))
-        return var if shifted is None or self.shift(var, dims) is None else shifted.invars[0]
+        return var if shifted is None or self.shift(var, dims, passes) is None else shifted.invars[0]
 
     @staticmethod
     def has_mask(equation: core.JaxprEqn) -> bool:

@@ -63,7 +63,7 @@ def _log_sums(
     try:
         # One that stands still is another one.
         shift = guards.shift(power.invars[0], dims, CASTS)
-        if not guards.is_same(guards.skip(guards.unshifted(power.invars[0], dims)), guards.skip(scores)):
+        if not guards.is_same(guards.skip(guards.unshifted(power.invars[0], dims, CASTS)), guards.skip(scores)):
             return []
         own = with_ones(inner, total.outvars[0], kept)
         if own is None:

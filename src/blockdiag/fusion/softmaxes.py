@@ -278,7 +278,7 @@ class Softmaxes(Guards):
         scores = self.skip(shifted.invars[0])
         if joined.primitive.name == "log":
             inner = self._summed_power(*shift, dims)
-            if inner is not None and self.skip(inner.invars[0]) is scores:
+            if inner is not None and self.is_same(self.skip(inner.invars[0]), scores):
                 return self._score(inner, dims, (), None)
         if joined.primitive.name != "add":
             raise NoMatch
@@ -291,7 +291,7 @@ class Softmaxes(Guards):
             # What stands still in one of both has another derivative.
             taken = self.through_moves(joined.invars[other], given[other])
             is_taken = self.is_same_at(taken, self.shift(inner.invars[0], dims, CASTS))
-            if is_taken and self.skip(below.invars[0]) is scores:
+            if is_taken and self.is_same(self.skip(below.invars[0]), scores):
                 return self._score(inner, dims, (), None)
         raise NoMatch
 

@@ -142,7 +142,7 @@ def _skip(var: Any, producers: _Producers) -> Any:
 
 
 def _bounds(scores: Any, axis: int, producers: _Producers) -> tuple[int, ...] | None:
-    """Where sources begin and end: two of them, or more, that are made of products."""
+    """Where sources begin and end: two of them, or more, that are made of products, not all of one key."""
     waiting, seen = [scores], set()
     size = aval_of(scores).shape[axis]
     has_product = Plan(producers).has_product
@@ -155,8 +155,8 @@ def _bounds(scores: Any, axis: int, producers: _Producers) -> tuple[int, ...] | 
         name = equation.primitive.name
         if name == "concatenate" and equation.params["dimension"] == axis:
             sizes = [aval_of(x).shape[axis] for x in equation.invars]
-            several = [x for x, each in zip(equation.invars, sizes, strict=True) if each > 1 and has_product(x)]
-            if len(several) > 1:
+            several = [each for x, each in zip(equation.invars, sizes, strict=True) if has_product(x)]
+            if len(several) > 1 and max(several) > 1:
                 return (0, *itertools.accumulate(sizes))
         elif name in ELEMENTWISE or name in PASSES:
             waiting += equation.invars

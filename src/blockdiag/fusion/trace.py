@@ -237,7 +237,8 @@ def aval_of(operand: Any) -> jax.core.ShapedArray:
 def bind(equation: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
     """The results of one equation, which keeps its place in the user's source."""
     parameters = equation.primitive.get_bind_params(equation.params)
-    with placed(equation), equation.ctx.manager:
+    # Numbers become infinite where they do so in the function, of which NumPy would warn.
+    with placed(equation), equation.ctx.manager, np.errstate(over="ignore"):
         results = equation.primitive.bind(*given, **parameters)
     return list(results) if equation.primitive.multiple_results else [results]
 
