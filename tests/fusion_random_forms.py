@@ -207,7 +207,9 @@ def merged(layer: Layer) -> Function:
     query = layer.operand("query", "bnqh")
     shared = query if draw("query", ("shared", "shared", "own")) == "shared" else None
     scores = [layer.scores(f"{x} ", x, shared) for x in labels]
-    masks = [layer.masked(f"{x} mask", x) for x in labels]
+    # The whole of the keys has one that each query sees.
+    sees = ["a key", *(draw(f"{x} sees", ("a key", "nothing")) for x in labels[1:])]
+    masks = [layer.masked(f"{x} mask", x, least) for x, least in zip(labels, sees, strict=True)]
     products = [layer.product(f"{x} value", x) for x in labels]
     draw.made |= {f"{x} value result": draw.made.get(f"{x} value result", "bnqv") for x in labels}
     way, is_returned = (
@@ -217,7 +219,7 @@ def merged(layer: Layer) -> Function:
 
     def function(given: Arrays) -> tuple[Any, ...]:
         found = [mask(score(given), given) for mask, score in zip(masks, scores, strict=True)]
-        sums = [jax.nn.logsumexp(x, axis=-1) for x in found]
+        sums = [layer.log_sum(x) for x in found]
         outputs = [product(layer.softmax(x), given) for product, x in zip(products, found, strict=True)]
         outputs = [
             placed(x, draw.made[f"{label} value result"], "bnqv") for x, label in zip(outputs, labels, strict=True)

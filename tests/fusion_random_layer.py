@@ -213,6 +213,13 @@ class Layer:
         empty = scores.max(axis=axis, keepdims=True) <= NO_KEYS
         return jnp.where(empty, 0, jax.nn.softmax(jnp.where(empty, 0, scores), axis=axis))
 
+    def log_sum(self, scores: Any) -> Any:
+        """The function's own log-sum-exp along keys, or one that is -1e9 of rows that see none."""
+        if not self.is_guarded:
+            return jax.nn.logsumexp(scores, axis=-1)
+        empty = scores.max(axis=-1) <= NO_KEYS
+        return jnp.where(empty, -1e9, jax.nn.logsumexp(jnp.where(empty[..., None], 0, scores), axis=-1))
+
     def weights(self, name: str = "", keys: str = "k", sees: str = "nothing") -> Reader:
         """Softmaxes of masked scores."""
         scores, masked = self.scores(name, keys), self.masked(f"{name}mask", keys, sees)
