@@ -23,6 +23,10 @@ def set_before(start, size):
     return causal(TOKENS, TOKENS).at[:, start : start + size].set(True)
 
 
+def several(axis):
+    return jnp.stack([causal(TOKENS, LONGEST), jnp.ones((TOKENS, LONGEST), bool)], axis)
+
+
 # Masks [T, S], or with batch axes, of no argument.
 MASKS = {
     "corner of a longer one": lambda: causal(LONGEST, LONGEST)[:TOKENS, :TOKENS],
@@ -56,10 +60,8 @@ MASKS = {
         & (jax.lax.broadcasted_iota(jnp.int32, (1, LONGEST), 0) < 1)
     )[3 : 3 + TOKENS, :TOKENS],
     "one for each head": lambda: jnp.stack([causal(TOKENS, TOKENS), jnp.ones((TOKENS, TOKENS), bool)]),
-    "one of several": lambda: jnp.stack([causal(TOKENS, LONGEST), jnp.ones((TOKENS, LONGEST), bool)], 1)[:, 0, :TOKENS],
-    "taken from several": lambda: jnp.unstack(
-        jnp.stack([~causal(TOKENS, TOKENS), causal(TOKENS, TOKENS)], -1), axis=-1
-    )[1],
+    "one of several": lambda: several(1)[:, 0, :TOKENS],
+    "taken from several": lambda: jnp.unstack(several(-1), axis=-1)[0][:, :TOKENS],
     "turned and cut": lambda: causal(LONGEST, LONGEST).T[:TOKENS, 3 : 3 + TOKENS][::-1],
 }
 

@@ -21,9 +21,6 @@ FEWEST_FUSED = 0.75
 KNOWN_LINES = r"fusion_random_(forms|layer|parts|places|wrapped)\.py:\d+|no product with a softmax"
 SLACK = {"float32": 2e-5, "bfloat16": 2.0**-7, "float16": 2.0**-9}
 
-# Masks of -1e9 overflow in float16 while the program is made, as they are to.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
-
 
 @pytest.fixture(autouse=True)
 def promotion():
