@@ -271,3 +271,26 @@ def test_offsets_of_each_sequence(implementation):
     assert not pairs_of(function, given)
     found = fuse(function, implementation=implementation)(*given)
     np.testing.assert_allclose(found, function(*given), rtol=2e-5, atol=2e-5)
+
+
+CUT = {
+    "at an offset": lambda bias, first: jax.lax.dynamic_slice_in_dim(bias, first, HALF, 1),
+    "the last rows": lambda bias, first: bias[:, -HALF:],
+    "turned round": lambda bias, first: bias[:, HALF:, ::-1][:, :, ::-1],
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("name", CUT)
+def test_tables_of_distances_that_are_cut(name, implementation):
+    """A bias that a table has for each distance, cut after it was read, as a step of decoding does."""
+
+    def function(query, key, value, table):
+        places = jnp.arange(TOKENS)
+        bias = table[:, jnp.clip(places[:, None] - places[None, :], 0, 7)]
+        return jax.nn.softmax(query @ key.mT / 4 + CUT[name](bias, jnp.int32(3))[None], axis=-1) @ value
+
+    given = arrays((BATCH, HEADS, HALF, WIDTH), OPERAND, OPERAND, (HEADS, 8))
+    roles = {x.role for region in trace(function, given, {}).all_regions() for x in region.leaves}
+    assert "distance" in roles and "score" not in roles
+    assert_fused(function, given, implementation)

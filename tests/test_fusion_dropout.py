@@ -219,6 +219,22 @@ def test_gradients_of_a_vmapped_call_and_checkpoint():
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_a_mask_that_is_returned(implementation):
+    """It is the one that weights have, also where it is drawn once more with the same key."""
+
+    def function(query, key, value, rng):
+        weights = jax.nn.softmax(query @ key.mT, axis=-1)
+        dropped = jnp.where(jax.random.bernoulli(rng, 0.75, weights.shape), weights, 0.0)
+        return dropped @ value, jax.random.bernoulli(rng, 0.75, weights.shape)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 33, 16)), jnp.float32)
+    found, mask = fuse(function, implementation=implementation)(x, x, x, jax.random.key(3))
+    expected = jnp.where(mask, jax.nn.softmax(x @ x.mT, axis=-1), 0.0) @ x
+    assert 0.7 < mask.mean() < 0.8
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_draws_outside_are_those_of_jax():
     """What no region needs a tile of stays as written; a mask that is also a result is the one that was used."""
     query, key, value = operands()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag import explain, fuse
+from blockdiag import NotFusible, explain, fuse
 from tests import fusion_support
 from tests.fusion_support import assert_alike
 
@@ -292,3 +292,40 @@ def test_references_in_loops_stay_where_they_are():
     fused = fuse(function, fallback=True)
     assert_alike([fused(*operands)], [function(*operands)])
     assert len(fused.fallbacks) == 1 and "may be in `scan`" in explain(function)(*operands).reason
+
+
+def sines(steps, first, second):
+    """Which step it is, for all layers: steps [B, F], first [F, D], second [D, C]."""
+    return (jax.nn.silu(jnp.sin(steps) @ first) @ second)[:, None]
+
+
+STEPS = (BATCH, HEADS * WIDTH), (HEADS * WIDTH, 2 * HEADS * WIDTH), (2 * HEADS * WIDTH, HEADS * WIDTH)
+BESIDE = {
+    "before a scan": lambda x, into, up, down, *time: scanned(x + sines(*time), into, up, down)[0],
+    "beside a scan": lambda x, into, up, down, *time: scanned(x, into, up, down)[0] + sines(*time),
+    "in a loop around it": lambda x, into, up, down, *time: jax.lax.fori_loop(
+        0, 2, lambda i, x: scanned(x + sines(*time), into, up, down)[0], x
+    ),
+    "before a branch": lambda x, into, up, down, *time: jax.lax.cond(
+        time[0][0, 0] > -9, lambda x: layer(causal(), x, (into[0], up[0], down[0])), lambda x: x, x + sines(*time)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_no_attention_beside_loops(name):
+    """Products of exponentials look like attention of a kind that is refused, where nothing else is there."""
+    function = BESIDE[name]
+    given = arrays(X, *((LAYERS, *shape) for shape in (INTO, UP, DOWN)), *STEPS)
+    assert len(explain(function)(*given).regions) == 1
+    found = fuse(function)(*given)
+    np.testing.assert_allclose(found, function(*given), rtol=0, atol=2e-5 * float(jnp.abs(found).max()))
+
+
+def test_what_is_refused_beside_a_loop_without_attention():
+    def function(x, weights):
+        scores = x @ x.mT
+        return jax.lax.scan(lambda x, w: (x @ w, None), jax.nn.softmax(jnp.sort(scores), axis=-1) @ x, weights)[0]
+
+    with pytest.raises(NotFusible, match="`sort`"):
+        fuse(function)(*arrays((2, 8, 4), (3, 4, 4)))

@@ -99,3 +99,34 @@ def test_one_query_and_one_key_of_scores_that_are_in_memory(layout):
     shape = (1, HEADS, FEATURES)
     sizes = {"n": HEADS, "h": FEATURES}
     assert_fused(function, arrays(shape, shape, shape, tuple(sizes.get(x, 1) for x in layout)))
+
+
+def heads_in_the_batch(query, key, value, hidden):
+    """query [T, B, N H], key, value [S, B, N H], hidden [B, S]: heads are batch indices, but for the mask."""
+    query, key, value = (x.reshape(len(x), -1, FEATURES).swapaxes(0, 1) for x in (query, key, value))
+    scores = (query @ key.mT).reshape(len(hidden), -1, query.shape[1], key.shape[1])
+    scores = jnp.where(hidden[:, None, None] > 0, -jnp.inf, scores)
+    return jax.nn.softmax(scores.reshape(-1, *scores.shape[2:]), axis=-1) @ value
+
+
+def windows_in_the_batch(query, key, value, mask):
+    """query, key, value [B W, N, T, H], mask [W, T, T]: windows of images."""
+    scores = query @ key.mT
+    scores = scores.reshape(-1, len(mask), *scores.shape[1:]) + mask[None, :, None]
+    return jax.nn.softmax(scores.reshape(-1, *scores.shape[2:]), axis=-1) @ value
+
+
+MERGED = {
+    heads_in_the_batch: lambda t: ((t, BATCH, HEADS * FEATURES), *[(9, BATCH, HEADS * FEATURES)] * 2, (BATCH, 9)),
+    windows_in_the_batch: lambda t: (*[(4, HEADS, t, FEATURES)] * 3, (2, t, t)),
+}
+
+
+@pytest.mark.parametrize("tokens", [2, FEATURES, FEATURES + 1])
+@pytest.mark.parametrize("function", MERGED, ids=lambda x: x.__name__)
+def test_few_tokens_of_merged_axes(function, tokens):
+    """Scores that are no larger than queries and keys are not what a kernel reads, either."""
+    given = arrays(*MERGED[function](tokens))
+    (region,) = explain(function)(*given).regions
+    assert {"query", "key"} <= {leaf.role for leaf in region.leaves}
+    assert_fused(function, given)

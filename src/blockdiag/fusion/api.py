@@ -148,25 +148,10 @@ class Program:
         self.structure = structure
         for rewrite in _REWRITES:
             jaxpr = rewrite(jaxpr) or jaxpr
-        try:
-            self._take(jaxpr)
-        except QueryWithoutAxis as refusal:
-            with_axes = with_query_axes(jaxpr, refusal.products)
-            if with_axes is None:
-                raise NotFusible(str(refusal)) from None
-            jaxpr = with_axes
-            self._take(jaxpr)
-        self._place()
-        drawn = drawn_by(self.jaxpr.jaxpr, self.all_regions())
-        if drawn:
-            self._take(with_counters(self.jaxpr, drawn))
-        self._multiply_out()
-        wide = joined(self.jaxpr, self._sides)
-        if wide is not None:
-            self._take(wide)
+        refusal = self._find(jaxpr)
         self.inner = _inner_programs(self.jaxpr)
         if not self.regions and not self.inner and not any(x.primitive is region_p for x in jaxpr.jaxpr.eqns):
-            raise NotFusible(_nothing_found(jaxpr.jaxpr))
+            raise refusal or NotFusible(_nothing_found(jaxpr.jaxpr))
         whole = with_made(self.jaxpr, self.all_regions())
         ordered, self.log_sums = in_order(whole.jaxpr, self.regions, lambda x: _needed(whole.jaxpr, self.regions, x))
         self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
@@ -175,6 +160,32 @@ class Program:
                 "what its attention gives is not used, but something else is computed of scores, such as derivatives: "
                 "fuse what is differentiated"
             )
+
+    def _find(self, jaxpr: core.ClosedJaxpr) -> NotFusible | None:
+        """Find the attention of a flat program, but for what loops have; what is said against it where there is none.
+
+        Something else than attention may be refused beside a loop of layers, such as an MLP of sines.
+        """
+        try:
+            self._take(jaxpr)
+        except QueryWithoutAxis as refusal:
+            with_axes = with_query_axes(jaxpr, refusal.products)
+            if with_axes is None:
+                self.jaxpr, self.regions, self._sides = jaxpr, {}, {}
+                return NotFusible(str(refusal))
+            self._take(with_axes)
+        except NotFusible as refusal:
+            self.jaxpr, self.regions, self._sides = jaxpr, {}, {}
+            return refusal
+        self._place()
+        drawn = drawn_by(self.jaxpr.jaxpr, self.all_regions())
+        if drawn:
+            self._take(with_counters(self.jaxpr, drawn))
+        self._multiply_out()
+        wide = joined(self.jaxpr, self._sides)
+        if wide is not None:
+            self._take(wide)
+        return None
 
     def _take(self, jaxpr: core.ClosedJaxpr) -> None:
         self.jaxpr = jaxpr

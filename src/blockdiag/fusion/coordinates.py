@@ -211,29 +211,29 @@ class _Places:
         return [self._first() if size == 1 and whole != 1 else place for size, whole, place in pairs]
 
     def _read(self, var: Any, places: Sequence[_Place], value_of: _ValueOf) -> Any:
-        """Elements of an array that has queries, or keys, or neither."""
+        """Elements of an array that has queries, or keys, or neither; or of a table that is read for pairs of them."""
         shape = aval_of(var).shape
         wide = [i for i, size in enumerate(shape) if size > 1]
         touched = {axis for i in wide for axis, size in enumerate(places[i].index.shape) if size > 1}
         moved = [i for i in wide if places[i].axis is None]
-        along = [places[i].axis for i in wide if places[i].axis is not None]
-        if (touched & self._rows and touched & self._columns) or len(moved) > 1 or len(set(along)) < len(along):
+        along = [axis for i in wide if (axis := places[i].axis) is not None]
+        if len(moved) > 1 or len(set(along)) < len(along):
             raise _Stays
-        array, index = lax.reshape(value_of(var), [shape[i] for i in wide]), None
+        array, own = lax.reshape(value_of(var), [shape[i] for i in wide]), []
         if moved:
             index = places[moved[0]].index
             own = [axis for axis, size in enumerate(index.shape) if size > 1]
-            if len(own) > 1 or set(own) & set(along):
+            if set(own) & set(along):
                 raise _Stays
             at = wide.index(moved[0])
-            array = jnp.take(array, lax.reshape(index, [index.size]), axis=at, mode="clip")
-            along.insert(at, own[0] if own else None)
-        # An index that is the same for all elements has no axis in the result.
-        array = lax.squeeze(array, [i for i, axis in enumerate(along) if axis is None])
-        order = [axis for axis in along if axis is not None]
-        array = lax.transpose(array, sorted(range(len(order)), key=order.__getitem__))
-        shape = [self._shape[axis] if axis in order else 1 for axis in range(len(self._shape))]
-        return lax.broadcast_in_dim(array, shape, sorted(order))
+            array = jnp.take(array, lax.reshape(index, [index.shape[axis] for axis in own]), axis=at, mode="clip")
+            along[at:at] = own
+        # What a table has for a pair may be a function of a distance; what else has both is in memory anyhow.
+        if touched & self._rows and touched & self._columns and not {*self._rows, *self._columns} <= {*own}:
+            raise _Stays
+        array = lax.transpose(array, sorted(range(len(along)), key=along.__getitem__))
+        shape = [self._shape[axis] if axis in along else 1 for axis in range(len(self._shape))]
+        return lax.broadcast_in_dim(array, shape, sorted(along))
 
     @staticmethod
     def _moved(

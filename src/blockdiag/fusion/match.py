@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -238,20 +239,27 @@ def _regions_of(sought: _Sought, unmatched: list[_Unmatched]) -> tuple[core.Var,
         refusal = failure
     contracted, shared = equation.params["dimension_numbers"]
     parts: dict[int, tuple[int, ...]] = {}
-    if (found is None or not found[1]) and (shared[side] or weights in linear_in_powers(sought.jaxpr)):
+    pairs = None if found is None or not found[1] else _pairs_of(found[1])
+    if pairs != 0 and (shared[side] or weights in linear_in_powers(sought.jaxpr)):
         # Batch axes that scores had apart may be one axis of their weights.
         parts = parts_of(producers_of(sought.jaxpr), weights)
     parts = {axis: each for axis, each in parts.items() if axis not in contracted[side]}
     if parts:
         with contextlib.suppress(NotFusible):
             divided = _regions_beside(sought, parts, [])
-            if divided[1]:
+            if divided[1] and (pairs is None or _pairs_of(divided[1]) < pairs):
                 return divided
     if found is None:
         assert refusal is not None
         raise refusal
     unmatched += rest
     return found
+
+
+def _pairs_of(regions: Sequence[Region]) -> int:
+    """How many numbers of queries by keys regions read, which may be scores where sequences are short."""
+    shapes = [leaf.source.shape for region in regions for leaf in region.leaves if leaf.role == "score"]
+    return sum(map(math.prod, shapes))
 
 
 def _regions_beside(
