@@ -22,8 +22,8 @@ from tests.fusion_support import arrays, assert_alike, with_gradients
 SIZES = Sizes(batch=2, rows=2, query_tokens=12, key_tokens=12, query_heads=2, key_heads=1, head_dim=8, value_dim=8)
 # By kernels and their gradients, too: a mask, a bias, sinks, several scores, sums that are divided, no softmax.
 COMPUTED = ("softmax_by_hand", "causal_tril", "sinks_in_denominator", "evoformer_row", "latent", "retention")
-# Of which the positions are also computed twice, and joined otherwise.
 SHARE = 0.35
+"""Of the uses of values, those that compute them anew; and of the values, those that take a detour."""
 
 
 @pytest.fixture(autouse=True)

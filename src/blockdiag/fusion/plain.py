@@ -14,9 +14,9 @@ from jax.extend import core
 
 from blockdiag.fusion.trace import aval_of, has_effects, without_unused
 
-# Order, and number, of the elements are the same before and after, where there are no more after.
+# These give the same elements in the same order, where they do not repeat any.
 _IN_ORDER = ("broadcast_in_dim", "reshape", "squeeze")
-# What an equation keeps apart, or a call that is opened, or not, by itself.
+# What is there to keep values apart, and programs that are looked at by themselves.
 _APART = frozenset({"optimization_barrier", "cond", "scan", "while"})
 
 
