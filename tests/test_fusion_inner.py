@@ -322,6 +322,25 @@ def test_what_is_no_attention_beside_loops(name):
     np.testing.assert_allclose(found, function(*given), rtol=0, atol=2e-5 * float(jnp.abs(found).max()))
 
 
+def test_what_looks_like_attention_around_a_loop_is_named():
+    function, given = BESIDE["beside a scan"], arrays(X, *((LAYERS, *shape) for shape in (INTO, UP, DOWN)), *STEPS)
+    found = explain(function)(*given)
+    assert found.reason is None and "computed as written: `dot_general`" in found.unopened
+    assert found.unopened in str(found)
+
+
+def test_a_softmax_that_breaks_a_rule_beside_a_loop():
+    """It is refused as it is elsewhere."""
+
+    def function(x, keys, weights):
+        weights = jax.nn.softmax(jnp.concatenate([x @ keys.mT, x @ x.mT], axis=-1), axis=-1)
+        x = weights[..., keys.shape[1] :] @ x + weights.max(-1, keepdims=True)
+        return jax.lax.scan(lambda x, _: (jax.nn.softmax(x @ x.mT) @ x, None), x, None, length=2)[0]
+
+    with pytest.raises(NotFusible, match="`concatenate` of scores"):
+        fuse(function)(*arrays((2, 8, 4), (2, 5, 4), (3, 4, 4)))
+
+
 def test_what_is_refused_beside_a_loop_without_attention():
     def function(x, weights):
         scores = x @ x.mT

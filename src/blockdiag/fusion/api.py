@@ -23,7 +23,7 @@ from blockdiag.fusion.log_sums import Wanted, in_order
 from blockdiag.fusion.lone import with_query_axes
 from blockdiag.fusion.lookups import read_rows, reads_rows
 from blockdiag.fusion.made import with_made
-from blockdiag.fusion.match import QueryWithoutAxis, regions_and_sides
+from blockdiag.fusion.match import NoAttention, QueryWithoutAxis, regions_and_sides
 from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.op import Call, attend, region_p
 from blockdiag.fusion.plain import plain
@@ -139,6 +139,7 @@ class Program:
         log_sums: variables that are needed and that regions compute beside their results.
         inner: loops, and what is computed again for gradients, with their programs, by the first variable that each
             gives.
+        refused: what is said against attention outside of these, where none is found there.
         arguments: the arrays of the call, or their shapes and dtypes.
         structure: of its results.
     """
@@ -148,10 +149,10 @@ class Program:
         self.structure = structure
         for rewrite in _REWRITES:
             jaxpr = rewrite(jaxpr) or jaxpr
-        refusal = self._find(jaxpr)
+        self.refused = self._find(jaxpr)
         self.inner = _inner_programs(self.jaxpr)
         if not self.regions and not self.inner and not any(x.primitive is region_p for x in jaxpr.jaxpr.eqns):
-            raise refusal or NotFusible(_nothing_found(jaxpr.jaxpr))
+            raise NotFusible(self.refused or _nothing_found(jaxpr.jaxpr))
         whole = with_made(self.jaxpr, self.all_regions())
         ordered, self.log_sums = in_order(whole.jaxpr, self.regions, lambda x: _needed(whole.jaxpr, self.regions, x))
         self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
@@ -161,22 +162,16 @@ class Program:
                 "fuse what is differentiated"
             )
 
-    def _find(self, jaxpr: core.ClosedJaxpr) -> NotFusible | None:
+    def _find(self, jaxpr: core.ClosedJaxpr) -> str | None:
         """Find the attention of a flat program, but for what loops have; what is said against it where there is none.
 
-        Something else than attention may be refused beside a loop of layers, such as an MLP of sines.
+        What only looks like attention may be beside a loop of layers, such as an MLP of sines.
         """
         try:
-            self._take(jaxpr)
-        except QueryWithoutAxis as refusal:
-            with_axes = with_query_axes(jaxpr, refusal.products)
-            if with_axes is None:
-                self.jaxpr, self.regions, self._sides = jaxpr, {}, {}
-                return NotFusible(str(refusal))
-            self._take(with_axes)
-        except NotFusible as refusal:
+            self._take_with_axes(jaxpr)
+        except NoAttention as refusal:
             self.jaxpr, self.regions, self._sides = jaxpr, {}, {}
-            return refusal
+            return str(refusal)
         self._place()
         drawn = drawn_by(self.jaxpr.jaxpr, self.all_regions())
         if drawn:
@@ -186,6 +181,16 @@ class Program:
         if wide is not None:
             self._take(wide)
         return None
+
+    def _take_with_axes(self, jaxpr: core.ClosedJaxpr) -> None:
+        """Take a program, in which queries without an axis get one."""
+        try:
+            self._take(jaxpr)
+        except QueryWithoutAxis as refusal:
+            with_axes = with_query_axes(jaxpr, refusal.products)
+            if with_axes is None:
+                raise
+            self._take(with_axes)
 
     def _take(self, jaxpr: core.ClosedJaxpr) -> None:
         self.jaxpr = jaxpr

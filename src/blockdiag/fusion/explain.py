@@ -250,6 +250,8 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
             unopened = "there is attention that is fused already: explain the function that `fuse` was given"
         elif loop is not None:
             unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {UNOPENED}"
+        elif (refused := next((x.refused for x in program.programs() if x.refused), None)) is not None:
+            unopened = f"around loops and branches everything is computed as written: {refused}"
         return Explanation(tuple(reports), dict(outside), unopened=unopened, scores=tuple(scores))
 
     return explained

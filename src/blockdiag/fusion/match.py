@@ -59,7 +59,11 @@ class _Unmatched:
     dims: tuple[Dim, ...] | None = None
 
 
-class QueryWithoutAxis(NotFusible):
+class NoAttention(NotFusible):
+    """No product is attention; the message says what is against one that may have been meant as such."""
+
+
+class QueryWithoutAxis(NoAttention):
     """There are softmaxes before products, and nothing but that their one query has no axis is known against them.
 
     Attributes:
@@ -103,7 +107,7 @@ def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, .
         lone = [one.equation for one in unmatched if one.lacks_queries]
         if lone and _refusal([one for one in unmatched if not one.lacks_queries]) is None:
             raise QueryWithoutAxis(refusal, lone)
-        raise NotFusible(refusal)
+        raise NoAttention(refusal)
     if any(region.score is not None for one in matches for region in one.regions):
         # Beside attention, what looks like it without a softmax may be a layer with matrices for each head or expert.
         producers = producers_of(jaxpr)
