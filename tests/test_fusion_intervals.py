@@ -505,7 +505,7 @@ def test_what_is_not_understood_is_unknown() -> None:
     def function(x: Any, i: Any) -> Any:
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(3)
         total = jnp.sum(x, axis=1, keepdims=True)
-        looped = jax.lax.fori_loop(0, 3, lambda _, y: y + F32(1), x)
+        looped = jax.lax.fori_loop(0, 3, lambda _, y: y * F32(2), x)
         return bits.astype(F32), total, looped, i & I32(3), jnp.sort(x, axis=1) > F32(0)
 
     program = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((ROWS, COLUMNS), F32), jax.ShapeDtypeStruct((ROWS, 1), I32))

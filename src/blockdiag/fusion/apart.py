@@ -141,7 +141,7 @@ class Plan:
         return key
 
     def has_product(self, var: Any) -> bool:
-        """Whether a value is made of a product of arrays, of scores as it may be."""
+        """Whether a value is made of a product of arrays, of scores as it may be, or of the sum of a softmax."""
         return finished(self._has_product(var))
 
     def _has_product(self, var: Any) -> Steps[bool]:
@@ -149,11 +149,17 @@ class Plan:
         if equation is None:
             return False
         if var not in self.known_products:
-            found = equation.primitive.name == "dot_general"
+            found = equation.primitive.name == "dot_general" or self._is_softmax_sum(equation)
             for operand in equation.invars:
                 found = found or (yield self._has_product(operand))
             self.known_products[var] = found
         return self.known_products[var]
+
+    def _is_softmax_sum(self, equation: core.JaxprEqn) -> bool:
+        power = producer_of(equation.invars[0], self.producers) if equation.primitive.name == "reduce_sum" else None
+        while power is not None and power.primitive.name in CASTS:
+            power = producer_of(power.invars[0], self.producers)
+        return power is not None and power.primitive.name in POWERS
 
     def _make(self, var: Any, part: Part) -> _Make:
         if not self.has_product(var):

@@ -6,7 +6,7 @@ factors the one that is computed takes the dtype of the one that is read.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -51,11 +51,16 @@ class Value:
         name: an expression without operators.
         shape: of the tile.
         is_read: whether it was read from memory, in a dtype of 16 bits perhaps.
+        line: the same with one axis, where it is one feature of each row.
+        feature: of what has rows and features, the expression that reads one of them, as a line; the whole may be no
+            name.
     """
 
     name: str
     shape: tuple[int, ...]
     is_read: bool = False
+    line: str | None = None
+    feature: Callable[[str], str] | None = field(default=None, compare=False)
 
     @property
     def is_number(self) -> bool:
@@ -77,6 +82,7 @@ class Printer:
         self._prefix = prefix
         self._precision = precision
         self._count = 0
+        self._is_in_loop = False
 
     def run(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
         """Print a program of tiles.
@@ -95,7 +101,10 @@ class Printer:
         for equation in jaxpr.jaxpr.eqns:
             given = [self._operand(known, x) for x in equation.invars]
             inner = body_of(equation)
-            results = [self._equation(equation, given)] if inner is None else self.run(inner, given)
+            if equation.primitive.name == "scan":
+                results = self._loop(equation, given)
+            else:
+                results = [self._equation(equation, given)] if inner is None else self.run(inner, given)
             known |= dict(zip(equation.outvars, results, strict=True))
         return [self._operand(known, x) for x in jaxpr.jaxpr.outvars]
 
@@ -109,6 +118,23 @@ class Printer:
     @staticmethod
     def _operand(known: dict[Any, Value], operand: Any) -> Value:
         return Value(literal(operand.val), ()) if isinstance(operand, core.Literal) else known[operand]
+
+    def _loop(self, equation: core.JaxprEqn, given: list[Value]) -> list[Value]:
+        """A loop that has nothing but what it carries, last among its operands."""
+        body: core.ClosedJaxpr = equation.params["jaxpr"]
+        outer, inner = (*equation.invars, *equation.outvars), (*body.jaxpr.invars, *body.jaxpr.outvars)
+        if any(aval_of(x).shape != aval_of(y).shape for x, y in zip(outer, inner, strict=True)):
+            raise NotPrintable("a loop over an array")
+        fixed, carried = given[: -len(equation.outvars)], given[-len(equation.outvars) :]
+        carried = [self.name(x.name, x.shape) for x in carried]
+        emit, is_in_loop = self._emit, self._is_in_loop
+        emit(f"for _ in range({equation.params['length']}):  # each feature")
+        self._emit, self._is_in_loop = lambda line: emit("    " + line), True
+        results = self.run(body, [*fixed, *carried])
+        for old, new in zip(carried, results, strict=True):
+            self._emit(f"{old.name} = {new.name}")
+        self._emit, self._is_in_loop = emit, is_in_loop
+        return carried
 
     def _equation(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
         result, dtype = self._printed(equation, given), np.dtype(aval_of(equation.outvars[0]).dtype)
@@ -155,6 +181,13 @@ class Printer:
                 return self._power(given[0], params["y"], shape)
             case "broadcast_in_dim" | "reshape" | "squeeze":
                 return self._reshaped(given[0], shape, dtype, params.get("broadcast_dimensions"))
+            case "iota":
+                (axis,) = (axis for axis, size in enumerate(shape) if size > 1)
+                index = ", ".join(":" if i == axis else "None" for i in range(len(shape)))
+                return self.name(f"tl.arange(0, {shape[axis]})[{index}]", shape)
+            case "dynamic_slice" if given[0].feature is not None:
+                line = self.name(given[0].feature(given[2].name), shape)
+                return line if line.is_number else Value(f"{line.name}[:, None]", shape, line=line.name)
             case "reduce_sum":
                 return self._summed(given[0], tuple(params["axes"]), shape)
             case "dot_general":
@@ -195,6 +228,8 @@ class Printer:
 
     def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:
         """The same elements with other axes, each where it was, or repeated."""
+        if given.line is not None and len(shape) == 1:
+            return Value(given.line, shape)
         if math.prod(shape) == 1:
             return Value(given.name, shape, given.is_read)
         if given.is_number:
@@ -225,6 +260,9 @@ class Printer:
                 return self.name(f"tl.sum({given.name}, {given.shape.index(1)})", shape)
             return Value(given.name, shape)
         expression = given.name
+        if self._is_in_loop and len(axes) == len(given.shape) == 2:
+            # For Blackwell Triton's compiler fails on one sum of another in a loop within a loop.
+            return self.name(f"tl.sum({expression})", shape)
         for axis in sorted(axes, reverse=True):
             expression = f"tl.sum({expression}, {axis})"
         if math.prod(shape) > 1 and len(given.shape) - len(axes) != len(shape):

@@ -21,7 +21,7 @@ from blockdiag.fusion.op import region_p
 from blockdiag.fusion.shared import shared
 from blockdiag.fusion.tiles import leaf_array, value_columns
 from blockdiag.fusion.trace import aval_of, bind, has_effects, loop_with_attention, read
-from blockdiag.fusion.tree import NotFusible, Region, nodes_of
+from blockdiag.fusion.tree import WITH_FEATURES, NotFusible, Region, nodes_of
 
 __all__ = ["Explanation", "LeafReport", "RegionReport", "explain"]
 
@@ -33,8 +33,9 @@ class LeafReport:
     """An array that a region reads.
 
     Attributes:
-        role: "query" and "key" of products; "row", "column", "score" and "scalar" have queries, keys, both or neither;
-            "distance" is a function of their difference.
+        role: "query" and "key" of products, and "feature", with these two, of other sums over features; "row",
+            "column", "score" and "scalar" have queries, keys, both or neither; "distance" is a function of their
+            difference.
         labels: the batch axes that it has; it is the same along the others.
         shape, dtype: of the array, as it lies in memory.
         is_known: whether its elements are known while tracing.
@@ -328,7 +329,7 @@ def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | 
     arrays = {}
     for i, leaf in enumerate(region.leaves):
         is_bias = leaf.role in ("score", "distance") and leaf.source.dtype.kind in "fV"
-        is_read = leaf.role not in ("query", "key") and not is_bias
+        is_read = leaf.role not in WITH_FEATURES and not is_bias
         if not is_read or leaf.source.key is None or leaf.source.constant is not None:
             continue
         if leaf.source.key not in known:
@@ -347,7 +348,7 @@ def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | 
 def _masks(program: Program) -> dict[Any, Any]:
     """Arrays of masks, positions and the like, where no attention is needed for them."""
     leaves = [leaf for found in program.regions.values() for region in found for leaf in region.leaves]
-    wanted = {leaf.source.key for leaf in leaves if leaf.role not in ("query", "key")}
+    wanted = {leaf.source.key for leaf in leaves if leaf.role not in WITH_FEATURES}
     jaxpr = program.jaxpr.jaxpr
     computed = program.regions.keys() | program.log_sums.keys() | program.inner.keys()
     for equation in reversed(jaxpr.eqns):

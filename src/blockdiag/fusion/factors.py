@@ -101,7 +101,7 @@ def stopped(node: Node, primitive: core.Primitive) -> Node:
     """
     known: dict[int, Node] = {}
     for one in bottom_up(node):
-        if one.kind == "product" or (one.leaf is not None and one.leaf.has_gradient):
+        if one.kind in ("product", "sum") or (one.leaf is not None and one.leaf.has_gradient):
             known[id(one)] = operation(primitive, one)
         else:
             known[id(one)] = replace(one, inputs=tuple(known[id(x)] for x in one.inputs)) if one.inputs else one

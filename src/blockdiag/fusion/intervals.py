@@ -249,11 +249,49 @@ def _walk(jaxpr: core.ClosedJaxpr, operands: Sequence[Interval], rank: int) -> d
         if body is not None:
             inner = _walk(body, given, rank)
             results = [_read(inner, result, rank) for result in body.jaxpr.outvars]
+        elif equation.primitive.name == "scan":
+            results = _loop(equation, given, rank)
         else:
             with np.errstate(all="ignore"):
                 results = _results(equation, given, rank)
         known |= dict(zip(equation.outvars, results, strict=True))
     return known
+
+
+def _loop(equation: core.JaxprEqn, operands: Sequence[Interval], rank: int) -> list[Interval]:
+    """The intervals of what a loop carries, last among its operands, where it does nothing to numbers but add to them;
+    of another loop nothing is known, nor of what is counted."""
+    program: core.ClosedJaxpr = equation.params["jaxpr"]
+    results, length = equation.outvars, equation.params["length"]
+    starts, carried = operands[-len(results) :], program.jaxpr.invars[-len(results) :]
+    nothing = [unknown(_dtype(var), rank) for var in results]
+    is_sum = [jnp.issubdtype(_dtype(var), jnp.floating) for var in results]
+    if not all(_is_added(program.jaxpr, var, place) for place, var in enumerate(carried) if is_sum[place]):
+        return nothing
+    zero = Interval(*[np.zeros((1,) * rank)] * 2)
+    steps = [zero if is_one else other for is_one, other in zip(is_sum, nothing, strict=True)]
+    each = _walk(program, [*operands[: -len(results)], *steps], rank)
+    found = []
+    for place, var in enumerate(results):
+        ends = [starts[place], _read(each, program.jaxpr.outvars[place], rank)]
+        xp, dtype = _module(ends), np.dtype(_dtype(var))
+        if not is_sum[place] or not _carried(xp, dtype):
+            found.append(nothing[place])
+            continue
+        first, step = ends if xp is np else map(_lifted, ends)
+        # Each addition rounds what there is by then.
+        error = xp.maximum(abs(step.low), abs(step.high)) * (length**2 * float(jnp.finfo(dtype).eps))
+        total = Interval(first.low + step.low * length - error, first.high + step.high * length + error)
+        found.append(_settled(xp, dtype, total, ends))
+    return found
+
+
+def _is_added(body: core.Jaxpr, var: core.Var, place: int) -> bool:
+    """Whether all that a loop does with a variable is to add something to it."""
+    result = body.outvars[place]
+    made = next((x for x in body.eqns if result in x.outvars), None) if isinstance(result, core.Var) else None
+    uses = [x for x in (*(y for equation in body.eqns for y in equation.invars), *body.outvars) if x is var]
+    return made is not None and made.primitive.name == "add" and var in made.invars and len(uses) == 1
 
 
 @dataclass(frozen=True)
@@ -561,7 +599,9 @@ def _product(equation: _Equation, x: Interval, y: Interval) -> Interval | None:
 _ROOT = _increasing(lambda xp, x: xp.sqrt(x), positive=True)
 
 # The elements of the result are elements of the operand. Which of them does not matter: bounds are those of all.
-_MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "copy_p", "name", "stop_gradient"))
+_MOVES = frozenset(
+    ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "copy_p", "name", "stop_gradient", "dynamic_slice")
+)
 
 _RULES: dict[str, Rule] = {
     "add": _add,

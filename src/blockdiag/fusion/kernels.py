@@ -20,7 +20,7 @@ from blockdiag.fusion.factors import NO_KEY, factored, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.trace import tile_jaxpr
-from blockdiag.fusion.tree import DISTANCE, Dim, Leaf, Node, Region
+from blockdiag.fusion.tree import DISTANCE, WITHOUT_KEYS, Dim, Leaf, Node, Region, nodes_of
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
 
 Kind = Literal["forward", "rows", "columns", "pairs", "diagonals"]
@@ -115,6 +115,10 @@ class Writer:
         self.tile_sizes = {**region.sizes, "tq": self.row_tiles, "tk": self.key_tiles}
         self.value_layout = layout_of(region.value.shape, region.value_dims, region.sizes)
         self.layouts = [layout_of(leaf.source.shape, leaf.dims, region.sizes) for leaf in region.leaves]
+        roots = (region.score, region.weight, *region.extras)
+        factors = {x.leaf for node in nodes_of(*roots) if node.kind == "product" for x in node.inputs}
+        # Of others one feature is read at a time.
+        self.multiplied = frozenset(i for i, leaf in enumerate(region.leaves) if leaf in factors)
         columns = value_columns(region)
         self.columns = math.prod(region.sizes[x] for x in columns)
         self.wide = next_power_of_2(max(16, self.columns))
@@ -146,6 +150,8 @@ class Writer:
                 return self.tile.rows, next_power_of_2(max(16, self.features(leaf)[0]))
             case "key":
                 return self.tile.columns, next_power_of_2(max(16, self.features(leaf)[0]))
+            case "feature":
+                return 1, next_power_of_2(max(16, self.features(leaf)[0]))
             case "row":
                 return self.turned(self.tile.rows, 1)
             case "column":
@@ -247,13 +253,17 @@ class Writer:
         widen = widening(leaf)
         match leaf.role:
             case "query" | "key":
+                if place not in self.multiplied:
+                    return Value(name, shape, is_read=True, feature=self._feature(place))
                 count, stride = self.features(leaf)
                 line, label = ("r_q", "q") if leaf.role == "query" else ("r_k", "k")
                 masks = []
                 masks += [f"(tl.arange(0, {shape[1]}) < {count})[None, :]"] if shape[1] != count else []
                 at = f"{self.times(line + '[:, None]', label, layout)} + tl.arange(0, {shape[1]})[None, :] * {stride}"
                 self.emit(f"{name} = tl.load(p_{name} + {base} + {at}{self.masked(masks)})")
-                return Value(name, shape, is_read=True)
+                return Value(name, shape, is_read=True, feature=self._feature(place))
+            case "feature":
+                return Value(name, shape, is_read=True, feature=self._feature(place))
             case "row":
                 at = f"p_{name} + {base} + {self.times('r_q', 'q', layout)}"
                 self.emit(f"{name} = (tl.load({at}){widen}){self.row}")
@@ -272,6 +282,17 @@ class Writer:
             case "scalar":
                 self.emit(f"{name} = tl.load(p_{name} + {base}){widen}")
         return Value(name, shape)
+
+    def _feature(self, place: int) -> Callable[[str], str]:
+        """Of a leaf with features the expression that reads one, of each row or column or by itself."""
+        leaf, layout = self.region.leaves[place], self.layouts[place]
+        _, stride = self.features(leaf)
+        if leaf.source.key is None:
+            return lambda feature: f"tl.full([], {feature}, tl.int32){widening(leaf)}"
+        line = {"query": ("r_q", "q"), "key": ("r_k", "k")}.get(leaf.role)
+        at = f"p_leaf{place} + {layout.base(leaf.labels)}"
+        at = at if line is None else f"{at} + {self.times(*line, layout)}"
+        return lambda feature: f"tl.load({at} + {feature} * {stride}){widening(leaf)}"
 
     @staticmethod
     def masked(masks: Sequence[str]) -> str:
@@ -417,7 +438,7 @@ def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> So
     emit("# One program: a tile of queries against all tiles of keys.")
     writer.place_program(writer.row_tiles, region.batch, last_first=lists is not None, through=None if lists else "k")
     writer.tile_of("q", "own")
-    before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
+    before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in WITHOUT_KEYS}
     emit(f"output = tl.zeros([{tile.rows}, {writer.wide}], tl.float32)")
     if region.score is not None:
         emit(f'largest = tl.full([{tile.rows}], float("-inf"), tl.float32)')

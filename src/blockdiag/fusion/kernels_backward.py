@@ -12,7 +12,7 @@ from blockdiag.fusion.kernels import LOG2_E, Lists, Output, Source, Tile, Writer
 from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.trace import tile_jaxpr
-from blockdiag.fusion.tree import Dim, Leaf, Region
+from blockdiag.fusion.tree import WITHOUT_KEYS, Dim, Leaf, Region
 
 
 def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Lists | None = None) -> Source:
@@ -22,7 +22,7 @@ def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Li
     writer.place_program(writer.row_tiles, region.batch, last_first=lists is not None, through=None if lists else "k")
     writer.tile_of("q", "own")
     read_rows(writer)
-    before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in ("query", "row", "scalar")}
+    before = {i: writer.read(i) for i, leaf in enumerate(region.leaves) if leaf.role in WITHOUT_KEYS}
     for i in leaf_grads:
         shape = writer.tile_shape(region.leaves[i])
         emit(f"sum{i} = 0.0" if shape == (1, 1) else f"sum{i} = tl.zeros({list(shape)}, tl.float32)")
@@ -58,7 +58,7 @@ def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists:
     fixed = {
         i: writer.read(i)
         for i, leaf in enumerate(region.leaves)
-        if leaf.role in ("key", "column", "scalar") and not set(leaf.labels) & set(others)
+        if leaf.role in ("key", "feature", "column", "scalar") and not set(leaf.labels) & set(others)
     }
     for i in leaf_grads:
         emit(f"sum{i} = tl.zeros({list(writer.tile_shape(region.leaves[i]))}, tl.float32)")
@@ -228,7 +228,9 @@ def add_gradients(writer: Writer, grads: Sequence[Value]) -> None:
 def gradient_dims(leaf: Leaf, labels: Sequence[str]) -> tuple[Dim, ...] | None:
     """What the axes of a leaf's gradient stand for where it can be written as the leaf is; None where it cannot."""
     is_whole = (
-        set(leaf.labels) == set(labels) and leaf.role != "scalar" and not any(isinstance(dim, int) for dim in leaf.dims)
+        set(leaf.labels) == set(labels)
+        and leaf.role not in ("scalar", "feature")
+        and not any(isinstance(dim, int) for dim in leaf.dims)
     )
     return leaf.dims if is_whole else None
 
@@ -237,7 +239,7 @@ def partial_dims(leaf: Leaf, labels: Sequence[str]) -> tuple[Dim, ...]:
     """What the axes of partial sums of a leaf's gradient stand for."""
     last: dict[str, tuple[Dim, ...]] = {
         "query": (("q",), leaf.features), "key": (("k",), leaf.features), "row": (("q",),), "column": (("k",),),
-        "score": (("q",), ("k",)), "scalar": (("tq",),),
+        "score": (("q",), ("k",)), "scalar": (("tq",),), "feature": (("tq",), leaf.features),
     }  # fmt: skip
     return (*((label,) for label in labels), *last[leaf.role])
 
@@ -260,6 +262,11 @@ def _store_gradient(writer: Writer, place: int, labels: Sequence[str]) -> None:
             at = f"{writer.times(line + '[:, None]', label, layout)} + tl.arange(0, {wide})[None, :] * {stride}"
             size, total = (writer.tile.rows, writer.rows) if label == "q" else (writer.tile.columns, writer.keys)
             masks = [f"m_{label}[:, None]"] if total % size else []
+            masks += [f"(tl.arange(0, {wide}) < {count})[None, :]"] if wide != count else []
+        case "feature":
+            count, _ = writer.features(leaf)
+            wide = writer.tile_shape(leaf)[1]
+            at, masks = f"own * {layout.stride('tq')} + tl.arange(0, {wide})[None, :]", []
             masks += [f"(tl.arange(0, {wide}) < {count})[None, :]"] if wide != count else []
         case "row":
             at, masks = writer.times("o_q" + writer.row, "q", layout), writer.mask(True, False)

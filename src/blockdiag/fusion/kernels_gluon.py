@@ -44,6 +44,9 @@ class GluonPrinter(Printer):
             raise NotPrintable(f"`{equation.primitive.name}` of a tile whose layout is not known")
         return super()._printed(equation, given)
 
+    def _loop(self, equation: core.JaxprEqn, given: list[Value]) -> list[Value]:
+        raise NotPrintable("a loop over features")
+
     def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:
         if given.is_number or given.shape == shape or (len(given.shape) == len(shape) == 2):
             return Value(given.name, shape, given.is_read)

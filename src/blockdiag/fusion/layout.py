@@ -71,8 +71,9 @@ def arranged_dims(leaf: Leaf, sizes: Mapping[str, int]) -> tuple[Dim, ...] | Non
     layout = layout_of(leaf.source.shape, leaf.dims, sizes)
     labels = tuple((label,) for label in leaf.labels)
     match leaf.role:
-        case "query" | "key" if flat_stride(layout, leaf.features, sizes) is None:
-            return (*labels, (ROWS if leaf.role == "query" else COLUMNS,), leaf.features)
+        case "query" | "key" | "feature" if flat_stride(layout, leaf.features, sizes) is None:
+            lines: dict[str, tuple[Dim, ...]] = {"query": ((ROWS,),), "key": ((COLUMNS,),)}
+            return (*labels, *lines.get(leaf.role, ()), leaf.features)
         case "score" if min(layout.stride(ROWS), layout.stride(COLUMNS)) > 1:
             return (*labels, (ROWS,), (COLUMNS,))
     return None

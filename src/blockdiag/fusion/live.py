@@ -193,7 +193,7 @@ def _untouched(writer: Writer, extents: list[Interval]) -> Any:
 
 def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
     """The interval of a leaf on each tile."""
-    if leaf.role in ("query", "key"):
+    if leaf.role in ("query", "key", "feature"):
         # Reading all of it costs more than it tells.
         features = math.prod(region.sizes[label] for label in leaf.features)
         most = math.sqrt(_LARGEST_PRODUCT / max(1, features))

@@ -25,6 +25,7 @@ from blockdiag.fusion.dims import (
     producers_of,
 )
 from blockdiag.fusion.distances import Distances
+from blockdiag.fusion.features import sum_of_features
 from blockdiag.fusion.grids import Grids, has_parts
 from blockdiag.fusion.made import source_made_by
 from blockdiag.fusion.trace import aval_of, body_of, constants
@@ -51,8 +52,10 @@ from blockdiag.fusion.tree import (
 # Elements of an array that is looked at while tracing.
 _MOST_CONSTANTS = 2**22
 
-# Features that are summed one by one where they are no product of a query and a key.
-_MOST_FEATURES = 64
+# Features that are summed where they are no product of a query and a key: one by one, and in a loop.
+_FEW_FEATURES, _MOST_FEATURES = 8, 256
+# One by one where they are in no loop, as those that are products are.
+_MOST_TERMS = 64
 
 
 class MadeOfScores(NotFusible):
@@ -142,6 +145,8 @@ class Puller:
 
     def _by_distance(self, var: core.Var, dims: tuple[Dim, ...]) -> Node | None:
         """The leaf that a function of q - k alone is; None of other values."""
+        if any(label.startswith(FEATURES) for label in labels_of(dims)):
+            return None
         try:
             source, dims = self._distances.source(var, dims)
         except Unpullable:
@@ -272,10 +277,13 @@ class Puller:
         if equation.outvars[0] in self.stored:
             raise Unpullable("`dot_general`: a product of which something is known of whole rows")
         sides = factor_dims(equation, dims)
+        if any(label.startswith(FEATURES) for label in labels_of(dims)):
+            raise Unpullable("`dot_general`: a product for each feature")
         (contracted, _) = equation.params["dimension_numbers"]
+        features = []
         for axes in zip(*contracted, strict=True):
-            label = f"{FEATURES}{next(self._features):02}"
-            self.sizes[label] = aval_of(equation.invars[0]).shape[axes[0]]
+            label = self._new_feature(aval_of(equation.invars[0]).shape[axes[0]])
+            features.append(label)
             for side, axis in zip(sides, axes, strict=True):
                 side[axis] = (label,)
         if not contracted[0]:
@@ -288,9 +296,16 @@ class Puller:
             raise Unpullable(f"`dot_general`: a product of {dtype}, of which tiles have float32")
         labels = [labels_of(tuple(side)) for side in sides]
         if any({ROWS, COLUMNS} <= x for x in labels):
-            raise Unpullable(
-                "`dot_general`: a product of scores with something else cannot be computed a tile at a time"
-            )
+            try:
+                # What depends on distances alone has fewer elements as such.
+                if (found := self._by_distance(equation.outvars[0], dims)) is not None:
+                    return found
+                factors = yield self._each((x, tuple(side)) for x, side in zip(equation.invars, sides, strict=True))
+                return self._looped(operation(lax.mul_p, *factors), features)
+            except Unpullable:
+                raise Unpullable(
+                    "`dot_general`: a product of scores with something else cannot be computed a tile at a time"
+                ) from None
         is_swapped = COLUMNS in labels[0]
         # What is summed has axes, so it is no literal.
         operands = [(x, tuple(y)) for x, y in zip(equation.invars, sides, strict=True) if isinstance(x, core.Var)]
@@ -306,8 +321,17 @@ class Puller:
     def _sum(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Steps[Node]:
         """A sum over features, each of which is a tile."""
         axes, shape = equation.params["axes"], aval_of(equation.invars[0]).shape
-        if math.prod(shape[axis] for axis in axes) > _MOST_FEATURES:
-            raise Unpullable(f"`reduce_sum` over more than {_MOST_FEATURES} features that is no product")
+        count = math.prod(shape[axis] for axis in axes)
+        if count > _FEW_FEATURES and not self._is_function:
+            left = iter(dims)
+            features = {axis: self._new_feature(shape[axis]) for axis in axes}
+            whole = tuple((features[axis],) if axis in features else next(left) for axis in range(len(shape)))
+            if (found := self._by_distance(equation.outvars[0], dims)) is not None:
+                return found
+            with contextlib.suppress(Unpullable):
+                return self._looped((yield self._node(equation.invars[0], whole)), features.values())
+        if count > _MOST_TERMS:
+            raise Unpullable(f"`reduce_sum` over more than {_MOST_TERMS} features that is no product")
         total = None
         for indices in itertools.product(*(range(shape[axis]) for axis in axes)):
             rest, at = iter(dims), dict(zip(axes, indices, strict=True))
@@ -315,6 +339,23 @@ class Puller:
             node = yield self._node(equation.invars[0], inner)
             total = node if total is None else operation(lax.add_p, total, node)
         return number(0.0) if total is None else total
+
+    def _new_feature(self, size: int) -> str:
+        """A label to sum over."""
+        label = f"{FEATURES}{next(self._features):02}"
+        self.sizes[label] = size
+        return label
+
+    def _looped(self, body: Node, labels: Iterable[str]) -> Node:
+        """The sum of a tree over features.
+
+        Raises:
+            Unpullable: they are too many, or it is a sum of products of matrices.
+        """
+        sizes = {label: self.sizes[label] for label in labels}
+        if math.prod(sizes.values()) > _MOST_FEATURES:
+            raise Unpullable(f"a sum over more than {_MOST_FEATURES} features")
+        return sum_of_features(body, sizes)
 
     def _leaf(self, source: core.Var | Source, dims: tuple[Dim, ...]) -> Node:
         while isinstance(source, core.Var):
@@ -384,6 +425,8 @@ class Puller:
                 role = "query"
             case (False, True, True):
                 role = "key"
+            case (False, False, True) if not self._is_function:
+                role = "feature"
             case _:
                 raise Unpullable("features of pairs of queries and keys")
         if role == "score" and source.constant is None and jnp.issubdtype(source.dtype, jnp.floating):

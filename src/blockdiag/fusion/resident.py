@@ -111,7 +111,7 @@ def _scores_of(region: Region) -> Scores | None:
     products = [(factor, node) for factor, node in terms if node.kind == "product"]
     others = [(factor, node) for factor, node in terms if node.kind != "product"]
     biases = [leaf for leaf in region.leaves if leaf.role in ("score", "distance")]
-    if len(products) != 1 or any(x.kind == "product" for _, node in others for x in nodes_of(node)):
+    if len(products) != 1 or any(x.kind in ("product", "sum") for _, node in others for x in nodes_of(node)):
         return None
     ((unit, product),) = products
     query, key = (x.leaf for x in product.inputs)

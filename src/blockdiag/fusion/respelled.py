@@ -27,7 +27,7 @@ from blockdiag.fusion.lone import with_query_axes
 from blockdiag.fusion.match import QueryWithoutAxis, attention_count, find_regions
 from blockdiag.fusion.ones import with_batch
 from blockdiag.fusion.trace import aval_of, rewritten
-from blockdiag.fusion.tree import ELEMENTWISE, NotFusible
+from blockdiag.fusion.tree import ELEMENTWISE, NotFusible, nodes_of
 
 type _Make = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
@@ -43,22 +43,25 @@ def respelled(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     return None if plain is closed else plain
 
 
-def _merit(closed: core.ClosedJaxpr) -> tuple[bool, int, int, int]:
-    """Whether there is attention, how few arrays of queries by keys it reads, of how many products, and how few arrays.
+def _merit(closed: core.ClosedJaxpr) -> tuple[bool, int, int, int, int]:
+    """Whether there is attention, how few arrays of queries by keys it reads, of how many products, how few sums over
+    features there are, and how few arrays.
 
     A query that has no axis gets one, unless others have. A product of queries and keys that is written as a sum is a
-    pair of arrays for each feature.
+    sum over features, or a pair of arrays for each of a few.
     """
     count = attention_count(closed.jaxpr)
     try:
         found = find_regions(closed.jaxpr)
     except QueryWithoutAxis as refusal:
         with_axes = with_query_axes(closed, refusal.products)
-        return (count > 0, 0, count, 0) if with_axes is None else _merit(with_axes)
+        return (count > 0, 0, count, 0, 0) if with_axes is None else _merit(with_axes)
     except NotFusible:
-        return count > 0, 0, count, 0
-    leaves = [leaf for regions in found.values() for region in regions for leaf in region.leaves]
-    return count > 0, -sum(leaf.role == "score" for leaf in leaves), count, -len(leaves)
+        return count > 0, 0, count, 0, 0
+    regions = [region for own in found.values() for region in own]
+    leaves = [leaf for region in regions for leaf in region.leaves]
+    sums = sum(node.kind == "sum" for x in regions for node in nodes_of(x.score, x.weight, *x.extras))
+    return count > 0, -sum(leaf.role == "score" for leaf in leaves), count, -sums, -len(leaves)
 
 
 def _replaced(closed: core.ClosedJaxpr, kind: "type[_Plain] | type[_Products]") -> core.ClosedJaxpr:

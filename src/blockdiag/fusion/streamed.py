@@ -63,8 +63,8 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     """
     if region.score is None or region.extras or (region.weight is not None and has_keys(region.weight)):
         return None
-    products = [node for node in nodes_of(region.score) if node.kind == "product"]
-    if len(products) != 1:
+    products = [node for node in nodes_of(region.score) if node.kind in ("product", "sum")]
+    if len(products) != 1 or products[0].kind == "sum":
         return None
     query, key = (x.leaf for x in products[0].inputs)
     if query is None or key is None:

@@ -12,7 +12,8 @@ from jax import lax
 
 from blockdiag._differentiation import on_common_axes
 from blockdiag.fusion.calls import with_derivative
-from blockdiag.fusion.tree import DISTANCE, Function, Leaf, Node, Region, Trees, bottom_up
+from blockdiag.fusion.features import summed
+from blockdiag.fusion.tree import DISTANCE, WITH_FEATURES, Function, Leaf, Node, Region, Trees, bottom_up
 
 # Primitives that nodes are made of beside those of the program.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -51,12 +52,26 @@ def tile_function(roots: Sequence[Node | None], leaves: Sequence[Leaf], dtype: A
                     inputs = [known[id(x)] for x in node.inputs]
                     if flipped and node.kind == "product":
                         inputs.reverse()
-                    known[id(node)] = _compute(node, inputs, tiles, places, dtype)
+                    is_sum = node.kind == "sum"
+                    known[id(node)] = (
+                        _summed(node, inputs, dtype, flipped=flipped)
+                        if is_sum
+                        else _compute(node, inputs, tiles, places, dtype)
+                    )
             return known[id(root)]
 
         return tuple(None if root is None else as_tile(value_of(root), dtype) for root in roots)
 
     return compute
+
+
+def _summed(node: Node, inputs: Sequence[Any], dtype: Any, *, flipped: bool) -> Any:
+    """A sum over features, of tiles of two axes."""
+    assert node.function is not None
+    trees = node.function.value
+    compute = tile_function(trees.roots, [leaf for leaf in trees.leaves if leaf is not None], dtype)
+    tiles = [x.reshape((1,) * (2 - x.ndim) + x.shape) for x in inputs]
+    return summed(node, on_common_axes(*tiles), lambda *given: compute(*given)[0], dtype, flipped=flipped)
 
 
 def as_tile(array: Any, dtype: Any) -> Any:
@@ -70,7 +85,7 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
         case "leaf":
             assert node.leaf is not None
             tile = tiles[places[node.leaf]]
-            is_wide = node.leaf.role not in ("query", "key") and jnp.issubdtype(tile.dtype, jnp.floating)
+            is_wide = node.leaf.role not in WITH_FEATURES and jnp.issubdtype(tile.dtype, jnp.floating)
             return tile.astype(dtype) if is_wide else tile
         case "number":
             number = np.asarray(node.number)
@@ -132,7 +147,7 @@ def leaf_order(leaf: Leaf, batch: Sequence[str]) -> list[str]:
 
 
 def leaf_array(leaf: Leaf, array: Any, batch: Sequence[str], sizes: dict[str, int]) -> Any:
-    """A leaf as [labels.., rows or 1, columns or 1], [labels.., rows or columns, features] or [labels.., distances]."""
+    """A leaf as [labels.., rows or 1, columns or 1], [labels.., rows, columns or 1, features] or [.., distances]."""
     array = arrange(array, leaf.dims, leaf_order(leaf, batch), sizes)
     lead = array.shape[: len(leaf.labels)]
     match leaf.role:
@@ -140,6 +155,8 @@ def leaf_array(leaf: Leaf, array: Any, batch: Sequence[str], sizes: dict[str, in
             return array.reshape(*lead, sizes["q"], math.prod(sizes[x] for x in leaf.features))
         case "key":
             return array.reshape(*lead, sizes["k"], math.prod(sizes[x] for x in leaf.features))
+        case "feature":
+            return array.reshape(*lead, 1, math.prod(sizes[x] for x in leaf.features))
         case "row":
             return array.reshape(*lead, sizes["q"], 1)
         case "column":

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
 
 # Calls that mean what their body means.
 _CALLS = {
@@ -43,7 +44,12 @@ def flat_jaxpr(
 def tile_jaxpr(function: Callable[..., Any], *shapes: Any) -> core.ClosedJaxpr:
     """The program of a function of tiles, which no mesh of devices has a part in, wherever it is traced."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return jax.make_jaxpr(function)(*shapes)
+        closed = jax.make_jaxpr(function)(*shapes)
+    if any(equation.primitive.name == "scan" for equation in closed.jaxpr.eqns):
+        # Loops carry gradients that nobody asks for.
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+        closed = core.ClosedJaxpr(jaxpr, closed.consts)
+    return closed
 
 
 def body_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:

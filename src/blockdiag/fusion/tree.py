@@ -9,9 +9,12 @@ import jax
 import numpy as np
 from jax.extend import core
 
-Role = Literal["query", "key", "row", "column", "score", "distance", "scalar"]
-"""What a leaf's tile is: [q, f] and [k, f] operands of products, [q], [k], [q, k], [q, k] of which every element is a
-function of q - k, or one number of each batch."""
+Role = Literal["query", "key", "feature", "row", "column", "score", "distance", "scalar"]
+"""What a leaf's tile is: [q, f], [k, f] and [f] operands of sums over features, products above all; [q], [k], [q, k],
+[q, k] of which every element is a function of q - k, or one number of each batch."""
+
+WITH_FEATURES: frozenset[Role] = frozenset(("query", "key", "feature"))
+WITHOUT_KEYS: frozenset[Role] = frozenset(("query", "feature", "row", "scalar"))
 
 Dim = tuple[str, ...] | int
 """What an axis of an array stands for: labels, the first one slowest (none: size 1), or one index of it."""
@@ -138,13 +141,14 @@ class Node:
     """A value of the region, for all queries and keys; the same node is one value.
 
     Attributes:
-        kind: a leaf, a number, a product of a query leaf and a key leaf, an operation, or a call of a function.
+        kind: a leaf, a number, a product of a query leaf and a key leaf, an operation, a call of a function, or a sum
+            over features of a function of one feature each.
         inputs: nodes that it is computed from.
-        leaf, number, function: of a leaf, of a number, of a call.
-        primitive, params: of an operation on tiles, element by element.
+        leaf, number, function: of a leaf, of a number, of a call or a sum.
+        primitive, params: of an operation on tiles, element by element; a sum has the "sizes" of its labels.
     """
 
-    kind: Literal["leaf", "number", "product", "operation", "call"]
+    kind: Literal["leaf", "number", "product", "operation", "call", "sum"]
     inputs: "tuple[Node, ...]" = ()
     leaf: Leaf | None = None
     number: Any = None

@@ -356,7 +356,7 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
         if not kernel.live:
             found[-1] = _on_hopper(kernel, lambda: region.once(resident_backward, side, places, kernel.source))
 
-    rows = tuple(sorted(places["query"] + places["row"] + places["scalar"]))
+    rows = tuple(sorted(places["query"] + places["feature"] + places["row"] + places["scalar"]))
     columns = tuple(sorted(places["key"] + places["column"]))
     if rows:
         add_side("rows", lambda tile, lists: region.once(rows_source, tile, rows, lists), rows)
