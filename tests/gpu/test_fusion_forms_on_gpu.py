@@ -14,6 +14,7 @@ from blockdiag import fuse
 from tests import (
     test_fusion_beside,
     test_fusion_coordinates,
+    test_fusion_features,
     test_fusion_grids,
     test_fusion_inner,
     test_fusion_late_division,
@@ -153,3 +154,19 @@ def test_queries_without_an_axis_and_scores_by_sums(name):
 def test_attention_in_loops_and_checkpoints(name):
     with exactly:
         test_fusion_inner.test_results_and_gradients(name, "triton")
+
+
+@pytest.mark.parametrize("name", test_fusion_features.FORMS)
+def test_sums_over_features(name):
+    with exactly:
+        test_fusion_features.test_results_and_gradients(name, "triton")
+
+
+@pytest.mark.parametrize("name", ["additive", "graph_attention", "several_outputs", "beside_product"])
+def test_sums_over_features_of_sixteen_bits(name):
+    """More of them than rows of a tile, and tokens in several tiles."""
+    function = test_fusion_features.FORMS[name]
+    shapes = ((2, 150, 96), (2, 133, 96), (2, 133, 96), (96,))
+    given = [x.astype(jnp.bfloat16) for x in test_fusion_features.arrays(*shapes)]
+    with exactly, jax.numpy_dtype_promotion("standard"):
+        assert_as_good_as_written(function, fuse(function, implementation="triton"), given)

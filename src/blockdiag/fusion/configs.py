@@ -46,9 +46,11 @@ _LINED: dict[Kind, tuple[int, int, int, int]] = {
     "diagonals": (32, 32, 4, 3),
 }  # fmt: skip
 
-# With a sum over features, whose tiles and gradients are in registers beside those of scores: more warps where the
-# gradients of features are added up. With 64 features tiles of half or twice the size took no less time on an H100.
-_SUMMED: dict[int, tuple[int, int, int, int]] = {128: (64, 64, 8, 2), 512: (64, 32, 8, 2)}
+# With a sum over features, whose tiles are in registers beside those of scores, forward and backward. With 64 features
+# larger and smaller tiles took as long or longer on an H100, eight warps backward longer; with more than 128 gradients
+# need their registers.
+_SUMMED = (64, 64, 4, 2)
+_SUMMED_BACKWARD: dict[int, tuple[int, int, int, int]] = {128: (64, 32, 4, 2), 512: (64, 32, 8, 2)}
 
 
 def config_of(region: Region, kind: Kind) -> Config:
@@ -64,8 +66,8 @@ def config_of(region: Region, kind: Kind) -> Config:
         if has_sum and kind != "forward":
             columns, warps = 16, 8
     elif has_sum:
-        rows, columns, warps, stages = _SUMMED[next(wide for wide in _SUMMED if features <= wide)]
-        warps = 4 if kind == "forward" else warps
+        backward = next(_SUMMED_BACKWARD[wide] for wide in _SUMMED_BACKWARD if features <= wide)
+        rows, columns, warps, stages = _SUMMED if kind == "forward" else backward
     elif has_many and max(features, values) <= 128:
         rows, columns, warps, stages = _LINED[kind]
     else:
