@@ -119,12 +119,11 @@ def rows_of(function, given):
         }
 
 
-def main(path):
-    """Write the table."""
-    given = inputs()
+def write(path, rows):
+    """Write a table, with what was measured on and with."""
     shared = {"device": jax.devices()[0].device_kind, "date": datetime.date.today().isoformat()}
     shared |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "triton")}
-    rows = [row | shared for function in (packed_layers, with_memory) for row in rows_of(function, given)]
+    rows = [row | shared for row in rows]
     with Path(path).open("w", newline="") as file:
         table = csv.DictWriter(file, rows[0], lineterminator="\n")
         table.writeheader()
@@ -132,4 +131,5 @@ def main(path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    operands = inputs()
+    write(sys.argv[1], [row for function in (packed_layers, with_memory) for row in rows_of(function, operands)])

@@ -6,16 +6,13 @@ Each row is the median of calls one after the other by wall clock, as the functi
 turn.
 """
 
-import csv
-import datetime
-import importlib.metadata
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from fuse_models import write
 
 from blockdiag import fuse
 
@@ -76,19 +73,13 @@ def rows_of(function, given):
             }
 
 
-def main(path):
-    """Write the table."""
+def inputs():
+    """query, key, value [B, T, N, H] and out [N, H]."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(BATCH, TOKENS, HEADS, WIDTH)] * 3 + [(HEADS, WIDTH)]
-    given = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-    shared = {"device": jax.devices()[0].device_kind, "date": datetime.date.today().isoformat()}
-    shared |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "triton")}
-    rows = [row | shared for function in (additive, graph_attention) for row in rows_of(function, given)]
-    with Path(path).open("w", newline="") as file:
-        table = csv.DictWriter(file, rows[0], lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    operands = inputs()
+    write(sys.argv[1], [row for function in (additive, graph_attention) for row in rows_of(function, operands)])

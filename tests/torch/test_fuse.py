@@ -20,6 +20,7 @@ from blockdiag.torch._fuse_program import marked  # noqa: E402
 from blockdiag.torch._fuse_region import BoundRegion, region_p  # noqa: E402
 from blockdiag.torch._fuse_split import Segment, Split  # noqa: E402
 from blockdiag.triton_kernels.plan import Target  # noqa: E402
+from tests import test_fusion_features as features  # noqa: E402
 from tests import test_fusion_grids as grids  # noqa: E402
 from tests import test_fusion_log_sums as log_sums  # noqa: E402
 from tests import test_fusion_sums as sums  # noqa: E402
@@ -281,10 +282,17 @@ def test_bfloat16_in_the_interpreter():
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize(("cases", "function"), [(sums, sums.linear_attention), (grids, grids.decomposed)])
-def test_programs_that_are_written_anew(cases, function):
-    """Sums of weights that divide, and pixels of a grid."""
-    arrays = cases.arrays(function)
+@pytest.mark.parametrize(
+    ("cases", "function", "shapes"),
+    [
+        (sums, sums.linear_attention, (sums.linear_attention,)),
+        (grids, grids.decomposed, (grids.decomposed,)),
+        (features, features.graph_attention, features.OPERANDS),
+    ],
+)
+def test_programs_that_are_written_anew(cases, function, shapes):
+    """Sums of weights that divide, pixels of a grid, and sums over features."""
+    arrays = cases.arrays(*shapes)
     operands = [to_tensor(x).requires_grad_() for x in arrays]
     output = fuse(function, implementation="triton")(*operands)
     expected, pull_back = jax.vjp(function, *arrays)

@@ -181,8 +181,8 @@ class Printer:
                 return self._power(given[0], params["y"], shape)
             case "broadcast_in_dim" | "reshape" | "squeeze":
                 return self._reshaped(given[0], shape, dtype, params.get("broadcast_dimensions"))
-            case "iota":
-                (axis,) = (axis for axis, size in enumerate(shape) if size > 1)
+            case "iota" if dtype.kind in "iu" and sum(size > 1 for size in shape) == 1:
+                axis = next(axis for axis, size in enumerate(shape) if size > 1)
                 index = ", ".join(":" if i == axis else "None" for i in range(len(shape)))
                 return self.name(f"tl.arange(0, {shape[axis]})[{index}]", shape)
             case "dynamic_slice" if given[0].feature is not None:
