@@ -250,6 +250,21 @@ def test_tiles_that_an_added_mask_rules_out(form):
     assert_fused(masked, given)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_masks_of_features_are_not_guessed(implementation):
+    """Features larger than products of queries and keys are taken to be, which decide, beside a mask of positions."""
+    tokens = 96
+
+    def function(query, key, value):
+        far = jnp.abs(query[:, :, None] - key[:, None]) < 3500
+        scores = jnp.where(far, -1e9, 0.0).sum(-1)
+        seen = jnp.arange(tokens)[:, None] >= jnp.arange(tokens)[None, :]
+        return attended(jnp.where(seen[None], scores, -jnp.inf), value)
+
+    given = (jnp.full((1, tokens, WIDTH), 5000.0), jnp.zeros((1, tokens, WIDTH)), *arrays((1, tokens, WIDTH)))
+    np.testing.assert_allclose(fuse(function, implementation=implementation)(*given), function(*given), atol=1e-6)
+
+
 def test_bounds_of_loops():
     """Sums are bounded from their terms; of any other loop nothing is known."""
 

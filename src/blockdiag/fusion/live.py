@@ -14,7 +14,7 @@ from blockdiag.fusion.intervals import Interval, bounds, tile_extent, tile_state
 from blockdiag.fusion.kernels import Lists, Tile, Writer
 from blockdiag.fusion.tiles import leaf_array
 from blockdiag.fusion.trace import primitives
-from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of
+from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of, nodes_of
 
 # What can rule a score out whatever queries and keys are; a bias that is only added to it is taken not to.
 _KILLERS = frozenset({"select_n", "min", "clamp", "eq", "ne", "lt", "le", "gt", "ge"})
@@ -191,9 +191,26 @@ def _untouched(writer: Writer, extents: list[Interval]) -> Any:
     return kept
 
 
+def _compared(region: Region) -> frozenset[Leaf]:
+    """The leaves of sums over features that may decide by how large these are: what they mask is not to be guessed."""
+    sums = [node for node in nodes_of(region.score, region.weight, *region.extras) if node.kind == "sum"]
+    return frozenset(leaf for node in sums if _decides(node) for leaf in leaves_of(*node.inputs))
+
+
+def _decides(node: Node) -> bool:
+    """Whether the function of a sum, or of a call in it, chooses or compares."""
+    assert node.function is not None
+    for one in nodes_of(*node.function.value.roots):
+        if getattr(one.primitive, "name", "") in _KILLERS or (one.function is not None and _decides(one)):
+            return True
+    return False
+
+
 def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
     """The interval of a leaf on each tile."""
     if leaf.role in ("query", "key", "feature"):
+        if leaf in region.once(_compared):
+            return _NOTHING_KNOWN
         # Reading all of it costs more than it tells.
         features = math.prod(region.sizes[label] for label in leaf.features)
         most = math.sqrt(_LARGEST_PRODUCT / max(1, features))
