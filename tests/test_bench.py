@@ -1,6 +1,8 @@
 """The benchmark's arithmetic, files, plots and baselines, at sizes that take no time."""
 
+import collections
 import dataclasses
+import itertools
 import sys
 import time
 import types
@@ -10,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from blockdiag.bench import clock
 from blockdiag.bench.cases import CASES, Case, select_cases
 from blockdiag.bench.clock import Subject, interleave, sample_jax, summarise
 from blockdiag.bench.records import (
@@ -184,6 +187,46 @@ class _Result:
 def test_a_sample_whose_fence_was_over_is_thrown_away(is_ahead: bool):
     value = sample_jax(lambda: _Result(not is_ahead), launches=2, fence=1)
     assert (value is not None) == is_ahead
+
+
+def test_fences_are_lengthened_before_samples_are_shortened(monkeypatch):
+    """A slow host, for which a fence of 12 runs hides at most four, has the same samples as a fast one up to there."""
+    tried = []
+
+    def sample(run, launches: int, fence: int, front) -> float | None:
+        del run, front
+        tried.append((launches, fence))
+        return 1.5 if 3 * launches <= fence else None
+
+    monkeypatch.setattr(clock, "sample_jax", sample)
+    subject = Subject("slow to queue", lambda: None, "jax", launches=9, fence=7, calls=3)
+    assert clock.sample(subject) == 0.5
+    assert tried == [(9, 7), (9, 9), (9, 11), (9, 12), (6, 12), (4, 12)]
+    assert clock.sample(subject) == 0.5
+    assert len(tried) == 7
+    monkeypatch.setattr(clock, "sample_jax", lambda *_: None)
+    with pytest.raises(clock.FenceTooShort, match="12 calls end before 1 more are queued"):
+        clock.sample(subject)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_each_subject_comes_after_each_other_equally_often(count: int):
+    rounds = count if count % 2 == 0 else 2 * count
+    orders = [clock.order_of_round(count, index) for index in range(rounds)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    after = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(after) == count * (count - 1)
+    assert set(after.values()) <= {rounds // count}
+    places = collections.Counter(place for order in orders for place in enumerate(order))
+    assert set(places.values()) == {rounds // count}
+    assert clock.order_of_round(count, rounds) == orders[0]
+
+
+def test_rounds_take_subjects_in_their_order():
+    taken = []
+    subjects = [Subject(name, lambda name=name: taken.append(name), "host") for name in "abcd"]
+    clock.take_rounds(subjects, rounds=4, deadline=time.monotonic() + 60, least_rounds=1)
+    assert "".join(taken) == "".join("abcd"[place] for index in range(4) for place in clock.order_of_round(4, index))
 
 
 def test_failures_of_baselines_are_recorded_but_not_interrupts():

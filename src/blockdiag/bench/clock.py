@@ -8,9 +8,14 @@ host. So the same idea is used with the host's clock: some unmeasured calls (the
 ones; the clock starts when the fence's result is ready and stops when the last result is. Both ends wait in the same
 way, so what waiting costs cancels, and host time to queue calls is hidden behind the fence. A sample whose fence was
 already finished when the last call had been queued does not have that property: it is thrown away and taken again with
-a longer fence and fewer calls. Work that is shorter than queueing it has a fence of something else, its `front`.
+a longer fence, and with fewer calls once the fence is as long as the queue allows, so that how fast the host is changes
+how many calls a sample has only where it must. Work that is shorter than queueing it has a fence of something else, its
+`front`.
 
-Every round runs every subject once, in rotating order, so that drifting clocks touch all alike.
+Every round runs every subject once, so that drifting clocks touch all alike. At the limit of power, what ran just
+before decides at which clock a subject begins; so the order changes from round to round until each subject has come
+after each other one equally often (Williams, 1949, Experimental designs balanced for the estimation of residual
+effects).
 """
 
 import statistics
@@ -154,12 +159,16 @@ def sample(subject: Subject) -> float:
         return sample_torch(subject.run, subject.launches) / subject.calls
     if subject.framework == "host":
         return sample_host(subject.run, subject.launches) / subject.calls
-    for _ in range(8):
+    while True:
         value = sample_jax(subject.run, subject.launches, subject.fence, subject.front)
         if value is not None:
             return value / subject.calls
-        subject.launches = max(1, subject.launches * 2 // 3)
-        subject.fence = min(_LONGEST_FENCE, subject.fence + 2)
+        if subject.fence < _LONGEST_FENCE:
+            subject.fence = min(_LONGEST_FENCE, subject.fence + 2)
+        elif subject.launches > 1:
+            subject.launches = subject.launches * 2 // 3
+        else:
+            break
     raise FenceTooShort(
         f"{subject.fence} calls end before {subject.launches} more are queued: host time hides the device time; "
         "use a larger workload"
@@ -191,9 +200,20 @@ def take_rounds(subjects: Sequence[Subject], *, rounds: int, deadline: float, le
         alive = [subject for subject in subjects if not subject.failure]
         if not alive:
             return
-        shift = index % len(alive)
-        for subject in alive[shift:] + alive[:shift]:
+        for subject in (alive[position] for position in order_of_round(len(alive), index)):
             try:
                 subject.samples.append(sample(subject))
             except failures as failure:
                 subject.failure = reason_of(failure)
+
+
+def order_of_round(count: int, index: int) -> list[int]:
+    """The order of `count` subjects in round `index`: the rows of a Williams square, again and again.
+
+    In as many rounds as there are subjects (twice as many of an odd number) each has every place equally often, and
+    comes directly after each other one equally often.
+    """
+    turn, shift = divmod(index, count)
+    steps = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [(step + shift) % count for step in steps]
+    return order[::-1] if count % 2 and turn % 2 else order
