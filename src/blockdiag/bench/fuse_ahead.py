@@ -17,7 +17,7 @@ from blockdiag.bench.records import reason_of, recordable_failures
 
 _MOST_PROCESSES = 14
 # Each compiles the kernels of a pass side by side.
-_CORES_OF_A_PASS = 4
+_CORES_OF_A_PASS = 8
 _TINY = FuseCase(group="causal", batch=1, tokens=32, query_heads=1, key_heads=1, head_dim=16)
 
 
