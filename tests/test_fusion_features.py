@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from blockdiag import explain, fuse
+from blockdiag.fusion.carriers import Interval
 from blockdiag.fusion.features import sum_of_features
-from blockdiag.fusion.intervals import Interval, bounds
+from blockdiag.fusion.intervals import bounds
 from blockdiag.fusion.match import find_regions
 from blockdiag.fusion.trace import flat_jaxpr
 from blockdiag.fusion.tree import FEATURES, Leaf, Node, Source, Unpullable, nodes_of, operation

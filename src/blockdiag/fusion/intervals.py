@@ -26,6 +26,18 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import DTypeLike
 
+from blockdiag.fusion.carriers import (
+    FLOATS,
+    Interval,
+    carrier_of,
+    ends_of,
+    is_bool,
+    is_carried,
+    lifted,
+    limits_of,
+    module_of,
+    unknown,
+)
 from blockdiag.fusion.trace import body_of
 
 type Array = jax.Array | np.ndarray
@@ -33,33 +45,11 @@ type Role = Literal["query", "key", "row", "column", "score", "scalar"]
 # The equation at hand, and its operands; None: nothing is known about the result.
 type Rule = Callable[..., Any]
 
-_FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 # Distance from the ends of an integer dtype at which a sum or product, estimated in float32, may have left it.
 _BELOW_OVERFLOW = 1 - 2.0**-20
 # Error of the fastest approximations of transcendental functions on GPUs (tanh.approx: 2^-11), relative and absolute.
 _APPROXIMATION = 2.0**-10
 _APPROXIMATION_AT_ZERO = 2.0**-20
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=[])
-@dataclass(frozen=True, eq=False)
-class Interval:
-    """Bounds of every element that a value has in a tile.
-
-    Attributes:
-        low, high: [*batch, nq or 1, nk or 1], broadcastable against each other, both from NumPy or both from JAX.
-            For booleans: whether all elements are certainly true, and whether any is possibly true. For integers: in
-            int64, or int32 in JAX without x64. For floats: in float64 or float32; (-inf, inf) is unknown, maybe NaN.
-    """
-
-    low: Any
-    high: Any
-
-
-def unknown(dtype: DTypeLike, rank: int = 2) -> Interval:
-    """The interval of a value about which only its dtype is known, NumPy arrays of `rank` axes of length 1."""
-    low, high = _ends(dtype) if _carried(np, dtype) else (-math.inf, math.inf)
-    return Interval(np.full((1,) * rank, low), np.full((1,) * rank, high))
 
 
 def bounds(jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval]) -> tuple[Interval, ...]:
@@ -83,7 +73,7 @@ def predicates(jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval]) -> dict[int,
     return {
         index: _read(known, equation.invars[0], rank)
         for index, equation in enumerate(jaxpr.jaxpr.eqns)
-        if equation.primitive.name == "select_n" and _is_bool(_dtype(equation.invars[0]))
+        if equation.primitive.name == "select_n" and is_bool(_dtype(equation.invars[0]))
     }
 
 
@@ -92,7 +82,7 @@ def tile_states(score: Interval, *, dead_below: float = -1e9) -> Array:
 
     An axis on which the interval does not depend has length 1.
     """
-    xp = _module((score,))
+    xp = module_of((score,))
     shape = np.broadcast_shapes(score.low.shape, score.high.shape)
     return xp.broadcast_to(score.high > dead_below, shape).astype(np.int8)
 
@@ -107,12 +97,12 @@ def tile_extent(array: Array, role: Role, tile_rows: int, tile_columns: int) -> 
     """
     xp = np if isinstance(array, np.ndarray | np.generic) else jnp
     dtype, array = array.dtype, xp.asarray(array)
-    if not _carried(xp, dtype):
+    if not is_carried(xp, dtype):
         return unknown(dtype)
-    if xp is np and dtype not in (np.bool_, np.float32) and dtype in _FLOATS:
+    if xp is np and dtype not in (np.bool_, np.float32) and dtype in FLOATS:
         array = array.astype(np.float64)
     ends = []
-    for reduce in (xp.all, xp.any) if _is_bool(dtype) else (xp.min, xp.max):
+    for reduce in (xp.all, xp.any) if is_bool(dtype) else (xp.min, xp.max):
         end = (reduce(array, axis=-1) if role in ("query", "key") else array)[_PLACES[role]]
         for axis, tile in ((-2, tile_rows), (-1, tile_columns)):
             end = _reduce_tiles(xp, end, axis, tile, reduce)
@@ -140,54 +130,14 @@ def _reduce_tiles(xp: Any, values: Any, axis: int, tile: int, reduce: Callable[.
     return xp.swapaxes(reduce(values.reshape(*values.shape[:-1], count, tile), axis=-1), axis, -1)
 
 
-def _is_bool(dtype: DTypeLike) -> bool:
-    return np.dtype(bool) == dtype
-
-
-def _limits(dtype: DTypeLike) -> tuple[int, int]:
-    info = jnp.iinfo(dtype)
-    return int(info.min), int(info.max)
-
-
-def _ends(dtype: DTypeLike) -> tuple[float, float]:
-    """Between what every element of a dtype lies."""
-    if _is_bool(dtype):
-        return False, True
-    return (-math.inf, math.inf) if jnp.issubdtype(dtype, jnp.floating) else _limits(dtype)
-
-
-def _carrier(xp: Any, dtype: DTypeLike) -> np.dtype:
-    """The dtype in which bounds of values of `dtype` are kept."""
-    if _is_bool(dtype):
-        return np.dtype(bool)
-    wide = np.dtype(np.float64 if jnp.issubdtype(dtype, jnp.floating) else np.int64)
-    return wide if xp is np else jax.dtypes.canonicalize_dtype(wide)
-
-
-def _carried(xp: Any, dtype: DTypeLike) -> bool:
-    """Whether the values of a dtype are kept exactly."""
-    if _is_bool(dtype) or dtype in _FLOATS:
-        return _carrier(xp, dtype).itemsize >= np.dtype(dtype).itemsize
-    if not jnp.issubdtype(dtype, jnp.integer):
-        return False
-    (low, high), (least, greatest) = _limits(dtype), _limits(_carrier(xp, dtype))
-    return least <= low and high <= greatest
-
-
-def _module(intervals: Iterable[Interval]) -> Any:
-    """NumPy if all intervals are of NumPy arrays, else jax.numpy."""
-    ends = [end for interval in intervals for end in (interval.low, interval.high)]
-    return np if all(isinstance(end, np.ndarray | np.generic | bool | int | float) for end in ends) else jnp
-
-
 def _enter(interval: Interval, dtype: DTypeLike, rank: int) -> Interval:
     """An interval from outside, in the dtype and with the rank that the rules expect."""
-    xp = _module((interval,))
+    xp = module_of((interval,))
     ends = [xp.asarray(end) for end in (interval.low, interval.high)]
-    integers = not _is_bool(dtype) and jnp.issubdtype(dtype, jnp.integer)
-    if not _carried(xp, dtype) or (integers and any(jnp.issubdtype(end.dtype, jnp.floating) for end in ends)):
+    integers = not is_bool(dtype) and jnp.issubdtype(dtype, jnp.integer)
+    if not is_carried(xp, dtype) or (integers and any(jnp.issubdtype(end.dtype, jnp.floating) for end in ends)):
         return unknown(dtype, rank)
-    ends = [end.astype(_carrier(xp, dtype)).reshape((1,) * (rank - end.ndim) + end.shape) for end in ends]
+    ends = [end.astype(carrier_of(xp, dtype)).reshape((1,) * (rank - end.ndim) + end.shape) for end in ends]
     return _settled(xp, np.dtype(dtype), Interval(*ends), ())
 
 
@@ -195,26 +145,11 @@ def _constant(value: Any, dtype: DTypeLike, rank: int) -> Interval:
     """The extent of an array that is part of the program."""
     traced = isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable)
     xp = jnp if traced else np
-    if math.prod(np.shape(value)) == 0 or not _carried(xp, dtype):
+    if math.prod(np.shape(value)) == 0 or not is_carried(xp, dtype):
         return unknown(dtype, rank)
-    value = xp.asarray(value).astype(_carrier(xp, dtype))
-    ends = (value.all(), value.any()) if _is_bool(dtype) else (value.min(), value.max())
+    value = xp.asarray(value).astype(carrier_of(xp, dtype))
+    ends = (value.all(), value.any()) if is_bool(dtype) else (value.min(), value.max())
     return _enter(Interval(*ends), dtype, rank)
-
-
-def _lifted(interval: Interval) -> Interval:
-    """The same interval in arrays of JAX."""
-    ends = []
-    for end, outwards in ((interval.low, -math.inf), (interval.high, math.inf)):
-        if isinstance(end, np.ndarray):
-            carrier = _carrier(jnp, end.dtype)
-            rounded = end.astype(carrier)
-            if jnp.issubdtype(carrier, jnp.floating):
-                further = np.nextafter(rounded, carrier.type(outwards))
-                rounded = np.where(rounded > end if outwards < 0 else rounded < end, further, rounded)
-            end = jnp.asarray(rounded)
-        ends.append(end)
-    return Interval(*ends)
 
 
 def _dtype(operand: Any) -> Any:
@@ -274,11 +209,11 @@ def _loop(equation: core.JaxprEqn, operands: Sequence[Interval], rank: int) -> l
     found = []
     for place, var in enumerate(results):
         ends = [starts[place], _read(each, program.jaxpr.outvars[place], rank)]
-        xp, dtype = _module(ends), np.dtype(_dtype(var))
-        if not is_sum[place] or not _carried(xp, dtype):
+        xp, dtype = module_of(ends), np.dtype(_dtype(var))
+        if not is_sum[place] or not is_carried(xp, dtype):
             found.append(nothing[place])
             continue
-        first, step = ends if xp is np else map(_lifted, ends)
+        first, step = ends if xp is np else map(lifted, ends)
         # Each addition rounds what there is by then.
         error = xp.maximum(abs(step.low), abs(step.high)) * (length**2 * float(jnp.finfo(dtype).eps))
         total = Interval(first.low + step.low * length - error, first.high + step.high * length + error)
@@ -304,7 +239,7 @@ class _Equation:
 
     @property
     def floating(self) -> bool:
-        return self.dtype in _FLOATS
+        return self.dtype in FLOATS
 
     @property
     def epsilon(self) -> float:
@@ -317,10 +252,10 @@ def _results(equation: core.JaxprEqn, operands: Sequence[Interval], rank: int) -
     if name in _MOVES:
         return [operands[0]]
     dtypes = [_dtype(var) for var in (*equation.invars, *equation.outvars)]
-    xp = _module(operands)
+    xp = module_of(operands)
     rule = _RULES.get(name)
-    if rule is not None and all(_carried(xp, dtype) for dtype in dtypes):
-        given = operands if xp is np else [_lifted(operand) for operand in operands]
+    if rule is not None and all(is_carried(xp, dtype) for dtype in dtypes):
+        given = operands if xp is np else [lifted(operand) for operand in operands]
         result = rule(_Equation(xp, np.dtype(dtypes[-1]), equation), *given)
         if result is not None:
             # A case that is not chosen does not make the result unknown.
@@ -341,23 +276,23 @@ def _settled(xp: Any, dtype: DTypeLike, result: Interval, operands: Sequence[Int
         low = xp.where((low > 0) & (low < tiny), 0.0, xp.where(low < -greatest, -math.inf, low))
         high = xp.where((high < 0) & (high > -tiny), 0.0, xp.where(high > greatest, math.inf, high))
         return _forgotten(xp, dtype, vague | xp.isnan(low) | xp.isnan(high), low, high)
-    if not _is_bool(dtype):
+    if not is_bool(dtype):
         # Integers wrap: one that may have done so can be anything.
-        least, greatest = _limits(dtype)
+        least, greatest = limits_of(dtype)
         vague = vague | (low < least) | (high > greatest)
     return _forgotten(xp, dtype, vague, low, high)
 
 
 def _forgotten(xp: Any, dtype: DTypeLike, where: Any, low: Any, high: Any) -> Interval:
     """An interval made unknown in some places."""
-    least, greatest = _ends(dtype)
+    least, greatest = ends_of(dtype)
     return Interval(xp.where(where, least, low), xp.where(where, greatest, high))
 
 
 def _exact(equation: _Equation, value: Any, *operands: Any) -> Any:
     """Where a sum, difference or product needs no rounding (and where it might not, which is harmless to miss)."""
     xp, info = equation.xp, jnp.finfo(equation.dtype)
-    if jnp.finfo(_carrier(xp, equation.dtype)).nmant > info.nmant:
+    if jnp.finfo(carrier_of(xp, equation.dtype)).nmant > info.nmant:
         if xp is np:
             return value == value.astype(equation.dtype).astype(value.dtype)
         # XLA may leave out a pair of conversions, not this.
@@ -409,8 +344,8 @@ def _at_corners(
                 exact = exact | trivial(*corner)
             ends.append(_rounded(equation, value, corner, exact, 2 * len(corner) * equation.epsilon))
         else:
-            estimate = function(*[operand.astype(_carrier(xp, np.float32)) for operand in corner])
-            least, greatest = _limits(_carrier(xp, equation.dtype))
+            estimate = function(*[operand.astype(carrier_of(xp, np.float32)) for operand in corner])
+            least, greatest = limits_of(carrier_of(xp, equation.dtype))
             wraps = (estimate < _BELOW_OVERFLOW * least) | (estimate > _BELOW_OVERFLOW * greatest)
             ends.append(_forgotten(xp, equation.dtype, wraps, value, value))
     return _hull(xp, ends)
@@ -465,7 +400,7 @@ def _remainder(equation: _Equation, x: Interval, y: Interval) -> Interval | None
     if equation.floating:
         return None
     xp = equation.xp
-    unclear = ((y.low <= 0) & (y.high >= 0)) | (y.low == _limits(equation.dtype)[0])
+    unclear = ((y.low <= 0) & (y.high >= 0)) | (y.low == limits_of(equation.dtype)[0])
     divisor = Interval(xp.where(unclear, 1, y.low), xp.where(unclear, 1, y.high))
     most = xp.maximum(abs(divisor.low), abs(divisor.high)) - 1
     low = xp.where(x.low < 0, xp.maximum(-most, x.low), 0)
@@ -481,7 +416,7 @@ def _magnitude(equation: _Equation, x: Interval) -> Interval:
     xp, negated = equation.xp, _negate(equation, x)
     low, high = xp.maximum(xp.maximum(x.low, negated.low), 0), xp.maximum(x.high, negated.high)
     # The least integer has no opposite, and is its own magnitude.
-    least, _ = _ends(equation.dtype)
+    least, _ = ends_of(equation.dtype)
     return Interval(low if equation.floating else xp.where(negated.low == least, least, low), high)
 
 
@@ -525,18 +460,18 @@ def _monotone(function: Callable[..., Any]) -> Rule:
 
 def _convert(equation: _Equation, x: Interval) -> Interval:
     xp, given, wanted = equation.xp, _dtype(equation.source.invars[0]), equation.dtype
-    carrier = _carrier(xp, wanted)
-    if _is_bool(wanted):
-        return x if _is_bool(given) else Interval((x.low > 0) | (x.high < 0), (x.low != 0) | (x.high != 0))
-    if _is_bool(given) or (given not in _FLOATS and wanted not in _FLOATS):
+    carrier = carrier_of(xp, wanted)
+    if is_bool(wanted):
+        return x if is_bool(given) else Interval((x.low > 0) | (x.high < 0), (x.low != 0) | (x.high != 0))
+    if is_bool(given) or (given not in FLOATS and wanted not in FLOATS):
         return Interval(x.low.astype(carrier), x.high.astype(carrier))
-    if wanted not in _FLOATS:
-        least, greatest = _limits(carrier)
+    if wanted not in FLOATS:
+        least, greatest = limits_of(carrier)
         fits = (x.low >= _BELOW_OVERFLOW * least) & (x.high <= _BELOW_OVERFLOW * greatest)
         low, high = (xp.where(fits, xp.trunc(end), 0.0).astype(carrier) for end in (x.low, x.high))
         return _forgotten(xp, wanted, ~fits, low, high)
     widens = False
-    if given in _FLOATS:
+    if given in FLOATS:
         narrow, wide = jnp.finfo(given), jnp.finfo(wanted)
         widens = narrow.nmant <= wide.nmant and narrow.nexp <= wide.nexp
     ends = []
@@ -558,7 +493,7 @@ def _equal(x: Interval, y: Interval) -> tuple[Any, Any]:
 
 def _logical(function: Callable[..., Interval]) -> Rule:
     """The rule of an operation on booleans; on integers it is one on bits, about which nothing is known."""
-    return lambda equation, *operands: function(*operands) if _is_bool(equation.dtype) else None
+    return lambda equation, *operands: function(*operands) if is_bool(equation.dtype) else None
 
 
 def _not(certain: Any, possible: Any) -> Interval:
@@ -573,7 +508,7 @@ def _exclusive(x: Interval, y: Interval) -> Interval:
 def _select(equation: _Equation, which: Interval, *cases: Interval) -> Interval:
     xp = equation.xp
     hull = _hull(xp, cases)
-    if not _is_bool(_dtype(equation.source.invars[0])) or len(cases) != 2:
+    if not is_bool(_dtype(equation.source.invars[0])) or len(cases) != 2:
         return hull
     no, yes = cases
     return Interval(
@@ -584,7 +519,7 @@ def _select(equation: _Equation, which: Interval, *cases: Interval) -> Interval:
 
 def _product(equation: _Equation, x: Interval, y: Interval) -> Interval | None:
     """Products of rows of two matrices, bounded by the greatest magnitude of their elements."""
-    if not equation.floating or not all(_dtype(operand) in _FLOATS for operand in equation.source.invars):
+    if not equation.floating or not all(_dtype(operand) in FLOATS for operand in equation.source.invars):
         return None
     xp, ((axes, _), _) = equation.xp, equation.source.params["dimension_numbers"]
     left: Any = equation.source.invars[0].aval

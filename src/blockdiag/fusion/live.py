@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blockdiag.fusion.carriers import Interval
 from blockdiag.fusion.factors import MASKED, unmasked
-from blockdiag.fusion.intervals import Interval, bounds, tile_extent, tile_states
+from blockdiag.fusion.intervals import bounds, tile_extent, tile_states
 from blockdiag.fusion.kernels import Lists, Tile, Writer
 from blockdiag.fusion.tiles import leaf_array
 from blockdiag.fusion.trace import primitives
