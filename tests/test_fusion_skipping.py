@@ -205,6 +205,53 @@ def test_biases_that_something_else_is_made_of_may_be_anything(function):
     assert region.skipped == 0
 
 
+POINTS = jax.random.uniform(jax.random.key(4), (TOKENS, 8), maxval=1e4)
+
+
+def within_radius(points):
+    squares = jnp.square(points).sum(-1)
+    return squares[:, None] + squares[None] - 2 * points @ points.T < 1e8
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "seen_of",
+    [within_radius, lambda x: x @ x.T > 1.5e8, lambda x: (x @ x.T < 1.5e8) & (x @ x.T - 1e8 >= 0)],
+    ids=["radius", "alike", "between"],
+)
+@pytest.mark.parametrize("has_softmax", [True, False])
+def test_products_that_decide_may_be_larger_than_scores(seen_of, is_causal, has_softmax):
+    """Dead tiles and tiles without a mask would both be wrong: products of up to 8e8 are compared."""
+
+    def function(query, key, value, points):
+        seen = seen_of(points)
+        seen = seen & (distance(query) >= 0) if is_causal else seen
+        scores = products(query, key)
+        if has_softmax:
+            weights = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1)
+        else:
+            weights = jnp.where(seen[None, None], jax.nn.sigmoid(scores), 0)
+        return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+    query, key, value = operands(function)
+    found = fuse(function, implementation="triton")(query, key, value, POINTS)
+    expected = function(query, key, value, POINTS)
+    sees = np.asarray(jnp.isfinite(expected).all((0, 2, 3)))
+    assert sees.sum() > TOKENS // 2
+    np.testing.assert_allclose(np.asarray(found)[:, sees], np.asarray(expected)[:, sees], rtol=1e-4, atol=1e-4)
+
+
+def test_masks_are_skipped_beside_leaky_scores():
+    """The sign of scores decides nothing that their size does."""
+
+    def function(query, key, value):
+        scores = jax.nn.leaky_relu(products(query, key)) + jnp.where(distance(query) >= 0, 0.0, -1e9)[None, None]
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+    (region,) = explain(function)(*operands(function)).regions
+    assert region.skipped > 0.2
+
+
 def test_what_is_added_as_an_array_of_floats_is_not_looked_at():
     def biased(query, key, value, bias):
         """bias [T, S]."""

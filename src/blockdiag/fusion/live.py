@@ -18,7 +18,8 @@ from blockdiag.fusion.trace import primitives
 from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of, nodes_of
 
 # What can rule a score out whatever queries and keys are; a bias that is only added to it is taken not to.
-_KILLERS = frozenset({"select_n", "min", "clamp", "eq", "ne", "lt", "le", "gt", "ge"})
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_KILLERS = _COMPARISONS | {"select_n", "min", "clamp"}
 # Functions that follow a bias wherever it goes; others may decide by it.
 _SMOOTH = frozenset((
     "add", "add_any", "convert_element_type", "div", "erf", "exp", "exp2", "integer_pow", "logistic", "mul", "neg",
@@ -131,7 +132,7 @@ def _biases(root: Node, terms_of: Callable[[Node], tuple[Node, ...]]) -> frozens
 
 def _terms(node: Node) -> tuple[Node, ...]:
     """What a node is a sum of, a choice between, or a multiple of."""
-    match getattr(node.primitive, "name", ""):
+    match _name(node):
         case "add" | "add_any" | "convert_element_type" | "stop_gradient":
             return node.inputs
         case "sub":
@@ -146,14 +147,18 @@ def _terms(node: Node) -> tuple[Node, ...]:
 
 def _factors(node: Node) -> tuple[Node, ...]:
     """What a weight's node is made of, where it compares nothing, and what it chooses between."""
-    name = getattr(node.primitive, "name", "")
+    name = _name(node)
     return node.inputs[1:] if name == "select_n" else node.inputs if name in _SMOOTH else ()
+
+
+def _name(node: Node) -> str:
+    return getattr(node.primitive, "name", "")
 
 
 def _is_scaled(node: Node) -> bool:
     """Whether a product or quotient is a value times a number."""
     first, second = (x.kind == "number" for x in node.inputs)
-    return (second and not first) or (first and not second and getattr(node.primitive, "name", "") == "mul")
+    return (second and not first) or (first and not second and _name(node) == "mul")
 
 
 def _is_bias(leaf: Leaf) -> bool:
@@ -193,16 +198,33 @@ def _untouched(writer: Writer, extents: list[Interval]) -> Any:
 
 
 def _compared(region: Region) -> frozenset[Leaf]:
-    """The leaves of sums over features that may decide by how large these are: what they mask is not to be guessed."""
-    sums = [node for node in nodes_of(region.score, region.weight, *region.extras) if node.kind == "sum"]
-    return frozenset(leaf for node in sums if _decides(node) for leaf in leaves_of(*node.inputs))
+    """The leaves of products, and of sums over features, by whose size something is decided: what they mask is not to
+    be guessed."""
+    nodes = list(nodes_of(region.score, region.weight, *region.extras))
+    deciding = [node for node in nodes if node.kind == "sum" and _decides(node)]
+    tests = [node for node in nodes if _name(node) in _COMPARISONS and not _is_of_sign(node)]
+    deciding += [node for node in nodes_of(*(x for test in tests for x in test.inputs)) if node.kind == "product"]
+    return frozenset(leaf for node in deciding for leaf in leaves_of(*node.inputs))
+
+
+def _is_of_sign(test: Node) -> bool:
+    """Whether a comparison is of a multiple of a product with 0: how large the product may be decides nothing."""
+    for one, other in (test.inputs, test.inputs[::-1]):
+        if other.kind != "number" or other.number != 0:
+            continue
+        while _name(one) in ("convert_element_type", "stop_gradient", "neg") or (
+            _name(one) in ("mul", "div") and _is_scaled(one)
+        ):
+            one = next(x for x in one.inputs if x.kind != "number")
+        return one.kind == "product"
+    return False
 
 
 def _decides(node: Node) -> bool:
     """Whether the function of a sum, or of a call in it, chooses or compares."""
     assert node.function is not None
     for one in nodes_of(*node.function.value.roots):
-        if getattr(one.primitive, "name", "") in _KILLERS or (one.function is not None and _decides(one)):
+        if _name(one) in _KILLERS or (one.function is not None and _decides(one)):
             return True
     return False
 
