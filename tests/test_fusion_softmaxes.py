@@ -33,6 +33,14 @@ def numbered(scores):
     return scores + (mask * 1e9 - 1e9)
 
 
+def low(x):
+    return jnp.tril(jnp.ones_like(x)) > 0
+
+
+def over_some(power, some):
+    return power / power.sum(axis=-1, keepdims=True, where=some)
+
+
 SOFTMAXES = {
     "over the sum": lambda x: over_sum(jnp.exp(x)),
     "less the largest before a factor": lambda x: jax.nn.softmax((x - largest(x)) * 2, axis=-1),
@@ -71,9 +79,23 @@ SOFTMAXES = {
         (p := jnp.exp(x - stop_gradient(largest(x)))) / (p.sum(axis=-1, keepdims=True) + 1e-9)
     ),
     "powers that stand still": lambda x: stop_gradient(jnp.exp(x)) / jnp.exp(x).sum(axis=-1, keepdims=True),
+    "of masked scores, over the sum of those seen": lambda x: over_some(
+        jnp.exp((y := jnp.where(low(x), x, -1e9)) - largest(y)), low(x)
+    ),
+    "masked, over the sum of those seen": lambda x: over_some(jnp.where(low(x), jnp.exp(x - largest(x)), 0.0), low(x)),
+    "masked by a factor, over the sum of those seen": lambda x: over_some(jnp.exp(x) * low(x).astype(x.dtype), low(x)),
     "less the largest, twice": lambda x: jax.nn.softmax(x - largest(x), axis=-1),
 }
 OTHERS = {
+    "of scores that a small number masks, over the sum of others": lambda x: over_some(
+        jnp.exp((y := jnp.where(low(x), x, -5.0)) - largest(y)), low(x)
+    ),
+    "of masked scores, over the sum of other keys": lambda x: over_some(
+        jnp.exp((y := jnp.where(low(x), x, -1e9)) - largest(y)), ~low(x) | (x > 9)
+    ),
+    "masked, over the sum of other keys": lambda x: over_some(
+        jnp.where(low(x), jnp.exp(x - largest(x)), 0.0), jnp.flip(low(x), -1)
+    ),
     "bent less the largest": lambda x: jax.nn.softmax(jnp.tanh(x - largest(x)), axis=-1),
     "a log-sum-exp of other heads": lambda x: jnp.exp(x - jax.nn.logsumexp(x, axis=-1, keepdims=True).swapaxes(0, 1)),
     "a logarithm of other heads": lambda x: jnp.exp(

@@ -113,6 +113,7 @@ class Softmaxes(Guards):
             summed = self.skip(masked.invars[2])
             shape = aval_of(masked.outvars[0]).shape
             mask = self.through_moves(masked.invars[0], broadcast_dims(masked.invars[0], shape, dims))
+            mask = None if self._hides_no_more(mask, powers, dims) else mask
         if not self.is_same(summed, powers.var) or not is_along_keys(source, total_dims, dims):
             return None
         softmax = self._score(power, dims, extras, mask)
@@ -125,6 +126,13 @@ class Softmaxes(Guards):
             raise NoMatch from None
         cases = (number(-np.inf), softmax.score) if is_true else (softmax.score, number(-np.inf))
         return replace(softmax, score=operation(lax.select_n_p, predicate, *cases), log_sums=())
+
+    def _hides_no_more(self, mask: tuple[object, tuple[Dim, ...]], powers: Powers, dims: tuple[Dim, ...]) -> bool:
+        """Whether what a mask takes from a sum is 0 already: exponentials are masked so, or their scores are."""
+        if powers.mask is not None and powers.mask[2] and self.is_same_at(mask, self.through_moves(*powers.mask[:2])):
+            return True
+        scores = self.skip(self.unshifted(powers.equation.invars[0], dims))
+        return self._seen(scores, dims, (*mask, True)) is not None
 
     def _of_size(self, var: object) -> object:
         """What a value is the size of, as in a norm: of exponentials it is the same."""
