@@ -369,12 +369,15 @@ def fuse_section(rows: Iterable[FuseTiming]) -> str:
     if not ours:
         raise ValueError(f"the results hold no times of {OURS!r}; run python -m blockdiag bench fuse")
     first = next(iter(ours.values()))
+    dates, others = dates_of(ours.values()), dates_of(row for row in times.values() if row.case in ours)
+    if others != dates:
+        dates = f"{dates} (some other columns earlier, {others} in all)"
     origin = (
         "Milliseconds, forward / forward and backward, medians of `benchmarks/results/fuse.csv`; batch x tokens, query "
         "heads/key heads of 64. The floor is the longer of what the products and the compulsory bytes take at the "
         "rates of the same run. A dash: it did not fit, cannot, or was not run. "
         f"{first.device}, driver {first.driver}, jax {first.jax}, Triton {first.triton}, torch {first.torch}, "
-        f"{dates_of(ours.values())}, bfloat16."
+        f"{dates}, bfloat16."
     )
     headings = [FUSE_COLUMNS[OURS], "floor", *(title for name, title in FUSE_COLUMNS.items() if name != OURS)]
     lines = [_filled(origin), "", "| | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]

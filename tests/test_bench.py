@@ -209,6 +209,21 @@ def test_fences_are_lengthened_before_samples_are_shortened(monkeypatch):
         clock.sample(subject)
 
 
+@pytest.mark.parametrize(("has_front", "output_bytes", "most"), [(True, 0, 24), (False, 0, 24), (False, 2**32, 10)])
+def test_no_more_runs_are_queued_than_the_queue_and_memory_take(monkeypatch, has_front, output_bytes, most):
+    queued = []
+    monkeypatch.setattr(clock, "sample_host", lambda *_: 0.05)
+    monkeypatch.setattr(clock, "sample_jax", lambda run, launches, fence, front: queued.append(launches + fence))
+    front = (lambda: None) if has_front else None
+    subject = Subject("short", lambda: None, "jax", output_bytes=output_bytes, front=front)
+    clock.calibrate(subject, 60.0, memory_bytes=10 * 2**32)
+    with pytest.raises(clock.FenceTooShort):
+        clock.sample(subject)
+    assert len(queued) > 3
+    assert max(queued) <= most
+    assert subject.launches == 1
+
+
 @pytest.mark.parametrize("count", range(1, 10))
 def test_each_subject_comes_after_each_other_equally_often(count: int):
     rounds = count if count % 2 == 0 else 2 * count

@@ -50,6 +50,7 @@ class Subject:
         output_bytes: what one run returns, so that queued runs do not fill the memory.
         calls: how often one run does the work.
         launches, fence: runs per sample and unmeasured runs in front; set by `calibrate`.
+        most_queued: how many of both there may be, for the queue and for memory; set by `calibrate`.
         front: for JAX: queues something long once and returns its arrays; these are the runs in front, if given.
         samples: milliseconds per call.
         failure: why timing ended early, empty otherwise.
@@ -62,6 +63,7 @@ class Subject:
     calls: int = 1
     launches: int = 1
     fence: int = 1
+    most_queued: int = _QUEUE_LIMIT
     front: Callable[[], Any] | None = None
     samples: list[float] = field(default_factory=list)
     failure: str = ""
@@ -147,6 +149,7 @@ def calibrate(subject: Subject, batch_ms: float, memory_bytes: int = 40 * 2**30)
     if subject.output_bytes:
         most = max(3, memory_bytes // subject.output_bytes)
         subject.launches = max(1, min(subject.launches, most - subject.fence))
+        subject.most_queued = min(_QUEUE_LIMIT, most)
 
 
 def sample(subject: Subject) -> float:
@@ -163,8 +166,9 @@ def sample(subject: Subject) -> float:
         value = sample_jax(subject.run, subject.launches, subject.fence, subject.front)
         if value is not None:
             return value / subject.calls
-        if subject.fence < _LONGEST_FENCE:
-            subject.fence = min(_LONGEST_FENCE, subject.fence + 2)
+        longest = min(_LONGEST_FENCE, subject.most_queued - subject.launches)
+        if subject.fence < longest:
+            subject.fence = min(longest, subject.fence + 2)
         elif subject.launches > 1:
             subject.launches = subject.launches * 2 // 3
         else:
