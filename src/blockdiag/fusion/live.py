@@ -215,7 +215,7 @@ def _is_of_sign(test: Node) -> bool:
         while _name(one) in ("convert_element_type", "stop_gradient", "neg") or (
             _name(one) in ("mul", "div") and _is_scaled(one)
         ):
-            one = next(x for x in one.inputs if x.kind != "number")
+            one = next((x for x in one.inputs if x.kind != "number"), one.inputs[0])
         return one.kind == "product"
     return False
 
