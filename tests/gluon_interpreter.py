@@ -288,9 +288,6 @@ class _Values(Language):
         del layout, assert_trivial
         return tile
 
-    def thread_barrier(self) -> None:
-        pass
-
     def load(self, place: Any) -> Any:
         found = place.values[place.places()]
         return Number(found) if np.ndim(found) == 0 and found.dtype.kind == "i" else array(found)

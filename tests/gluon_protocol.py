@@ -291,7 +291,8 @@ def kernel_with(text: str, name: str, words: Mapping[str, Any], helpers: Mapping
         helpers: what takes the place of helpers of the same names.
     """
     scope: dict[str, Any] = {
-        "gluon": _Gluon, "fence_async_shared": lambda: None, "range": lambda *x: map(Number, builtins.range(*x)),
+        "gluon": _Gluon, "fence_async_shared": lambda: None, "thread_barrier": lambda: None,
+        "range": lambda *x: map(Number, builtins.range(*x)),
     } | dict(words)  # fmt: skip
     for source in (inspect.getsource(resident_tiles), text):
         exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)

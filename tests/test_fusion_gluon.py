@@ -142,7 +142,7 @@ class Slow:
         return 1.0
 
 
-FREE = "        gl.thread_barrier()\n        free_slot(value_empty, chunk - 1, 3)\n"
+FREE = "        thread_barrier()\n        free_slot(value_empty, chunk - 1, 3)\n"
 WAIT = "        output_tile = warpgroup_mma_wait(0, deps=[output_tile])\n"
 LOADED = "        k_part = wait_slot(key_ring, key_full, chunk)\n"
 

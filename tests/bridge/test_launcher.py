@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib.metadata
+import re
 import subprocess
 import zlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +119,10 @@ def wire_fields(message: bytes) -> dict[int, list]:
     return fields
 
 
+def opaque_parameters(plan, compiled) -> list[bytes]:
+    return wire_fields(wire_fields(zlib.decompress(jaxlib_launcher.build_opaque(plan, compiled)))[1][0])[5]
+
+
 def kernel_call_of(spec, target: Target) -> tuple[dict[int, list], dict[int, list]]:
     plan = spec.plan(target)
     opaque = jaxlib_launcher.build_opaque(plan, compile_plan(plan, target))
@@ -143,6 +149,7 @@ def test_opaque_message_holds_the_launch():
 @pytest.mark.parametrize("spec", [AddSpec(1000), MatmulSpec(200, 128, 256), SineSpec(1000)], ids=lambda spec: spec.name)
 def test_dropping_line_information_changes_no_instruction(spec, tmp_path):
     from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     _, kernel = kernel_call_of(spec, Target(90, 132))
     full = compile_plan(spec.plan(Target(90, 132)), Target(90, 132)).ptx
@@ -152,7 +159,7 @@ def test_dropping_line_information_changes_no_instruction(spec, tmp_path):
     for ptx in (full.encode(), kernel[4][0]):
         source, binary = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
         source.write_bytes(ptx)
-        subprocess.run([knobs.nvidia.ptxas.path, "--gpu-name=sm_90a", source, "-o", binary], check=True)
+        subprocess.run([get_ptxas(90).path, "--gpu-name=sm_90a", source, "-o", binary], check=True)
         dump = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", binary], check=True, capture_output=True)
         instructions.append(dump.stdout)
     assert instructions[0] == instructions[1] and b"EXIT" in instructions[0]
@@ -170,14 +177,48 @@ def test_opaque_message_has_scratch_for_device_descriptors():
     assert 12 not in kernel
 
 
-@pytest.mark.parametrize(("arch", "count"), [(90, 2 * 5 + 2), (80, 2 * (1 + 2 + 2 + 1 + 2 + 2) + 2)])
-def test_descriptor_parameters_match_the_kernel_entry(arch, count):
+@pytest.mark.parametrize(
+    ("arch", "counts"),
+    # Without TMA, Triton 3.6 and 3.7 have one flag for each of the two descriptors, and later versions two.
+    [(90, {2 * 5 + 2}), (80, {2 * (1 + 2 + 2 + flags + 2 + 2) + 2 for flags in (1, 2)})],
+)
+def test_descriptor_parameters_match_the_kernel_entry(arch, counts):
     spec = MatmulSpec(200, 128, 256)
     call, kernel = kernel_call_of(spec, Target(arch, 132))
-    assert len(call[5]) == count
     # Two more of the entry's parameters are scratch pointers, which the launcher adds.
     entry = kernel[4][0].split(b".entry")[1].split(b")")[0]
-    assert entry.count(b".param") == count + 2
+    assert entry.count(b".param") == len(call[5]) + 2
+    assert len(call[5]) in counts
+
+
+def entry_with(compiled, change: int):
+    """A compiled kernel whose entry takes more parameters, or fewer."""
+    head, entry, rest = re.split(r"(\.entry[^)]*)\)", compiled.ptx, maxsplit=1)
+    parameters = entry.split(",")
+    parameters = parameters[:change] if change < 0 else [*parameters, *parameters[-1:] * change]
+    text = f"{head}{','.join(parameters)}){rest}"
+    return dataclasses.replace(compiled, kernel=SimpleNamespace(asm={"ptx": text}))
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_build_opaque_of_an_entry_with_unknown_parameters_is_refused(change):
+    target = Target(90, 132)
+    for spec in (AddSpec(1000), MatmulSpec(200, 128, 256)):
+        plan = spec.plan(target)
+        compiled = compile_plan(plan, target)
+        with pytest.raises(NotImplementedError, match=r"its entry takes \d+ parameters and \d+ are known"):
+            jaxlib_launcher.build_opaque(plan, entry_with(compiled, change))
+
+
+def test_build_opaque_of_decomposed_descriptors_passes_as_many_flags_as_the_entry_takes():
+    target = Target(80, 108)
+    plan = MatmulSpec(200, 128, 256).plan(target)
+    compiled = compile_plan(plan, target)
+    known = len(opaque_parameters(plan, compiled))
+    # One flag more for each of the two descriptors; one for one of them is not known.
+    assert len(opaque_parameters(plan, entry_with(compiled, 2))) == known + 2
+    with pytest.raises(NotImplementedError, match="in a way that is not known"):
+        jaxlib_launcher.build_opaque(plan, entry_with(compiled, 1))
 
 
 @pytest.mark.parametrize("version", ["0.11.0", "0.10.2", "0.13.0", "1.0.0"])

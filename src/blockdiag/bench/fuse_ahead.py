@@ -101,11 +101,11 @@ def timed_compilation(specs: Sequence[Any], target: Any, folder: str) -> float |
 
     They are compiled as if nothing were on disk, and lie in `folder` afterwards.
     """
-    import triton.compiler  # noqa: F401  what every process loads once
     from triton import knobs
 
-    from blockdiag.triton_kernels.compile import compile_together
+    from blockdiag.triton_kernels.compile import compile_together, load_compiler
 
+    load_compiler()  # what every process loads once
     shutil.rmtree(folder, ignore_errors=True)
     began = time.perf_counter()
     with knobs.cache.scope():

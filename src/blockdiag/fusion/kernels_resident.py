@@ -137,14 +137,14 @@ def _round(own: ResidentWriter, chunks: int, per_part: int) -> None:
              "start, is_async=True)")  # fmt: skip
     emit("# The last round's result has left its query's place.")
     emit("tma.store_wait(0)")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit(f"free_slot(query_empty, round + {QUERY_SLOTS - 1}, {QUERY_SLOTS}, round > 0)")
     largest = []
     for chunk in range(chunks):
         emit(f"s{chunk} = warpgroup_mma_wait({chunks - 1 - chunk}, deps=[s{chunk}])")
         emit(f"m{chunk} = gl.max(s{chunk}, 1)")
         largest.append(f"m{chunk}")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     for part in range(parts):
         emit(f"free_slot(part_empty, part + {part}, {slots})")
     while len(largest) > 1:
@@ -178,7 +178,7 @@ def _weigh(own: ResidentWriter, chunks: int, per_part: int, unit: float) -> None
             emit(f"v_part = wait_slot(ring, part_full, part + {part})")
         elif is_early and chunk // per_part > 0 and chunk % per_part == per_part - 1:
             emit(f"{under_way} = warpgroup_mma_wait({2 if plan.has_ones else 1}, deps=[{under_way}])")
-            emit("gl.thread_barrier()")
+            emit("thread_barrier()")
             emit(f"free_slot(part_empty, part + {part - 1}, {slots})")
         first = "use_acc=False, " if chunk == 0 else ""
         values = f"v_part.slice({chunk % per_part * own.chunk}, {own.chunk})"
@@ -188,12 +188,12 @@ def _weigh(own: ResidentWriter, chunks: int, per_part: int, unit: float) -> None
             emit("factor = gl.convert_layout(power, gl.DotOperandLayout(0, T, 2))")
             emit(f"sums = warpgroup_mma(factor, ones.permute((1, 0)), sums, {first}is_async=True)")
     if own.takes_turns:
-        emit("gl.thread_barrier()")
+        emit("thread_barrier()")
         emit("mbarrier.arrive(turns.index(1 - GROUP), count=1)")
     emit(f"{under_way} = warpgroup_mma_wait(0, deps=[{under_way}])")
     # Columns of a product with ones are equal.
     emit(f"total = gl.convert_layout(gl.{'max' if plan.has_ones else 'sum'}(sums, 1), gl.SliceLayout(1, S))")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     freed = range(parts - 1, parts) if is_early and per_part > 1 else range(parts)
     for part in freed:
         emit(f"free_slot(part_empty, part + {parts + part}, {slots})")
@@ -207,7 +207,7 @@ def _finish(own: ResidentWriter, unit: float) -> None:
     emit("# By way of the query's place, which nobody reads any more.")
     emit("q_part.store(output_tile.to(dtype))")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     at = own.at(plan.places["output"], f"own * {ROWS} + GROUP * {ROWS // 2}")
     emit(f"tma.async_copy_shared_to_global(output, [{at}], q_part)")
     emit(f'log_sum = gl.where(is_empty, float("-inf"), (largest * {unit} + gl.log2(total)) * 0.6931471805599453)')
@@ -242,7 +242,7 @@ def _load(own: ResidentWriter) -> None:
         if plan.of_keys is not None:
             # There is a slot for this round's keys, so the round before the last one is over.
             store_terms(own, plan.of_keys, f"round % {QUERY_SLOTS}")
-            emit("gl.thread_barrier()")
+            emit("thread_barrier()")
             emit(f"mbarrier.arrive(keys_full.index(round % {QUERY_SLOTS}), count=1)")
         at = own.at(plan.places["query"], f"own * {ROWS}")
         emit(f"load_slot(query, q_smem, query_full, query_empty, round, {at})")
@@ -331,7 +331,7 @@ def _entry(own: ResidentWriter) -> None:
     emit("held_full = make_barriers(1, 1)")
     emit(f"turns = {'make_barriers(2, 1)' if own.takes_turns else 'held_full'}")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     computing = f"{_MEMORY}, output, p_log_sum{pointers}, ROUNDS"
     emit("gl.warp_specialize([")
     emit(f"    (compute, ({computing}, 0)),")

@@ -179,7 +179,7 @@ def _round(own: SideWriter) -> None:
 def _end_last_round(own: SideWriter) -> None:
     own.emit("# The last round's gradients have left meanwhile.")
     own.emit("tma.store_wait(0)")
-    own.emit("gl.thread_barrier()")
+    own.emit("thread_barrier()")
     own.emit(f"free_slot(own_empty, round + {own.own_slots - 1}, {own.own_slots}, round > 0)")
 
 
@@ -191,7 +191,7 @@ def _end_products(own: SideWriter, later: int) -> None:
     """
     done = ", ".join(own.sums())
     own.emit(f"{done} = warpgroup_mma_wait({later}, deps=[{done}])")
-    own.emit("gl.thread_barrier()")
+    own.emit("thread_barrier()")
     last = f"round * {own.chunks} + {own.chunks - 1}" if own.is_ahead else "at"
     own.emit(f"free_slot(chunk_empty, {last}, {own.slots})")
 
@@ -307,7 +307,7 @@ def _chunk(own: SideWriter, chunk: int, is_begun: bool) -> None:
         emit("scores = warpgroup_mma_wait(1, deps=[scores])")
     if chunk > 0:
         emit("# The last chunk's products are done, too.")
-        emit("gl.thread_barrier()")
+        emit("thread_barrier()")
         emit(f"free_slot(chunk_empty, at + {own.slots - 1}, {own.slots})")
     emit(f"power = gl.exp2(scores * {plan.unit * LOG2_E} - base)")
     first = "use_acc=False, " if chunk == 0 and own.is_ahead else ""
@@ -317,7 +317,7 @@ def _chunk(own: SideWriter, chunk: int, is_begun: bool) -> None:
     emit(f"slopes = warpgroup_mma_wait({1 if own.is_columns else 0}, deps=[slopes])")
     if not own.is_ahead:
         emit("# Of the program's own tiles there are no more products.")
-        emit("gl.thread_barrier()")
+        emit("thread_barrier()")
         emit(f"mbarrier.arrive(own_empty.index(GROUP), count=1, pred=part == {own.chunks - 1})")
     emit("slopes = (slopes * power).to(dtype)")
     emit(f"sum_first = warpgroup_mma(gl.convert_layout(slopes, P), scores_chunk, sum_first, {first}is_async=True)")
@@ -344,7 +344,7 @@ def _finish(own: SideWriter) -> None:
         for one in written:
             emit("# What left before has left.")
             emit("tma.store_wait(0)")
-            emit("gl.thread_barrier()")
+            emit("thread_barrier()")
             _write(own, [one], ("passage.index(GROUP)",))
     if own.terms:
         # Columns of a product with ones are equal.
@@ -365,7 +365,7 @@ def _write(own: SideWriter, written: Sequence[tuple[str, str]], memory: Sequence
     for (_, result), place in zip(written, memory, strict=False):
         emit(f"{place}.store({result})")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     for (name, _), shared in zip(written, memory, strict=False):
         place = own.out_places[name]
         assert place is not None
@@ -413,7 +413,7 @@ def _entry(own: SideWriter) -> None:
         name = next(iter(own.written))
         emit(f"passage = gl.allocate_shared_memory(query.dtype, [2, {OWN // 2}, {width}], d_{name}.layout)")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     computing = f"{own.memory()}{targets}{pointers}, ROUNDS"
     emit("gl.warp_specialize([")
     emit(f"    (compute, ({computing}, 0)),")

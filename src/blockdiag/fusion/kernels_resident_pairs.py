@@ -190,12 +190,12 @@ def _chunk(own: _Pairs, chunk: int, later: int) -> None:
         emit(f"scores{chunk} = warpgroup_mma_wait({later}, deps=[scores{chunk}])")
     if chunk > 0:
         emit("# The last chunk's products are done, too.")
-        emit("gl.thread_barrier()")
+        emit("thread_barrier()")
         emit(f"free_slot(chunk_empty, at{chunk - 1}, {own.slots})")
     emit(f"power = gl.exp2(scores{chunk} * {plan.unit * LOG2_E} - base)")
     emit(f"slopes{chunk} = warpgroup_mma_wait({later - 1}, deps=[slopes{chunk}])")
     if chunk == own.chunks_each - 1:
-        emit("gl.thread_barrier()")
+        emit("thread_barrier()")
         emit(f"free_slot(own_empty, round, {own.own_slots})")
     emit(f"slopes = rounded_product(slopes{chunk}, power)")
     emit(f"bias_sum{chunk} += slopes")
@@ -210,24 +210,24 @@ def _finish(own: _Pairs) -> None:
     last = own.chunks_each - 1
     half = "half.index(0)"
     emit(f"sum_query = warpgroup_mma_wait({1 if own.is_ahead else 0}, deps=[sum_query])")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit(f"free_slot(chunk_empty, round * {2 * own.chunks_each} + {2 * last} + GROUP, {own.slots})")
     emit("if GROUP == 1:")
     own.writer.depth += 1
     emit("mbarrier.wait(half_empty.index(0), round % 2 ^ 1)")
     emit(f"{half}.store(sum_query)")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("mbarrier.arrive(half_full.index(0), count=1)")
     own.writer.depth -= 1
     emit("else:")
     own.writer.depth += 1
     emit("mbarrier.wait(half_full.index(0), round % 2)")
     emit(f"sum_query += {half}.load(D)")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit(f"gradient = {half}._reinterpret(dtype, [{OWN}, {own.plan.width}], d_query.layout)")
     emit(f"gradient.store((sum_query * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("mbarrier.arrive(grads_full.index(0), count=1)")
     own.writer.depth -= 1
 
@@ -340,7 +340,7 @@ def _leave(own: _Pairs, number: str) -> None:
     emit(f"gradient = half.index(0)._reinterpret(own_tiles.dtype, [{OWN}, {own.plan.width}], d_query.layout)")
     emit(f"tma.async_copy_shared_to_global(d_query, [{own.at(own.place, f'own * {OWN}')}], gradient)")
     emit("tma.store_wait(0)")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("mbarrier.arrive(half_empty.index(0), count=1)")
 
 
@@ -390,7 +390,7 @@ def _entry(own: _Pairs) -> None:
     ):  # fmt: skip
         emit(f"{name} = make_barriers({count}, {arrivals})")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("gl.warp_specialize([")
     for group in range(2):
         emit(f"    (compute, ({_MEMORY}, d_query{_pointers(own)}, ROUNDS, {group})),")

@@ -93,7 +93,7 @@ def _round(own: WidePairs) -> None:
     # Without a wait the compiler would let exponentials wait for slopes.
     emit(f"mbarrier.wait(own_full.index(own_slot), round // {SLOTS} % 2)")
     emit("slopes = warpgroup_mma_wait(0, deps=[slopes])")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("mbarrier.arrive(ring_empty.index(values), count=1)")
     emit("mbarrier.arrive(half_empty.index(0), count=1)")
     _compare(own)
@@ -103,7 +103,7 @@ def _round(own: WidePairs) -> None:
     emit(f"sum_query = gl.zeros([{OWN}, {plan.width}], gl.float32, D)")
     emit("sum_query = warpgroup_mma(factor, ring.index(keys), sum_query, use_acc=False, is_async=True)")
     emit("sum_query = warpgroup_mma_wait(0, deps=[sum_query])")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("mbarrier.arrive(ring_empty.index(keys), count=1)")
     _finish(own)
 
@@ -138,7 +138,7 @@ def _compare(own: WidePairs) -> None:
     emit = own.emit
     emit("delta = gl.sum(power * slopes, 1)")
     emit(f"lines.index({SLOTS} + GROUP).store(delta)")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("mbarrier.arrive(sums_full.index(0), count=1)")
     emit("mbarrier.wait(sums_full.index(0), round % 2)")
     emit(f"delta += lines.index({SLOTS + 1} - GROUP).load(gl.SliceLayout(1, W))")
@@ -156,16 +156,16 @@ def _finish(own: WidePairs) -> None:
     emit("# Both groups have done with the tiles.")
     emit("mbarrier.wait(half_empty.index(0), round % 2)")
     emit("half.index(own_slot * 2 + GROUP).store(given)")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("mbarrier.arrive(half_full.index(GROUP), count=1)")
     emit("mbarrier.wait(half_full.index(1 - GROUP), round % 2)")
     emit("other = half.index(own_slot * 2 + 1 - GROUP)")
     emit("kept += other.load(kept.type.layout)")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit(f"gradient = other._reinterpret(dtype, [{OWN}, {width // 2}], d_query.layout)")
     emit(f"gradient.store((kept * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("mbarrier.arrive(grads_full.index(own_slot), count=1)")
 
 
@@ -263,7 +263,7 @@ def _entry(own: WidePairs) -> None:
     ):  # fmt: skip
         emit(f"{name} = make_barriers({count}, {arrivals})")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit("gl.warp_specialize([")
     for group in range(2):
         emit(f"    (compute, ({_MEMORY}, d_query{own.parameters()}, {gradients}, ROUNDS, {group})),")

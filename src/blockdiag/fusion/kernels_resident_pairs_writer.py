@@ -95,7 +95,7 @@ class PairsWriter(ResidentWriter):
             emit(f'lines.index({lines}).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
             if terms is not None:
                 store_terms(self, terms, of_keys)
-            emit("gl.thread_barrier()")
+            emit("thread_barrier()")
             emit("mbarrier.arrive(lines_full.index(slot), count=1)")
             after()
             self.indices(None, "(first + gl.minimum(round + 1, count - 1))")

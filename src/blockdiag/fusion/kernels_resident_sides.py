@@ -148,7 +148,7 @@ def print_load(own: SideWriter) -> None:
         _copy_pair(own, own.chunk_arrays, f"step % {chunks} * {CHUNK}", CHUNK, "chunk_full.index(slot)", places)
         if own.is_columns:
             emit(f"async_copy.wait_group({own.lead - 1})")
-            emit("gl.thread_barrier()")
+            emit("thread_barrier()")
             for i, name in enumerate(("sum", "delta")):
                 emit(f"loaded_{name} = staged.index(step % {own.lead} * 2 + {i}).load(C)")
             _hand_over(own, ("chunk_full.index(slot)",))
@@ -255,6 +255,6 @@ def _hand_over(own: SideWriter, full: Sequence[str]) -> None:
     emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
     emit("# Slopes begin from it.")
     emit("lines.index(slot * 2 + 1).store(0.0 - loaded_delta)")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     for barrier in full:
         emit(f"mbarrier.arrive({barrier}, count=1)")

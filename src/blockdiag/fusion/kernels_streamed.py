@@ -133,7 +133,7 @@ def _end_scores(own: _StreamWriter, chunk: str, under_way: int, rows: dict[int, 
         emit(f"r_k = tile * {plan.chunk} + gl.arange(0, {plan.chunk}, gl.SliceLayout(0, S))")
         columns = own.read(("column",))
     emit(f"products = warpgroup_mma_wait({under_way}, deps=[products])")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     emit(f"free_slot(key_empty, {chunk}, {plan.slots})")
     products = {len(own.region.leaves) - 1: Value("products", (_GROUP_ROWS, plan.chunk))}
     # Names of a loop are not those of another place, whose tiles may be of other dtypes.
@@ -160,7 +160,7 @@ def _add_values(own: _StreamWriter, chunk: str) -> None:
 
 def _end_values(own: _StreamWriter, chunk: str) -> None:
     own.emit("output_tile = warpgroup_mma_wait(0, deps=[output_tile])")
-    own.emit("gl.thread_barrier()")
+    own.emit("thread_barrier()")
     own.emit(f"free_slot(value_empty, {chunk}, {own.plan.slots})")
 
 
@@ -180,7 +180,7 @@ def _finish(own: _StreamWriter, rows: dict[int, Value]) -> None:
     emit(f"exit = passage.slice(GROUP * {_GROUP_ROWS}, {_GROUP_ROWS})")
     emit("exit.store(output_tile.to(dtype))")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     at = own.at(plan.places["output"], f"own * {ROWS} + GROUP * {_GROUP_ROWS}")
     emit(f"tma.async_copy_shared_to_global(output, [{at}], exit)")
     emit(f'log_sum = gl.where(is_empty, float("-inf"), (largest * {own.unit} + gl.log2(total)) * 0.6931471805599453)')
@@ -230,7 +230,7 @@ def _entry(own: _StreamWriter) -> None:
         emit(f"{name}_empty = make_barriers({plan.slots}, 2)")
     emit(f"turns = {'make_barriers(2, 1)' if own.takes_turns else 'query_full'}")
     emit("fence_async_shared()")
-    emit("gl.thread_barrier()")
+    emit("thread_barrier()")
     computing = f"{_MEMORY}, output, p_log_sum{pointers}{own.lists}{own.given_limit}"
     emit("gl.warp_specialize([")
     emit(f"    (compute, ({computing}, 0)),")

@@ -7,8 +7,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import triton.language as tl
-from triton._C.libtriton import ir
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from blockdiag.triton_kernels import private_triton
+
+_PARTS = private_triton.interpreter_parts()
+TensorHandle = _PARTS.handle
 
 # Types that numpy lacks are stored as unsigned integers of the same width by Triton's interpreter.
 _EXTENDED = {
@@ -82,7 +85,7 @@ class Memory:
         return f"{address - end} bytes after {name}"
 
 
-class Builder(InterpreterBuilder):
+class Builder(_PARTS.builder):
     """Numpy in place of MLIR, one program at a time."""
 
     def __init__(self, memory: Memory) -> None:
@@ -94,15 +97,15 @@ class Builder(InterpreterBuilder):
 
     # Memory
 
-    def create_masked_load(
-        self, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
-    ) -> TensorHandle:
-        self._check(ptrs, mask, is_store=False)
-        return super().create_masked_load(ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+    # How caches are used is said by other arguments in other versions.
 
-    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, cache_modifier: Any, eviction_policy: Any) -> Any:
+    def create_masked_load(self, ptrs: Any, mask: Any, *others: Any) -> TensorHandle:
+        self._check(ptrs, mask, is_store=False)
+        return super().create_masked_load(ptrs, mask, *others)
+
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
         self._check(ptrs, mask, is_store=True)
-        return super().create_masked_store(ptrs, value, mask, cache_modifier, eviction_policy)
+        return super().create_masked_store(ptrs, value, mask, *others)
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> TensorHandle:
         self._check(ptr, None, is_store=True)
@@ -123,7 +126,7 @@ class Builder(InterpreterBuilder):
         return _converted(src, dst_type.scalar)
 
     def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
-        if rounding_mode == ir.ROUNDING_MODE.RTZ:
+        if rounding_mode == _PARTS.rounding_towards_zero:
             return super().create_fp_to_fp(src, dst_type, rounding_mode)
         return _converted(src, dst_type.scalar)
 

@@ -22,14 +22,16 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
-from triton.runtime.interpreter import TensorHandle
-from triton.runtime.jit import JITFunction
 
 from blockdiag.interop import interpreter_reductions as reductions
 from blockdiag.interop.interpreter_builder import Builder, Memory
+from blockdiag.triton_kernels import private_triton
 
 __all__ = ["Memory", "Session", "lent_to"]
+
+_PARTS = private_triton.interpreter_parts()
+JITFunction = _PARTS.function
+TensorHandle = _PARTS.handle
 
 _TO_TENSOR = "_blockdiag_to_tensor"
 _MODULES = (triton, tl, tl.core, tl.math, tl.standard)
@@ -41,7 +43,7 @@ class Session:
     def __init__(self, grid: tuple[int, int, int], memory: Memory) -> None:
         self.builder = Builder(memory)
         self.builder.set_grid_dim(*grid)
-        self.semantic = TritonSemantic(self.builder)
+        self.semantic = _PARTS.semantic(self.builder)
         self.owner = threading.get_ident()
         self._functions: dict[JITFunction, Callable[..., Any]] = {}
         self._stand_ins: dict[types.ModuleType, Any] = {module: _StandIn(module, self) for module in _MODULES}

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
-from blockdiag.interop.interpreter_builder import handle_of, values
+from blockdiag.interop.interpreter_builder import TensorHandle, handle_of, values
 
 
 def reduce(session: Any, input: Any, axis: Any, combine_fn: Any, keep_dims: bool = False, **_: Any) -> Any:

@@ -8,11 +8,13 @@ where, and refuses plans whose parameters cannot be served in that order.
 
 import functools
 import importlib.metadata
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blockdiag.triton_kernels import private_triton
 from blockdiag.triton_kernels.compile import CompiledLaunch
 from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Role, Scalar
 
@@ -20,6 +22,9 @@ CALL_TARGET = "triton_kernel_call_ffi"
 
 # XLA's no-operation whose result is a buffer without content; `jax.lax.empty` is the same on a GPU.
 EMPTY_BUFFER_TARGET = "AllocateBuffer"
+
+# Pointers to scratch memory of the program and of a profiler, which the launcher adds to every kernel's parameters.
+_SCRATCH_PARAMETERS = 2
 
 # The first version whose launcher takes global scratch and descriptors, and the first one nobody tried.
 _FIRST_KNOWN = (0, 11, 1)
@@ -153,6 +158,39 @@ def _without_line_information(ptx: str) -> str:
 
 
 def _parameters(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch) -> list[Any]:
+    """The parameters of the kernel's entry.
+
+    Raises:
+        NotImplementedError: the entry takes another number of them, which the launcher would not notice.
+    """
+    taken = _entry_parameters(compiled.ptx) - _SCRATCH_PARAMETERS
+    descriptors = sum(isinstance(argument, Descriptor) for argument in plan.arguments.values())
+    # Without TMA, Triton 3.6 and 3.7 pass one flag of a descriptor (padding is NaN), later versions another one too
+    # (round to tf32).
+    parameters = _listed(jaxlib_triton, plan, compiled, flags=1)
+    if descriptors and not compiled.descriptor_metadata and taken > len(parameters):
+        parameters = _listed(jaxlib_triton, plan, compiled, flags=1 + (taken - len(parameters)) // descriptors)
+    if taken != len(parameters):
+        raise NotImplementedError(
+            f"kernel {plan.name!r}: its entry takes {taken} parameters and {len(parameters)} are known; the installed "
+            "triton passes arguments in a way that is not known: install triton 3.6 to 3.9, or choose "
+            "implementation='xla'"
+        )
+    return parameters
+
+
+def _entry_parameters(ptx: str) -> int:
+    """How many parameters the kernel in a PTX module takes."""
+    entry = re.search(r"\.entry[^(]*\(([^)]*)\)", ptx)
+    return 0 if entry is None else entry[1].count(".param")
+
+
+def _listed(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch, *, flags: int) -> list[Any]:
+    """The plan's parameters in the order of the kernel's.
+
+    Args:
+        flags: of each descriptor on an architecture without TMA.
+    """
     metadata = iter(compiled.descriptor_metadata)
     parameters: list[Any] = []
     for argument in plan.arguments.values():
@@ -162,7 +200,7 @@ def _parameters(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch) 
             case Descriptor() if compiled.descriptor_metadata:
                 parameters += _descriptor(jaxlib_triton, argument, next(metadata))
             case Descriptor():
-                parameters += _decomposed_descriptor(jaxlib_triton, argument)
+                parameters += _decomposed_descriptor(jaxlib_triton, argument, flags)
             case Scalar():
                 parameters.append(_scalar(jaxlib_triton, argument.value, argument.dtype))
             case Constexpr():
@@ -171,10 +209,8 @@ def _parameters(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch) 
 
 
 def _descriptor(jaxlib_triton: Any, descriptor: Descriptor, metadata: dict[str, Any]) -> list[Any]:
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
     tensor_map = jaxlib_triton.create_tma_descriptor_parameter(
-        elem_type=TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]],
+        elem_type=private_triton.driver_element_type(metadata),
         swizzle=metadata["swizzle"],
         shape=descriptor.shape,
         strides=descriptor.strides,
@@ -188,13 +224,13 @@ def _descriptor(jaxlib_triton: Any, descriptor: Descriptor, metadata: dict[str, 
     ]
 
 
-def _decomposed_descriptor(jaxlib_triton: Any, descriptor: Descriptor) -> list[Any]:
+def _decomposed_descriptor(jaxlib_triton: Any, descriptor: Descriptor, flags: int) -> list[Any]:
     """A descriptor on an architecture without TMA: Triton rewrites it to a pointer, and keeps its sizes twice."""
     return [
         jaxlib_triton.create_array_parameter(0, 16),
         *_sizes(jaxlib_triton, descriptor.shape, "i64"),
         *_sizes(jaxlib_triton, descriptor.strides, "i64"),
-        _scalar(jaxlib_triton, False, "i1"),  # padding is zero, not NaN
+        *(_scalar(jaxlib_triton, False, "i1") for _ in range(flags)),
         *_sizes(jaxlib_triton, descriptor.shape, "i32"),
         *_sizes(jaxlib_triton, descriptor.strides, "i64"),
     ]

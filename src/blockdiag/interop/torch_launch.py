@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from blockdiag.triton_kernels.compile import compile_key, compile_plan
+from blockdiag.triton_kernels import private_triton
+from blockdiag.triton_kernels.compile import buffer_spec, compile_key, compile_plan
 from blockdiag.triton_kernels.generated import function_of
 from blockdiag.triton_kernels.plan import (
     Constexpr,
@@ -120,16 +121,16 @@ class _BoundLaunch:
         self._outputs = [
             (sources.get(index), spec.shape, _torch_dtype(spec.dtype)) for index, spec in enumerate(plan.outputs)
         ]
-        # Arguments that stay as they are, and where the others come from: (argument, buffer, how to make it).
+        # Arguments that stay as they are, and where the others come from: (argument, buffer[, how to make it]).
         self._template: list[Any] = []
         self._pointers: list[tuple[int, int]] = []
-        self._descriptors: list[tuple[int, int, type, dict[str, Any]]] = []
+        self._descriptors: list[tuple[int, int, Callable[[torch.Tensor], Any]]] = []
         for index, argument in enumerate(plan.arguments.values()):
             self._template.append(argument.value if isinstance(argument, Scalar | Constexpr) else None)
             if isinstance(argument, Pointer):
                 self._pointers.append((index, self._position(argument)))
             elif isinstance(argument, Descriptor):
-                self._descriptors.append((index, self._position(argument), *_descriptor_fields(argument)))
+                self._descriptors.append((index, self._position(argument), _descriptor_maker(plan, argument)))
         kernel = _loaded_kernel(plan, device_index)
         self._run = _with_scratch(kernel, self._device, kernel[plan.grid])
 
@@ -165,11 +166,8 @@ class _BoundLaunch:
         arguments = self._template.copy()
         for index, position in self._pointers:
             arguments[index] = buffers[position].data_ptr()
-        for index, position, kind, fields in self._descriptors:
-            # Past its constructor, whose checks of sizes and strides would be the same for every call.
-            descriptor = object.__new__(kind)
-            descriptor.__dict__ = {"base": buffers[position], **fields}
-            arguments[index] = descriptor
+        for index, position, make_descriptor in self._descriptors:
+            arguments[index] = make_descriptor(buffers[position])
         return arguments
 
     def _allocate(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -203,19 +201,12 @@ def _make_context_current(device_index: int) -> None:
         _thread.devices.add(device_index)
 
 
-def _descriptor_fields(descriptor: Descriptor) -> tuple[type, dict[str, Any]]:
-    """The class of a host-made tensor descriptor, and its fields but the tensor, checked by the constructor once."""
-    shape, strides, block_shape = map(list, (descriptor.shape, descriptor.strides, descriptor.block_shape))
-    if descriptor.layout is None:
-        from triton.tools.tensor_descriptor import TensorDescriptor as Kind
-
-        layout = ()
-    else:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Kind
-
-        layout = (descriptor.layout,)
-    example = Kind(torch.empty(0, dtype=torch.bfloat16), shape, strides, block_shape, *layout)
-    return Kind, {name: value for name, value in vars(example).items() if name != "base"}
+def _descriptor_maker(plan: LaunchPlan, descriptor: Descriptor) -> Callable[[torch.Tensor], Any]:
+    """A function that makes a host descriptor over a tensor."""
+    example = torch.empty(0, dtype=_torch_dtype(buffer_spec(plan, descriptor).dtype))
+    return private_triton.descriptor_maker(
+        example, descriptor.shape, descriptor.strides, descriptor.block_shape, descriptor.layout
+    )
 
 
 def _with_scratch(kernel: Any, device: torch.device, run: Callable[..., None]) -> Callable[..., None]:

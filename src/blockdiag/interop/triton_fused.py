@@ -49,6 +49,7 @@ from blockdiag.triton_kernels.plan import (
     Target,
     TensorSpec,
 )
+from blockdiag.triton_kernels.private_triton import gluon_reason, has_hopper_kernels
 
 __all__ = [
     "arranged", "arrays_by_name", "available", "backward", "backward_kernels", "forward", "forward_kernel",
@@ -125,10 +126,11 @@ class FusedLaunch:
 
     def plan(self, target: Target) -> LaunchPlan:
         """The launch on `target`."""
-        if self.on_hopper is not None and target.arch == 90:
+        if self.on_hopper is not None and has_hopper_kernels(target.arch):
             return self._hopper_plan(self.on_hopper, target)
         if self.on_hopper is not None and self.on_hopper.source == self.source:
-            raise ValueError(f"kernel {self.name!r} is for Hopper alone, got compute capability {target.arch}")
+            reason = gluon_reason() or f"got compute capability {target.arch}"
+            raise ValueError(f"kernel {self.name!r} is for Hopper alone and written in Gluon: {reason}")
         names = [f"p_{x}" for x in self.source.inputs]
         arguments = {name: Pointer("input", i) for i, name in enumerate(names)}
         arguments |= {f"p_{x.name}": Pointer("output", i) for i, x in enumerate(self.source.outputs)}
@@ -223,7 +225,7 @@ def backward(
 
 
 def _is_hopper(target: Target) -> bool:
-    return target.arch == 90
+    return has_hopper_kernels(target.arch)
 
 
 def _is_not_hopper(target: Target) -> bool:

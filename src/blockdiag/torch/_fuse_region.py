@@ -27,6 +27,7 @@ from blockdiag.interop.triton_fused import (
 )
 from blockdiag.torch._native import dense
 from blockdiag.triton_kernels.plan import KernelSpec, LaunchPlan, Pointer, Target, TensorSpec
+from blockdiag.triton_kernels.private_triton import has_hopper_kernels
 
 type Tensors = tuple[torch.Tensor, ...]
 type Bind = Callable[[KernelSpec], Callable[[Tensors], Tensors]]
@@ -333,7 +334,7 @@ class BoundRegion:
     def backward_steps(self, needed: Any) -> tuple[Step, ...]:
         """The launches for the gradients that are needed: a joint one does not pay where half of what it makes is."""
         steps = self.steps.on_hopper
-        if self._target is None or self._target.arch != 90 or not steps:
+        if not steps or self._target is None or not has_hopper_kernels(self._target.arch):
             return self.steps.backward
         is_needed = all(gradient is None or needed[gradient.operand] for gradient in steps[0].gradients)
         return steps if is_needed else self.steps.backward

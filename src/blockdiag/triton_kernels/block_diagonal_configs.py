@@ -6,6 +6,7 @@ Ratios are times on an H200 over the time that a copy of the same bytes takes, b
 from dataclasses import dataclass
 
 from blockdiag.problem import BlockDiagonalProblem
+from blockdiag.triton_kernels.private_triton import has_hopper_kernels
 
 HOPPER_ROWS = 64
 _LARGEST_TILE_ROWS = 64
@@ -134,7 +135,7 @@ def most_chunks(problem: BlockDiagonalProblem, arch: int) -> int:
 
 def is_hopper(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> bool:
     """Whether the Hopper kernels serve the call."""
-    if arch != 90 or not is_hopper_shape(problem):
+    if not has_hopper_kernels(arch) or not is_hopper_shape(problem):
         return False
     if is_backward:
         # 16 heads of 64 without rotary: the one-tile kernel 1.02, this one 1.04.

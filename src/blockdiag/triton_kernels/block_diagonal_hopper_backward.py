@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.gluon_names import thread_barrier
 from blockdiag.triton_kernels.hopper_tiles import (
     load_table_lines,
     load_tile,
@@ -47,7 +48,7 @@ def prepare_operands(a_smem, b_smem, rows, b_cos, b_sin, ROTATE_A: gl.constexpr,
         rotate_memory(b_smem, b_cos, b_sin, INTERLEAVED, LAYOUT)
     if ROTATE_A or ROTATE_B or not FULL:
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit
@@ -87,32 +88,32 @@ def head_gradients(
     b_dp = warpgroup_mma(do_smem, v_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=[b_scores])
     b_p, b_ds = score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS, FULL, CAUSAL)
-    gl.thread_barrier()
+    thread_barrier()
     p_smem.store(b_p.to(dtype))
     b_ds = b_ds.to(dtype)
     ds_smem.store(b_ds)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, LAYOUT, 2))
     b_dv = warpgroup_mma(p_smem.permute((1, 0)), do_smem, b_none, use_acc=False, is_async=True)
     if ROTARY:
         # The tables hold 64 registers at 128 columns: one gradient at a time, or registers spill.
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
         b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
-        gl.thread_barrier()
+        thread_barrier()
         put_tile(d_value, p_d_value, do_smem, b_dv.to(dtype), start, written, VALUE_COLUMN + column, STRIDE, FULL, True)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         b_dq = warpgroup_mma(b_ds, k_smem, b_none, use_acc=False, is_async=True)
         if ROTATE_KEY:
             b_dk = rotate(b_dk, b_cos, b_sin, -1.0, INTERLEAVED)
-        gl.thread_barrier()
+        thread_barrier()
         put_tile(d_key, p_d_key, q_smem, b_dk.to(dtype), start, written, KEY_COLUMN + column, STRIDE, FULL, True)
         if LOAD_NEXT:
             load_tile(value, v_smem, start, VALUE_COLUMN + column + HEAD_DIM, next_ready)
         b_dq = warpgroup_mma_wait(0, deps=[b_dq])
         if ROTATE_QUERY:
             b_dq = rotate(b_dq, b_cos, b_sin, -1.0, INTERLEAVED)
-        gl.thread_barrier()
+        thread_barrier()
         put_tile(d_query, p_d_query, k_smem, b_dq.to(dtype), start, written, column, STRIDE, FULL, True)
     else:
         b_dq = warpgroup_mma(b_ds, k_smem, b_none, use_acc=False, is_async=True)
@@ -123,14 +124,14 @@ def head_gradients(
         b_eq = b_dq.to(dtype)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
         b_ek = b_dk.to(dtype)
-        gl.thread_barrier()
+        thread_barrier()
         if LOAD_NEXT:
             load_tile(value, v_smem, start, VALUE_COLUMN + column + HEAD_DIM, next_ready)
         do_smem.store(b_ev)
         k_smem.store(b_eq)
         q_smem.store(b_ek)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         send_tile(d_value, p_d_value, do_smem, b_ev, start, written, VALUE_COLUMN + column, STRIDE, FULL)
         send_tile(d_query, p_d_query, k_smem, b_eq, start, written, column, STRIDE, FULL)
         send_tile(d_key, p_d_key, q_smem, b_ek, start, written, KEY_COLUMN + column, STRIDE, FULL)
@@ -189,7 +190,7 @@ def block_diagonal_hopper_backward(
         next_do_ready = make_barrier()
         next_v_ready = make_barrier()
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     tile = gl.program_id(0) // (KEY_HEADS // HEADS)
     column = gl.program_id(0) % (KEY_HEADS // HEADS) * (HEADS * HEAD_DIM)
@@ -210,7 +211,7 @@ def block_diagonal_hopper_backward(
     if ROTARY:
         b_cos, b_sin = spread_tables(b_cos, b_sin, INTERLEAVED, L)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     else:
         b_cos = 0
         b_sin = 0
@@ -300,7 +301,7 @@ def block_diagonal_hopper_grouped_backward(
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     tile = gl.program_id(0) // KEY_HEADS
     key_head = gl.program_id(0) % KEY_HEADS
@@ -318,7 +319,7 @@ def block_diagonal_hopper_grouped_backward(
                                         POSITIONS)
         cos_smem.store(b_cos.to(gl.float32))
         sin_smem.store(b_sin.to(gl.float32))
-        gl.thread_barrier()
+        thread_barrier()
         b_cos = cos_smem.load(PAIR_LAYOUT)
         b_sin = sin_smem.load(PAIR_LAYOUT)
     else:
@@ -353,7 +354,7 @@ def block_diagonal_hopper_grouped_backward(
         b_p, b_ds = score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS, FULL, CAUSAL)
         # The last head's dQ has left by now, and its operands have no reader: the next but one may come.
         tma.store_wait(0)
-        gl.thread_barrier()
+        thread_barrier()
         if not ROTARY:
             follow = (member > 0) & (member + 1 < GROUP)
             load_tile(query, q_tiles.index(stage ^ 1), start, (head + 1) * HEAD_DIM, q_ready.index(stage ^ 1), follow)
@@ -363,7 +364,7 @@ def block_diagonal_hopper_grouped_backward(
         b_ds = b_ds.to(dtype)
         ds_smem.store(b_ds)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, L)
         b_dv = warpgroup_mma(p_smem.permute((1, 0)), do_smem, b_dv, is_async=True)
         b_dq = warpgroup_mma(gl.convert_layout(b_ds, A), k_smem, b_none, use_acc=False, is_async=True)
@@ -373,7 +374,7 @@ def block_diagonal_hopper_grouped_backward(
             b_dq = rotate(b_dq, cos_smem.load(PAIR_LAYOUT), sin_smem.load(PAIR_LAYOUT), -1.0, INTERLEAVED)
         b_dq = b_dq.to(dtype)
         b_dk = warpgroup_mma_wait(0, deps=[b_dk])
-        gl.thread_barrier()
+        thread_barrier()
         if ROTARY:
             follow = member + 1 < GROUP
             load_tile(query, q_smem, start, (head + 1) * HEAD_DIM, q_ready.index(0), follow)
@@ -383,7 +384,7 @@ def block_diagonal_hopper_grouped_backward(
             out_smem = do_smem
         out_smem.store(b_dq)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         send_tile(d_query, p_d_query, out_smem, b_dq, start, written, head * HEAD_DIM, QUERY_STRIDE, FULL)
     if ROTATE_KEY:
         b_dk = rotate(b_dk, cos_smem.load(PAIR_LAYOUT), sin_smem.load(PAIR_LAYOUT), -1.0, INTERLEAVED)
@@ -392,7 +393,7 @@ def block_diagonal_hopper_grouped_backward(
     v_smem.store(b_ev)
     k_smem.store(b_ek)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     send_tile(d_value, p_d_value, v_smem, b_ev, start, written, (VALUE_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
     send_tile(d_key, p_d_key, k_smem, b_ek, start, written, (KEY_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
     # Shared memory may neither be given back nor reused while the copy engine still reads it.

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.gluon_names import thread_barrier
 from blockdiag.triton_kernels.hopper_tiles import (
     load_table_lines,
     load_tile,
@@ -49,7 +50,7 @@ def head_scores(q_smem, k_smem, query, start, next_column, next_ready, b_cos, b_
         b_q = rotate(q_smem.load(LAYOUT), b_cos, b_sin, 1.0, INTERLEAVED).to(q_smem.dtype)
     if ROTATE_KEY or (ROTATE_QUERY and LOAD_NEXT):
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     if ROTATE_QUERY:
         if LOAD_NEXT:
             load_tile(query, q_smem, start, next_column, next_ready)
@@ -59,7 +60,7 @@ def head_scores(q_smem, k_smem, query, start, next_column, next_ready, b_cos, b_
     else:
         b_scores = warpgroup_mma(q_smem, k_smem.permute((1, 0)), b_none, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(0, deps=[b_scores])
-    gl.thread_barrier()
+    thread_barrier()
     if LOAD_NEXT and not ROTATE_QUERY:
         load_tile(query, q_smem, start, next_column, next_ready)
     return b_scores
@@ -92,7 +93,7 @@ def zero_value_rows(v_smem, rows, FULL: gl.constexpr, LAYOUT: gl.constexpr):
         if rows < v_smem.shape[0]:
             zero_rows(v_smem, rows, LAYOUT)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
 
 
 @gluon.jit
@@ -136,7 +137,7 @@ def block_diagonal_hopper_forward(
         next_k_ready = make_barrier()
         next_v_ready = make_barrier()
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     tile = gl.program_id(0) // (QUERY_HEADS // HEADS)
     head = gl.program_id(0) % (QUERY_HEADS // HEADS) * HEADS
@@ -152,7 +153,7 @@ def block_diagonal_hopper_forward(
     if ROTARY:
         b_cos, b_sin = spread_tables(b_cos, b_sin, INTERLEAVED, L)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     else:
         b_cos = 0
         b_sin = 0
@@ -174,7 +175,7 @@ def block_diagonal_hopper_forward(
     zero_value_rows(v_smem, rows, FULL, L)
     b_output = head_output(b_scores, v_smem, rows, scale_log2, FULL, CAUSAL, L)
     if PAIR:
-        gl.thread_barrier()
+        thread_barrier()
         put_tile(output, p_output, v_smem, b_output, start, written, head * HEAD_DIM, STRIDE, FULL)
         mbarrier.wait(next_k_ready, 0)
         mbarrier.wait(next_q_ready, 0)
@@ -197,7 +198,7 @@ def block_diagonal_hopper_forward(
                                    INTERLEAVED, False, L)
             if i + 1 < HEADS:
                 tma.store_wait(0)
-                gl.thread_barrier()
+                thread_barrier()
                 load_tile(query, other_smem, start, (head + i + 1) * HEAD_DIM, other_ready)
             b_output = head_output(b_scores, v_smem, rows, scale_log2, FULL, CAUSAL, L)
             put_tile(output, p_output, here_smem, b_output, start, written, (head + i) * HEAD_DIM, STRIDE, FULL)

@@ -5,7 +5,8 @@ to nothing else of the plan: two problems that differ only in run-time scalars, 
 Triton keeps compiled kernels on disk, so another process loads them instead of compiling.
 
 Compiling ends with PTX, which is what jaxlib's launcher takes and assembles by itself. Who loads kernels without jaxlib
-asks for a binary, too: a kernel of its own in memory and on disk, which Triton assembles with ptxas.
+asks for a binary, too: a kernel of its own in memory and on disk, which Triton assembles with ptxas. Where the
+installed Triton has no way to leave ptxas out, it runs for every kernel.
 
 Threads may compile at the same time. Everything that kernels share is Python's: functions, Triton's knobs and caches,
 the front end that makes a module of a function. It has one thread at a time, see `_Turn`, which costs nothing, as it
@@ -24,6 +25,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from blockdiag.triton_kernels import private_triton
 from blockdiag.triton_kernels.generated import function_of, source_lines
 from blockdiag.triton_kernels.plan import (
     Constexpr,
@@ -101,7 +103,7 @@ class CompiledLaunch:
 
     Attributes:
         kernel: Triton's CompiledKernel, not yet loaded on any device; shared between plans, so never load this one.
-            Its `asm["cubin"]` is empty where no binary was asked for.
+            Its `asm["cubin"]` may be empty where no binary was asked for.
         name: the entry point's name in the PTX.
         num_warps: warps of one program, those added by warp specialisation included.
         shared_bytes: dynamic shared memory of one program.
@@ -131,16 +133,11 @@ class CompiledLaunch:
 type Made = Callable[[LaunchPlan, Target], object]
 """What is called with plan and target of a kernel when it is there."""
 
-_loading = threading.Lock()
-
 
 def load_compiler() -> None:
-    """Imports what compiling imports, one thread at a time: modules of Gluon import each other in circles, in which two
-    threads at once end with `_DeadlockError`. Whoever imports Gluon, or starts threads that do, calls this before."""
-    with _loading:
-        import triton.compiler
-        import triton.experimental.gluon.language.nvidia.ampere
-        import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
+    """Import what compiling imports, one thread at a time. Whoever imports Gluon, or starts threads that do, calls this
+    before."""
+    private_triton.load_modules()
 
 
 def shared_limit(arch: int) -> int | None:
@@ -384,27 +381,22 @@ _lock = threading.Lock()
 class _Turn:
     """A thread's turn to use what kernels share: from its beginning until the front end has made a module.
 
-    Reading a kernel from the disk takes a whole turn. Without `binary` the stage that runs ptxas is left out: Triton
-    has a hook that sees the stages, one for all threads, and calls it before it makes the module.
+    Reading a kernel from the disk takes a whole turn.
+
+    Args:
+        hook: leaves ptxas out during the turn; Triton asks it before it makes the module. None: ptxas runs.
     """
 
     _lock = threading.Lock()
 
-    def __init__(self, *, binary: bool) -> None:
-        self.binary = binary
+    def __init__(self, hook: private_triton.StageHook | None) -> None:
+        self._hook = hook
         self._is_ours = False
-        self._thread = threading.get_ident()
-        self._former_hook: Any = None
 
     def __enter__(self) -> "_Turn":
-        from triton import knobs
-
         self._is_ours = _Turn._lock.acquire()
-        self._former_hook = knobs.runtime.add_stages_inspection_hook
-        if not self.binary:
-            # Triton's annotation of it forgets the backend, which comes first.
-            hook: Any = self._leave_out_ptxas
-            knobs.runtime.add_stages_inspection_hook = hook
+        if self._hook is not None:
+            self._hook.install()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -412,27 +404,41 @@ class _Turn:
 
     def end(self) -> None:
         """The next thread's turn; nothing where this one's has ended already."""
-        from triton import knobs
-
         if self._is_ours:
             self._is_ours = False
-            if not self.binary:
-                knobs.runtime.add_stages_inspection_hook = self._former_hook
+            if self._hook is not None:
+                self._hook.remove()
             _Turn._lock.release()
-
-    def _leave_out_ptxas(self, backend: Any, stages: dict[str, Any], *others: Any) -> None:
-        if self._former_hook is not None:
-            self._former_hook(backend, stages, *others)
-        # Threads that are not this library's compile kernels of their own meanwhile.
-        if threading.get_ident() == self._thread:
-            stages["cubin"] = lambda ptx, metadata: b""
 
 
 def _compile(plan: LaunchPlan, arch: int, binary: bool) -> CompiledLaunch:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.errors import PTXASError
+    try:
+        kernel = _run_compiler(plan, arch, binary)
+    except private_triton.ptxas_error() as error:
+        raise KernelCompileError(f"ptxas refuses kernel {plan.name!r} for sm_{arch}: {error}") from error
+    except RuntimeError as error:
+        raise KernelCompileError(
+            f"Triton's compiler fails on kernel {plan.name!r} for sm_{arch}: {error}; it printed why to stderr"
+        ) from error
+    compiled = CompiledLaunch(kernel=kernel, arch=arch, **private_triton.kernel_metadata(kernel))
+    _check_resources(plan, compiled)
+    return compiled
 
+
+def _run_compiler(plan: LaunchPlan, arch: int, binary: bool) -> Any:
+    """Triton's CompiledKernel, without a binary where none is asked for and ptxas can be left out."""
+    if binary or private_triton.stage_hook_reason() is not None:
+        return _run_in_turn(plan, arch, None)
+    try:
+        return _run_in_turn(plan, arch, private_triton.StageHook())
+    except private_triton.MISMATCHES as error:
+        # Either the kernel is wrong, which fails again, or this version asks the hook for something that is not known.
+        kernel = _run_in_turn(plan, arch, None)
+        private_triton.give_up_stage_hook(f"{type(error).__name__}: {error}")
+        return kernel
+
+
+def _run_in_turn(plan: LaunchPlan, arch: int, hook: private_triton.StageHook | None) -> Any:
     options = {
         "num_warps": plan.options.num_warps,
         "num_stages": plan.options.num_stages,
@@ -440,66 +446,24 @@ def _compile(plan: LaunchPlan, arch: int, binary: bool) -> CompiledLaunch:
     }
     if plan.options.maxnreg is not None:
         options["maxnreg"] = plan.options.maxnreg
-    try:
-        with _Turn(binary=binary) as turn:
-            kernel = triton.compile(_source(plan, turn), target=GPUTarget("cuda", arch, 32), options=options)
-    except PTXASError as error:
-        raise KernelCompileError(f"ptxas refuses kernel {plan.name!r} for sm_{arch}: {error}") from error
-    except RuntimeError as error:
-        raise KernelCompileError(
-            f"Triton's compiler fails on kernel {plan.name!r} for sm_{arch}: {error}; it printed why to stderr"
-        ) from error
-    metadata = kernel.metadata
-    compiled = CompiledLaunch(
-        kernel=kernel,
-        name=metadata.name,
-        arch=arch,
-        num_warps=metadata.num_warps,
-        num_ctas=metadata.num_ctas,
-        shared_bytes=metadata.shared,
-        tensor_memory_columns=metadata.tmem_size or 0,
-        global_scratch_bytes=metadata.global_scratch_size or 0,
-        global_scratch_alignment=metadata.global_scratch_align or 1,
-        descriptor_metadata=tuple(metadata.tensordesc_meta or ()),
-    )
-    _check_resources(plan, compiled)
-    return compiled
-
-
-def _source(plan: LaunchPlan, turn: _Turn) -> Any:
     attributes = {
         (position,): [["tt.divisibility", 16]]
         for position, argument in enumerate(plan.arguments.values())
         if isinstance(argument, Pointer)
     }
     constants = {name: argument.value for name, argument in plan.arguments.items() if isinstance(argument, Constexpr)}
-    source = _source_class(plan.kernel.is_gluon())(plan.kernel, signature(plan), constants, attributes)
-    source.turn = turn
-    return source
-
-
-@functools.cache
-def _source_class(is_gluon: bool) -> Any:
-    """What Triton compiles: a kernel that may be text until then, and ends the thread's turn when it is a module."""
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    base: Any = GluonASTSource if is_gluon else ASTSource
-
-    class _Source(base):
-        turn: _Turn
-
-        def hash(self) -> str:
+    with _Turn(hook) as turn:
+        source = private_triton.kernel_source(
+            plan.kernel,
+            signature(plan),
+            constants,
+            attributes,
+            function_of=function_of,
             # The name of Triton's files: those without a binary are no answer to who needs one.
-            return super().hash() + ("" if self.turn.binary else "-ptx")
-
-        def make_ir(self, *arguments: Any, **options: Any) -> Any:
-            self.fn = function_of(self.fn)
-            module = super().make_ir(*arguments, **options)
-            self.turn.end()
-            return module
-
-    return _Source
+            key_suffix="" if hook is None else "-ptx",
+            when_module=turn.end,
+        )
+        return private_triton.run_compiler(source, arch, options)
 
 
 def _check_resources(plan: LaunchPlan, compiled: CompiledLaunch) -> None:

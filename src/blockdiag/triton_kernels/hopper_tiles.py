@@ -14,6 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from blockdiag.triton_kernels.gluon_names import thread_barrier
+
 
 @gluon.jit
 def tile_rows_at(p_tiles, tile, sequence_length, ROWS: gl.constexpr, TABLE: gl.constexpr, FULL: gl.constexpr):
@@ -133,7 +135,7 @@ def put_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRID
     """Write a tile out by way of `memory`, which nobody reads or writes any more."""
     memory.store(b_tile)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE, FULL, READ_BACK)
 
 

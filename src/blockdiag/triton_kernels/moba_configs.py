@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2, uses_mma_sync
+from blockdiag.triton_kernels.private_triton import has_hopper_kernels
 
 # Rows of keys that a centroid takes in at a time; it fixes the order of its sum.
 CENTROID_ROWS = 16
@@ -107,7 +108,8 @@ def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
 
     What they gain over the plain kernels is recorded in benchmarks/results/runs/2026-11-22-moba-kernels.csv.
     """
-    if arch != 90 or problem.dtype not in ("bfloat16", "float16") or problem.head_dim not in (64, 128):
+    is_written_for = problem.dtype in ("bfloat16", "float16") and problem.head_dim in (64, 128)
+    if not is_written_for or not has_hopper_kernels(arch):
         return None
     keys = key_rows(problem)
     is_whole = keys in (64, 128) and key_tiles(problem) == 1

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.gluon_names import thread_barrier
 from blockdiag.triton_kernels.hopper_tiles import make_barriers
 
 STAGES = gl.constexpr(3)
@@ -132,7 +133,7 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty
         for at in range(tiles + 2):
             places.index(at % PLACES).store(b_place)
             parts.index(at % PLACES).store(b_part)
-            gl.thread_barrier()
+            thread_barrier()
             if at <= tiles:
                 stage = filled % STAGES
                 mbarrier.wait(empty.index(stage), filled // STAGES % 2 ^ 1)
@@ -155,7 +156,7 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty
                     scatter_rows(dq_smem.slice(part * PART, PART),
                                  places.index((at - 2) % PLACES).slice(part * PART, PART),
                                  parts.index((at - 2) % PLACES).slice(part * PART, PART), p_part, LINES)
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(part_empty.index(0), count=1)
                 emptied += 1
 
@@ -227,7 +228,7 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
             b_ds = (b_p * b_dp).to(dtype)
             ds_tile.store(b_ds)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             b_dv = warpgroup_mma_wait(0, deps=[b_dv])
             b_dk = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, D, 2)), q_tile, b_dk, is_async=True)
             b_dq = warpgroup_mma(ds_tile.permute((1, 0)), k_smem, b_none, use_acc=False, is_async=True)
@@ -239,12 +240,12 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
             sent += 1
             dq_smem.store((b_dq * scale).to(dtype))
             b_next = start_product(k_smem, q_smem, ss_smem, used % STAGES, b_zero)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(part_full.index(0), count=1)
             mbarrier.arrive(empty.index(stage), count=1)
             b_scores = warpgroup_mma_wait(0, deps=[b_next])
         # The scores of the tile after the last are nobody's.
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(empty.index(used % STAGES), count=1)
         used += 1
     return b_dk, b_dv
@@ -292,7 +293,7 @@ def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     b_dk, b_dv = gl.warp_specialize(
         [
             (compute, (k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem, full, empty, part_full,

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.gluon_names import thread_barrier
 from blockdiag.triton_kernels.moba_hopper_backward import load_key_tile
 
 CODES = gl.constexpr(4)
@@ -76,7 +77,7 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
     load_key_tile(v_smem, value, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
     for j in gl.static_range(3):
         pairs.index(j).store(listed_pairs(p_list, first + j * ROWS, last, ROWS, ONE))
-    gl.thread_barrier()
+    thread_barrier()
     for j in gl.static_range(2):
         gather_queries(q_smem.index(j), pairs.index(j), query, head, QUERY_HEADS, HEAD_DIM, SLOTS, LINES)
     o_key = gl.arange(0, KEYS, gl.SliceLayout(0, S))
@@ -87,10 +88,10 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
     b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, R)
     async_copy.wait_group(1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     b_next = warpgroup_mma(q_smem.index(0), k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(0, deps=[b_next])
-    gl.thread_barrier()
+    thread_barrier()
     for at in range((last - first + ROWS - 1) // ROWS):
         # The scores of this tile are there, so its place takes the tile after the next.
         gather_queries(q_smem.index(at % 2), pairs.index((at + 2) % CODES), query, head, QUERY_HEADS, HEAD_DIM, SLOTS,
@@ -98,7 +99,7 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
         b_pair = listed_pairs(p_list, first + (at + 3) * ROWS, last, ROWS, ONE)
         async_copy.wait_group(1)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         b_next = warpgroup_mma(q_smem.index((at + 1) % 2), k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
         if MASK or length < KEYS:
             b_scores = gl.where(gl.expand_dims(m_key, 0), b_scores, float("-inf"))
@@ -115,7 +116,7 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
         gl.store(p_part_sum + o_part, gl.where(m_seen, b_max + gl.log2(b_sum), float("-inf")), mask=b_here >= 0)
         pairs.index((at + 3) % CODES).store(b_pair)
         b_scores, b_output = warpgroup_mma_wait(0, deps=[b_next, b_output])
-        gl.thread_barrier()
+        thread_barrier()
         b_part = gl.convert_layout((b_output * gl.expand_dims(b_norm, 1)).to(dtype), LINES)
         b_here = gl.expand_dims(pairs.index(at % CODES).load(gl.SliceLayout(1, LINES)), 1)
         o_part = (b_here // SLOTS * (PART_HEADS - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here

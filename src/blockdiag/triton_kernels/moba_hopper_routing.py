@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blockdiag.triton_kernels.gluon_names import thread_barrier
+
 # Of blocks that cannot be chosen: those with lower scores, too. Some thousands of it add up to a finite number.
 NO_SCORE = gl.constexpr(-1e34)
 # Puts eight in order, by exchanges of which those side by side are independent of each other.
@@ -256,11 +258,11 @@ def choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest
         ids = ids + (gl.full([b_zero.shape[0]], -1, gl.int32, gl.SliceLayout(1, S)),)
     for tile in range(tiles):
         first = highest - (tile + 1) * BLOCKS
-        gl.thread_barrier()
+        thread_barrier()
         load_centroids(c_smem, 0, p_centroids, first, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         b_scores = warpgroup_mma_wait(0, deps=[score_blocks(b_query, c_smem, 0, b_zero, PARTS)])
         o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, S)), 0)
         m_better = (o_block >= gl.expand_dims(b_first, 1)) & (o_block < gl.expand_dims(b_end, 1))
@@ -333,9 +335,9 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     for tile in range(tiles):
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         b_scores = warpgroup_mma_wait(0, deps=[score_blocks(b_query, c_smem, 0, b_zero, PARTS)])
-        gl.thread_barrier()
+        thread_barrier()
         first = highest - (tile + 1) * BLOCKS
         load_centroids(c_smem, 0, p_centroids, first - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
         if first < all_from or first + BLOCKS > all_until:

@@ -2,9 +2,7 @@
 instructions it has: the test that a kernel fits and runs on the units it was written for, before it ever meets the
 hardware."""
 
-import contextlib
 import functools
-import io
 import re
 import subprocess
 import tempfile
@@ -14,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdiag.triton_kernels.compile import CompiledLaunch, KernelCompileError, compile_plan, shared_limit
+from blockdiag.triton_kernels import private_triton
+from blockdiag.triton_kernels.compile import CompiledLaunch, compile_plan, shared_limit
 from blockdiag.triton_kernels.plan import LaunchPlan, Target
 from blockdiag.triton_kernels.sass import loop_depths
 
@@ -174,7 +173,7 @@ def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
     compiled, printed = _compile_quietly(plan, target)
     asm = compiled.kernel.asm
     # A kernel from Triton's cache on disk was assembled by another process.
-    usage = printed if "registers" in printed else _assemble(asm["ptx"], target.arch)
+    usage = printed if "registers" in printed else private_triton.assemble(asm["ptx"], target.arch)
     return Report(
         name=plan.name,
         arch=target.arch,
@@ -195,44 +194,16 @@ def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
 
 def _compile_quietly(plan: LaunchPlan, target: Target) -> tuple[CompiledLaunch, str]:
     """The compiled kernel, and what ptxas said of it where it had to be assembled."""
-    from triton import knobs
-
-    # Triton prints the whole PTX when ptxas fails; the exception carries what ptxas said instead.
-    with contextlib.redirect_stdout(io.StringIO()) as printed, knobs.nvidia.scope():
-        knobs.nvidia.dump_ptxas_log = True
+    with private_triton.ptxas_log() as printed:
         compiled = compile_plan(plan, target, binary=True)
     return compiled, printed.getvalue()
 
 
-def _assemble(ptx: str, arch: int) -> str:
-    """What ptxas says of the kernel's registers and spills, assembled as Triton assembles it."""
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [
-            get_ptxas(arch).path,
-            "-lineinfo",
-            "-v",
-            f"--gpu-name={sm_arch_from_capability(arch)}",
-            str(source),
-            "-o",
-            str(Path(folder, "kernel.cubin")),
-        ]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise KernelCompileError(f"ptxas refuses the kernel for sm_{arch}: {result.stderr}")
-    return result.stderr + result.stdout
-
-
 def _disassemble(cubin: bytes) -> str:
-    from triton import knobs
-
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(cubin)
-        command = [knobs.nvidia.nvdisasm.path, "-c", str(binary)]
+        command = [private_triton.disassembler(), "-c", str(binary)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
