@@ -97,15 +97,15 @@ class Builder(_PARTS.builder):
 
     # Memory
 
-    # How caches are used is said by other arguments in other versions.
+    # The arguments that say how caches are used differ by version: they are passed on as they come.
 
-    def create_masked_load(self, ptrs: Any, mask: Any, *others: Any) -> TensorHandle:
+    def create_masked_load(self, ptrs: Any, mask: Any, *others: Any, **options: Any) -> TensorHandle:
         self._check(ptrs, mask, is_store=False)
-        return super().create_masked_load(ptrs, mask, *others)
+        return super().create_masked_load(ptrs, mask, *others, **options)
 
-    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *others: Any, **options: Any) -> Any:
         self._check(ptrs, mask, is_store=True)
-        return super().create_masked_store(ptrs, value, mask, *others)
+        return super().create_masked_store(ptrs, value, mask, *others, **options)
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> TensorHandle:
         self._check(ptr, None, is_store=True)

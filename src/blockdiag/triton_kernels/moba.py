@@ -8,7 +8,15 @@ from typing import Any, Literal, NamedTuple
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.triton_kernels.block_diagonal import LOG2_E, takes_operands
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
-from blockdiag.triton_kernels.moba_configs import Config, config_of, hopper_config, key_tiles, span_rows
+from blockdiag.triton_kernels.compiler_versions import adjusted
+from blockdiag.triton_kernels.moba_configs import (
+    ADJUSTMENTS,
+    Config,
+    config_of,
+    hopper_config,
+    key_tiles,
+    span_rows,
+)
 from blockdiag.triton_kernels.plan import (
     Argument,
     CompileOptions,
@@ -139,6 +147,7 @@ class MoBALaunch:
             module, name = _HOPPER_KERNELS[self.kind]
         kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.{module}"), name)
         config = hopper or config_of(self.problem, self.kind, target.arch)
+        config = adjusted(config, ADJUSTMENTS, self.problem, self.kind, target.arch)
         known = self._scalars(config) | self._constants(config)
         return LaunchPlan(
             name=self.name,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2, uses_mma_sync
+from blockdiag.triton_kernels.compiler_versions import Adjustment
 from blockdiag.triton_kernels.private_triton import has_hopper_kernels
 
 # Rows of keys that a centroid takes in at a time; it fixes the order of its sum.
@@ -37,6 +38,22 @@ class Config:
     num_stages: int = 2
     loop_stages: int = 2
     max_registers: int | None = None
+
+
+# Offline reports; none of them is measured.
+ADJUSTMENTS = (
+    # The kernel for Hopper spills in its loops where its registers are capped: at heads of 128 it takes 216 (two
+    # programs to a multiprocessor), at heads of 64 it takes 175.
+    Adjustment(since=(3, 8), kinds=("choose",), archs=(90,), change={"max_registers": None}),
+    # 206 registers at heads of 128; with 4 warps 356 bytes of a thread spill.
+    Adjustment(
+        since=(3, 8),
+        kinds=("merge_forward",),
+        archs=(100, 103),
+        change={"num_warps": 8},
+        applies=lambda problem, config: problem.head_dim > 64,
+    ),
+)
 
 
 def span_rows(query_tokens: int) -> int:
