@@ -112,6 +112,7 @@ def values(array: jax.Array) -> np.ndarray:
     return np.asarray(array).astype(np.complex128)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", NARROW)
 def test_same_memory_both_ways(name, path):
     tensor = filled(getattr(torch, name))
@@ -138,6 +139,7 @@ def test_array_of_jax_keeps_its_memory(name, path):
     assert pointer(again) == pointer(array)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", WIDE)
 def test_64_bits_cross_only_where_jax_has_them(name, path):
     tensor = filled(getattr(torch, name))

@@ -16,6 +16,8 @@ from blockdiag.triton_kernels.compile import compile_plan
 from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, Target, TensorSpec
 from tests.bridge.bridge_kernels import AddSpec, DeviceDescriptorSpec, MatmulSpec, SineSpec
 
+pytestmark = pytest.mark.versions
+
 VECTOR = TensorSpec((4,), "float32")
 X, Y = Pointer("input", 0), Pointer("input", 1)
 OUT, OTHER = Pointer("output", 0), Pointer("output", 1)

@@ -15,6 +15,8 @@ from blockdiag.interop import dlpack, private_torch, wrap_jax, wrap_torch
 from blockdiag.torch import _native
 from tests.torch.test_sharding import two_processes
 
+pytestmark = pytest.mark.versions
+
 SOURCE = Path(private_torch.__file__).parents[1]
 
 
@@ -71,7 +73,6 @@ def features() -> dict[str, bool]:
     return {feature.name.removeprefix("torch: "): feature.is_fast for feature in private_torch.describe_features()}
 
 
-@pytest.mark.versions
 def test_private_torch_features_are_fast_in_the_installed_torch():
     expected = {"observers of a call", "transforms and forward-mode levels", "functional tensors"}
     assert expected | {"tensors without data", "DTensor strategies"} <= features().keys()
@@ -114,7 +115,6 @@ def test_wrap_jax_without_flags_still_has_gradients(install):
     assert dlpack.to_jax(torch.empty(0, 3)).shape == (0, 3)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, with its first tangent
 def test_tangents_are_refused_without_the_level_of_forward_mode(monkeypatch):
     monkeypatch.setattr(private_torch, "forward_ad", Stripped(forward_ad, "_current_level"))
     wrapped = wrap_jax(jnp.sin)

@@ -46,6 +46,7 @@ def torch_mixture(x, w, b):
     return torch.tanh(x @ w + b) * torch.exp(b)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("names", ["x w b", "x", "w b", "b"])
 def test_gradients_are_those_of_torch(names):
     operands = [randn(5, 4), randn(4, 3), randn(5, 3)]
@@ -365,6 +366,7 @@ def test_wide_operands():
         assert wrapped(torch.ones(2, dtype=torch.float64)).dtype == torch.float64
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("crossing", ["direct", "public"])
 def test_backward_keeps_64_bits_outside_of_the_context(crossing, monkeypatch):
     if crossing == "public":

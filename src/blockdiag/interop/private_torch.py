@@ -90,11 +90,11 @@ def _stream_reader(device_index: int) -> Callable[[int], int] | None:
     read = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if not callable(read):
         return None
+    handle = torch.cuda.current_stream(device_index).cuda_stream
     try:
-        handle = read(device_index)
+        return read if read(device_index) == handle else None
     except TypeError:  # it takes other arguments in this version
         return None
-    return read if handle == torch.cuda.current_stream(device_index).cuda_stream else None
 
 
 def current_stream_handle(device_index: int) -> int:
