@@ -115,7 +115,7 @@ import tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
-for requirement in [*project["dependencies"], *extras["cuda"], *extras["flax"], *extras["torch"]]:
+for requirement in [*project["dependencies"], *(each for name in ("cli", "cuda", "flax", "torch") for each in extras[name])]:
     if bound := re.match(r"([\w.-]+)>=([\w.]+)", requirement):
         print(f"{bound[1]}=={bound[2]}")
 PYTHON
@@ -133,7 +133,7 @@ test_versions() {
     fi
     say "installing into $folder (takes a few minutes)"
     "$folder/bin/python" -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager \
-        -c "$folder/constraints.txt" -e ".[cuda,flax,torch,versions]"
+        -c "$folder/constraints.txt" -e ".[cli,cuda,flax,torch,versions]"
     "$folder/bin/python" -m pip list --disable-pip-version-check |
         grep -E '^(python|jax|jaxlib|jax-cuda13-plugin|triton|torch|flax|optax|jaxtyping|numpy) ' >&2
     export JAX_PLATFORMS=cpu
@@ -171,6 +171,7 @@ test-oldest)
     test_versions .venv-oldest "$(oldest_versions "$python")" "$@"
     ;;
 test-at)
+    [ $# -gt 0 ] || { usage >&2 && exit 2; }
     test_versions .venv-at "$(printf '%s\n' "$@")" -k "block_diagonal or installed"
     ;;
 gpu-test)
