@@ -8,13 +8,16 @@ usage() {
     cat <<'TEXT'
 usage: ./do COMMAND [ARGUMENTS]
 
-  demo       train the small language model, compare with jax.nn.dot_product_attention, save a plot
-  test       ruff, pyrefly and every test that needs no GPU; arguments go to pytest
-  gpu-test   the tests that need a CUDA GPU; arguments go to pytest
-  doctor     what this machine has, and which implementations can run on it
-  bench      benchmarks (needs a CUDA GPU)
-  docs       run the notebooks and build the documentation into build/docs
-  setup      only install everything that the tests need
+  demo         train the small language model, compare with jax.nn.dot_product_attention, save a plot
+  test         ruff, pyrefly and every test that needs no GPU; arguments go to pytest
+  test-newest  a selection of the tests with the newest versions that pyproject.toml allows; arguments go to pytest
+  test-oldest  the same with the oldest versions that it allows
+  test-at      two small tests with the versions that follow, as in: ./do test-at jax==0.12.0 torch==2.12.0
+  gpu-test     the tests that need a CUDA GPU; arguments go to pytest
+  doctor       what this machine has, and which implementations can run on it
+  bench        benchmarks (needs a CUDA GPU)
+  docs         run the notebooks and build the documentation into build/docs
+  setup        only install everything that the tests need
 
 A Python 3.12, 3.13 or 3.14 is looked for on PATH, among pyenv's versions and through uv; PYTHON=/path/to/python decides.
 TEXT
@@ -103,6 +106,42 @@ install_to_run() {
     fi
 }
 
+# The lower bounds of pyproject.toml as constraints for pip.
+oldest_versions() {
+    "$1" - <<'PYTHON'
+import re
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+extras = project["optional-dependencies"]
+for requirement in [*project["dependencies"], *(each for name in ("cli", "cuda", "flax", "torch") for each in extras[name])]:
+    if bound := re.match(r"([\w.-]+)>=([\w.]+)", requirement):
+        print(f"{bound[1]}=={bound[2]}")
+PYTHON
+}
+
+# test_versions FOLDER CONSTRAINTS ARGUMENTS: the selected tests with versions that pip chooses within the constraints.
+test_versions() {
+    folder=$1
+    constraints=$2
+    shift 2
+    if ! { [ -x "$folder/bin/python" ] && [ "$(cat "$folder/constraints.txt" 2>/dev/null)" = "$constraints" ]; }; then
+        find_python
+        "$python" -m venv --clear "$folder"
+        printf '%s\n' "$constraints" >"$folder/constraints.txt"
+    fi
+    say "installing into $folder (takes a few minutes)"
+    "$folder/bin/python" -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager \
+        -c "$folder/constraints.txt" -e ".[cli,cuda,flax,torch,versions]"
+    "$folder/bin/python" -m pip list --disable-pip-version-check |
+        grep -E '^(python|jax|jaxlib|jax-cuda13-plugin|triton|torch|flax|optax|jaxtyping|numpy) ' >&2
+    export JAX_PLATFORMS=cpu
+    # Only files with marked tests, because others import what is not installed.
+    exec "$folder/bin/python" -m pytest -n logical --maxprocesses 4 --dist worksteal -m "versions and not gpu" \
+        $(grep -rl 'mark\.versions' tests --include='test_*.py') "$@"
+}
+
 command=${1:-help}
 [ $# -gt 0 ] && shift
 case $command in
@@ -123,6 +162,17 @@ test)
     export JAX_PLATFORMS=cpu
     # Few processes, because each holds JAX, torch and Triton; a later -n among the arguments overrides this one.
     exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not gpu and not multigpu" "$@"
+    ;;
+test-newest)
+    test_versions .venv-newest "" "$@"
+    ;;
+test-oldest)
+    find_python
+    test_versions .venv-oldest "$(oldest_versions "$python")" "$@"
+    ;;
+test-at)
+    [ $# -gt 0 ] || { usage >&2 && exit 2; }
+    test_versions .venv-at "$(printf '%s\n' "$@")" -k "block_diagonal or installed"
     ;;
 gpu-test)
     install "$test_extras"

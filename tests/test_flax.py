@@ -53,6 +53,7 @@ def assert_trees_close(actual, expected):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("shape", "is_causal"), [((40, WIDTH), False), ((2, 40, WIDTH), True), ((2, 3, 20, WIDTH), False)], ids=str
 )
@@ -74,6 +75,7 @@ def test_linen_forward_and_gradient(shape, is_causal):
     assert_trees_close(results(ours), results(baseline))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("shape", "is_causal", "key_heads"),
     [((40, WIDTH), True, HEADS), ((2, 40, WIDTH), False, 2), ((2, 3, 20, WIDTH), True, 1)],

@@ -125,7 +125,7 @@ def project() -> dict:
 
 
 def test_extras():
-    assert set(project()["optional-dependencies"]) == {"cuda", "torch", "flax", "cli", "test", "docs"}
+    assert set(project()["optional-dependencies"]) == {"cuda", "torch", "flax", "cli", "versions", "test", "docs"}
 
 
 def constrained_versions() -> dict[str, str]:

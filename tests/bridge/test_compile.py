@@ -42,6 +42,8 @@ from tests.bridge.bridge_kernels import (
     MatmulSpec,
 )
 
+pytestmark = pytest.mark.versions
+
 ARCHITECTURES = (80, 90, 100, 120)
 
 

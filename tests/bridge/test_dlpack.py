@@ -9,6 +9,7 @@ import sys
 import threading
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from blockdiag.interop import _lifetimes, dlpack, to_jax, to_torch
+from blockdiag.features import Feature
+from blockdiag.interop import _lifetimes, dlpack, jaxlib_launcher, to_jax, to_torch
 
 WIDE = ["int64", "uint64", "float64", "complex128"]
 NARROW = sorted({str(dtype).removeprefix("torch.") for dtype in dlpack.DTYPES} - set(WIDE))
@@ -33,9 +35,62 @@ LAYOUTS = {
 def path(request, monkeypatch):
     """Both ways into JAX: jaxlib's functions, and the public ones that serve where those are missing."""
     if request.param == "public":
-        monkeypatch.setattr(dlpack, "_direct", lambda: None)
+        monkeypatch.setattr(jaxlib_launcher, "dlpack_shortcut", lambda platform: "hidden by a test")
     else:
-        assert dlpack._direct() is not None, "this jaxlib is not known: crossings are slow"
+        found = jaxlib_launcher.dlpack_shortcut("cpu")
+        assert not isinstance(found, str), f"crossings are slow: {found}"
+
+
+def refuse(*arguments):
+    raise NotImplementedError("not in this version")
+
+
+UNKNOWN = {
+    "gone": ({"dlpack_managed_tensor_to_buffer": None}, "AttributeError"),
+    "other arguments": ({"dlpack_managed_tensor_to_buffer": lambda capsule: capsule}, "TypeError"),
+    "refused": ({"buffer_to_dlpack_managed_tensor": refuse}, "NotImplementedError: not in this version"),
+    "a copy": ({"dlpack_managed_tensor_to_buffer": lambda *_: jnp.zeros((2, 3), jnp.int32)}, "came back as another"),
+}
+
+
+@pytest.mark.parametrize(("names", "problem"), UNKNOWN.values(), ids=UNKNOWN)
+def test_unknown_functions_of_jaxlib_leave_the_public_crossing(names, problem, monkeypatch):
+    known = sys.modules["jaxlib._jax"]
+    given = {name: value for name, value in (vars(known) | names).items() if value is not None}
+    jaxlib_launcher.dlpack_shortcut.cache_clear()
+    with monkeypatch.context() as context:
+        context.setitem(sys.modules, "jaxlib._jax", SimpleNamespace(**given))
+        found = jaxlib_launcher.dlpack_shortcut("cpu")
+    try:
+        assert isinstance(found, str) and problem in found and "those of jax.dlpack serve" in found
+        described = {feature.name: feature for feature in jaxlib_launcher.describe_features()}
+        assert described["jaxlib: DLPack on cpu"] == Feature("jaxlib: DLPack on cpu", False, found)
+        tensor = torch.arange(6).to(torch.int32).reshape(2, 3).T
+        array = to_jax(tensor)
+        assert pointer(array) == tensor.data_ptr() and array.tolist() == tensor.tolist()
+        assert to_torch(array).data_ptr() == tensor.data_ptr()
+    finally:
+        jaxlib_launcher.dlpack_shortcut.cache_clear()
+
+
+def test_crossing_asks_for_its_functions_while_the_caller_is_traced():
+    seen = []
+
+    def function(x):
+        jaxlib_launcher.dlpack_shortcut.cache_clear()
+        seen.append(to_jax(torch.ones(2)))
+        assert jaxlib_launcher.describe_features()[1].is_fast
+        return x
+
+    jax.jit(function)(jnp.ones(2))
+    assert seen[0].tolist() == [1, 1]
+
+
+@pytest.mark.versions
+def test_crossing_is_fast_with_the_installed_jaxlib():
+    features = jaxlib_launcher.describe_features()
+    assert {"jaxlib: launcher of Triton kernels", "jaxlib: DLPack on cpu"} <= {feature.name for feature in features}
+    assert all(feature.is_fast for feature in features), features
 
 
 def filled(dtype: torch.dtype, shape: tuple[int, ...] = (2, 4, 8, 16)) -> torch.Tensor:
@@ -57,6 +112,7 @@ def values(array: jax.Array) -> np.ndarray:
     return np.asarray(array).astype(np.complex128)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", NARROW)
 def test_same_memory_both_ways(name, path):
     tensor = filled(getattr(torch, name))
@@ -83,6 +139,7 @@ def test_array_of_jax_keeps_its_memory(name, path):
     assert pointer(again) == pointer(array)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", WIDE)
 def test_64_bits_cross_only_where_jax_has_them(name, path):
     tensor = filled(getattr(torch, name))

@@ -19,6 +19,8 @@ from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Poi
 from tests.bridge import bridge_kernels
 from tests.bridge.bridge_kernels import AddSpec, DeviceDescriptorSpec, HalvesSpec, IncrementSpec, MatmulSpec
 
+pytestmark = pytest.mark.versions
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 

@@ -36,10 +36,12 @@ def vector():
     return jnp.arange(1000, dtype=jnp.float32)
 
 
+@pytest.mark.versions
 def test_available_here():
     assert available() is None
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_lowers_for_cuda_without_a_gpu(arch, vector):
     text = lowered_text(add, vector, vector, arch=arch)
@@ -84,6 +86,7 @@ def test_cpu_needs_the_interpreter_by_name(vector):
         jax.jit(add)(vector, vector)
 
 
+@pytest.mark.versions
 def test_eager_and_jitted_interpretation(vector):
     expected = np.asarray(vector * 1.5)
     for function in (add, jax.jit(add, static_argnames="interpret")):
@@ -125,6 +128,7 @@ def test_output_used_by_two_parameters():
     np.testing.assert_array_equal(launch(HalvesSpec(80), x, interpret=True)[0], 2 * x)
 
 
+@pytest.mark.versions
 def test_gluon_kernel_lowers():
     x = jnp.ones((80, 64), jnp.float16)
     assert CALL in lowered_text(lambda x: launch(GluonCopySpec(80), x), x)
@@ -230,6 +234,7 @@ def test_replicated_inputs_give_replicated_outputs(mesh, vector):
     np.testing.assert_array_equal(outputs, vector * 1.5)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_inside_and_outside_shard_map(mesh, vector, check_vma):
     def loss(x, y):
@@ -268,6 +273,7 @@ def test_explicitly_sharded_mesh(vector):
     np.testing.assert_array_equal(outputs, vector * 1.5)
 
 
+@pytest.mark.versions
 def test_export_round_trip(vector):
     with compile_target(90):
         exported = jax.export.export(jax.jit(add), platforms=("cuda",), disabled_checks=EXPORT_DISABLED_CHECKS)(
@@ -343,6 +349,7 @@ def compiled_together(monkeypatch):
     return calls
 
 
+@pytest.mark.versions
 def test_launches_together_are_those_made_alone(vector, compiled_together):
     def alone(x, y):
         specs = [AddSpec(x.size, alpha=alpha, block=block) for alpha, block in ((1, 128), (2, 256), (3, 512))]

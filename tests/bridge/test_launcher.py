@@ -1,18 +1,23 @@
-"""jaxlib's launcher: which operand and result each kernel parameter meets, and which jaxlib versions are known."""
+"""jaxlib's launcher: which operand and result each kernel parameter meets, and which launchers are known."""
 
 import dataclasses
+import importlib
 import importlib.metadata
 import re
 import subprocess
+import sys
 import zlib
 from types import SimpleNamespace
 
 import pytest
 
+from blockdiag.features import Feature
 from blockdiag.interop import jax_call, jaxlib_launcher
 from blockdiag.triton_kernels.compile import compile_plan
 from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, Target, TensorSpec
 from tests.bridge.bridge_kernels import AddSpec, DeviceDescriptorSpec, MatmulSpec, SineSpec
+
+pytestmark = pytest.mark.versions
 
 VECTOR = TensorSpec((4,), "float32")
 X, Y = Pointer("input", 0), Pointer("input", 1)
@@ -221,31 +226,72 @@ def test_build_opaque_of_decomposed_descriptors_passes_as_many_flags_as_the_entr
         jaxlib_launcher.build_opaque(plan, entry_with(compiled, 1))
 
 
-@pytest.mark.parametrize("version", ["0.11.0", "0.10.2", "0.13.0", "1.0.0"])
-def test_unknown_jaxlib_is_refused_with_a_remedy(version, monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "jaxlib" else "1.0")
+@pytest.fixture
+def launcher(monkeypatch):
+    """Returns a function that has jaxlib's launcher seem another one, in which some names are replaced."""
+
+    def replace(**names) -> None:
+        known = importlib.import_module("jaxlib.gpu_triton")
+        given = {name: value for name, value in (vars(known) | names).items() if value is not None}
+        monkeypatch.setitem(sys.modules, "jaxlib.gpu_triton", SimpleNamespace(**given))
+        jaxlib_launcher._launcher_reason.cache_clear()
+
+    yield replace
+    monkeypatch.undo()
+    jaxlib_launcher._launcher_reason.cache_clear()
+
+
+def takes_other_arguments(name: str, description: bytes) -> None:
+    raise AssertionError("a probe must not get this far")
+
+
+class CallWithoutName:
+    def __init__(self, *arguments):
+        pass
+
+    def to_proto(self, name: str, metadata: bytes) -> bytes:
+        return b"another description"
+
+
+UNKNOWN = {
+    "a function is gone": ({"create_tma_descriptor_parameter": None}, "create_tma_descriptor_parameter"),
+    "a class is gone": ({"TritonKernel": None}, "TritonKernel"),
+    "other arguments": ({"TritonKernelCall": takes_other_arguments}, "TypeError"),
+    "another description": ({"TritonKernelCall": CallWithoutName}, "its description of a launch is not the known one"),
+}
+
+
+@pytest.mark.parametrize(("names", "problem"), UNKNOWN.values(), ids=UNKNOWN)
+def test_unknown_launcher_is_refused_with_a_remedy(names, problem, launcher):
+    launcher(**names)
     reason = jaxlib_launcher.availability()
-    assert f"jaxlib {version}" in reason and ">=0.11.1,<0.13" in reason and "install" in reason
+    assert f"jaxlib {importlib.metadata.version('jaxlib')} has no launcher" in reason and problem in reason
+    assert "install" in reason and "implementation='xla'" in reason
     assert jax_call.available() == reason
     plan = AddSpec(10).plan(Target(90, 1))
     compiled = compile_plan(plan, Target(90, 1))
-    with pytest.raises(NotImplementedError, match="outside the versions"):
+    with pytest.raises(NotImplementedError, match="no launcher of Triton kernels in the known form"):
         jaxlib_launcher.build_opaque(plan, compiled)
+    assert jaxlib_launcher.describe_features()[0] == Feature("jaxlib: launcher of Triton kernels", False, reason)
 
 
-@pytest.mark.parametrize("version", ["0.11.1", "0.11.2", "0.12.0", "0.12.0.1"])
-def test_known_jaxlib_is_accepted(version, monkeypatch):
+@pytest.mark.parametrize("version", ["0.11.1", "0.12.0.1", "0.13.0", "1.0.0"])
+def test_launcher_of_the_known_form_is_available_whatever_the_version(version, launcher, monkeypatch):
+    launcher()
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert jaxlib_launcher.availability() is None
+    assert jaxlib_launcher.describe_features()[0].is_fast
 
 
 def test_missing_packages_are_named(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
+    jaxlib_launcher._plugin_reason.cache_clear()
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    assert "jaxlib is not installed" in jaxlib_launcher.availability()
+    assert "CUDA plugin" in jaxlib_launcher.availability() and "install jax[cuda13]" in jaxlib_launcher.availability()
     monkeypatch.undo()
+    jaxlib_launcher._plugin_reason.cache_clear()
     monkeypatch.setattr(jax_call.importlib.util, "find_spec", lambda name: None)
     assert "triton is not installed" in jax_call.available()
 

@@ -11,6 +11,8 @@ from blockdiag.interop import torch_launch  # noqa: E402
 from blockdiag.triton_kernels.plan import Target  # noqa: E402
 from tests.bridge.bridge_kernels import AddSpec, HalvesSpec, IncrementSpec  # noqa: E402
 
+pytestmark = pytest.mark.versions
+
 
 def test_tensors_that_do_not_match_are_named():
     x = torch.zeros(10)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockdiag.interop import wrap_jax
+from blockdiag.interop import jaxlib_launcher, wrap_jax
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,6 +46,7 @@ def torch_mixture(x, w, b):
     return torch.tanh(x @ w + b) * torch.exp(b)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("names", ["x w b", "x", "w b", "b"])
 def test_gradients_are_those_of_torch(names):
     operands = [randn(5, 4), randn(4, 3), randn(5, 3)]
@@ -365,7 +366,11 @@ def test_wide_operands():
         assert wrapped(torch.ones(2, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_backward_keeps_64_bits_outside_of_the_context():
+@pytest.mark.versions
+@pytest.mark.parametrize("crossing", ["direct", "public"])
+def test_backward_keeps_64_bits_outside_of_the_context(crossing, monkeypatch):
+    if crossing == "public":
+        monkeypatch.setattr(jaxlib_launcher, "dlpack_shortcut", lambda platform: "hidden by a test")
     x = randn(3, dtype=torch.float64)
     with jax.enable_x64(True):
         # The other result has no cotangent, so the backward program makes zeros of 64 bits.

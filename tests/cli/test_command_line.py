@@ -1,12 +1,15 @@
 """`python -m blockdiag` as a user starts it, and the `do` script of a checkout."""
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from blockdiag.cli.app import app
@@ -124,6 +127,63 @@ def test_script_finds_a_python_among_pyenv_versions(checkout, tmp_path):
     assert result.returncode == 7
     assert "venv wanted" in result.stderr
     assert "versions/3.12.0/bin/python3" in result.stderr
+
+
+FAKE_PYTHON = """
+case "$*" in
+    *venv\\ --clear*) for folder; do :; done; mkdir -p "$folder/bin"; cp "$0" "$folder/bin/python";;
+    *pip\\ install*) echo "$*" >>calls;;
+    *pip\\ list*) printf 'jax 9.9\\npytest 9.9\\n';;
+    *pytest*) echo "$*" >>calls; exit 7;;
+    -) exec REAL -;;
+esac"""
+
+
+@pytest.fixture
+def fake_python(tmp_path) -> str:
+    """Stands for an interpreter that makes environments, notes what it installs and runs, and fails at tests."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_all.py").write_text("@pytest.mark.versions\n")
+    (tmp_path / "tests" / "test_other.py").write_text("")
+    return str(fake_program(tmp_path / "bin", "python3", FAKE_PYTHON.replace("REAL", sys.executable)))
+
+
+def runtime_requirements() -> list[Requirement]:
+    """What users install, as pyproject.toml names it, where it gives versions."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *itertools.chain(*(extras[name] for name in ("cli", "cuda", "flax", "torch")))]
+    return [requirement for requirement in map(Requirement, texts) if requirement.specifier]
+
+
+def test_dependencies_of_users_have_no_upper_bound():
+    operators = {specifier.operator for requirement in runtime_requirements() for specifier in requirement.specifier}
+    assert operators == {">="}
+
+
+def test_script_runs_the_marked_tests_with_the_newest_versions(checkout, fake_python):
+    result = run_script(checkout, "test-newest", "-x", PYTHON=fake_python)
+    assert result.returncode == 7 and "jax 9.9" in result.stderr and "pytest 9.9" not in result.stderr
+    installed, run = (checkout / "calls").read_text().splitlines()
+    assert "--upgrade" in installed and "cuda" in installed and "torch" in installed and "docs" not in installed
+    assert (checkout / ".venv-newest" / "constraints.txt").read_text().strip() == ""
+    assert "-m versions and not gpu" in run and run.endswith("tests/test_all.py -x")
+
+
+def test_script_installs_the_lower_bounds_of_every_dependency(checkout, fake_python):
+    assert run_script(checkout, "test-oldest", PYTHON=fake_python).returncode == 7
+    constraints = (checkout / ".venv-oldest" / "constraints.txt").read_text().split()
+    assert constraints == [f"{each.name}{each.specifier}".replace(">=", "==") for each in runtime_requirements()]
+    assert {"jax", "triton", "torch", "numpy", "flax"} <= {each.partition("==")[0] for each in constraints}
+    assert "-c .venv-oldest/constraints.txt" in (checkout / "calls").read_text()
+
+
+def test_script_makes_another_environment_for_other_versions(checkout, fake_python):
+    assert run_script(checkout, "test-at", PYTHON=fake_python).returncode == 2
+    for versions in (["jax==0.12.0", "torch==2.12.0"], ["jax==0.11.2"]):
+        assert run_script(checkout, "test-at", *versions, PYTHON=fake_python).returncode == 7
+        assert (checkout / ".venv-at" / "constraints.txt").read_text().split() == versions
+    assert "-k block_diagonal or installed" in (checkout / "calls").read_text()
 
 
 def test_script_does_not_install_twice(checkout, tmp_path):

@@ -102,6 +102,7 @@ def run_demo(*arguments: str):
     return CliRunner().invoke(command_line.app, ["demo", *arguments])
 
 
+@pytest.mark.versions
 def test_command_prints_both_results_and_saves_a_plot(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "CPU_SETTINGS", TINY)
     plot = tmp_path / "folder" / "losses.png"

@@ -11,7 +11,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from blockdiag.torch import Rotary, block_diagonal_attention, fused_qkv_block_attention, rotary_tables
+from blockdiag.interop import private_torch
+from blockdiag.torch import (
+    Rotary,
+    _sharding,
+    block_diagonal_attention,
+    fused_qkv_block_attention,
+    moba_attention,
+    rotary_tables,
+)
 
 BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 4, 40, 8, 4, 16
 
@@ -233,3 +241,26 @@ def check_compiled() -> None:
     assert communication.get_total_counts() == 0, communication.get_comm_counts()
     for actual, whole in zip((output, *gradients), expected, strict=True):
         torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
+
+
+def check_unknown_strategies() -> None:
+    """A torch whose classes of strategies are unknown: DTensors are gathered, and the results are the same."""
+    private_torch._dtensor = lambda: None
+    _sharding.register.cache_clear()
+    _sharding.register()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for is_packed, kind in ((False, "positions"), (True, "offsets")):
+        inputs = operands(batch=None if is_packed else BATCH)
+        call = options(kind)
+        expected = whole_results(inputs, **call)
+        placements = [Shard(1 if is_packed else 0)]
+        *leaves, cotangent = (distribute_tensor(x, mesh, placements) for x in inputs)
+        leaves = [x.requires_grad_() for x in leaves]
+        output = block_diagonal_attention(*leaves, block_size=16, **call)
+        assert output.placements == (Replicate(),)
+        for actual, whole in zip((output, *torch.autograd.grad(output, leaves, cotangent)), expected, strict=True):
+            torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
+    query, key, value, _ = operands()
+    routed = moba_attention(query, key, value, block_size=16, top_k=2)
+    shards = (distribute_tensor(x, mesh, [Shard(0)]) for x in (query, key, value))
+    torch.testing.assert_close(moba_attention(*shards, block_size=16, top_k=2).full_tensor(), routed)

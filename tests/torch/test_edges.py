@@ -49,6 +49,7 @@ def test_a_packed_query_without_query_heads_is_refused():
         )
 
 
+@pytest.mark.versions
 @COMPILER_WARNINGS
 def test_forward_mode_is_refused_while_compiling_too():
     query, key, value = operands(1, 40, 2, 16)
@@ -58,6 +59,7 @@ def test_forward_mode_is_refused_while_compiling_too():
         derivative(value)
 
 
+@pytest.mark.versions
 def test_tangents_do_not_get_lost_in_jax():
     wrapped = wrap_jax(lambda x: x * 2)
     wrapped(torch.ones(3))

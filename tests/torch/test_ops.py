@@ -89,6 +89,7 @@ def test_implementations(implementation):
     assert_accurate(case, [to_numpy(x) for x in results_of(case, implementation=implementation)], case.operands())
 
 
+@pytest.mark.versions
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     case = Case(lengths=(20,), block_size=16, query_heads=2, key_heads=1, rotary=RotaryCase())
@@ -335,6 +336,7 @@ def test_operators_keep_their_promises(name):
     torch.library.opcheck(OPERATORS.block_diagonal_backward, (cotangent, *arguments))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["positions", "per token, offsets"])
 def test_packed_operators_keep_their_promises(name):
     case = CASES[name]
@@ -344,6 +346,7 @@ def test_packed_operators_keep_their_promises(name):
     torch.library.opcheck(OPERATORS.block_diagonal_packed_backward, (tensors_of(case)[3], *arguments))
 
 
+@pytest.mark.versions
 def test_operators_through_jax_keep_their_promises():
     case = CASES["half-split"]
     arguments = operator_arguments(case, implementation="xla")
@@ -361,6 +364,7 @@ def test_cuda_graphs_may_hold_only_the_native_operators():
         assert torch.Tag.cudagraph_unsafe in through_jax.default.tags
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["causal, grouped, bfloat16", "offsets", "positions"])
 @pytest.mark.parametrize("via", [None, "jax"])
 def test_compiles_to_one_graph(name, via):
@@ -384,6 +388,7 @@ def test_rotary_made_in_a_compiled_function():
     assert_same_bits(value_and_gradients(compiled, *operands), value_and_gradients(function, *operands))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("layout", ["batch", "offsets"])
 def test_new_lengths_compile_nothing(layout):
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -421,6 +426,7 @@ def test_fused_projection_and_bhsd_compile():
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.versions
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own, when it is imported
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 def test_inductor():

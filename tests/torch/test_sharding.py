@@ -1,5 +1,6 @@
 """DTensors and FSDP on two processes: what lies on a device is computed there, without communication."""
 
+import contextlib
 import multiprocessing
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from tests.torch import sharding_worker  # noqa: E402
 BATCH, HEADS = 0, 2
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """Runs a function of a module beside this one in two processes at once, and raises what one of them raised."""
+@contextlib.contextmanager
+def two_processes(folder):
+    """Yields a function that runs another one, of a module beside this one, in two processes at once.
+
+    It raises what one of them raised.
+    """
     context = multiprocessing.get_context("spawn")
-    store = tmp_path_factory.mktemp("store") / "file"
+    store = folder / "file"
     pipes = [context.Pipe() for _ in range(2)]
     processes = [
         context.Process(target=sharding_worker.serve, args=(rank, 2, str(store), theirs), daemon=True)
@@ -44,6 +48,12 @@ def both(tmp_path_factory):
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    with two_processes(tmp_path_factory.mktemp("store")) as run:
+        yield run
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,14 @@ def timed_compilation(specs: Sequence[Any], target: Any, folder: str) -> float |
 
 def flex_compilation(case: FuseCase, seed: int) -> str:
     """Run each pass of FlexAttention once, so that its kernels are on disk; an empty string, or why one did not run."""
-    import torch._inductor.config
+    import torch
 
     from blockdiag.bench.fuse_check import make_arrays
     from blockdiag.bench.fuse_torch_baselines import flex_call
+    from blockdiag.interop.private_torch import set_compiler_option
 
     # Each process is one of many; it needs no more for itself.
-    torch._inductor.config.compile_threads = 1
+    set_compiler_option("inductor", "compile_threads", 1)
     reasons = []
     try:
         call = flex_call(case, make_arrays(case, seed=seed, device="cuda"))

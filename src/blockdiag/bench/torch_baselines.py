@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch._functorch.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blockdiag.bench.cases import Case
 from blockdiag.bench.exact import rotate_half
 from blockdiag.bench.implementations import Implementation, PassMakers, autograd_passes
 from blockdiag.bench.workload import Workload
+from blockdiag.interop.private_torch import set_compiler_option
 
 _FLEX_BATCH = 8
 _EAGER_ROTARY = "rotary applied apart, eagerly"
@@ -102,7 +102,7 @@ def flex_passes(workload: Workload, mask_block: int) -> PassMakers:
         same_block, None, None, length, length, device=workload.query.device.type, BLOCK_SIZE=mask_block
     )
     # The backward is timed again and again over one graph, which compiled code that reuses its buffers refuses.
-    torch._functorch.config.donated_buffer = False
+    set_compiler_option("functorch", "donated_buffer", False)
     options: dict[str, Any] | None = (
         {"max_autotune": True, "autotune_num_choices_displayed": 0} if mask_block < 128 else None
     )
@@ -128,7 +128,7 @@ def flex_passes(workload: Workload, mask_block: int) -> PassMakers:
 def _finish_flex() -> None:
     """Forget the case's compiled programs, of which the compiler keeps eight at the most."""
     torch.compiler.reset()
-    torch._functorch.config.donated_buffer = True
+    set_compiler_option("functorch", "donated_buffer", True)
 
 
 def _sdpa(name: str, backend: SDPBackend) -> Implementation:

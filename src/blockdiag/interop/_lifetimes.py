@@ -28,6 +28,8 @@ import jax
 import numpy as np
 import torch
 
+from blockdiag.interop import private_torch
+
 # Dropped storages are held without a fence up to this many bytes and this many storages on each device: a fence costs
 # about as much host time as any other small JAX computation.
 UNFENCED_BYTES = 1 << 20
@@ -149,7 +151,7 @@ _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 def current_stream(device_index: int) -> torch.cuda.Stream:
     """torch's current stream of a device. Asks for its handle only: the object takes longer to make."""
-    handle = torch._C._cuda_getCurrentRawStream(device_index)
+    handle = private_torch.current_stream_handle(device_index)
     stream = _streams.get((device_index, handle))
     if stream is None:
         stream = _streams[device_index, handle] = torch.cuda.current_stream(device_index)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from blockdiag.interop import dlpack
+from blockdiag.interop import dlpack, private_torch
 
 
 def wrap_torch(fn: Callable[..., Any], *, result: Any = None, device: str | torch.device = "cpu") -> Callable[..., Any]:
@@ -164,22 +164,20 @@ class _Callback:
 
     def _infer(self, types: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> Any:
         """Shapes and dtypes of the results, from a run on tensors without data."""
-        from torch._subclasses import fake_tensor
-
         for _, dtype in types:
             if dtype not in dlpack.TENSOR_DTYPES:
                 raise TypeError(f"an argument has dtype {dtype}, which torch has not; cast it")
-        # Modules that the function closes over have real parameters.
-        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            tensors = [
-                torch.empty(shape, dtype=dlpack.TENSOR_DTYPES[dtype], device=self._device) for shape, dtype in types
-            ]
-            try:
+        try:
+            # Modules that the function closes over have real parameters.
+            with private_torch.without_data(), torch.no_grad():
+                tensors = [
+                    torch.zeros(shape, dtype=dlpack.TENSOR_DTYPES[dtype], device=self._device) for shape, dtype in types
+                ]
                 outputs = self._call(tensors)
-            except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
-                raise ValueError(
-                    f"the results of the torch function have shapes that depend on data ({error}); give result="
-                ) from error
+        except private_torch.DataDependentShape as error:
+            raise ValueError(
+                f"the results of the torch function have shapes that depend on data ({error}); give result="
+            ) from error
         return jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, dlpack.DTYPES[x.dtype]), outputs)
 
 

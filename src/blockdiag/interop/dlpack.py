@@ -22,12 +22,10 @@ JAX does not survive a fork: a child forked after a first crossing is refused he
 """
 
 import functools
-import importlib
-import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +35,7 @@ from torch.autograd import forward_ad
 from torch.utils.dlpack import from_dlpack as tensor_from_capsule
 from torch.utils.dlpack import to_dlpack as capsule_of_tensor
 
-from blockdiag.interop import _lifetimes
+from blockdiag.interop import _lifetimes, jaxlib_launcher, private_torch
 
 __all__ = ["release_finished", "to_jax", "to_torch"]
 
@@ -194,12 +192,12 @@ def check_tensor(tensor: torch.Tensor) -> None:
             f"`tensor` has dtype {tensor.dtype}, which JAX would narrow; cast it with "
             f"tensor.to(torch.{_NARROWED[tensor.dtype]}), or turn on 64-bit types with jax.enable_x64"
         )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+    if forward_ad.unpack_dual(tensor).tangent is not None:
         raise TypeError(
             "`tensor` has a tangent, which JAX would not see; take forward-mode derivatives of JAX functions in JAX, "
             "with jax.jvp"
         )
-    if torch._is_functional_tensor(tensor) or not has_storage(tensor):
+    if not has_storage(tensor) or private_torch.is_functional(tensor):
         raise TypeError(
             "`tensor` is traced by a transform of torch.func, so it has no memory to share; call this outside of the "
             "transform, and use jax.vmap or jax.grad within the JAX function"
@@ -297,47 +295,43 @@ def share(tensors: Iterable[torch.Tensor], *, for_one_program: bool = False) -> 
             carries that event, since the program waits for all its operands. Each further event costs host time.
     """
     _refuse_fork()
-    direct = _direct()
-    import_ = _import_publicly if direct is None else direct.import_tensor
-    streams: dict[torch.device, tuple[torch.cuda.Stream, int]] = {}
+    streams: dict[torch.device, tuple[torch.cuda.Stream, int | None]] = {}
     arrays = []
     for tensor in tensors:
         device = tensor.device
         if device.type == "cpu":
-            arrays.append(import_(tensor, _jax_device(device), None))
+            arrays.append(_import(tensor, None))
             continue
         found = streams.get(device)
         if found is None:
             current = _current_stream(device.index)
             _lifetimes.settle()
-            external = _order_jax_behind(current)
+            external = None if _shortcut("gpu") is None else _order_jax_behind(current)
             found = streams[device] = current, external
         elif for_one_program:
             external = None
         else:
             external = found[1]
         tensor.record_stream(found[0])
-        arrays.append(import_(tensor, _jax_device(device), external))
+        arrays.append(_import(tensor, external))
     return arrays
 
 
 def receive(arrays: Iterable[jax.Array]) -> list[torch.Tensor]:
     """Tensors on the memory of concrete arrays on one device each; the memory is kept until torch has read it."""
     _refuse_fork()
-    direct = _direct()
-    export = _export_publicly if direct is None else direct.export_array
     streams: dict[jax.Device, torch.cuda.Stream] = {}
     tensors = []
     for array in arrays:
         (device,) = array.sharding.device_set
         if device.platform == "cpu":
-            tensors.append(tensor_from_capsule(export(array, None)))
+            tensors.append(tensor_from_capsule(_export(array, "cpu", None)))
             continue
         if device not in streams:
             streams[device] = _current_stream(device.local_hardware_id)
         stream = streams[device]
         # The standard calls CUDA's legacy default stream 1, since 0 would be ambiguous.
-        tensor = tensor_from_capsule(export(array, stream.cuda_stream or 1))
+        tensor = tensor_from_capsule(_export(array, "gpu", stream.cuda_stream or 1))
         _lifetimes.lend(tensor, array, stream)
         tensors.append(tensor)
     return tensors
@@ -429,39 +423,25 @@ class _Exported:
         return capsule_of_tensor(self._tensor)
 
 
-def _import_publicly(tensor: torch.Tensor, device: jax.Device, stream: int | None) -> jax.Array:
-    # JAX names its own stream and asks for the ordering itself.
-    return jax.dlpack.from_dlpack(_Exported(tensor), copy=False)
+def _shortcut(platform: str) -> jaxlib_launcher.Shortcut | None:
+    """Return jaxlib's own functions for arrays of a platform; None where the public ones of JAX serve."""
+    found = jaxlib_launcher.dlpack_shortcut(platform)
+    return None if isinstance(found, str) else found
 
 
-def _export_publicly(array: Any, stream: int | None) -> Any:
-    return array.__dlpack__(stream=stream)
+def _import(tensor: torch.Tensor, stream: int | None) -> jax.Array:
+    """Return the array on a tensor's memory. Its readers wait for `stream`, one of JAX's, where there is one."""
+    device = _jax_device(tensor.device)
+    shortcut = _shortcut(device.platform)
+    if shortcut is not None:
+        return shortcut.import_capsule(capsule_of_tensor(tensor), device, stream)
+    # JAX asks for the ordering itself, and would narrow what has 64 bits while it has no such types: the backward pass
+    # of a program with 64-bit types runs on threads of torch, where they are not on.
+    with jax.enable_x64(True):
+        return jax.dlpack.from_dlpack(_Exported(tensor), copy=False)
 
 
-class _Direct(NamedTuple):
-    """jaxlib's own two functions under `jax.dlpack`, which take the device and the stream as they are."""
-
-    import_tensor: Callable[[torch.Tensor, jax.Device, int | None], jax.Array]
-    export_array: Callable[[jax.Array, int | None], Any]
-
-
-@functools.cache
-def _direct() -> _Direct | None:
-    """The short cut below `jax.dlpack.from_dlpack`, or None where this jaxlib does not have it in the known form.
-
-    `jax.dlpack.from_dlpack` spends most of its time looking up the backend and passing the array through
-    `jnp.asarray`: about 50 us a tensor, and 6 us without. This is the only private use of JAX here; the functions must
-    take exactly the parameters known, and otherwise the public functions serve.
-    """
-    if importlib.util.find_spec("jaxlib._jax") is None:
-        return None
-    module = importlib.import_module("jaxlib._jax")
-    import_capsule: Any = getattr(module, "dlpack_managed_tensor_to_buffer", None)
-    export_buffer: Any = getattr(module, "buffer_to_dlpack_managed_tensor", None)
-    imports = "(dlpack: types.CapsuleType, device: Device, stream: int | None, copy: bool | None"
-    exports = "(buffer: object, stream: int | None = None)"
-    if imports not in getattr(import_capsule, "__doc__", "") or exports not in getattr(export_buffer, "__doc__", ""):
-        return None
-    return _Direct(
-        lambda tensor, device, stream: import_capsule(capsule_of_tensor(tensor), device, stream, False), export_buffer
-    )
+def _export(array: Any, platform: str, stream: int | None) -> Any:
+    """Return the capsule of an array on a platform, whose next readers are on `stream`."""
+    shortcut = _shortcut(platform)
+    return array.__dlpack__(stream=stream) if shortcut is None else shortcut.export_array(array, stream)

@@ -1,19 +1,27 @@
-"""The one file that touches `jaxlib.gpu_triton`, jaxlib's own and unofficial launcher of Triton kernels.
+"""The one module that uses private names of jaxlib: its launcher of Triton kernels, and its functions for DLPack.
 
-What it relies on, as found in jaxlib 0.11.2: a custom call `triton_kernel_call_ffi` whose attribute `opaque` is a
+Each is probed at its first use, by a call of the form that this module relies on. Where the launcher is unknown,
+kernels are not available and XLA computes. Where the functions for DLPack are unknown, those of `jax.dlpack` serve.
+
+The launcher, as found in jaxlib 0.11.1 to 0.12, is a custom call `triton_kernel_call_ffi` whose attribute `opaque` is a
 zlib-compressed message holding PTX, grid and parameters. The launcher hands one buffer to each array or descriptor
 parameter in turn, first the custom call's operands, then its results, so `lay_out_buffers` decides which array stands
 where, and refuses plans whose parameters cannot be served in that order.
 """
 
 import functools
+import importlib
 import importlib.metadata
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from blockdiag.features import Feature
 from blockdiag.triton_kernels import private_triton
 from blockdiag.triton_kernels.compile import CompiledLaunch
 from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Role, Scalar
@@ -25,19 +33,6 @@ EMPTY_BUFFER_TARGET = "AllocateBuffer"
 
 # Pointers to scratch memory of the program and of a profiler, which the launcher adds to every kernel's parameters.
 _SCRATCH_PARAMETERS = 2
-
-# The first version whose launcher takes global scratch and descriptors, and the first one nobody tried.
-_FIRST_KNOWN = (0, 11, 1)
-_FIRST_UNKNOWN = (0, 13, 0)
-
-_REQUIRED_NAMES = (
-    "TritonKernel",
-    "TritonKernelCall",
-    "create_array_parameter",
-    "create_scalar_parameter",
-    "create_tma_descriptor_parameter",
-)
-
 
 @dataclass(frozen=True)
 class BufferLayout:
@@ -56,15 +51,11 @@ class BufferLayout:
 
 
 def availability() -> str | None:
-    """None when the installed jaxlib is one this launcher was tried with; otherwise the reason and the remedy.
+    """Return None when the installed jaxlib has a launcher of the known form, otherwise the reason and the remedy.
 
-    Looks at installed packages only: imports nothing and starts no backend.
+    Starts no backend.
     """
-    try:
-        version = importlib.metadata.version("jaxlib")
-    except importlib.metadata.PackageNotFoundError:
-        return "jaxlib is not installed; install jax[cuda13]"
-    return _version_reason(version) or _plugin_reason()
+    return _plugin_reason() or _launcher_reason()
 
 
 def lay_out_buffers(plan: LaunchPlan) -> BufferLayout:
@@ -250,24 +241,7 @@ def _jaxlib_triton() -> Any:
     reason = availability()
     if reason is not None:
         raise NotImplementedError(reason)
-    from jaxlib import gpu_triton
-
-    missing = [name for name in _REQUIRED_NAMES if not hasattr(gpu_triton, name)]
-    if missing:
-        raise NotImplementedError(
-            f"jaxlib.gpu_triton offers no {missing}; install jax[cuda13] with a jaxlib in {_known_window()}"
-        )
-    return gpu_triton
-
-
-def _version_reason(version: str) -> str | None:
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    if _FIRST_KNOWN <= numbers < _FIRST_UNKNOWN:
-        return None
-    return (
-        f"jaxlib {version} is outside the versions whose Triton launcher is known ({_known_window()}); "
-        f"install 'jax[cuda13]{_known_window()}', or choose implementation='xla'"
-    )
+    return importlib.import_module("jaxlib.gpu_triton")
 
 
 @functools.cache
@@ -281,5 +255,102 @@ def _plugin_reason() -> str | None:
     return "JAX's CUDA plugin, which holds the launcher of Triton kernels, is not installed; install jax[cuda13]"
 
 
-def _known_window() -> str:
-    return f">={'.'.join(map(str, _FIRST_KNOWN))},<{'.'.join(map(str, _FIRST_UNKNOWN[:2]))}"
+@functools.cache
+def _launcher_reason() -> str | None:
+    """Return None when jaxlib describes a launch with each kind of parameter, given in the known form."""
+    try:
+        jaxlib_triton: Any = importlib.import_module("jaxlib.gpu_triton")
+        kernel = jaxlib_triton.TritonKernel("probe", 4, 1, 0, "", "", 90, 128, 128)
+        parameters = [
+            jaxlib_triton.create_array_parameter(0, 16),
+            *(jaxlib_triton.create_scalar_parameter(value, dtype) for value, dtype in _PROBED_SCALARS),
+            jaxlib_triton.create_tma_descriptor_parameter(
+                elem_type=6, swizzle=0, shape=(16,), strides=(1,), block_shape=(16,), oob_fill=0
+            ),
+        ]
+        call = jaxlib_triton.TritonKernelCall(kernel, 1, 1, 1, parameters)
+        message = call.to_proto("probe", b"")
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        if isinstance(message, bytes) and b"probe" in message:
+            return None
+        problem = "its description of a launch is not the known one"
+    return (
+        f"jaxlib {_version()} has no launcher of Triton kernels in the known form ({problem}); install a version of "
+        "jax[cuda13] that this version of blockdiag was tested with, or choose implementation='xla'"
+    )
+
+
+_PROBED_SCALARS = ((True, "i1"), (1, "i32"), (1, "i64"), (1.0, "fp32"))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jaxlib")
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+class Shortcut(NamedTuple):
+    """jaxlib's two functions under `jax.dlpack`, which take the device and the stream as they are.
+
+    `jax.dlpack.from_dlpack` spends most of its time looking up the backend and passing the array through
+    `jnp.asarray`: about 50 us a tensor, and 6 us without.
+
+    Attributes:
+        import_capsule: takes a capsule, JAX's device, and the stream that readers wait for; returns an array on the
+            same memory.
+        export_array: takes an array and the stream that reads it; returns a capsule.
+    """
+
+    import_capsule: Callable[[Any, jax.Device, int | None], jax.Array]
+    export_array: Callable[[jax.Array, int | None], Any]
+
+
+@functools.cache
+def dlpack_shortcut(platform: str) -> Shortcut | str:
+    """Return the functions for arrays of a platform, "cpu" or "gpu", or what is unknown about them.
+
+    They have carried an array of that platform through a capsule and back, to the same memory. Starts JAX's backends.
+    """
+    try:
+        module: Any = importlib.import_module("jaxlib._jax")
+        import_capsule = module.dlpack_managed_tensor_to_buffer
+        shortcut = Shortcut(
+            lambda capsule, device, stream: import_capsule(capsule, device, stream, False),
+            module.buffer_to_dlpack_managed_tensor,
+        )
+        device = jax.local_devices(backend=platform)[0]
+        stream = None if platform == "cpu" else device.get_stream_for_external_ready_events()
+        # Also while the caller is traced.
+        with jax.ensure_compile_time_eval():
+            array = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), device)
+        back = shortcut.import_capsule(shortcut.export_array(array, stream), device, stream)
+        is_same = back.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+        if is_same and (back.shape, back.dtype, back.sharding.device_set) == (array.shape, array.dtype, {device}):
+            return shortcut
+        problem = "an array came back as another"
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"jaxlib {_version()} has no functions for DLPack in the known form ({problem}); those of jax.dlpack serve"
+
+
+def describe_features() -> tuple[Feature, ...]:
+    """Describe the private features that the package uses in the installed jaxlib. Starts JAX's backends."""
+    reason = availability()
+    features = [
+        Feature("jaxlib: launcher of Triton kernels", reason is None, reason or "kernels are launched on XLA's stream")
+    ]
+    for platform in filter(_has_devices, ("cpu", "gpu")):
+        found = dlpack_shortcut(platform)
+        detail = found if isinstance(found, str) else "arrays cross by jaxlib's own functions"
+        features.append(Feature(f"jaxlib: DLPack on {platform}", not isinstance(found, str), detail))
+    return tuple(features)
+
+
+def _has_devices(platform: str) -> bool:
+    try:
+        return bool(jax.local_devices(backend=platform))
+    except RuntimeError:  # what JAX raises for a backend that it does not have
+        return False

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 
+from blockdiag.interop import private_torch
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop._torch_callback import wrap_torch
 from blockdiag.interop._wrapped_program import Program, check_operand
@@ -147,7 +147,7 @@ class _WrappedFunction:
                 signature.append((leaf.shape, leaf.dtype))
             else:
                 signature.append(static_key(leaf))
-        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        if private_torch.may_be_transformed():
             for operand in operands:
                 check_operand(operand)
         x64 = jax.config.jax_enable_x64

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag import _validate
+from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops registers the operators
 from blockdiag.torch._call import Arguments
 from blockdiag.torch._rotary import Rotary, rotary_of
@@ -236,7 +237,7 @@ def _call(
     elif is_native and torch.compiler.is_compiling():
         # Eager calls find out when they are prepared; a compiled one must be tagged for CUDA graphs beforehand.
         is_native = takes_operands(str(operands[0].dtype).removeprefix("torch."), operands[0].shape[-1]) is None
-    if forward_ad._current_level >= 0:
+    if may_have_tangents():
         _refuse_tangents(operands)
     (cos, sin, positions), letters = rotary_of(rotary)
     if type(operands[0]) is not torch.Tensor:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.api import Program, fuse, is_fused, trace
@@ -20,7 +19,7 @@ from blockdiag.fusion.dims import place_of
 from blockdiag.fusion.shared import shared
 from blockdiag.fusion.trace import has_effects
 from blockdiag.fusion.tree import NotFusible
-from blockdiag.interop import triton_fused
+from blockdiag.interop import private_torch, triton_fused
 from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch
@@ -191,7 +190,7 @@ def _device_of(leaves: Sequence[Any]) -> torch.device | None:
 
 def _check_operands(operands: Sequence[Any]) -> None:
     """What is not a matter of shapes and dtypes: whether tensors have memory and no one follows them but autograd."""
-    is_followed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    is_followed = private_torch.may_be_transformed()
     for x in operands:
         if isinstance(x, jax.core.Tracer):
             raise TypeError(

@@ -11,6 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag._describe_key_convolution import describe_key_convolution
+from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
 from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
 from blockdiag.triton_kernels.key_convolution import takes_key
@@ -83,7 +84,7 @@ def key_convolution(
             from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS, normalise_implementation
 
             normalise_implementation(implementation, KEY_CONVOLUTION_IMPLEMENTATIONS)
-    if forward_ad._current_level >= 0:
+    if may_have_tangents():
         _refuse_tangents(key, weights)
     if type(key) is not torch.Tensor:
         (sequence_offsets,) = _sharding.prepare_sharded(key, (sequence_offsets,))

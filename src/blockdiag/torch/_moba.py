@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag._describe_moba import count_sequence_blocks
+from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.torch import _moba_ops, _sharding  # noqa: F401 - _moba_ops registers the operators
 from blockdiag.torch._moba_call import ListArguments, describe_lists
 from blockdiag.torch._moba_routing import Routing
@@ -126,7 +127,7 @@ def moba_attention(
         torch.Size([2, 100, 4, 32])
     """
     query, key, value = _autocast(query=query, key=key, value=value)
-    if forward_ad._current_level >= 0:
+    if may_have_tangents():
         _refuse_tangents(query, key, value)
     names, is_native = _who_computes(query, implementation, via)
     given: tuple[Any, int, int] = (None, 0, 0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from blockdiag.interop import private_torch
 from blockdiag.interop.torch_launch import bound_launch, device_target
 from blockdiag.problem import BlockDiagonalProblem
 from blockdiag.torch._call import Arguments, describe
@@ -215,9 +216,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     """
     return (
         all([tensor is None or (type(tensor) in _PLAIN and tensor.is_cuda) for tensor in tensors])
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._is_tracing()
+        and not private_torch.may_be_observed()
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag._describe_paged import describe_paged_call
+from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.paged_problem import PagedProblem
 
 _TENSORS = 11
@@ -178,7 +179,7 @@ def inference_error(name: str) -> TypeError:
 
 def refuse_tangents(name: str, tensors: Sequence[Any]) -> None:
     """An operator in Python would drop them without a word, and give a derivative of 0."""
-    if forward_ad._current_level < 0:
+    if not may_have_tangents():
         return
     given = [one for one in tensors if isinstance(one, torch.Tensor)]
     if any(forward_ad.unpack_dual(one).tangent is not None for one in given):

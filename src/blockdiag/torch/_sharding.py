@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from blockdiag.interop.private_torch import register_strategy
 from blockdiag.torch._sharding_strategies import STRATEGIES
 
 
@@ -47,12 +48,7 @@ def register_where_imported() -> None:
 @functools.cache
 def register() -> None:
     """Tell DTensor how each operator may be sharded."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-
-    propagator = DTensor._op_dispatcher.sharding_propagator
     for name, (strategy, tensors) in STRATEGIES.items():
         for suffix in ("", "_through_jax"):
             operator = getattr(torch.ops.blockdiag, name + suffix).default
-            # Options come after the tensors; the placements of results may depend on them.
-            propagator.register_op_strategy(operator, strategy, RuntimeSchemaInfo(static_argnum=tensors))
+            register_strategy(operator, strategy, tensors)

@@ -11,13 +11,15 @@ of its own rows, and no one can gather them. So attention follows them, wherever
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from blockdiag.interop.private_torch import dtensor_types
 from blockdiag.torch._call import Arguments
 from blockdiag.torch._moba_call import ListArguments
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+# Private classes of torch.distributed.tensor, whose places are known to private_torch alone.
+type OpSchema = Any
+type OpStrategy = Any
 
 type Shard = Literal["batch", "heads", "none"]
 
@@ -71,7 +73,6 @@ class _Layout:
     def spec(self, batch: int | None = None, heads: int | None = None, *, is_sum: bool = False) -> Any:
         """How a tensor with these dimensions is placed; `is_sum` if it is a sum over the batch rows instead."""
         from torch.distributed.tensor import Partial, Replicate, Shard
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
         placements: list[Any] = []
         for shard in self.shards:
@@ -80,10 +81,10 @@ class _Layout:
                 continue
             dimension = {"batch": batch, "heads": heads, "none": None}[shard]
             placements.append(Replicate() if dimension is None else Shard(dimension))
-        return DTensorSpec(self.mesh, tuple(placements))
+        return dtensor_types().DTensorSpec(self.mesh, tuple(placements))
 
 
-def _block_diagonal(first: int, num_outputs: int, schema: "OpSchema") -> "OpStrategy":
+def _block_diagonal(first: int, num_outputs: int, schema: OpSchema) -> OpStrategy:
     """`first` is the position of query among the arguments; before it stands a cotangent."""
     values: Any = schema.args_schema
     query, key, value, *tables = map(_spec, values[first : first + 8])
@@ -103,7 +104,7 @@ def _block_diagonal(first: int, num_outputs: int, schema: "OpSchema") -> "OpStra
     return _one_strategy(inputs, [operand] * num_outputs)
 
 
-def _moba_lists(schema: "OpSchema") -> "OpStrategy":
+def _moba_lists(schema: OpSchema) -> OpStrategy:
     values: Any = schema.args_schema
     arguments = ListArguments(*values)
     layout, inputs = _list_layout(values[:6])
@@ -112,7 +113,7 @@ def _moba_lists(schema: "OpSchema") -> "OpStrategy":
     return _one_strategy(inputs, [table, table, *[per_head] * 4, per_head if has_own else layout.spec()])
 
 
-def _moba_routing(schema: "OpSchema") -> "OpStrategy":
+def _moba_routing(schema: OpSchema) -> OpStrategy:
     _, inputs = _list_layout((*schema.args_schema[:5], None))
     # Numbers of blocks within sequences mean the same everywhere.
     return _one_strategy(inputs, [inputs[0]])
@@ -130,7 +131,7 @@ def _list_layout(tensors: Sequence[Any]) -> tuple[_Layout, list[Any]]:
     return layout, [operand, operand, *(wanted for wanted, one in zip(rest, others, strict=True) if one is not None)]
 
 
-def _moba_attention(first: int, num_outputs: int, schema: "OpSchema") -> "OpStrategy":
+def _moba_attention(first: int, num_outputs: int, schema: OpSchema) -> OpStrategy:
     """`first` is the position of query among the arguments; before it stand results and their cotangents."""
     query, key, value, key_mask, blocks, queries, *lists, own = map(_spec, schema.args_schema[first : first + 11])
     rank = len(query.shape)
@@ -159,7 +160,7 @@ def _check_tables(tables: Sequence[Any], lists: Sequence[Any], num_axes: int) ->
             )
 
 
-def _key_convolution(first: int, schema: "OpSchema") -> "OpStrategy":
+def _key_convolution(first: int, schema: OpSchema) -> OpStrategy:
     """`first` is the position of key among the arguments; before it stands a cotangent, of which there is one."""
     key, weights, offsets = map(_spec, schema.args_schema[first : first + 3])
     rank = len(key.shape)
@@ -179,14 +180,13 @@ def _spec(strategy: Any) -> Any:
     return None if strategy is None else strategy.strategies[0].output_spec
 
 
-def _one_strategy(inputs: Sequence[Any], outputs: Sequence[Any]) -> "OpStrategy":
-    from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
-
+def _one_strategy(inputs: Sequence[Any], outputs: Sequence[Any]) -> OpStrategy:
+    types = dtensor_types()
     results: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
-    return OpStrategy([OpSpec(results, tuple(inputs), [[0.0] for _ in inputs])])
+    return types.OpStrategy([types.OpSpec(results, tuple(inputs), [[0.0] for _ in inputs])])
 
 
-STRATEGIES: Mapping[str, tuple[Callable[["OpSchema"], "OpStrategy"], int]] = {
+STRATEGIES: Mapping[str, tuple[Callable[[OpSchema], OpStrategy], int]] = {
     "block_diagonal_forward": (functools.partial(_block_diagonal, 0, 1), 8),
     "block_diagonal_backward": (functools.partial(_block_diagonal, 1, 3), 9),
     "block_diagonal_packed_backward": (functools.partial(_block_diagonal, 1, 1), 9),

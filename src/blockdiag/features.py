@@ -1,0 +1,18 @@
+"""The record in which modules describe the private features of other libraries that they use."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Describe one feature that the package has a fast way and a slow way for.
+
+    Attributes:
+        name: the library and the feature, such as "torch: current CUDA stream".
+        is_fast: whether the installed version has the feature. If not, the slow way runs, with the same results.
+        detail: one line. It says what was found, or what is missing and what runs instead.
+    """
+
+    name: str
+    is_fast: bool
+    detail: str

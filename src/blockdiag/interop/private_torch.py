@@ -1,0 +1,296 @@
+"""The one module that uses private names of torch, which may change in any version of it.
+
+Each name is probed at its first use. Where the installed torch does not have it in the known form, a slower way with
+the same results runs, and `describe_features` says so. This module does not import JAX.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from blockdiag.features import Feature
+
+# --- Transforms and observers
+
+
+@functools.cache
+def _flag(name: str) -> Callable[[], int] | None:
+    """Return the function `name` of `torch._C`, which takes nothing and tells how many or whether; None if unknown."""
+    ask = getattr(torch._C, name, None)
+    if not callable(ask):
+        return None
+    try:
+        answer = ask()
+    except TypeError:  # it takes arguments in this version
+        return None
+    return ask if isinstance(answer, int) else None
+
+
+_OBSERVERS = ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_is_tracing")
+
+
+@functools.cache
+def _observer_flags() -> tuple[Callable[[], int], ...] | None:
+    flags = tuple(flag for name in _OBSERVERS if (flag := _flag(name)) is not None)
+    return flags if len(flags) == len(_OBSERVERS) else None
+
+
+def may_be_observed() -> bool:
+    """Return whether a dispatch mode, a transform of torch.func or a trace may follow what is called now.
+
+    True where torch cannot be asked: a call then goes through torch's dispatcher, which serves everybody.
+    """
+    flags = _observer_flags()
+    if flags is None:
+        return True
+    for is_active in flags:  # noqa: SIM110, this runs with every call and `any` of a generator takes longer
+        if is_active():
+            return True
+    return False
+
+
+def may_have_tangents() -> bool:
+    """Return whether a level of forward-mode derivatives may be active.
+
+    True where torch cannot be asked: callers then look at each operand, with `forward_ad.unpack_dual`.
+    """
+    level = getattr(forward_ad, "_current_level", None)
+    return not isinstance(level, int) or level >= 0
+
+
+def may_be_transformed() -> bool:
+    """Return whether a transform of torch.func or a level of forward-mode derivatives may be active.
+
+    True where torch cannot be asked: callers then look at each operand.
+    """
+    is_active = _flag("_are_functorch_transforms_active")
+    return is_active is None or may_have_tangents() or bool(is_active())
+
+
+def is_functional(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a wrapper of torch.func.functionalize, which has no memory of its own."""
+    ask = getattr(torch, "_is_functional_tensor", None)
+    if ask is not None:
+        return ask(tensor)
+    # Wrappers say that their data starts at 0. Ordinary tensors do so only where they have no elements.
+    return tensor.numel() > 0 and tensor.data_ptr() == 0
+
+
+# --- CUDA streams
+
+
+@functools.cache
+def _stream_reader(device_index: int) -> Callable[[int], int] | None:
+    """Return the function that gives the current stream's handle, once it agreed with the public way on a device."""
+    read = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if not callable(read):
+        return None
+    handle = torch.cuda.current_stream(device_index).cuda_stream
+    try:
+        return read if read(device_index) == handle else None
+    except TypeError:  # it takes other arguments in this version
+        return None
+
+
+def current_stream_handle(device_index: int) -> int:
+    """Return the handle of torch's current stream of a CUDA device.
+
+    The public way makes an object for it, which takes longer.
+    """
+    read = _stream_reader(device_index)
+    return torch.cuda.current_stream(device_index).cuda_stream if read is None else read(device_index)
+
+
+# --- Runs without data
+
+
+class DataDependentShape(Exception):
+    """The shape of a result depends on the values of the arguments."""
+
+
+@functools.cache
+def _fake_tensors() -> tuple[Callable[..., Any], tuple[type[Exception], ...]] | None:
+    """Return FakeTensorMode and the errors that it raises for data-dependent results, or None if unknown."""
+    try:
+        module = importlib.import_module("torch._subclasses.fake_tensor")
+        module.FakeTensorMode(allow_non_fake_inputs=True)
+        return module.FakeTensorMode, (module.DataDependentOutputException, module.DynamicOutputShapeException)
+    except (ImportError, AttributeError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    """Run torch on tensors that have shapes and dtypes only. Tensors from outside, such as parameters, may take part.
+
+    Where torch's fake tensors are unknown, the code runs on ordinary tensors: it should make them with
+    `torch.zeros`. Shapes are then those that belong to zeros.
+
+    Raises:
+        DataDependentShape: where fake tensors are known, from results whose shape depends on values.
+    """
+    found = _fake_tensors()
+    if found is None:
+        yield
+        return
+    mode, errors = found
+    try:
+        with mode(allow_non_fake_inputs=True):
+            yield
+    except errors as error:
+        raise DataDependentShape(str(error)) from error
+
+
+# --- DTensor
+
+
+class DTensorTypes(NamedTuple):
+    """The classes that sharding strategies of operators are made of."""
+
+    DTensorSpec: Any
+    OpSpec: Any
+    OpStrategy: Any
+
+
+@functools.cache
+def _dtensor() -> tuple[DTensorTypes, Any, Any] | None:
+    """Return the classes of strategies, RuntimeSchemaInfo, and what registers strategies; None if unknown."""
+    try:
+        schema = importlib.import_module("torch.distributed.tensor._op_schema")
+        spec = importlib.import_module("torch.distributed.tensor._dtensor_spec")
+        propagator = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher.sharding_propagator
+        types = DTensorTypes(spec.DTensorSpec, schema.OpSpec, schema.OpStrategy)
+        types.OpStrategy([types.OpSpec(None, (), [])])
+        schema.RuntimeSchemaInfo(static_argnum=1)
+        return types, schema.RuntimeSchemaInfo, propagator.register_op_strategy
+    except (ImportError, AttributeError, TypeError):
+        return None
+
+
+def dtensor_types() -> DTensorTypes:
+    """Return the classes of sharding strategies; only strategies that were registered ask for them."""
+    found = _dtensor()
+    assert found is not None, "strategies are registered only where their classes are known"
+    return found[0]
+
+
+def register_strategy(operator: Any, strategy: Callable[[Any], Any], num_tensors: int) -> None:
+    """Tell DTensor how to shard an operator.
+
+    Where DTensor's strategies are unknown, the public function for them serves: each process then gathers the
+    operands and computes the whole call.
+
+    Args:
+        operator: an overload, such as `torch.ops.blockdiag.moba_lists.default`.
+        strategy: takes an OpSchema and returns an OpStrategy.
+        num_tensors: how many tensors stand first among the arguments. The placements of results may depend on all
+            others.
+    """
+    found = _dtensor()
+    if found is None:
+        _register_replication(operator)
+        return
+    _, schema_info, register_op_strategy = found
+    register_op_strategy(operator, strategy, schema_info(static_argnum=num_tensors))
+
+
+def _register_replication(operator: Any) -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    num_results = len(operator._schema.returns)
+
+    @register_sharding(operator)
+    def replicate(*arguments: Any) -> Sequence[tuple[list[Any], list[Any]]]:
+        inputs = [Replicate() if hasattr(argument, "placements") else None for argument in arguments]
+        return [([Replicate()] * num_results, inputs)]
+
+
+# --- Options of torch's compiler, for benchmarks
+
+
+def set_compiler_option(part: str, name: str, value: Any) -> None:
+    """Set an option of a part of torch's compiler, in this process.
+
+    Args:
+        part: "functorch" or "inductor".
+        name: such as "donated_buffer".
+        value: what to set it to.
+
+    Raises:
+        NotImplementedError: when the installed torch does not have the option.
+    """
+    try:
+        config = importlib.import_module(f"torch._{part}.config")
+    except ImportError:
+        config = None
+    if not hasattr(config, name):
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no option torch._{part}.config.{name}; run the benchmark with a torch that "
+            "constraints.txt names"
+        )
+    setattr(config, name, value)
+
+
+# --- What doctor prints
+
+
+def describe_features() -> tuple[Feature, ...]:
+    """Describe the private features that the package uses in the installed torch. Starts no device."""
+    is_level_known = isinstance(getattr(forward_ad, "_current_level", None), int)
+    features = [
+        _feature(
+            "observers of a call",
+            _observer_flags() is not None,
+            "calls on plain CUDA tensors are launched without the dispatcher",
+            "every call goes through the dispatcher",
+        ),
+        _feature(
+            "transforms and forward-mode levels",
+            _flag("_are_functorch_transforms_active") is not None and is_level_known,
+            "asked once in each call",
+            "every operand of each call is looked at",
+        ),
+        _feature(
+            "functional tensors",
+            hasattr(torch, "_is_functional_tensor"),
+            "asked of the tensor",
+            "told from where a tensor's data starts",
+        ),
+        _feature(
+            "tensors without data",
+            _fake_tensors() is not None,
+            "wrap_torch finds shapes without a computation",
+            "wrap_torch finds shapes by a run on zeros",
+        ),
+    ]
+    # Builds without CUDA or torch.distributed have no use for these.
+    if torch.version.cuda is not None:
+        features.append(
+            _feature(
+                "current CUDA stream",
+                callable(getattr(torch._C, "_cuda_getCurrentRawStream", None)),
+                "read as a number",
+                "read as an object",
+            )
+        )
+    if torch.distributed.is_available():
+        features.append(
+            _feature(
+                "DTensor strategies",
+                _dtensor() is not None,
+                "batch rows and heads stay where they are",
+                "DTensors are gathered, and every process computes the whole call",
+            )
+        )
+    return tuple(features)
+
+
+def _feature(name: str, is_fast: bool, fast: str, slow: str) -> Feature:
+    missing = f"torch {torch.__version__} does not have it in the known form: "
+    return Feature(f"torch: {name}", is_fast, fast if is_fast else missing + slow)
