@@ -1,7 +1,7 @@
 """The checks of `python -m blockdiag doctor`: one small call of each op by each implementation, beside the reference.
 
 A `Case` describes an op by its operands and options, for JAX and torch alike. `checks` makes a `Check` of every case
-and implementation, and `run_check` runs one. Add an op by adding a case to `CASES`.
+and implementation, and `examine` runs one. Add an op by adding a case to `CASES`.
 """
 
 import contextlib
@@ -282,7 +282,7 @@ class Check:
         compute: returns the results, by name.
         expect: returns what they should be.
         tolerance: how far floating results may be apart, in parts of the largest expected element.
-        why_unavailable: None where it can run in this process, otherwise the reason and the remedy.
+        why_unavailable: returns None where it can run in this process, otherwise the reason and the remedy.
     """
 
     framework: str
@@ -292,29 +292,54 @@ class Check:
     compute: Callable[[], Arrays]
     expect: Callable[[], Arrays]
     tolerance: float
-    why_unavailable: str | None = None
+    why_unavailable: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check that ran has shown.
+    """What a check has shown.
 
     Attributes:
-        seconds: time of the call, compilation included, and that of its gradient.
-        failure: None where all results are right, otherwise what is wrong.
+        reason: None where the implementation is available, otherwise why it is not.
+        failure: None where nothing went wrong, otherwise what did.
+        seconds: time of the call and of its gradient, compilation included; None where it did not run to its end.
         error: the largest error of a result, in parts of its largest element; None where none can be given.
         allowed: how large that may be; None where there are no results.
     """
 
-    seconds: float
-    failure: str | None
+    reason: str | None = None
+    failure: str | None = None
+    seconds: float | None = None
     error: float | None = None
     allowed: float | None = None
 
 
-def checks() -> list[Check]:
-    """List every check; starts JAX's backends, and computes nothing."""
-    return [*_checks_in_jax(), *_checks_in_torch(), *_checks_of_crossing()]
+def attempt[T](function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what a function returns and None, or None and what went wrong."""
+    try:
+        return function(), None
+    # The one place where any exception is caught: whatever goes wrong is what doctor has to show, beside all else that
+    # it finds out.
+    except Exception as failure:
+        return None, reason_of(failure)
+
+
+def checks() -> Iterator[Check]:
+    """Yield every check; starts JAX's backends, and computes nothing."""
+    for framework, list_checks in (("JAX", _checks_in_jax), ("torch", _checks_in_torch), ("both", _checks_of_crossing)):
+        found, failure = attempt(lambda list_checks=list_checks: list(list_checks()))
+        yield from found or ()
+        if failure is not None:
+            yield _unlisted(framework, failure)
+
+
+def _unlisted(framework: str, failure: str) -> Check:
+    """Return a check that fails because a framework cannot even be started."""
+
+    def compute() -> Arrays:
+        raise RuntimeError(failure)
+
+    return Check(framework, "every op", "every one", "", compute, dict, 0.0, compute)
 
 
 def _checks_in_jax() -> Iterator[Check]:
@@ -330,7 +355,7 @@ def _checks_in_jax() -> Iterator[Check]:
                 compute=partial(_compute_in_jax, case, sizes, name),
                 expect=partial(_expected, case, sizes),
                 tolerance=TOLERANCES[sizes.dtype],
-                why_unavailable=implementation.why_unavailable() or (_why_not_here(name) if has_gpu else None),
+                why_unavailable=partial(_why_unavailable, implementation, has_gpu),
             )
         if not case.implementations:
             sizes = _sizes(has_gpu)
@@ -351,12 +376,13 @@ def _where_it_runs(implementation: dispatch.Implementation, has_gpu: bool) -> st
     return "CUDA GPU" if has_gpu else "CPU interpreter, slow"
 
 
-def _why_not_here(implementation: str) -> str | None:
-    """Return why the GPU that JAX computes on cannot run an implementation, or None."""
-    capability = jax.devices()[0].compute_capability
-    if implementation == "pallas" and capability != "9.0":
-        return f"the Pallas kernels are for Hopper GPUs (compute capability 9.0), this GPU has {capability}"
-    return None
+def _why_unavailable(implementation: dispatch.Implementation, has_gpu: bool) -> str | None:
+    reason = implementation.why_unavailable()
+    if reason is None and has_gpu and implementation.name == "pallas":
+        capability = jax.devices()[0].compute_capability
+        if capability != "9.0":
+            reason = f"the Pallas kernels are for GPUs of compute capability 9.0 (Hopper), this one has {capability}"
+    return reason
 
 
 def _sizes(has_gpu: bool) -> Sizes:
@@ -383,10 +409,14 @@ def _checks_in_torch() -> Iterator[Check]:
             ),
             expect=partial(_expected, case, sizes),
             tolerance=TOLERANCES[sizes.dtype],
-            why_unavailable=None
-            if not is_native or importlib.util.find_spec("triton")
-            else "triton is not installed; pip install 'blockdiag-attn[cuda]' (Linux only)",
+            why_unavailable=_why_not_native if is_native else lambda: None,
         )
+
+
+def _why_not_native() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install 'blockdiag-attn[cuda]' (Linux only)"
+    return None
 
 
 def _checks_of_crossing() -> Iterator[Check]:
@@ -406,25 +436,28 @@ def _checks_of_crossing() -> Iterator[Check]:
     )
 
 
-def run_check(check: Check) -> Outcome:
-    """Run a check, and return what is wrong rather than raise it."""
-    began = time.perf_counter()
-    seconds = None
-    try:
-        with _quick_compilation():
-            actual = check.compute()
-            seconds = time.perf_counter() - began
-            expected = check.expect()
-        errors = {name: _relative_error(actual[name], expected[name]) for name in expected}
-    # The one place where any exception is caught: whatever goes wrong is what doctor has to show, and the checks after
-    # this one run all the same.
-    except Exception as failure:
-        return Outcome(time.perf_counter() - began if seconds is None else seconds, reason_of(failure))
+def examine(check: Check, *, quick: bool) -> Outcome:
+    """Ask whether an implementation is available and, unless `quick`, run its check."""
+    reason, failure = attempt(check.why_unavailable)
+    if quick or reason is not None or failure is not None:
+        return Outcome(reason, failure)
+    outcome, failure = attempt(partial(_run_check, check))
+    return outcome or Outcome(failure=failure)
+
+
+def _run_check(check: Check) -> Outcome:
+    with _quick_compilation():
+        began = time.perf_counter()
+        actual = check.compute()
+        seconds = time.perf_counter() - began
+        expected = check.expect()
+    errors = {name: _relative_error(actual[name], expected[name]) for name in expected}
     worst = max(errors, key=lambda name: errors[name])
     failure = None
     if errors[worst] > check.tolerance:
         failure = f"{worst} {_difference(actual[worst], errors[worst])}, allowed are {check.tolerance:.1e}"
-    return Outcome(seconds, failure, errors[worst] if math.isfinite(errors[worst]) else None, check.tolerance)
+    error = errors[worst] if math.isfinite(errors[worst]) else None
+    return Outcome(failure=failure, seconds=seconds, error=error, allowed=check.tolerance)
 
 
 @contextlib.contextmanager
