@@ -1,16 +1,16 @@
-"""How a part of the library that rests on private interfaces of other packages works here: the fast or the slow way."""
+"""The record in which modules describe the private features of other libraries that they use."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Whether a private interface that makes something fast was found.
+    """Describe one feature that the package has a fast way and a slow way for.
 
     Attributes:
-        name: what it makes fast.
-        is_fast: whether it was found; otherwise the slow way, which gives the same results, is taken.
-        detail: what was found, or what is missing and done instead.
+        name: the library and the feature, such as "torch: current CUDA stream".
+        is_fast: whether the installed version has the feature. If not, the slow way runs, with the same results.
+        detail: one line. It says what was found, or what is missing and what runs instead.
     """
 
     name: str

@@ -22,6 +22,8 @@ import numpy as np
 import blockdiag
 from blockdiag import dispatch
 from blockdiag.bench.records import reason_of
+from blockdiag.interop.jaxlib_launcher import CALL_TARGET
+from blockdiag.interop.targets import compile_target
 
 type Arrays = dict[str, np.ndarray]
 type Function = Callable[..., Any]
@@ -61,6 +63,10 @@ PALLAS_ON_CPU = Sizes("bfloat16", tokens=64, query_heads=1, key_heads=1, head_di
 # error of a dense computation, which is about half a unit in the last place, and two units.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 3 * 2**-7}
 
+# Ops that are compiled for a GPU where there is none, because interpreters use nothing of the compiler. Block-diagonal
+# attention has plain Triton kernels, MoBA has kernels in Gluon.
+COMPILED = ("block_diagonal_attention", "moba_attention")
+
 PAGE_SIZE = 16
 _CROSSING = np.linspace(-2, 2, 64, dtype=np.float32)
 
@@ -72,11 +78,11 @@ class Case:
     Attributes:
         op: name of the public function, in `blockdiag` and in `blockdiag.torch`.
         implementations: the op's table in `dispatch`; empty where JAX computes the op in one way only.
-        operands: the arrays of a call, by parameter name; floating ones are rounded to the dtype of the sizes.
-        options: the arguments that are no arrays.
+        operands: the arrays of a call, by parameter name. Floating ones are rounded to the dtype of the sizes.
+        options: the arguments that are not arrays.
         differentiable: names of the operands whose gradients are compared, too.
         kept: names of the floating operands that are float32 whatever the dtype.
-        bind: makes the function of the operands, from the public function and the arguments that are no arrays.
+        bind: makes the function of the operands, from the public function and its options.
         reference: a JAX function of the operands to compare with; None is the op's implementation "reference".
     """
 
@@ -356,6 +362,17 @@ def _checks_in_jax() -> Iterator[Check]:
                 tolerance=TOLERANCES[sizes.dtype],
                 why_unavailable=partial(_why_unavailable, implementation, has_gpu),
             )
+        if case.op in COMPILED and not has_gpu:
+            yield Check(
+                framework="JAX",
+                op=case.op,
+                implementation="triton, compiled",
+                runs_on="nothing, for Hopper",
+                compute=partial(_compile_for_hopper, case),
+                expect=lambda: {"the number of programs with kernels": np.array(1)},
+                tolerance=0.0,
+                why_unavailable=case.implementations["triton"].why_unavailable,
+            )
         if not case.implementations:
             sizes = _sizes(has_gpu)
             yield Check(
@@ -496,6 +513,14 @@ def _compute_in_jax(case: Case, sizes: Sizes, implementation: str | None) -> Arr
     return _run(_program(case.function(blockdiag, sizes, implementation), case), case, case.arrays(sizes))
 
 
+def _compile_for_hopper(case: Case) -> Arrays:
+    """Compile the kernels of a case and of its gradients, without running them."""
+    program = _program(case.function(blockdiag, ON_GPU, "triton"), case)
+    with compile_target(90):
+        lowered = program.trace(*_operands(case, case.arrays(ON_GPU))).lower(lowering_platforms=("cuda",))
+    return {"the number of programs with kernels": np.array(int(CALL_TARGET in lowered.as_text()))}
+
+
 def _expected(case: Case, sizes: Sizes) -> Arrays:
     """Compute a case by its reference, in float32 of the same operands."""
     arrays = case.arrays(sizes)
@@ -509,7 +534,7 @@ def _reference(case: Case, sizes: Sizes) -> Function:
     return _program(case.reference or case.function(blockdiag, sizes, "reference"), case)
 
 
-def _program(function: Function, case: Case) -> Function:
+def _program(function: Function, case: Case) -> Any:
     """Return a jitted function from differentiable operands and others to the results, and the gradients of those."""
 
     @jax.jit
@@ -523,10 +548,15 @@ def _program(function: Function, case: Case) -> Function:
     return compute
 
 
-def _run(program: Function, case: Case, arrays: Arrays) -> Arrays:
+def _operands(case: Case, arrays: Arrays) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Return the differentiable operands, and the others."""
     operands = {name: jnp.asarray(array) for name, array in arrays.items()}
     followed = {name: operands.pop(name) for name in case.differentiable}
-    results, gradients = jax.tree.map(np.asarray, program(followed, operands))
+    return followed, operands
+
+
+def _run(program: Function, case: Case, arrays: Arrays) -> Arrays:
+    results, gradients = jax.tree.map(np.asarray, program(*_operands(case, arrays)))
     return _named(jax.tree.leaves(results), gradients)
 
 
