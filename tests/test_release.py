@@ -76,7 +76,7 @@ def tracked() -> set[str]:
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    information = f"blockdiag-{version()}.dist-info"
+    information = f"blockdiag_attn-{version()}.dist-info"
     expected = {name.removeprefix("src/") for name in files_of(ROOT / "src" / "blockdiag")}
     assert {name for name in names if not name.startswith(f"{information}/")} == expected
     assert {name.removeprefix(f"{information}/") for name in names - expected} == {
@@ -88,6 +88,21 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert "blockdiag/py.typed" in names
     assert not [name for name in names if re.search(r"/(tests?|lab|bench/results)/|\.(png|csv|pyc)$", name)]
     assert wheel.stat().st_size < 2_000_000
+
+
+def test_distributions_are_named_after_the_project(sdist, wheel):
+    assert sdist.name == f"blockdiag_attn-{version()}.tar.gz"
+    assert wheel.name == f"blockdiag_attn-{version()}-py3-none-any.whl"
+
+
+def test_wheel_needs_no_compiler(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        tags = email.message_from_string(archive.read(f"blockdiag_attn-{version()}.dist-info/WHEEL").decode())
+        names = archive.namelist()
+    assert tags["Root-Is-Purelib"] == "true"
+    assert tags.get_all("Tag") == ["py3-none-any"]
+    suffixes = {Path(name).suffix for name in names if name.startswith("blockdiag/")}
+    assert suffixes <= {".py", ".typed"}
 
 
 def test_sdist_holds_what_git_keeps_but_for_ci_and_experiments(sdist):
@@ -121,9 +136,9 @@ def test_sdist_holds_what_git_keeps_but_for_ci_and_experiments(sdist):
 
 def test_metadata_says_what_it_is(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        text = archive.read(f"blockdiag-{version()}.dist-info/METADATA").decode()
+        text = archive.read(f"blockdiag_attn-{version()}.dist-info/METADATA").decode()
     metadata = email.message_from_string(text)
-    assert (metadata["Name"], metadata["Version"]) == ("blockdiag", version())
+    assert (metadata["Name"], metadata["Version"]) == ("blockdiag-attn", version())
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.12"
     assert set(metadata.get_all("Provides-Extra")) == {"cuda", "torch", "flax", "cli", "test", "docs"}
@@ -132,6 +147,13 @@ def test_metadata_says_what_it_is(wheel):
     for operation in ("block-diagonal", "MoBA", "paged", "jax.numpy"):
         assert operation in metadata["Summary"]
     assert metadata.get_payload().startswith("# blockdiag")
+
+
+def test_nothing_tells_to_install_the_diagram_tool():
+    texts = [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    wrong = re.compile(r"(?<!un)install '?blockdiag(?![\w-])|\"blockdiag\[")
+    found = [(path.name, line) for path in texts for line in path.read_text().splitlines() if wrong.search(line)]
+    assert not found
 
 
 def test_version_is_the_same_everywhere():
@@ -172,6 +194,22 @@ def test_installed_package_is_that_of_the_wheel(installed, tmp_path):
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()).is_relative_to(installed.parent.parent)
     assert str(ROOT) not in result.stdout
+
+
+def test_doctor_names_a_distribution_that_has_overwritten_the_package(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    # What `pip install blockdiag` does to it: the diagram tool has an __init__.py of its own.
+    (tmp_path / "blockdiag" / "__init__.py").write_text("__version__ = '3.0.0'\n")
+    information = tmp_path / "blockdiag-3.0.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: blockdiag\nVersion: 3.0.0\n")
+    (information / "RECORD").write_text("blockdiag/__init__.py,,\n")
+    result = run(Path(sys.executable), tmp_path, "-m", "blockdiag", "doctor", "--quick")
+    assert result.returncode == 0, result.stderr
+    assert "blockdiag 3.0.0 and blockdiag-attn install a package of the same name" in result.stdout
+    assert "pip uninstall blockdiag blockdiag-attn" in " ".join(result.stdout.split())
+    assert f"blockdiag-attn    │ {version()}" in result.stdout
 
 
 def test_demo_runs_from_the_installed_wheel(installed, tmp_path):

@@ -59,7 +59,7 @@ def _run(module_name: str, function_name: str, context: typer.Context) -> None:
             raise
         raise SystemExit(
             f"python -m blockdiag {context.info_name} needs the package {missing!r}, which is not installed; "
-            "try: pip install 'blockdiag[cli,flax]'"
+            "try: pip install 'blockdiag-attn[cli,flax]'"
         ) from error
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(getattr(module, function_name))

@@ -153,7 +153,9 @@ def _measure_op(op: Op, console: Console, folder: Path, choices: Choices) -> Non
         measure_gallery(console, folder / GALLERY_FILE, variants=choices.cases, **options)
         return
     if importlib.util.find_spec("torch") is None:
-        raise SystemExit("bench compares with PyTorch, which is not installed; try: pip install 'blockdiag[torch]'")
+        raise SystemExit(
+            "bench compares with PyTorch, which is not installed; try: pip install 'blockdiag-attn[torch]'"
+        )
     import torch
 
     if not torch.cuda.is_available():

@@ -35,7 +35,9 @@ FUSE_NAMES = ", ".join(GROUPS)
 def smoke_fuse(console: Console, output: Path | None) -> None:
     """The CPU's part: every check, and host times, plainly labelled."""
     if importlib.util.find_spec("torch") is None:
-        raise SystemExit("bench fuse checks with PyTorch, which is not installed; try: pip install 'blockdiag[torch]'")
+        raise SystemExit(
+            "bench fuse checks with PyTorch, which is not installed; try: pip install 'blockdiag-attn[torch]'"
+        )
     from blockdiag.bench.fuse_smoke import run_fuse_smoke
 
     console.print(

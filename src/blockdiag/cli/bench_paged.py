@@ -29,7 +29,9 @@ GROUP_NAMES = ", ".join(GROUPS)
 def smoke_paged(console: Console, output: Path | None) -> None:
     """The CPU's part: every check, and host times, plainly labelled."""
     if importlib.util.find_spec("torch") is None:
-        raise SystemExit("bench paged checks with PyTorch, which is not installed; try: pip install 'blockdiag[torch]'")
+        raise SystemExit(
+            "bench paged checks with PyTorch, which is not installed; try: pip install 'blockdiag-attn[torch]'"
+        )
     from blockdiag.bench.paged_smoke import run_paged_smoke
 
     console.print(

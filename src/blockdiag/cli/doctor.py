@@ -1,12 +1,11 @@
-"""`python -m blockdiag doctor`: what this machine has, and which implementation of each op can run on it."""
+"""`python -m blockdiag doctor`: what this machine has, and which implementation of each op is right on it."""
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import jax
@@ -15,10 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from blockdiag import dispatch
 from blockdiag.bench.records import driver_version
+from blockdiag.cli.doctor_checks import Check, Outcome, attempt, checks, examine
+from blockdiag.cli.doctor_features import features_table, gather_features
+from blockdiag.features import Feature
+from blockdiag.versions import DISTRIBUTION, TESTED, installed_version, other_distributions
 
-PACKAGES = ("blockdiag", "jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "flax", "numpy")
+PACKAGES = (DISTRIBUTION, "jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "flax", "numpy")
+EXTRAS = {"jax-cuda13-plugin": "cuda", "triton": "cuda", "torch": "torch", "flax": "flax"}
+"""The extra that installs a package which the library does without."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,17 +38,19 @@ class DeviceReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImplementationReport:
-    """Whether one implementation of one op can run in this process.
+    """Whether one implementation of one op can run in this process, and whether it is right.
 
     Attributes:
-        reason: None where it is available, otherwise why it is not.
+        framework: who calls the op: "JAX", "torch", or "both" for what crosses between them.
         runs_on: where it runs in this process.
+        outcome: what its check has shown.
     """
 
+    framework: str
     op: str
     implementation: str
-    reason: str | None
     runs_on: str
+    outcome: Outcome
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,74 +85,90 @@ class Report:
         system: operating system and processor.
         driver: version of the NVIDIA driver, "none" or "unknown".
         packages: version of each package that matters, None where it is not installed.
+        remarks: by package what to install, where it is missing or nobody tested its version.
+        other_distributions: versions of other distributions that write into the `blockdiag` package.
+        features: private interfaces of other packages, and whether they were found.
         devices: what JAX finds, the default device first.
         implementations: every implementation of every op.
-        torch: None where torch is not installed.
+        torch: None where torch is not installed, or cannot be imported.
     """
 
     python: str
     system: str
     driver: str
     packages: dict[str, str | None]
+    remarks: dict[str, str]
+    other_distributions: dict[str, str]
+    features: tuple[Feature, ...]
     devices: list[DeviceReport]
     implementations: list[ImplementationReport]
     torch: TorchReport | None
 
 
 def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Run nothing; only say what is available.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Show devices, versions, and which implementation of each op can run here, or the reason why it cannot."""
-    report = inspect_machine()
+    """Show devices and versions, and run a small call of each op in each implementation, beside the reference.
+
+    Says of each implementation that it is right and how long the call took, or why it failed or cannot run here. Exits
+    with 1 where one that is available fails or is wrong.
+    """
+    # Progress is not part of the report, and stays on the screen where a kernel takes the whole process down.
+    with Console(stderr=True).status("looking at this machine") as status:
+        report = inspect_machine(quick=quick, say=status.update)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
-        return
-    console = Console()
-    console.print(_versions_table(report))
-    console.print(_devices_table(report))
-    console.print(_implementations_table(report))
-    if report.torch is not None:
-        console.print(_torch_table(report.torch))
+    else:
+        _print(report)
+    if any(entry.outcome.failure is not None for entry in report.implementations):
+        raise typer.Exit(1)
 
 
-def inspect_machine() -> Report:
-    """Looks at this machine; starts JAX's backends."""
+def inspect_machine(*, quick: bool, say: Callable[[str], None]) -> Report:
+    """Look at this machine and, unless `quick`, run the checks; starts JAX's backends."""
+    packages = {name: installed_version(name) for name in PACKAGES}
+    remarks = {name: _remark(name, version) for name, version in packages.items()}
+    features, failure = attempt(gather_features)
+    # What cannot be asked here fails in the checks, too, which say why.
+    devices, _ = attempt(jax.devices)
+    beside, _ = attempt(_describe_torch)
     return Report(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         driver=driver_version(),
-        packages={name: _package_version(name) for name in PACKAGES},
-        devices=[_describe(device) for device in jax.devices()],
-        implementations=_implementations(has_gpu=any(device.platform == "gpu" for device in jax.devices())),
-        torch=_describe_torch() if importlib.util.find_spec("torch") is not None else None,
+        packages=packages,
+        remarks={name: remark for name, remark in remarks.items() if remark is not None},
+        other_distributions=other_distributions(),
+        features=features or (Feature("private interfaces", False, failure or "none found"),),
+        devices=[_describe(device) for device in devices or ()],
+        implementations=[_report_on(check, quick, say) for check in checks()],
+        torch=beside,
     )
 
 
-def _implementations(*, has_gpu: bool) -> list[ImplementationReport]:
-    """Asks every implementation of every op."""
-    return [
-        ImplementationReport(
-            op=dispatch.OPERATION_NAMES[operation],
-            implementation=name,
-            reason=implementation.why_unavailable(),
-            runs_on=_where_it_runs(implementation, has_gpu),
-        )
-        for operation, implementations in dispatch.OPERATIONS.items()
-        for name, implementation in implementations.items()
-    ]
+def _report_on(check: Check, quick: bool, say: Callable[[str], None]) -> ImplementationReport:
+    say(f"{check.framework}: {check.op}, {check.implementation}")
+    return ImplementationReport(
+        framework=check.framework,
+        op=check.op,
+        implementation=check.implementation,
+        runs_on=check.runs_on,
+        outcome=examine(check, quick=quick),
+    )
 
 
-def _where_it_runs(implementation: dispatch.Implementation, has_gpu: bool) -> str:
-    if not implementation.has_interpreter:
-        return "any device"
-    return "CUDA GPU" if has_gpu else "CPU interpreter, slow"
-
-
-def _package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+def _remark(package: str, version: str | None) -> str | None:
+    """Return what to install in place of a package that is missing or that nobody tested; None where all is well."""
+    if version is None:
+        extra = EXTRAS.get(package)
+        if extra is None or (extra == "cuda" and platform.system() != "Linux"):
+            return None
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    tested = TESTED.get(package)
+    if tested is None or version in tested:
         return None
+    return f"nobody tested this version, {tested} are tested; pip install '{tested.requirement(package)}'"
 
 
 def _describe(device: jax.Device) -> DeviceReport:
@@ -160,7 +182,9 @@ def _describe(device: jax.Device) -> DeviceReport:
     )
 
 
-def _describe_torch() -> TorchReport:
+def _describe_torch() -> TorchReport | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
     import torch
 
     has_cuda = torch.version.cuda is not None
@@ -188,15 +212,36 @@ def _memory_settings(environment: Mapping[str, str]) -> tuple[bool, float]:
     return pools and wanted, float(share)
 
 
+def _print(report: Report) -> None:
+    console = Console()
+    if report.other_distributions:
+        console.print(f"[red]{escape(_conflict(report.other_distributions))}[/red]")
+    console.print(_versions_table(report))
+    console.print(_devices_table(report))
+    console.print(_implementations_table(report))
+    console.print(features_table(report.features))
+    if report.torch is not None:
+        console.print(_torch_table(report.torch))
+
+
+def _conflict(others: Mapping[str, str]) -> str:
+    """Return what is wrong with other distributions of a package `blockdiag`, and what to do."""
+    names = " and ".join(f"{name} {version}" for name, version in others.items())
+    return (
+        f"{names} and {DISTRIBUTION} install a package of the same name, blockdiag, and overwrite each other's files. "
+        f"Keep one: pip uninstall {' '.join(others)} {DISTRIBUTION}, then pip install {DISTRIBUTION}"
+    )
+
+
 def _versions_table(report: Report) -> Table:
     table = Table(title="Versions")
-    table.add_column("what")
-    table.add_column("version")
+    for heading in ("what", "version", "remark"):
+        table.add_column(heading)
     table.add_row("system", report.system)
     table.add_row("python", report.python)
     table.add_row("NVIDIA driver", report.driver)
     for name, version in report.packages.items():
-        table.add_row(name, version or "[dim]not installed[/dim]")
+        table.add_row(name, version or "[dim]not installed[/dim]", escape(report.remarks.get(name, "")))
     return table
 
 
@@ -231,10 +276,20 @@ def _torch_table(torch: TorchReport) -> Table:
 
 def _implementations_table(report: Report) -> Table:
     table = Table(title="Implementations")
-    for heading in ("op", "implementation", "here"):
+    for heading in ("called by", "op", "implementation", "on", "here"):
         table.add_column(heading)
     for entry in report.implementations:
-        # Reasons are other people's text: square brackets in them are no markup.
-        here = f"[green]available[/green], {entry.runs_on}" if entry.reason is None else escape(entry.reason)
-        table.add_row(entry.op, entry.implementation, here)
+        table.add_row(entry.framework, entry.op, entry.implementation, entry.runs_on, _result(entry.outcome))
     return table
+
+
+def _result(outcome: Outcome) -> str:
+    """Return what is known of an implementation, with markup."""
+    # Reasons are other people's text: square brackets in them are no markup.
+    if outcome.reason is not None:
+        return escape(outcome.reason)
+    if outcome.failure is not None:
+        return f"[red]failed[/red]: {escape(outcome.failure)}"
+    if outcome.seconds is None:
+        return "[green]available[/green]"
+    return f"[green]ok[/green], {outcome.seconds:.1f} s"

@@ -53,7 +53,7 @@ def available() -> str | None:
     Neither imports triton nor asks for a device, so a machine without a GPU may well get None.
     """
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; install blockdiag[cuda] (Linux only)"
+        return "triton is not installed; pip install 'blockdiag-attn[cuda]' (Linux only)"
     return jaxlib_launcher.availability()
 
 

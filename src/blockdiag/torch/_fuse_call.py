@@ -216,7 +216,7 @@ def _as_tensor(array: Any, device: torch.device) -> torch.Tensor:
 def _why_not(program: Program) -> str | None:
     """Why torch and the kernels cannot compute a program; None where they can."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; install blockdiag[cuda] (Linux only)"
+        return "triton is not installed; pip install 'blockdiag-attn[cuda]' (Linux only)"
     effect = next(filter(has_effects, program.jaxpr.jaxpr.eqns), None)
     if effect is not None:
         # Torch asks for results alone, in parts, so that writes would be lost, and prints out of order.
