@@ -126,7 +126,9 @@ test)
     ;;
 gpu-test)
     install "$test_extras"
-    exec .venv/bin/python -m pytest -m "gpu or multigpu" "$@"
+    # As many processes as the memory of one GPU holds; tests/conftest.py tells them how to share it. Compiled kernels
+    # are shared through the caches of Triton and torch. A later -n among the arguments overrides this one.
+    exec .venv/bin/python -m pytest -n logical --maxprocesses 12 --dist loadgroup -m "gpu or multigpu" "$@"
     ;;
 docs)
     is_installed "$test_extras" || install docs

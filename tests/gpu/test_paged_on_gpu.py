@@ -98,6 +98,7 @@ def test_a_decode_step_compiles_once_and_keeps_its_cache_in_place():
     np.testing.assert_allclose(jnp.stack(outputs, axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
 def test_pools_past_32_bits():
     """Pages at the end of a pool of more than 2**31 elements are those of a small pool, bit by bit."""
     sizes = (16, 8, 128)
