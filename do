@@ -10,7 +10,8 @@ usage: ./do COMMAND [ARGUMENTS]
 
   demo       train the small language model, compare with jax.nn.dot_product_attention, save a plot
   test       ruff, pyrefly and every test that needs no GPU; arguments go to pytest
-  gpu-test   the tests that need a CUDA GPU; arguments go to pytest
+  gpu-test   the tests that need a CUDA GPU, several at once; arguments go to pytest
+  sanitize   every kernel under compute-sanitizer's memcheck, racecheck and initcheck (needs a CUDA GPU)
   doctor     what this machine has, and which implementations can run on it
   bench      benchmarks (needs a CUDA GPU)
   docs       run the notebooks and build the documentation into build/docs
@@ -129,6 +130,10 @@ gpu-test)
     # As many processes as the memory of one GPU holds; tests/conftest.py tells them how to share it. Compiled kernels
     # are shared through the caches of Triton and torch. A later -n among the arguments overrides this one.
     exec .venv/bin/python -m pytest -n logical --maxprocesses 12 --dist loadgroup -m "gpu or multigpu" "$@"
+    ;;
+sanitize)
+    install "$test_extras"
+    exec .venv/bin/python tests/gpu_scripts/sanitize.py "$@"
     ;;
 docs)
     is_installed "$test_extras" || install docs
