@@ -81,8 +81,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slow tests, so that no process is left with one of them at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Begin with the slow tests for GPUs, so that no process is left with one of them at the end."""
+    items.sort(key=lambda item: not (item.get_closest_marker("slow") and item.get_closest_marker("gpu")))
 
 
 def pytest_collection_finish() -> None:

@@ -27,6 +27,9 @@ import time
 import traceback
 from pathlib import Path
 
+import jax
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -75,8 +78,29 @@ class Outcome:
         return self.finished and not self.failed and (self.tool == PLAIN or self.errors == 0)
 
 
-def run_call(call: Call, is_dry: bool) -> str:
+def expected_results(call: Call, store: Path | None) -> list[np.ndarray]:
+    """Return the CPU's results of a call, which are computed once for all tools."""
+    file = None if store is None else store / (re.sub(r"\W+", "_", call.name) + ".npz")
+    if file is not None and file.exists():
+        with np.load(file) as kept:
+            return [kept[f"arr_{index}"] for index in range(len(kept.files))]
+    with jax.default_device(jax.devices("cpu")[0]):
+        results = [to_numpy(x) for x in call.compute(call.expected)]
+    if file is not None:
+        # Another tool's process may write the same file.
+        own = file.with_suffix(f".{os.getpid()}.npz")
+        np.savez(own, *results)
+        own.replace(file)
+    return results
+
+
+def run_call(call: Call, is_dry: bool, store: Path | None = None) -> str:
     """Run a call and compare its results with the CPU's; without a GPU, only trace it and run the CPU's part.
+
+    Args:
+        call: the call.
+        is_dry: whether there is no GPU.
+        store: folder in which the CPU's results are kept for the other tools.
 
     Returns:
         The kernels that a dry run traces; otherwise the largest difference.
@@ -84,16 +108,13 @@ def run_call(call: Call, is_dry: bool) -> str:
     Raises:
         ArithmeticError: the results differ too much.
     """
-    import jax
-
     kernels = "torch"
     if is_dry:
         if call.kernels == "triton":
             kernels = " ".join(sorted(launched_kernels(call, DRY_ARCH)))
     else:
         found = [to_numpy(x) for x in call.compute(call.kernels)]
-    with jax.default_device(jax.devices("cpu")[0]):
-        expected = [to_numpy(x) for x in call.compute(call.expected)]
+    expected = expected_results(call, store)
     if is_dry:
         return kernels
     largest = max(difference(one, other) for one, other in zip(found, expected, strict=True))
@@ -102,16 +123,14 @@ def run_call(call: Call, is_dry: bool) -> str:
     return f"{largest:.1e}"
 
 
-def run_family(name: str, is_dry: bool) -> None:
-    """Run all calls of a family and print a line for each."""
-    import jax
-
+def run_family(name: str, is_dry: bool, store: Path | None = None) -> None:
+    """Run all calls of a family and print a line for each; see `run_call`."""
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     for call in FAMILIES[name].calls():
         begin = time.monotonic()
         try:
-            note = run_call(call, is_dry)
+            note = run_call(call, is_dry, store)
         except Exception as failure:  # the other calls run all the same, and the driver counts this one
             traceback.print_exc(limit=-4)
             print(f"EXC {call.name}: {type(failure).__name__} {' '.join(str(failure).split())[:300]}", flush=True)
@@ -134,7 +153,7 @@ def environment_of(door: str, caches: Path, is_dry: bool) -> dict[str, str]:
         # No algorithm is chosen by timing it, and no program becomes a CUDA graph.
         "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
         # Each tool compiles nothing that the plain run has compiled.
-        "JAX_COMPILATION_CACHE_DIR": str(caches),
+        "JAX_COMPILATION_CACHE_DIR": str(caches / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     if is_dry or door == "torch":
@@ -143,9 +162,10 @@ def environment_of(door: str, caches: Path, is_dry: bool) -> dict[str, str]:
     return os.environ | added
 
 
-def command_of(family: str, tool: str, options: argparse.Namespace) -> list[str]:
+def command_of(family: str, tool: str, options: argparse.Namespace, store: Path) -> list[str]:
     """Return the command line of a process."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--run", family, *(["--dry"] if options.dry else [])]
+    command = [sys.executable, str(Path(__file__).resolve()), "--run", family, "--store", str(store)]
+    command += ["--dry"] if options.dry else []
     if tool == PLAIN:
         return command
     # Calls of the CUDA API that fail on purpose, where libraries ask what a driver can do, are no errors of kernels.
@@ -168,10 +188,12 @@ def run_process(family: str, tool: str, options: argparse.Namespace, caches: Pat
     """Run a family under a tool, in a process group that is killed when its time is up."""
     log = options.output / f"{family}-{tool}.log"
     environment = environment_of(FAMILIES[family].door, caches, options.dry)
+    store = caches / family
+    store.mkdir(exist_ok=True)
     begin = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            command_of(family, tool, options),
+            command_of(family, tool, options, store),
             cwd=ROOT,
             env=environment,
             stdout=file,
@@ -234,6 +256,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="trace the calls and run only the CPU's part; needs no GPU")
     parser.add_argument("--list", action="store_true", help="print the names of the families")
     parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -256,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(FAMILIES))
         return 0
     if options.run:
-        run_family(options.run, options.dry)
+        run_family(options.run, options.dry, options.store)
         return 0
     families = chosen_names(options.families, tuple(FAMILIES), "families")
     tools = [PLAIN] if options.dry else chosen_names(options.tools, (PLAIN, *TOOLS), "tools")
