@@ -277,11 +277,11 @@ def _moba_paged() -> Iterator[Call]:
     from blockdiag import moba_paged_attention
 
     for name, case in _moba_paged_cases().items():
-
-        def compute(implementation: str, case: Any = case) -> list[Any]:
+        # Made before a trace of the call, which would leave its own values in the case.
+        def compute(implementation: str, case: Any = case, arguments: Any = case.arguments) -> list[Any]:
             options = dict(block_size=case.block_size, top_k=case.top_k, scale=case.paged.scale, return_residual=True)
             function = functools.partial(moba_paged_attention, **options, implementation=implementation)
-            return _jitted(lambda arguments: function(**arguments), case.arguments)
+            return _jitted(lambda arguments: function(**arguments), arguments)
 
         yield Call(name, compute)
 
