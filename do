@@ -13,7 +13,8 @@ usage: ./do COMMAND [ARGUMENTS]
   test-newest  a selection of the tests with the newest versions that pyproject.toml allows; arguments go to pytest
   test-oldest  the same with the oldest versions that it allows
   test-at      two small tests with the versions that follow, as in: ./do test-at jax==0.12.0 torch==2.12.0
-  gpu-test     the tests that need a CUDA GPU; arguments go to pytest
+  gpu-test     the tests that need a CUDA GPU, several at once; arguments go to pytest
+  sanitize     every kernel under compute-sanitizer's memcheck, racecheck and initcheck (needs a CUDA GPU)
   doctor       what this machine has, and which implementations can run on it
   bench        benchmarks (needs a CUDA GPU)
   docs         run the notebooks and build the documentation into build/docs
@@ -176,7 +177,13 @@ test-at)
     ;;
 gpu-test)
     install "$test_extras"
-    exec .venv/bin/python -m pytest -m "gpu or multigpu" "$@"
+    # As many processes as the memory of one GPU holds; tests/conftest.py tells them how to share it. Compiled kernels
+    # are shared through the caches of Triton and torch. A later -n among the arguments overrides this one.
+    exec .venv/bin/python -m pytest -n logical --maxprocesses 12 --dist loadgroup -m "gpu or multigpu" "$@"
+    ;;
+sanitize)
+    install "$test_extras"
+    exec .venv/bin/python tests/gpu_scripts/sanitize.py "$@"
     ;;
 docs)
     is_installed "$test_extras" || install docs

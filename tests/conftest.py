@@ -23,6 +23,12 @@ import hypothesis
 import jax
 import pytest
 
+from tests.gpu_sharing import share_gpus
+
+# Before JAX and torch look for GPUs, with the first test that needs one.
+if os.environ.get("JAX_PLATFORMS") != "cpu":
+    share_gpus()
+
 # The library must run under the strictest settings a user may have.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -72,6 +78,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # JAX leaves a thread on the GPU that it used last
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests for GPUs, so that no process is left with one of them at the end."""
+    items.sort(key=lambda item: not (item.get_closest_marker("slow") and item.get_closest_marker("gpu")))
 
 
 def pytest_collection_finish() -> None:

@@ -101,12 +101,12 @@ def test_wrong_results_are_not_timed(tiny):
         return output, gradients | {"value": gradients["value"] * 1.05}
 
     work.programs["ours", "fwd+bwd"] = dataclasses.replace(work.programs["ours", "fwd+bwd"], call=wrong)
-    rows = time_work(work, SMOKE, WHERE, settings(), front=None, deadline=time.monotonic() + 10)
+    rows = time_work(work, SMOKE, WHERE, settings(), front=None, deadline=time.monotonic() + 600)
     for row in rows:
         assert row.ours_ms is None and row.xla_ms > 0
         assert "WrongResult: gradient of value errs by 5.00e-02, allowed 2.00e-02" in row.note
     work.judge, work.reasons = None, {}
-    rows = time_work(work, SMOKE, WHERE, settings(), front=None, deadline=time.monotonic() + 10)
+    rows = time_work(work, SMOKE, WHERE, settings(), front=None, deadline=time.monotonic() + 600)
     for row in rows:
         assert row.ours_ms is None and row.xla_ms > 0 and row.ours_error is None
         assert "ours not compared with float32" in row.note

@@ -67,10 +67,11 @@ def test_training_learns(trainings, shared):
 
 
 @pytest.mark.gpu
-def test_both_beat_counting_on_a_gpu(tmp_path):
-    for name in STEPS:
-        _, found, counted = train(name, tmp_path / "losses.json", 200, device="cuda")
-        assert found > counted + 3
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_training_beats_counting_on_a_gpu(name, tmp_path):
+    _, found, counted = train(name, tmp_path / "losses.json", 200, device="cuda")
+    assert found > counted + 3
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])

@@ -57,10 +57,11 @@ def test_loss_falls(trainings):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_both_train_alike_on_a_gpu(tmp_path):
     losses, text = train("moba_language_model", tmp_path / "jax.json", 200, device="cuda")
-    others, _ = train("torch_moba_language_model", tmp_path / "torch.json", 200, device="cuda")
-    np.testing.assert_allclose(losses[:20], others[:20], rtol=1e-2)
+    others, _ = train("torch_moba_language_model", tmp_path / "torch.json", 20, device="cuda")
+    np.testing.assert_allclose(losses[:20], others, rtol=1e-2)
     assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 3.5
 
 

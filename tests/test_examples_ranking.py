@@ -59,6 +59,7 @@ def test_both_train_alike(trainings):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--compile",)], ids=["eager", "compiled"])
 def test_both_train_alike_on_a_gpu(arguments, tmp_path):
     losses, _ = train("torch_ranking_model", tmp_path / "torch.json", *arguments, device="cuda")

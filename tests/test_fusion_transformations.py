@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 
-import einops
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -201,6 +200,7 @@ def test_export():
 
 def test_einops():
     """Axes that are moved and merged by einops, before and after."""
+    import einops
 
     def attention(query, key, value):
         query, key, value = (einops.rearrange(x, "b t (n h) -> (b n) t h", n=HEADS) for x in (query, key, value))

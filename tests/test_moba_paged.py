@@ -183,6 +183,8 @@ CASES = {
     "float64": MoBAPagedCase(paged=dataclasses.replace(FEW, dtype="float64", cache_dtype="float8_e4m3fn")),
     "nothing": MoBAPagedCase(paged=PagedCase(kv_lengths=(0, 0), page_size=4)),
 }  # fmt: skip
+# More candidates than the kernel of the scores chooses from itself; for GPUs, as interpreters take long.
+MANY_BLOCKS = MoBAPagedCase(paged=PagedCase(kv_lengths=(33_000, 70)), top_k=4)
 
 
 @pytest.mark.parametrize("name", CASES)

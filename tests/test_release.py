@@ -19,8 +19,6 @@ IGNORED = {"__pycache__", ".pytest_cache", ".ipynb_checkpoints"}
 # Of a checkout, what a release leaves out.
 LEFT_OUT = {".ci", ".gitignore", "lab"}
 
-pytest.importorskip("hatchling")
-
 
 def version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

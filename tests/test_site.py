@@ -13,7 +13,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from sphinx.util.inventory import InventoryFile
 
 import blockdiag
 import blockdiag.interop
@@ -90,6 +89,8 @@ def is_defined_in(value, module):
 
 # One test, because the processes that share the tests would each build a site.
 def test_site_is_whole(site):
+    from sphinx.util.inventory import InventoryFile
+
     pages = {path: Page(path) for path in site.rglob("*.html")}
     sources = [path for kind in ("*.md", "*.rst", "notebooks/*.py") for path in DOCS.glob(kind)]
     missing = [path for path in sources if (site / path.relative_to(DOCS)).with_suffix(".html") not in pages]

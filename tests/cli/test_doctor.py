@@ -55,7 +55,7 @@ def report(no_other_distributions) -> dict:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_other_distributions() -> Iterator[None]:
-    """Spares each run of doctor the reading of every distribution's files, which tests/test_package_versions.py is about."""
+    """Spare each run of doctor the reading of every distribution's files; test_package_versions.py is about that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "other_distributions", dict)
         yield

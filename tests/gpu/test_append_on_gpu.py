@@ -69,6 +69,7 @@ def test_donated_pages_are_written_in_place(name):
         assert result.unsafe_buffer_pointer() == places[name], name
 
 
+@pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
 def test_pools_of_more_elements_than_32_bits_count():
     pages, page_size, heads, size = 2**31 // (16 * 8 * 128) + 5, 16, 8, 128
     pool = jnp.zeros((pages, page_size, heads, size), E5M2)

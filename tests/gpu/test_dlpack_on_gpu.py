@@ -2,8 +2,6 @@
 
 import functools
 import gc
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +10,14 @@ import pytest
 import torch
 
 from blockdiag.interop import _lifetimes, dlpack, jaxlib_launcher, to_jax, to_torch, wrap_jax
+from tests.gpu.gate import Gate
 
 pytestmark = pytest.mark.gpu
 
 # About 50 ms on a GPU of 1 to 2 GHz: far longer than the host needs for anything here.
 SLEEP = 80_000_000
+# A host that shares its cores may look too late now and then, but not each time.
+NEVER_RUNNING = "the computation was never slow enough to show anything"
 ELEMENTS = 1 << 22
 SIDE = 2048
 DTYPES = [str(dtype).removeprefix("torch.") for dtype in dlpack.DTYPES if dtype not in dlpack._NARROWED]
@@ -128,21 +129,23 @@ def test_jax_waits_for_torch(stream, path):
     plus_one(to_jax(torch.zeros(ELEMENTS, device="cuda"))).block_until_ready()
     for value in range(3):
         tensor = torch.zeros(ELEMENTS, device="cuda")
-        torch.cuda._sleep(SLEEP)
-        tensor.fill_(value + 1)
-        result = plus_one(to_jax(tensor))
-        assert not stream.query(), "the kernel is not slow enough to show anything"
+        with Gate() as gate:
+            tensor.fill_(value + 1)
+            result = plus_one(to_jax(tensor))
+            assert gate.is_closed(), "the host waited for the device"
         assert float(result.min()) == float(result.max()) == value + 2
 
 
 def test_torch_waits_for_jax(stream, path):
     x = jnp.ones(ELEMENTS, jnp.float32)
     slow_then(plus_one)(x, matrix()).block_until_ready()
-    for value in range(3):
+    was_running = []
+    for value in range(4):
         result = slow_then(plus_one)(x * value, matrix())
-        assert not result.is_ready(), "the computation is not slow enough to show anything"
+        was_running.append(not result.is_ready())
         tensor = to_torch(result) * 2
         assert tensor.unique().tolist() == [2 * value + 2]
+    assert any(was_running), NEVER_RUNNING
 
 
 def test_host_does_not_wait(stream):
@@ -150,9 +153,9 @@ def test_host_does_not_wait(stream):
     tensor = torch.ones(ELEMENTS, device="cuda")
     wrapped(tensor)
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP)
-    result = wrapped(to_torch(to_jax(tensor)))
-    assert not stream.query(), "something waited for the GPU"
+    with Gate() as gate:
+        result = wrapped(to_torch(to_jax(tensor)))
+        assert gate.is_closed(), "the host waited for the device"
     assert result.unique().tolist() == [2]
 
 
@@ -209,17 +212,18 @@ def test_tensor_freed_while_jax_reads(stream, path):
     slow(jnp.ones(ELEMENTS, jnp.float32), matrix()).block_until_ready()
     weights = matrix().block_until_ready()
     torch.cuda.empty_cache()
-    results = []
+    results, was_running = [], []
     for value in range(4):
         tensor = torch.full((ELEMENTS,), float(value), device="cuda")
         array = to_jax(tensor)
         result = slow(array, weights)
         del tensor, array
         churn = torch_churn(-1)
-        assert not result.is_ready(), "the computation is not slow enough to show anything"
+        was_running.append(not result.is_ready())
         torch.cuda.synchronize()
         results.append(result)
         del churn
+    assert any(was_running), NEVER_RUNNING
     for value, result in enumerate(results):
         assert np.unique(np.asarray(result)).tolist() == [value + 1]
 
@@ -368,46 +372,3 @@ def test_crossings_leave_the_current_device_alone():
     assert torch.cuda.current_device() == 0
     to_torch(to_jax(tensor.detach()))
     assert torch.cuda.current_device() == 0
-
-
-def host_microseconds(call, repeats: int = 2000) -> float:
-    """Median host time of a call, with a GPU that keeps up."""
-    for _ in range(200):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for turn in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-        if turn % 50 == 49:
-            torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
-
-
-def test_host_time_of_a_round_trip(record_property, capsys):
-    x, y, z = (torch.randn(64, 64, device="cuda") for _ in range(3))
-    jitted = jax.jit(plus_one)
-    one, three = wrap_jax(plus_one), wrap_jax(lambda x, y, z: x * y + z)
-    leaves = [tensor.clone().requires_grad_() for tensor in (x, y, z)]
-    cotangent = torch.ones(64, 64, device="cuda")
-    array = to_jax(x)
-    figures = {
-        "naive, one input": host_microseconds(lambda: torch.from_dlpack(jitted(jax.dlpack.from_dlpack(x)))),
-        "jitted call alone": host_microseconds(lambda: jitted(array)),
-        "to_jax": host_microseconds(lambda: to_jax(x)),
-        "to_torch": host_microseconds(lambda: to_torch(array)),
-        "wrap_jax, one input": host_microseconds(lambda: one(x)),
-        "wrap_jax, three inputs": host_microseconds(lambda: three(x, y, z)),
-        "wrap_jax, three inputs, with forward for a gradient": host_microseconds(lambda: three(*leaves)),
-        "wrap_jax, three inputs, forward and backward": host_microseconds(
-            lambda: torch.autograd.grad(three(*leaves), leaves, cotangent)
-        ),
-    }
-    with capsys.disabled():
-        for name, figure in figures.items():
-            print(f"\n  {figure:7.1f} us  {name}", end="")
-            record_property(name, figure)
-    # Hosts differ by more than a factor of two: where the bare round trip takes longer, so may this one.
-    assert figures["wrap_jax, one input"] <= max(120, 1.25 * figures["naive, one input"])
-    assert figures["wrap_jax, three inputs"] < 3 * figures["wrap_jax, one input"]

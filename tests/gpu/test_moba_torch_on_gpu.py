@@ -17,6 +17,7 @@ from blockdiag import moba_tables  # noqa: E402
 from blockdiag.torch import MoBASelfAttention, Routing, _moba_tables, moba_attention, moba_routing  # noqa: E402
 from blockdiag.torch._moba_call import describe_lists  # noqa: E402
 from tests import moba_cases  # noqa: E402
+from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory  # noqa: E402
 from tests.moba_cases import MoBACase, assert_accurate, dense_results  # noqa: E402
 from tests.torch.moba_torch_support import (  # noqa: E402
@@ -227,8 +228,6 @@ def test_second_gpu(via):
 
 # Streams and graphs
 
-LONG = 200_000_000  # cycles that the device sleeps: a tenth of a second
-
 
 @pytest.mark.parametrize("via", [None, "jax"])
 def test_current_stream_is_respected(via):
@@ -238,13 +237,12 @@ def test_current_stream_is_respected(via):
     late = [torch.zeros_like(x) for x in operands]
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(LONG)
+    with torch.cuda.stream(side), Gate(seconds=20 if via is None else 0.1) as gate:
         for target, source in zip(late, operands, strict=True):
             target.copy_(source)
         results = value_and_gradients(function, *late)
         if via is None:
-            assert not side.query(), "the host waited for the device"
+            assert gate.is_closed(), "the host waited for the device"
         copies = [x.clone() for x in results]
     side.synchronize()
     assert_same_bits(copies, expected)

@@ -11,7 +11,8 @@ import pytest
 from blockdiag import append_to_pages, moba_paged_attention, paged_attention
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
 from tests.paged_support import PagedCase, assert_accurate
-from tests.test_moba_paged import CASES as MOBA_CASES
+from tests.test_moba_paged import CASES as FEW_BLOCKS
+from tests.test_moba_paged import MANY_BLOCKS
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +99,7 @@ def test_a_decode_step_compiles_once_and_keeps_its_cache_in_place():
     np.testing.assert_allclose(jnp.stack(outputs, axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.xdist_group("large pools")  # one after the other: gigabytes each
 def test_pools_past_32_bits():
     """Pages at the end of a pool of more than 2**31 elements are those of a small pool, bit by bit."""
     sizes = (16, 8, 128)
@@ -112,7 +114,10 @@ def test_pools_past_32_bits():
     np.testing.assert_array_equal(np.asarray(far, np.float32), np.asarray(near, np.float32))
 
 
-@pytest.mark.parametrize("name", [name for name in MOBA_CASES if name != "float64"])
+MOBA_CASES = {name: case for name, case in FEW_BLOCKS.items() if name != "float64"} | {"many blocks": MANY_BLOCKS}
+
+
+@pytest.mark.parametrize("name", MOBA_CASES)
 def test_moba_over_the_cache(name):
     case = MOBA_CASES[name]
     options = dict(block_size=case.block_size, top_k=case.top_k, scale=case.paged.scale, return_residual=True)

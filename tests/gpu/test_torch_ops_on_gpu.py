@@ -1,4 +1,4 @@
-"""The torch operators on a GPU: the same bits as JAX, on the current stream, in CUDA graphs, with little host time."""
+"""The torch operators on a GPU: the same bits as JAX, on the current stream, in CUDA graphs, without waiting hosts."""
 
 import functools
 import subprocess
@@ -23,6 +23,7 @@ from blockdiag.torch import (  # noqa: E402
 )
 from tests import support  # noqa: E402
 from tests.gpu import test_block_diagonal_on_gpu  # noqa: E402
+from tests.gpu.gate import Gate  # noqa: E402
 from tests.support import Case  # noqa: E402
 from tests.torch.torch_support import (  # noqa: E402
     assert_as_accurate,
@@ -156,7 +157,7 @@ torch.cuda.synchronize()
 assert query.grad.isfinite().all()
 assert not {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"}
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 
 
@@ -339,13 +340,12 @@ def test_current_stream_is_respected(name, via):
     late = [torch.zeros_like(x) for x in operands]
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(LONG_SLEEP)
+    with torch.cuda.stream(side), Gate(seconds=20 if via is None else 0.1) as gate:
         for target, source in zip(late, operands, strict=True):
             target.copy_(source)
         results = value_and_gradients(function, *late)
         if via is None:
-            assert not side.query(), "the host waited for the device"
+            assert gate.is_closed(), "the host waited for the device"
         copies = [x.clone() for x in results]
     side.synchronize()
     assert_same_bits(copies, expected)
@@ -542,23 +542,3 @@ def test_packed_operators_keep_their_promises():
     arguments, cotangent = packed_operator_arguments(PACKED, GPU), tensors_of(PACKED, GPU)[3]
     torch.library.opcheck(OPERATORS.block_diagonal_packed_backward, (cotangent, *arguments))
     torch.library.opcheck(OPERATORS.block_diagonal_forward, (arguments[0].requires_grad_(), *arguments[1:]))
-
-
-# Host time
-
-
-def test_host_time(capsys):
-    """Medians over calls in turn: the operator above `kernel[grid](...)`, forward, and with autograd."""
-    from blockdiag.bench import torch_host
-
-    def medians(calls):
-        found = {name: float(np.median(times)) for name, times in torch_host.time_calls(calls, 1000).items()}
-        with capsys.disabled():
-            print("\nhost time in microseconds:", {name: round(time, 1) for name, time in found.items()})
-        return found
-
-    forward = medians(torch_host._forward_calls())
-    assert forward["operator"] - forward["kernel[grid](...)"] <= 15
-    both = medians(torch_host._gradient_calls())
-    # Beyond what autograd itself takes for a backward pass, which on some hosts is more than the limit alone.
-    assert both["operator"] - both["kernel[grid](...)"] - both["one torch operation"] <= 40

@@ -34,6 +34,7 @@ EMPTY_BUFFER_TARGET = "AllocateBuffer"
 # Pointers to scratch memory of the program and of a profiler, which the launcher adds to every kernel's parameters.
 _SCRATCH_PARAMETERS = 2
 
+
 @dataclass(frozen=True)
 class BufferLayout:
     """Order of a plan's arrays in the custom call.

@@ -1,0 +1,310 @@
+"""Run small calls of every kernel family under the tools of compute-sanitizer.
+
+    PYTHONPATH=src python tests/gpu_scripts/sanitize.py              # everything; `./do sanitize` in a checkout
+    PYTHONPATH=src python tests/gpu_scripts/sanitize.py --list       # names of the families
+    PYTHONPATH=src python tests/gpu_scripts/sanitize.py --families moba,moba_torch --tools racecheck
+    PYTHONPATH=src python tests/gpu_scripts/sanitize.py --dry        # without a GPU: arguments are valid, kernels named
+
+Each family runs in a process of its own for each tool, so that a crash hides no other family. `plain` runs a family
+without a tool; it comes first and fills the compile caches, and shows which calls do not even run. The exit status is
+1 if a tool reports an error, a call raises or gives other results than the CPU, or a process does not finish.
+
+Every array is an allocation of its own: initcheck and memcheck would take memory that an allocator keeps for the next
+array as initialised and in bounds.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.gpu_scripts.sanitize_calls import (  # noqa: E402
+    FAMILIES,
+    Call,
+    difference,
+    launched_kernels,
+    to_numpy,
+)
+
+PLAIN = "plain"
+TOOLS = ("memcheck", "racecheck", "initcheck")
+# Of results of 16 bits, forward and backward; a near tie of MoBA's routing may be decided otherwise for a query or two.
+TOLERANCE = 0.05
+FINISHED = "all ran"
+# The newest compute capability whose kernels are written by hand.
+DRY_ARCH = 90
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one process reported.
+
+    Attributes:
+        ran: calls that gave the expected results.
+        failed: calls that did not, with the reason.
+        finished: whether the process went through all calls.
+        errors: errors that the tool counts; None without a tool or without a summary.
+        kernels: kernels that the tool's reports name.
+        seconds: the time of the process.
+    """
+
+    family: str
+    tool: str
+    ran: int
+    failed: tuple[str, ...]
+    finished: bool
+    errors: int | None
+    kernels: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is nothing to explain."""
+        return self.finished and not self.failed and (self.tool == PLAIN or self.errors == 0)
+
+
+def expected_results(call: Call, store: Path | None) -> list[np.ndarray]:
+    """Return the CPU's results of a call, which are computed once for all tools."""
+    file = None if store is None else store / (re.sub(r"\W+", "_", call.name) + ".npz")
+    if file is not None and file.exists():
+        with np.load(file) as kept:
+            return [kept[f"arr_{index}"] for index in range(len(kept.files))]
+    with jax.default_device(jax.devices("cpu")[0]):
+        results = [to_numpy(x) for x in call.compute(call.expected)]
+    if file is not None:
+        # Another tool's process may write the same file.
+        own = file.with_suffix(f".{os.getpid()}.npz")
+        np.savez(own, *results)
+        own.replace(file)
+    return results
+
+
+def run_call(call: Call, is_dry: bool, store: Path | None = None) -> str:
+    """Run a call and compare its results with the CPU's; without a GPU, only trace it and run the CPU's part.
+
+    Args:
+        call: the call.
+        is_dry: whether there is no GPU.
+        store: folder in which the CPU's results are kept for the other tools.
+
+    Returns:
+        The kernels that a dry run traces; otherwise the largest difference.
+
+    Raises:
+        ArithmeticError: the results differ too much.
+    """
+    kernels = "torch"
+    if is_dry:
+        if call.kernels == "triton":
+            kernels = " ".join(sorted(launched_kernels(call, DRY_ARCH)))
+    else:
+        found = [to_numpy(x) for x in call.compute(call.kernels)]
+    expected = expected_results(call, store)
+    if is_dry:
+        return kernels
+    largest = max(difference(one, other) for one, other in zip(found, expected, strict=True))
+    if not largest <= TOLERANCE:
+        raise ArithmeticError(f"results differ from the CPU's by {largest:.3g} of their norm")
+    return f"{largest:.1e}"
+
+
+def run_family(name: str, is_dry: bool, store: Path | None = None) -> None:
+    """Run all calls of a family and print a line for each; see `run_call`."""
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    for call in FAMILIES[name].calls():
+        begin = time.monotonic()
+        try:
+            note = run_call(call, is_dry, store)
+        except Exception as failure:  # the other calls run all the same, and the driver counts this one
+            traceback.print_exc(limit=-4)
+            print(f"EXC {call.name}: {type(failure).__name__} {' '.join(str(failure).split())[:300]}", flush=True)
+        else:
+            print(f"ran {call.name} ({time.monotonic() - begin:.1f} s, {note})", flush=True)
+    print(FINISHED, flush=True)
+
+
+def environment_of(door: str, caches: Path, is_dry: bool) -> dict[str, str]:
+    """Return the environment of a process."""
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    added = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        # Arrays are allocations of their own.
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        # No algorithm is chosen by timing it, and no program becomes a CUDA graph.
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=",
+        # Each tool compiles nothing that the plain run has compiled.
+        "JAX_COMPILATION_CACHE_DIR": str(caches / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    if is_dry or door == "torch":
+        # What torch's results are compared with is computed by JAX on the CPU; the kernels are launched without JAX.
+        added["JAX_PLATFORMS"] = "cpu"
+    return os.environ | added
+
+
+def command_of(family: str, tool: str, options: argparse.Namespace, store: Path) -> list[str]:
+    """Return the command line of a process."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--run", family, "--store", str(store)]
+    command += ["--dry"] if options.dry else []
+    if tool == PLAIN:
+        return command
+    # Calls of the CUDA API that fail on purpose, where libraries ask what a driver can do, are no errors of kernels.
+    fixed = ["--target-processes", "application-only", "--report-api-errors", "no", "--print-limit", "50"]
+    return [options.sanitizer, "--tool", tool, *fixed, *options.sanitizer_option, *command]
+
+
+def count_errors(output: str) -> int | None:
+    """Return the errors of all summaries in a tool's output, None where there is no summary."""
+    summaries = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) errors?,", output)
+    return sum(int(first or second) for first, second in summaries) if summaries else None
+
+
+def named_kernels(output: str) -> tuple[str, ...]:
+    """Return the kernels that a tool's reports name."""
+    return tuple(sorted(set(re.findall(r"^=========.*? at (\w+)(?:\(.*?\))?\+0x", output, re.MULTILINE))))
+
+
+def run_process(family: str, tool: str, options: argparse.Namespace, caches: Path) -> Outcome:
+    """Run a family under a tool, in a process group that is killed when its time is up."""
+    log = options.output / f"{family}-{tool}.log"
+    environment = environment_of(FAMILIES[family].door, caches, options.dry)
+    store = caches / family
+    store.mkdir(exist_ok=True)
+    begin = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command_of(family, tool, options, store),
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(options.time_limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            file.write(f"\nnot finished after {options.time_limit} s\n")
+    output = log.read_text(errors="replace")
+    return Outcome(
+        family=family,
+        tool=tool,
+        ran=len(re.findall(r"^ran ", output, re.MULTILINE)),
+        failed=tuple(re.findall(r"^EXC (.*)$", output, re.MULTILINE)),
+        finished=bool(re.search(rf"^{FINISHED}$", output, re.MULTILINE)),
+        errors=None if tool == PLAIN else count_errors(output),
+        kernels=named_kernels(output),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """Print a row of the table, and what went wrong below it."""
+    errors = "-" if outcome.tool == PLAIN else "none told" if outcome.errors is None else str(outcome.errors)
+    verdict = "ok" if outcome.is_clean else "unfinished" if not outcome.finished else "LOOK"
+    row = f"{outcome.family:<22} {outcome.tool:<10} {outcome.ran:>4} ran {len(outcome.failed):>3} failed"
+    print(f"{row} {errors:>9} errors {outcome.seconds:>6.0f} s  {verdict}", flush=True)
+    for failure in outcome.failed:
+        print(f"    EXC {failure}", flush=True)
+    if outcome.kernels:
+        print(f"    reported: {', '.join(outcome.kernels)}", flush=True)
+
+
+def chosen_names(text: str | None, known: tuple[str, ...], what: str) -> list[str]:
+    """Return the names in a comma-separated option.
+
+    Raises:
+        SystemExit: one of them is not known.
+    """
+    names = list(known) if text is None else text.split(",")
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"`--{what}` must name some of {', '.join(known)}, got {name!r}")
+    return names
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--families", help="comma-separated; all unless given")
+    parser.add_argument("--tools", help=f"comma-separated, of {PLAIN}, {', '.join(TOOLS)}; all unless given")
+    parser.add_argument("-j", "--processes", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--time-limit", type=float, default=420.0, help="seconds of a process (default: 420)")
+    parser.add_argument("--output", type=Path, help="folder of the processes' output; a temporary one unless given")
+    parser.add_argument("--sanitizer", help="path of compute-sanitizer; looked for on PATH and in /usr/local/cuda")
+    parser.add_argument("--sanitizer-option", action="append", default=[], help="another option of compute-sanitizer")
+    parser.add_argument("--dry", action="store_true", help="trace the calls and run only the CPU's part; needs no GPU")
+    parser.add_argument("--list", action="store_true", help="print the names of the families")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def find_sanitizer() -> str:
+    """Return the path of compute-sanitizer.
+
+    Raises:
+        SystemExit: it is not installed.
+    """
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if found is None:
+        raise SystemExit("compute-sanitizer is not on PATH; it comes with the CUDA toolkit: pass --sanitizer PATH")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return 0 when every process is clean, else 1."""
+    options = parse(arguments)
+    if options.list:
+        print("\n".join(FAMILIES))
+        return 0
+    if options.run:
+        run_family(options.run, options.dry, options.store)
+        return 0
+    families = chosen_names(options.families, tuple(FAMILIES), "families")
+    tools = [PLAIN] if options.dry else chosen_names(options.tools, (PLAIN, *TOOLS), "tools")
+    if tools != [PLAIN]:
+        options.sanitizer = options.sanitizer or find_sanitizer()
+    options.output = options.output or Path(tempfile.mkdtemp(prefix="sanitize-"))
+    options.output.mkdir(parents=True, exist_ok=True)
+    print(f"output of the processes: {options.output}", flush=True)
+    outcomes = []
+    with (
+        tempfile.TemporaryDirectory() as caches,
+        concurrent.futures.ThreadPoolExecutor(options.processes) as pool,
+    ):
+        for group in ([tool for tool in tools if tool == PLAIN], [tool for tool in tools if tool != PLAIN]):
+            jobs = [
+                pool.submit(run_process, family, tool, options, Path(caches)) for tool in group for family in families
+            ]
+            for job in concurrent.futures.as_completed(jobs):
+                outcomes.append(job.result())
+                print_outcome(outcomes[-1])
+    unclean = [outcome for outcome in outcomes if not outcome.is_clean]
+    errors = sum(outcome.errors or 0 for outcome in outcomes)
+    print(f"{len(outcomes)} processes, {errors} errors, {len(unclean)} processes to look at", flush=True)
+    return 1 if unclean else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
