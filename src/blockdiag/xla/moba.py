@@ -46,7 +46,7 @@ def route(
     """Blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
 
     The score of a block is the product of the query with the mean of the block's unmasked keys. Of equal scores the
-    later block comes first. A score that is NaN counts as the lowest.
+    later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret
     num_chosen = min(problem.slots, problem.num_blocks)
@@ -63,12 +63,14 @@ def route(
         query, bounds = operands  # of one query: [N, H], [4]
         query = query.astype(wide).reshape(problem.key_heads, problem.group_size, problem.head_dim)
         scores = _product("kgh,bkh->kgb", query, centroids).reshape(problem.query_heads, problem.num_blocks)
-        is_candidate = (block >= bounds[0]) & (block < bounds[1]) & ~is_empty
+        is_allowed = (block >= bounds[0]) & (block < bounds[1]) & ~is_empty
+        is_candidate = is_allowed[None, :] & ~jnp.isnan(scores)  # [N, num_blocks]
         # Every candidate must stand before all others, and -0 beside 0.
-        scores = jnp.where(jnp.isnan(scores), lowest, jnp.where(scores == 0, 0, jnp.maximum(scores, lowest)))
-        _, order = jax.lax.top_k(jnp.where(is_candidate[None, :], scores, -jnp.inf), num_chosen)
-        is_chosen = jnp.arange(num_chosen, dtype=jnp.int32) < jnp.sum(is_candidate, dtype=jnp.int32)
-        return jnp.where(is_chosen[None, :], problem.num_blocks - 1 - order.astype(jnp.int32), -1)
+        scores = jnp.where(scores == 0, 0, jnp.maximum(scores, lowest))
+        _, order = jax.lax.top_k(jnp.where(is_candidate, scores, -jnp.inf), num_chosen)
+        count = jnp.sum(is_candidate, axis=-1, keepdims=True, dtype=jnp.int32)
+        is_chosen = jnp.arange(num_chosen, dtype=jnp.int32)[None, :] < count
+        return jnp.where(is_chosen, problem.num_blocks - 1 - order.astype(jnp.int32), -1)
 
     at_once = max(1, min(problem.query_tokens, _ROUTING_SCORES // (problem.query_heads * problem.num_blocks)))
     chosen = jax.lax.map(choose, (query, queries), batch_size=at_once)  # [query_tokens, N, num_chosen]
