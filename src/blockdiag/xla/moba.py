@@ -17,6 +17,7 @@ from jaxtyping import Array
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
+from blockdiag.packing import count_below, count_not_above
 
 # Scores that routing holds at once, over queries, heads and blocks.
 _ROUTING_SCORES = 1 << 22
@@ -87,7 +88,7 @@ def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) 
     pair = jnp.broadcast_to(jnp.arange(by_pair.shape[1], dtype=jnp.int32), by_pair.shape)
     ordered, entries = jax.lax.sort((block_or_last, pair), num_keys=1, is_stable=True)
     edges = jnp.arange(problem.num_blocks + 1, dtype=jnp.int32)
-    edges = jax.vmap(lambda row: jnp.searchsorted(row, edges).astype(jnp.int32))(ordered)
+    edges = jax.vmap(lambda row: count_below(row, edges))(ordered)
     return Lists(edges[:, :-1], jnp.diff(edges, axis=1), entries, jnp.sum(chosen >= 0, axis=-1, dtype=jnp.int32))
 
 
@@ -266,7 +267,7 @@ def _work(problem: MoBAProblem, blocks: Array, lists: Lists, own: Array | None) 
 def _tile(problem: MoBAProblem, tables: _Tables, work: _Work, index: Array) -> _Tile:
     """Tile `index` of one head."""
     height, num_lists = _tile_height(problem), 2 * problem.num_blocks
-    number = jnp.searchsorted(work.ends, index, side="right").astype(jnp.int32)
+    number = count_not_above(work.ends, index[None])[0]
     is_used = number < num_lists
     number = jnp.minimum(number, num_lists - 1)
     num_before = jnp.where(number > 0, work.ends[number - 1], 0)
