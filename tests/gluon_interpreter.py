@@ -251,18 +251,21 @@ class _Values(Language):
         return array(np.full(shape, value, dtype.numpy))
 
     def max(self, tile: Array, axis: int) -> Array:
-        return tile.max(axis)
+        # A NaN loses against a number, as in `max.f32`.
+        return np.fmax.reduce(tile, axis)
 
     def sum(self, tile: Array, axis: int) -> Array:
         return tile.sum(axis, dtype=tile.dtype)
 
-    def maximum(self, left: Any, right: Any) -> Any:
-        are_places = isinstance(left, int) and isinstance(right, int)
-        return Number(builtins.max(left, right)) if are_places else np.maximum(left, right)
+    def maximum(self, left: Any, right: Any, propagate_nan: bool = False) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            return Number(builtins.max(left, right))
+        return (np.maximum if propagate_nan else np.fmax)(left, right)
 
-    def minimum(self, left: Any, right: Any) -> Any:
-        are_places = isinstance(left, int) and isinstance(right, int)
-        return Number(builtins.min(left, right)) if are_places else np.minimum(left, right)
+    def minimum(self, left: Any, right: Any, propagate_nan: bool = False) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            return Number(builtins.min(left, right))
+        return (np.minimum if propagate_nan else np.fmin)(left, right)
 
     def where(self, condition: Any, left: Any, right: Any) -> Array:
         found = np.where(condition, left, right)

@@ -214,11 +214,11 @@ class Language(Tile):
     def load(self, place: object) -> object:
         return Number(place.numbers[place.offset % len(place.numbers)]) if isinstance(place, Memory) else Tile()
 
-    def maximum(self, left: object, right: object) -> object:
+    def maximum(self, left: object, right: object, **_: object) -> object:
         both = isinstance(left, int) and isinstance(right, int)
         return Number(max(left, right)) if both else Tile()  # pyrefly: ignore
 
-    def minimum(self, left: object, right: object) -> object:
+    def minimum(self, left: object, right: object, **_: object) -> object:
         both = isinstance(left, int) and isinstance(right, int)
         return Number(min(left, right)) if both else Tile()  # pyrefly: ignore
 
@@ -293,6 +293,7 @@ def kernel_with(text: str, name: str, words: Mapping[str, Any], helpers: Mapping
     scope: dict[str, Any] = {
         "gluon": _Gluon, "fence_async_shared": lambda: None, "thread_barrier": lambda: None,
         "range": lambda *x: map(Number, builtins.range(*x)),
+        "PROPAGATE_NAN": True,
     } | dict(words)  # fmt: skip
     for source in (inspect.getsource(resident_tiles), text):
         exec(compile(source[source.index("@gluon.jit") :], f"<{name}>", "exec"), scope)

@@ -42,6 +42,10 @@ def soft_cap(query, key, value):
     return attend(query, key, value, lambda scores: 3 * jnp.tanh(scores / 3))
 
 
+def clipped(query, key, value):
+    return attend(query, key, value, lambda scores: jnp.clip(scores, -1, 1))
+
+
 def sloped(query, key, value, slope):
     """slope [N]: ALiBi."""
     away = (jnp.arange(key.shape[1])[None, :] - jnp.arange(query.shape[1])[:, None]).astype(slope.dtype)
@@ -164,6 +168,7 @@ _GROUPED = {"query": (2, 256, 2, 3, 128), "key": (2, 512, 2, 128), "value": (2, 
 _DIFFERENTIAL = dict.fromkeys(("query", "key"), (1, 2048, 2, 1, 64)) | {"value": (1, 2048, 1, 128)}
 CASES = {
     "cross": Streamed(attend, _shapes(2, 128, 640, 3, 128)),
+    "clipped": Streamed(clipped, _shapes(2, 128, 640, 3, 128)),
     "wide_values": Streamed(attend, _shapes(1, 256, 256, 2, 128, 256)),
     "wide": Streamed(attend, _shapes(1, 256, 512, 1, 256)),
     "much_wider_values": Streamed(attend, _shapes(1, 128, 512, 2, 64, 256)),

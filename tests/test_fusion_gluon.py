@@ -16,6 +16,7 @@ from blockdiag.interop.interpreter import interpret
 from blockdiag.triton_kernels.plan import Target
 from tests.gluon_interpreter import interpret_gluon
 from tests.resident_cases import CASES as RESIDENT
+from tests.resident_cases import rows_of_heads
 from tests.streamed_cases import CASES as STREAMED
 from tests.test_fusion_plans import launches_of
 from tests.test_fusion_resident import KERNELS, PLAIN, WITHOUT_JOINT
@@ -175,3 +176,32 @@ def test_memory_that_is_used_at_another_time_is_noticed(lines, changed, naps):
         # Warps meet each other at the wrong phase.
         is_noticed = True
     assert is_noticed
+
+
+def assert_same_nan_of_rows(function, inputs):
+    """Results and the queries' gradients have NaN where plain code has it; returns how many results that are."""
+    cotangent = jnp.ones(jax.eval_shape(function, **inputs).shape)
+    expected = results(function, inputs, cotangent)
+    found = results(fuse(function, implementation="triton"), inputs, cotangent)
+    for name in ("output", "query"):
+        np.testing.assert_array_equal(np.isnan(found[name]), np.isnan(expected[name]), err_msg=name)
+    return np.isnan(expected["output"]).sum()
+
+
+def test_streamed_kernel_with_nan_in_a_query_gives_nan_where_xla_does(launched):
+    case = STREAMED["clipped"]
+    inputs = case.inputs()
+    inputs["query"] = inputs["query"].at[0, 5, 0, 3].set(jnp.nan)
+    assert assert_same_nan_of_rows(case.function, inputs) == inputs["value"].shape[-1]
+    assert "fused_forward_streamed" in launched
+
+
+def test_resident_kernels_with_nan_in_a_bias_give_nan_where_xla_does(launched):
+    inputs = RESIDENT["bent"].inputs()
+    inputs["pair"] = inputs["pair"].at[0, 0, 1, 7, 4].set(jnp.nan)
+
+    def clipped(query, key, value, mask, pair):
+        return rows_of_heads(query, key, value, jnp.clip(mask, -1, 1), jax.nn.relu(pair))
+
+    assert assert_same_nan_of_rows(clipped, inputs) == inputs["query"].shape[1] * inputs["value"].shape[-1]
+    assert {"fused_forward_resident", "fused_rows_resident"} <= set(launched)

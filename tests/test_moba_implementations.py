@@ -164,17 +164,30 @@ def test_later_of_equal_blocks_comes_first(implementation, is_causal):
     np.testing.assert_array_equal(chosen[0, 60], [2, 1, 0] if is_causal else [5, 4, 3])
 
 
-@pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", MODULES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_routing_of_bad_keys_is_still_a_routing(implementation, value):
-    """Infinite and NaN scores choose some allowed blocks, once each: nothing that would lead outside of an array."""
+def test_routing_of_a_block_with_nan_scores_never_chooses_it(implementation, value):
+    """There are slots for every past block; that of key 20, whose scores are sums of both infinities, stays out."""
     case = MoBACase(lengths=(70, 20), slots=5)
     case.skip_unless_supported(implementation)
     query, key, *_ = case.operands()
     clean = case.route(implementation, (query, key))
     chosen = case.route(implementation, (query, key.at[20].set(value)))
-    np.testing.assert_array_equal(chosen >= 0, clean >= 0)
-    np.testing.assert_array_equal(np.sort(chosen, axis=-1), np.sort(clean, axis=-1))  # slots for every past block
+    bad = 20 // case.block_size
+    assert (clean == bad).any()
+    np.testing.assert_array_equal(np.sort(chosen, axis=-1), np.sort(np.where(clean == bad, -1, clean), axis=-1))
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+def test_routing_of_a_query_with_nan_chooses_nothing(implementation):
+    case = MoBACase(lengths=(70, 20), slots=5)
+    case.skip_unless_supported(implementation)
+    query, key, *_ = case.operands()
+    clean = np.array(case.route(implementation, (query, key)))
+    chosen = case.route(implementation, (query.at[60, 1, 2].set(np.nan), key))
+    assert (clean[1, 60] >= 0).any() and (chosen[1, 60] == -1).all()
+    clean[1, 60] = -1
+    np.testing.assert_array_equal(chosen, clean)
 
 
 @pytest.mark.parametrize(("implementation", "name"), pairs_of(LISTED))

@@ -16,6 +16,7 @@ from blockdiag._differentiation import not_differentiable, on_common_axes
 from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated, rotary_specs
 from blockdiag.append_problem import AppendArrays, AppendProblem
 from blockdiag.dispatch import APPEND_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.packing import count_not_above
 from blockdiag.rotary import Rotary
 
 
@@ -211,7 +212,7 @@ def _append(call: Call, arrays: dict[str, Any]) -> tuple[Array, ...]:
         offsets = jax.lax.cummax(jnp.clip(offsets, 0, problem.tokens))
         query_lengths, first_rows = jnp.diff(offsets), offsets[:-1]
         row = jnp.arange(problem.tokens, dtype=jnp.int32)
-        sequences = jnp.searchsorted(offsets, row, side="right", method="compare_all").astype(jnp.int32) - 1
+        sequences = count_not_above(offsets, row) - 1
         sequences = jnp.where(sequences < problem.batch, sequences, -1)
     cos, sin, positions = _canonical_rotary(problem, arrays["rotary"], arrays["key"].shape[:-2])
     by_head = (problem.batch, problem.key_heads)

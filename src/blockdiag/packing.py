@@ -6,6 +6,8 @@ unused tile. `position` is the position of row `start` within its sequence. The 
 so that new offsets never compile anything anew.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -117,8 +119,29 @@ def _is_in_prefix(size: int) -> Array:
 
 
 def count_not_above(sorted_values: Array, x: Array) -> Array:
-    """For each element of `x`, how many of `sorted_values` are not above it."""
-    if sorted_values.shape[0] * x.shape[0] > _MOST_COMPARISONS:
-        # Unrolled, because the default search is a while loop.
-        return jnp.searchsorted(sorted_values, x, side="right", method="scan_unrolled").astype(jnp.int32)
-    return jnp.sum(sorted_values[None, :] <= x[:, None], axis=1, dtype=jnp.int32)
+    """For each element of `x`, how many of `sorted_values` are not above it, int32."""
+    return _count_before(sorted_values, x, jnp.less_equal)
+
+
+def count_below(sorted_values: Array, x: Array) -> Array:
+    """For each element of `x`, how many of `sorted_values` are below it, int32."""
+    return _count_before(sorted_values, x, jnp.less)
+
+
+def _count_before(sorted_values: Array, x: Array, is_before: Callable[[Array, Array], Array]) -> Array:
+    """How many of `sorted_values` [n] stand before each element of `x` [m].
+
+    In place of `jnp.searchsorted`, which fails within a `jax.shard_map` that is manual over some axes of the mesh only
+    (jax 0.11.2).
+    """
+    size = sorted_values.shape[0]
+    if size * x.shape[0] <= _MOST_COMPARISONS:
+        return jnp.sum(is_before(sorted_values[None, :], x[:, None]), axis=1, dtype=jnp.int32)
+    # A binary search, unrolled: the count is found bit by bit, from the highest.
+    count = jnp.zeros(x.shape, jnp.int32)
+    for bit in reversed(range(size.bit_length())):
+        larger = count + (1 << bit)
+        value = sorted_values.at[larger - 1].get(mode="clip", wrap_negative_indices=False)
+        is_larger = (larger <= size) & is_before(value, x)
+        count = jnp.where(is_larger, larger, count)
+    return count

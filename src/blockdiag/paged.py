@@ -17,6 +17,7 @@ from blockdiag._paged_folding import fold_paged
 from blockdiag._paged_scales import canonical_scales
 from blockdiag._sharding import call_on_shards, check_pages_spec, explicit_axes, operand_spec, replicated
 from blockdiag.dispatch import PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.packing import count_not_above
 from blockdiag.paged_problem import PagedProblem
 
 type Window = int | tuple[int | None, int | None]
@@ -383,7 +384,7 @@ def _pack(problem: PagedProblem, output: Array, log_sum: Array, rows: int, offse
     """Results [B, T, ...] as [rows, ...]; NaN for sequences too long to be computed."""
     offsets = _clipped(offsets, rows)
     row = jnp.arange(rows, dtype=jnp.int32)
-    sequence = jnp.searchsorted(offsets, row, side="right").astype(jnp.int32) - 1
+    sequence = count_not_above(offsets, row) - 1
     is_outside = (sequence < 0) | (sequence >= problem.batch)
     sequence = jnp.clip(sequence, 0, max(problem.batch - 1, 0))
     is_too_long = jnp.diff(offsets)[sequence] > problem.query_tokens

@@ -15,6 +15,7 @@ from blockdiag._arrays import known_values
 from blockdiag._describe_moba import check_moba_block_size, check_top_k
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.moba_tables import clip_offsets, count_unmasked, rows_to_sequences
+from blockdiag.packing import count_below, count_not_above
 
 type BlockLists = tuple[
     Int[Array, "num_sequences N num_blocks"], Int[Array, "num_sequences N num_blocks"], Int[Array, " entries"]
@@ -161,7 +162,7 @@ class Routing:
         number, rows = jax.lax.sort((number, jnp.broadcast_to(row[None], number.shape)), num_keys=1, is_stable=True)
         rows = jnp.where(number < num_lists, rows, -1)
         bounds = jnp.arange(num_lists + 1, dtype=jnp.int32)
-        ends = jax.vmap(lambda ordered: jnp.searchsorted(ordered, bounds).astype(jnp.int32))(number)
+        ends = jax.vmap(lambda ordered: count_below(ordered, bounds))(number)
         starts = ends[:, :-1] + jnp.arange(num_heads, dtype=jnp.int32)[:, None] * (tokens * top_k)
 
         def by_sequence(x: Array) -> Array:
@@ -234,7 +235,7 @@ class Routing:
         pair, block = _pairs_of_lists(offsets, counts, rows, edges, tokens)
         # By pair of query and head, and from the last block to the first; the place within a pair is the slot.
         pair, block = jax.lax.sort((pair, -block), num_keys=2)
-        slot = jnp.arange(rows.size, dtype=jnp.int32) - jnp.searchsorted(pair, pair).astype(jnp.int32)
+        slot = jnp.arange(rows.size, dtype=jnp.int32) - count_below(pair, pair)
         most = known_values(jnp.max(jnp.where(pair < tokens * num_heads, slot, -1)) + 1)
         if most is not None and most > top_k:
             raise ValueError(f"`top_k` must be at least the {most} blocks that the lists give a query, got {top_k}")
@@ -303,7 +304,7 @@ def _pairs_of_lists(offsets: Array, counts: Array, rows: Array, edges: Array, to
         (starts, counts, jnp.arange(offsets.size, dtype=jnp.int32)), num_keys=2, is_stable=True
     )
     entry = jnp.arange(rows.size, dtype=jnp.int32)
-    place = jnp.searchsorted(starts, entry, side="right").astype(jnp.int32) - 1
+    place = count_not_above(starts, entry) - 1
     place, is_listed = jnp.maximum(place, 0), place >= 0
     is_listed = is_listed & (entry - starts[place] < counts[place])
     sequence, head, block = jnp.unravel_index(number[place], (num_sequences, num_heads, num_blocks))

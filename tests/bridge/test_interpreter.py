@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language import exp2 as exponential
 
-from blockdiag.interop.interpreter import interpret, interpret_plan
+from blockdiag.interop.interpreter import interpret, interpret_plan, numpy_dtype
 from blockdiag.triton_kernels.compile import compile_plan
 from blockdiag.triton_kernels.offline import inspect_plan
 from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, Target, TensorSpec
@@ -142,6 +142,40 @@ def test_reductions_scans_and_directly_imported_builtins():
     np.testing.assert_array_equal(most, x.max(1))
     np.testing.assert_array_equal(where, x.argmax(1))
     np.testing.assert_allclose(sums, np.cumsum(x, 1), rtol=1e-4, atol=1e-5)
+
+
+PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def extremes_kernel(p_x, p_y, p_out, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    x, y = tl.load(p_x + o), tl.load(p_y + o)
+    tl.store(p_out + o, tl.maximum(x, y))
+    tl.store(p_out + SIZE + o, tl.minimum(x, y))
+    tl.store(p_out + 2 * SIZE + o, tl.maximum(x, y, propagate_nan=PROPAGATE_NAN))
+    tl.store(p_out + 3 * SIZE + o, tl.minimum(x, y, propagate_nan=PROPAGATE_NAN))
+    tl.store(p_out + 4 * SIZE + o, tl.clamp(x, -1.0, 1.0))
+    tl.store(p_out + 5 * SIZE + o, tl.clamp(x, -1.0, 1.0, propagate_nan=PROPAGATE_NAN))
+    tl.store(p_out + 6 * SIZE + o, max(x, y))
+    tl.store(p_out + 7 * SIZE + o, o * 0.0 + tl.max(x, 0))
+    tl.store(p_out + 8 * SIZE + o, o * 0.0 + tl.min(x, 0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_extremes_of_a_nan_and_a_number_are_the_number_unless_nan_is_propagated(dtype):
+    """As PTX has it: max.f32 and max.NaN.f32."""
+    x = np.asarray([np.nan, 0.5, np.nan, -3], np.float32).astype(numpy_dtype(dtype))
+    y = np.asarray([2, np.nan, np.nan, 4], np.float32).astype(numpy_dtype(dtype))
+    (out,) = run(extremes_kernel, x, y, outputs=[((9, 4), "float32")], SIZE=Constexpr(4))
+    nan = np.nan
+    expected = [
+        [2, 0.5, nan, 4], [2, 0.5, nan, -3],
+        [nan, nan, nan, 4], [nan, nan, nan, -3],
+        [-1, 0.5, -1, -1], [nan, 0.5, nan, -1],
+        [2, 0.5, nan, 4], [0.5] * 4, [-3] * 4,
+    ]  # fmt: skip
+    np.testing.assert_array_equal(out, np.asarray(expected, np.float32))
 
 
 @triton.jit

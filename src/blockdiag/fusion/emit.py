@@ -17,6 +17,11 @@ from jax.extend import core
 from blockdiag.fusion.spelled import SPELLED, is_spelled
 from blockdiag.fusion.trace import aval_of, body_of, tile_jaxpr
 
+# The head of a generated module has this line. PTX's `max.f32` of a NaN and a number is the number; XLA's is NaN, as is
+# that of `max.NaN.f32`.
+NAN_LINE = "PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)"
+TRITON_HEAD = f"import triton\nimport triton.language as tl\n\n{NAN_LINE}\n\n\n"
+
 _BINARY = {
     "add": "+", "add_any": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
     "ge": ">=", "and": "&", "or": "|", "xor": "^", "rem": "%", "shift_left": "<<", "shift_right_arithmetic": ">>",
@@ -25,11 +30,14 @@ _BINARY = {
 _CALLS = {
     "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})",
     "abs": "tl.abs({})", "floor": "tl.floor({})", "ceil": "tl.ceil({})", "sin": "tl.sin({})", "cos": "tl.cos({})",
-    "erf": "tl.erf({})", "max": "tl.maximum({}, {})", "min": "tl.minimum({}, {})",
+    "erf": "tl.erf({})",
+    "max": "tl.maximum({}, {}, propagate_nan=PROPAGATE_NAN)",
+    "min": "tl.minimum({}, {}, propagate_nan=PROPAGATE_NAN)",
     "neg": "-{}", "square": "{0} * {0}", "one_minus_square": "1.0 - {0} * {0}",
     "logistic": "1.0 / (1.0 + tl.exp(-{}))", "tanh": "1.0 - 2.0 / (1.0 + tl.exp(2.0 * {}))",
-    "clamp": "tl.minimum(tl.maximum({1}, {0}), {2})",
-    "sign": "({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype)", "stop_gradient": "{}", "copy": "{}",
+    "clamp": "tl.minimum(tl.maximum({1}, {0}, propagate_nan=PROPAGATE_NAN), {2}, propagate_nan=PROPAGATE_NAN)",
+    "sign": "tl.where({0} == {0}, ({0} > 0).to({0}.dtype) - ({0} < 0).to({0}.dtype), {0})",
+    "stop_gradient": "{}", "copy": "{}",
     "select_n": "tl.where({0}, {2}, {1})", "log2": "tl.log2({})", "transpose": "tl.trans({})",
 }  # fmt: skip
 # What may leave the range of a dtype.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.emit import Printer, Value
+from blockdiag.fusion.emit import TRITON_HEAD, Printer, Value
 from blockdiag.fusion.factors import NO_KEY, factored, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
@@ -366,7 +366,7 @@ class Writer:
     def source(self, programs: int) -> Source:
         text, inputs = self.function_text()
         return Source(
-            "import triton\nimport triton.language as tl\n\n\n" + text,
+            TRITON_HEAD + text,
             f"fused_{self.kind}",
             inputs,
             tuple(self.outputs),

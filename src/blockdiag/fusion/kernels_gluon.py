@@ -7,12 +7,13 @@ from typing import Any
 
 from jax.extend import core
 
-from blockdiag.fusion.emit import NotPrintable, Printer, Value
+from blockdiag.fusion.emit import NAN_LINE, NotPrintable, Printer, Value
 from blockdiag.fusion.hopper import Place
 from blockdiag.fusion.kernels import Source, Writer, cells_of
 from blockdiag.fusion.tree import Leaf, Node, Region
 
-_HEAD = """from triton.experimental import gluon
+_HEAD = """import triton.language as tl
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,7 +35,7 @@ def gluon_source(helpers: str, lines: Sequence[str]) -> str:
     Args:
         helpers: that it has from `resident_tiles`, as an import has them.
     """
-    return f"{_HEAD}{helpers}\n\n\n" + "\n".join(lines) + "\n"
+    return f"{_HEAD}{helpers}\n\n{NAN_LINE}\n\n\n" + "\n".join(lines) + "\n"
 
 
 class GluonPrinter(Printer):

@@ -25,7 +25,9 @@ def _pow(base: Any, exponent: Any) -> Any:
     of_negative = lax.select(is_odd, -size, size)
     of_negative = lax.select(lax.eq(lax.floor(exponent), exponent), of_negative, _full(size, np.nan))
     found = lax.select(lax.lt(base, _full(base, 0)), of_negative, size)
-    return lax.select(lax.eq(exponent, _full(exponent, 0)), _full(found, 1), found)
+    # So are powers of a NaN, and NaN powers of 1.
+    is_one = lax.eq(exponent, _full(exponent, 0)) | lax.eq(base, _full(base, 1))
+    return lax.select(is_one, _full(found, 1), found)
 
 
 def _round(x: Any, *, rounding_method: lax.RoundingMethod) -> Any:
@@ -60,6 +62,7 @@ def _atan2(y: Any, x: Any) -> Any:
     found = lax.select(lax.lt(x, _full(x, 0)), found + half, found)
     # The quotient of two zeros is none.
     on_axis = lax.select(lax.lt(x, _full(x, 0)), half, _full(x, 0))
+    on_axis = lax.select(lax.eq(x, x), on_axis, x)
     return lax.select(lax.eq(y, _full(y, 0)), on_axis, found)
 
 

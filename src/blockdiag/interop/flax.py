@@ -5,7 +5,7 @@ Flax itself is not imported: what the two modules pass to an `attention_fn` is w
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from blockdiag import _validate
+from blockdiag._arrays import known_values
 from blockdiag.block_diagonal import block_diagonal_attention
 from blockdiag.moba import moba_attention
 from blockdiag.rotary import Rotary, apply_rotary
@@ -69,50 +70,7 @@ def attention_fn(
         >>> attention(jnp.ones((2, 40, 32))).shape
         (2, 40, 32)
     """
-    always_causal = is_causal
-
-    # linen passes only the keywords that it finds in this signature, and nnx passes all of its own, so every keyword of
-    # both is spelled out. Those that are deleted at once cannot change the result: broadcasting of dropout, and asking
-    # for no more precision than the op has anyway (a softmax in float32, full-precision products of float32 arrays).
-    def attend(
-        query: Float[Array, "*batch T N H"],
-        key: Float[Array, "*batch T K H"],
-        value: Float[Array, "*batch T K H"],
-        mask: ArrayLike | None = None,
-        dropout_rng: Any = None,
-        dropout_rate: float = 0.0,
-        broadcast_dropout: bool = True,
-        deterministic: bool = True,
-        dtype: Any = None,
-        precision: Any = None,
-        module: Any = None,
-        is_causal: bool = False,
-        input_positions: ArrayLike | None = None,
-        force_fp32_for_softmax: bool = False,
-        qk_attn_weights_einsum: Callable[..., Any] | None = None,
-        attn_weights_value_einsum: Callable[..., Any] | None = None,
-    ) -> Float[Array, "*batch T N H"]:
-        del dropout_rng, broadcast_dropout, precision, force_fp32_for_softmax
-        _refuse_what_needs_weights(
-            dropout_rate, deterministic, module, qk_attn_weights_einsum, attn_weights_value_einsum
-        )
-        _check_self_attention(query, key, value)
-        causal = always_causal or is_causal
-        if mask is not None:
-            _check_mask(mask, length=query.shape[-3], block_size=block_size, is_causal=causal)
-        query, key, value = _promote(query, key, value, dtype)
-        batch_shape = query.shape[:-3]
-        output = block_diagonal_attention(
-            *(_with_one_batch_axis(array) for array in (query, key, value)),
-            block_size=block_size,
-            rotary=_at_positions(rotary, input_positions, batch_shape),
-            scale=scale,
-            is_causal=causal,
-            implementation=implementation,
-        )
-        return output.reshape(*batch_shape, *output.shape[-3:])
-
-    return attend
+    return _BlockDiagonalAttention(block_size, rotary, scale, is_causal, _hashable(implementation))
 
 
 def moba_attention_fn(
@@ -164,10 +122,89 @@ def moba_attention_fn(
         >>> attention(jnp.ones((2, 40, 32))).shape
         (2, 40, 32)
     """
-    always_causal = is_causal
+    return _MoBAAttention(block_size, rotary, scale, is_causal, _hashable(implementation), top_k)
 
-    # The signature for the reasons that `attention_fn` has.
-    def attend(
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _AttentionFunction:
+    """The options of an attention function, which can be pickled and copied, and is a static value under `jax.jit`."""
+
+    block_size: int
+    rotary: Rotary | None
+    scale: float | None
+    is_causal: bool
+    implementation: str | tuple[str, ...] | None
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        assert isinstance(other, _AttentionFunction)
+        return self._options() == other._options() and _is_same_rotary(self.rotary, other.rotary)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._options()))
+
+    def _options(self) -> tuple[Any, ...]:
+        """All fields but the tables, which have no hash."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rotary")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _BlockDiagonalAttention(_AttentionFunction):
+    """What `attention_fn` returns."""
+
+    # linen passes only the keywords that it finds in this signature, and nnx passes all of its own, so every keyword of
+    # both is spelled out. Those that are deleted at once cannot change the result: broadcasting of dropout, and asking
+    # for no more precision than the op has anyway (a softmax in float32, full-precision products of float32 arrays).
+    def __call__(
+        self,
+        query: Float[Array, "*batch T N H"],
+        key: Float[Array, "*batch T K H"],
+        value: Float[Array, "*batch T K H"],
+        mask: ArrayLike | None = None,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = True,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        input_positions: ArrayLike | None = None,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Callable[..., Any] | None = None,
+        attn_weights_value_einsum: Callable[..., Any] | None = None,
+    ) -> Float[Array, "*batch T N H"]:
+        del dropout_rng, broadcast_dropout, precision, force_fp32_for_softmax
+        _refuse_what_needs_weights(
+            dropout_rate, deterministic, module, qk_attn_weights_einsum, attn_weights_value_einsum
+        )
+        _check_self_attention(query, key, value)
+        causal = self.is_causal or is_causal
+        if mask is not None:
+            _check_mask(mask, length=query.shape[-3], block_size=self.block_size, is_causal=causal)
+        query, key, value = _promote(query, key, value, dtype)
+        batch_shape = query.shape[:-3]
+        output = block_diagonal_attention(
+            *(_with_one_batch_axis(array) for array in (query, key, value)),
+            block_size=self.block_size,
+            rotary=_at_positions(self.rotary, input_positions, batch_shape),
+            scale=self.scale,
+            is_causal=causal,
+            implementation=self.implementation,
+        )
+        return output.reshape(*batch_shape, *output.shape[-3:])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _MoBAAttention(_AttentionFunction):
+    """What `moba_attention_fn` returns."""
+
+    top_k: int
+
+    # The signature for the reasons that `_BlockDiagonalAttention` has.
+    def __call__(
+        self,
         query: Float[Array, "*batch T N H"],
         key: Float[Array, "*batch S K H"],
         value: Float[Array, "*batch S K H"],
@@ -189,27 +226,52 @@ def moba_attention_fn(
         _refuse_what_needs_weights(
             dropout_rate, deterministic, module, qk_attn_weights_einsum, attn_weights_value_einsum
         )
-        causal = always_causal or is_causal
+        causal = self.is_causal or is_causal
         _check_batch_shape(query, key, value)
-        _check_moba_lengths(query, key, causal, has_rotary=rotary is not None)
+        _check_moba_lengths(query, key, causal, has_rotary=self.rotary is not None)
         batch_shape, key_length = query.shape[:-3], key.shape[-3]
         key_mask = _as_key_mask(mask, query.shape[-3], key_length, batch_shape, is_causal=causal)
         query, key, value = map(_with_one_batch_axis, _promote(query, key, value, dtype))
-        query, key, value = _rotate(_at_positions(rotary, input_positions, batch_shape), query, key, value)
+        query, key, value = _rotate(_at_positions(self.rotary, input_positions, batch_shape), query, key, value)
         output = moba_attention(
             query,
             key,
             value,
-            block_size=block_size,
-            top_k=top_k,
-            scale=scale,
+            block_size=self.block_size,
+            top_k=self.top_k,
+            scale=self.scale,
             is_causal=causal,
             key_mask=None if key_mask is None else key_mask.reshape(-1, key_length),
-            implementation=implementation,
+            implementation=self.implementation,
         )
         return output.reshape(*batch_shape, *output.shape[-3:])
 
-    return attend
+
+def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+    return implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
+
+
+def _is_same_rotary(one: Rotary | None, other: Rotary | None) -> bool:
+    """Whether two rotary embeddings have the same options, and the same numbers in their tables."""
+    if one is None or other is None or one is other:
+        return one is other
+    arrays = ("cos", "sin", "positions")
+    if any(
+        getattr(one, field.name) != getattr(other, field.name)
+        for field in dataclasses.fields(Rotary)
+        if field.name not in arrays
+    ):
+        return False
+    return all(_is_same_array(getattr(one, name), getattr(other, name)) for name in arrays)
+
+
+def _is_same_array(one: Any, other: Any) -> bool:
+    if one is None or other is None or one is other:
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    values = known_values(one), known_values(other)
+    return all(x is not None for x in values) and np.array_equal(*values)
 
 
 def _refuse_what_needs_weights(

@@ -139,6 +139,21 @@ class Builder(_PARTS.builder):
     def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Any) -> TensorHandle:
         return _stored(op(values(lhs), values(rhs), values(other)), other.dtype.scalar)
 
+    # As PTX has them, `max.f32` and `max.NaN.f32`: of a NaN and a number, `tl.maximum` gives the number, unless it is
+    # told to propagate NaN. Triton's own builder propagates always, so that a kernel which loses a NaN on a GPU would
+    # keep it here.
+
+    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_clampf(self, arg: TensorHandle, lo: TensorHandle, hi: TensorHandle, propagate_nans: Any) -> TensorHandle:
+        propagates = propagate_nans == ir.PROPAGATE_NAN.ALL
+        larger, smaller = (np.maximum, np.minimum) if propagates else (np.fmax, np.fmin)
+        return self.ternary_op(arg, lo, hi, lambda x, least, most: smaller(larger(x, least), most))
+
     # pyrefly: ignore[bad-override-param-name]
     def create_select(self, cond: TensorHandle, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
         # On stored bits: numpy's `where` need not know the types it moves.

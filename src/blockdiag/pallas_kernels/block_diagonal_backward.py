@@ -25,6 +25,7 @@ from blockdiag.pallas_kernels.pipeline import (
     Stream,
     Work,
     along_columns,
+    call_kernel,
     interpreter,
     persistent_programs,
     produce,
@@ -32,7 +33,6 @@ from blockdiag.pallas_kernels.pipeline import (
     store_tile,
     tile_memory,
     tile_softmax,
-    varying_like,
 )
 from blockdiag.problem import BlockDiagonalProblem
 
@@ -281,5 +281,5 @@ def backward_call(
         interpret=interpreter(interpret),
     )
     operands = (query, key, value, output_cotangent)
-    d_query, d_key, d_value = varying_like(call(*operands), *operands)
+    d_query, d_key, d_value = call_kernel(call, operands, interpret=interpret)
     return d_query, d_key, d_value

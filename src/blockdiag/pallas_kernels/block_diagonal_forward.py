@@ -19,6 +19,7 @@ from blockdiag.pallas_kernels.pipeline import (
     Ring,
     Stream,
     Work,
+    call_kernel,
     interpreter,
     persistent_programs,
     produce,
@@ -26,7 +27,6 @@ from blockdiag.pallas_kernels.pipeline import (
     store_tile,
     tile_memory,
     tile_softmax,
-    varying_like,
 )
 from blockdiag.problem import BlockDiagonalProblem
 
@@ -189,5 +189,5 @@ def forward_call(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not schedule.automatic_barriers),
         interpret=interpreter(interpret),
     )
-    [output] = varying_like([call(query, key, value)], query, key, value)
+    [output] = call_kernel(call, (query, key, value), interpret=interpret)
     return output

@@ -10,12 +10,14 @@ the key ring; every query head's tiles are one item of the query ring.
 """
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -28,6 +30,8 @@ SHARED_BUDGET_BYTES = 232_448 - 3_072
 USUAL_MULTIPROCESSORS = 132
 
 LOG2_E = math.log2(math.e)
+
+_interpreter_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,6 +209,25 @@ def varying_like(results: Sequence[jax.Array], *operands: jax.Array) -> list[jax
 def interpreter(interpret: bool) -> plgpu.InterpretGPUParams | None:
     """What `plgpu.kernel` takes to run on the CPU, or None for the GPU."""
     return plgpu.InterpretGPUParams() if interpret else None
+
+
+def call_kernel(call: Callable[..., Any], operands: Sequence[jax.Array], *, interpret: bool) -> list[jax.Array]:
+    """Results of a kernel, in a list.
+
+    Pallas's interpreter orders its callbacks by an effect, which `jax.checkpoint` refuses to differentiate, and keeps
+    the memory of its GPU in a global variable. So an interpreted kernel is one callback without effects, and one such
+    kernel runs at a time.
+    """
+    if not interpret:
+        return varying_like(jax.tree.leaves(call(*operands)), *operands)
+    compiled = jax.jit(call)
+
+    def run_on_host(*arrays: Any) -> list[np.ndarray]:
+        with _interpreter_lock, jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return [np.asarray(x) for x in jax.tree.leaves(compiled(*map(np.asarray, arrays)))]
+
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(call, *operands))]
+    return varying_like(jax.pure_callback(run_on_host, types, *operands), *operands)
 
 
 def tile_softmax(scores: jax.Array, scale: float, is_causal: bool) -> jax.Array:

@@ -111,6 +111,8 @@ def _attend_tile(
     if problem.is_causal:
         is_seen = is_seen & (offset[None, :] <= offset[:, None])
     weights = jax.nn.softmax(jnp.where(is_seen[None], scores, -jnp.inf), axis=-1)
+    # A NaN among a row's scores would become its weight of keys, too, that it does not see.
+    weights = jnp.where(is_seen[None], weights, 0)
     return jnp.einsum("nij,jnh->inh", weights, value, precision="highest")
 
 

@@ -38,7 +38,7 @@ def route(
     """Blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
 
     The score of a block is the product of the query with the mean of the block's unmasked keys. Of equal scores the
-    later block comes first. A score that is NaN counts as the lowest.
+    later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret
     wide = accumulation_dtype(query.dtype)
@@ -50,19 +50,17 @@ def route(
 
     centroids = jnp.repeat(centroids, problem.group_size, axis=1)
     scores = jnp.einsum("tnh,cnh->ntc", query.astype(wide), centroids, precision="highest")
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
 
     block = jnp.arange(problem.num_blocks, dtype=jnp.int32)[None, :]
-    is_candidate = (
-        (block >= queries[:, :1]) & (block < queries[:, 1:2]) & (sizes > 0)[None, :]
-    )  # [query_tokens, blocks]
+    is_allowed = (block >= queries[:, :1]) & (block < queries[:, 1:2]) & (sizes > 0)[None, :]
+    is_candidate = is_allowed[None] & ~jnp.isnan(scores)  # [N, query_tokens, blocks]
     # A stable sort of the blocks from last to first, candidates before others, larger scores before smaller ones.
-    is_other, falling = jnp.broadcast_arrays(~is_candidate[None], jnp.where(scores == 0, 0, -scores))
+    is_other, falling = ~is_candidate, jnp.where(scores == 0, 0, -scores)
     backwards = jnp.broadcast_to(block[None, :, ::-1], falling.shape)
     *_, order = jax.lax.sort((is_other[..., ::-1], falling[..., ::-1], backwards), num_keys=2, is_stable=True)
 
     order = order[..., : problem.slots]
-    is_chosen = jnp.take_along_axis(jnp.broadcast_to(is_candidate[None], scores.shape), order, axis=-1)
+    is_chosen = jnp.take_along_axis(is_candidate, order, axis=-1)
     chosen = jnp.where(is_chosen, order, -1)
     return jnp.pad(chosen, ((0, 0), (0, 0), (0, problem.slots - chosen.shape[-1])), constant_values=-1)
 

@@ -95,7 +95,8 @@ def moba_blocks_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
                                                    COLUMNS, KEYS, MASK)
                 b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION) * scale_log2 + b_bias[None, :]
                 b_max, b_sum, b_output = softmax_step(b_scores, b_value, b_max, b_sum, b_output, PRECISION)
-        m_seen = b_sum > 0
+        # Not `> 0`, which is false for NaN: a row with a NaN score has NaN as its log-sum-exp.
+        m_seen = b_sum != 0
         b_norm = tl.where(m_seen, 1.0 / b_sum, 0.0)
         o_part = (b_token.to(tl.int64) * PART_HEADS + tl.program_id(1)) * SLOTS + b_pair % SLOTS
         tl.store(p_part_sum + o_part, tl.where(m_seen, b_max + tl.log2(b_sum), float("-inf")), mask=m_entry)
@@ -165,7 +166,7 @@ def moba_merge_forward(query, key, value, p_mask, p_queries, p_own, p_degrees, p
                              mask=m_part[:, None] & (o_column < HEAD_DIM), other=0.0)
             b_output += b_weight[:, None] * b_part.to(tl.float32)
         b_max = b_new_max
-    m_seen = b_sum > 0
+    m_seen = b_sum != 0
     b_norm = tl.where(m_seen, 1.0 / b_sum, 0.0)
     tl.store(p_log_sum + o_head, tl.where(m_seen, (b_max + tl.log2(b_sum)) * 0.6931471805599453, float("-inf")),
              mask=m_row)

@@ -277,8 +277,10 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         # The sink takes part in the softmax, without a value.
         b_sink = tl.load(p_sinks + key_head * GROUP + o_row % GROUP) * LOG2_E
         b_new_max = tl.maximum(b_max, b_sink)
-        b_shrink = tl.exp2(b_max - b_new_max)
-        b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_new_max)
+        # A sink may be -inf too.
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_shrink = tl.exp2(b_max - b_base)
+        b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_base)
         b_output *= along(b_shrink, ROW_AXIS)
         if VALUE_KIND is not None:
             b_output_odd *= along(b_shrink, ROW_AXIS)
@@ -341,7 +343,8 @@ def merge_row(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, r
         largest = new_largest
     norm = tl.where(total == 0, 0.0, 1.0 / total)
     tl.store(output + row * VALUE_DIM + o_value, (b_output * norm).to(output.dtype.element_ty), mask=m_value)
-    log_sum = tl.where(largest == float("-inf"), float("-inf"), (largest + tl.log2(total)) * LOG_2)
+    # `tl.maximum` drops NaN, so that of a row of NaN scores `largest` is -inf still, and the total is NaN.
+    log_sum = tl.where(total == 0, float("-inf"), (largest + tl.log2(total)) * LOG_2)
     tl.store(p_log_sum + row, log_sum)
 
 

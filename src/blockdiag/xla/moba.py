@@ -17,6 +17,7 @@ from jaxtyping import Array
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
+from blockdiag.packing import count_below, count_not_above
 
 # Scores that routing holds at once, over queries, heads and blocks.
 _ROUTING_SCORES = 1 << 22
@@ -46,7 +47,7 @@ def route(
     """Blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
 
     The score of a block is the product of the query with the mean of the block's unmasked keys. Of equal scores the
-    later block comes first. A score that is NaN counts as the lowest.
+    later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret
     num_chosen = min(problem.slots, problem.num_blocks)
@@ -63,12 +64,14 @@ def route(
         query, bounds = operands  # of one query: [N, H], [4]
         query = query.astype(wide).reshape(problem.key_heads, problem.group_size, problem.head_dim)
         scores = _product("kgh,bkh->kgb", query, centroids).reshape(problem.query_heads, problem.num_blocks)
-        is_candidate = (block >= bounds[0]) & (block < bounds[1]) & ~is_empty
+        is_allowed = (block >= bounds[0]) & (block < bounds[1]) & ~is_empty
+        is_candidate = is_allowed[None, :] & ~jnp.isnan(scores)  # [N, num_blocks]
         # Every candidate must stand before all others, and -0 beside 0.
-        scores = jnp.where(jnp.isnan(scores), lowest, jnp.where(scores == 0, 0, jnp.maximum(scores, lowest)))
-        _, order = jax.lax.top_k(jnp.where(is_candidate[None, :], scores, -jnp.inf), num_chosen)
-        is_chosen = jnp.arange(num_chosen, dtype=jnp.int32) < jnp.sum(is_candidate, dtype=jnp.int32)
-        return jnp.where(is_chosen[None, :], problem.num_blocks - 1 - order.astype(jnp.int32), -1)
+        scores = jnp.where(scores == 0, 0, jnp.maximum(scores, lowest))
+        _, order = jax.lax.top_k(jnp.where(is_candidate, scores, -jnp.inf), num_chosen)
+        count = jnp.sum(is_candidate, axis=-1, keepdims=True, dtype=jnp.int32)
+        is_chosen = jnp.arange(num_chosen, dtype=jnp.int32)[None, :] < count
+        return jnp.where(is_chosen, problem.num_blocks - 1 - order.astype(jnp.int32), -1)
 
     at_once = max(1, min(problem.query_tokens, _ROUTING_SCORES // (problem.query_heads * problem.num_blocks)))
     chosen = jax.lax.map(choose, (query, queries), batch_size=at_once)  # [query_tokens, N, num_chosen]
@@ -85,7 +88,7 @@ def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) 
     pair = jnp.broadcast_to(jnp.arange(by_pair.shape[1], dtype=jnp.int32), by_pair.shape)
     ordered, entries = jax.lax.sort((block_or_last, pair), num_keys=1, is_stable=True)
     edges = jnp.arange(problem.num_blocks + 1, dtype=jnp.int32)
-    edges = jax.vmap(lambda row: jnp.searchsorted(row, edges).astype(jnp.int32))(ordered)
+    edges = jax.vmap(lambda row: count_below(row, edges))(ordered)
     return Lists(edges[:, :-1], jnp.diff(edges, axis=1), entries, jnp.sum(chosen >= 0, axis=-1, dtype=jnp.int32))
 
 
@@ -264,7 +267,7 @@ def _work(problem: MoBAProblem, blocks: Array, lists: Lists, own: Array | None) 
 def _tile(problem: MoBAProblem, tables: _Tables, work: _Work, index: Array) -> _Tile:
     """Tile `index` of one head."""
     height, num_lists = _tile_height(problem), 2 * problem.num_blocks
-    number = jnp.searchsorted(work.ends, index, side="right").astype(jnp.int32)
+    number = count_not_above(work.ends, index[None])[0]
     is_used = number < num_lists
     number = jnp.minimum(number, num_lists - 1)
     num_before = jnp.where(number > 0, work.ends[number - 1], 0)

@@ -118,9 +118,8 @@ def _attend(problem: PagedProblem, cache: _Cache, sinks: Array | None, sequence:
     sink = jnp.where(is_row[None, None, :], sink[:, :, None], -jnp.inf)
     # The sink is a score that was seen before the first key, and has no value.
     rows = (*by_head, problem.query_tokens)
-    start = _Sums(
-        jnp.zeros((*rows, problem.value_dim), wide), jnp.where(sink == -jnp.inf, 0, jnp.ones(rows, wide)), sink
-    )
+    total = jnp.exp(sink - jnp.where(sink == -jnp.inf, 0, sink))
+    start = _Sums(jnp.zeros((*rows, problem.value_dim), wide), total, sink)
     _, start = on_common_axes((cache, sinks, sequence), start)
 
     def step(tile: Array, sums: _Sums) -> _Sums:
