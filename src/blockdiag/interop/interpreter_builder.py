@@ -150,7 +150,7 @@ class Builder(_PARTS.builder):
         return self.binary_op(lhs, rhs, np.fmin)
 
     def create_clampf(self, arg: TensorHandle, lo: TensorHandle, hi: TensorHandle, propagate_nans: Any) -> TensorHandle:
-        propagates = propagate_nans == ir.PROPAGATE_NAN.ALL
+        propagates = propagate_nans == tl.PropagateNan.ALL
         larger, smaller = (np.maximum, np.minimum) if propagates else (np.fmax, np.fmin)
         return self.ternary_op(arg, lo, hi, lambda x, least, most: smaller(larger(x, least), most))
 
