@@ -8,6 +8,7 @@ from blockdiag.moba_problem import MoBAProblem
 from blockdiag.triton_kernels.moba import MoBALaunch, supports
 from blockdiag.triton_kernels.moba_steps import backward_steps, forward_steps, list_steps, routing_steps
 from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.private_triton import version
 from tests.plans_support import report_of
 
 BASE = MoBAProblem(
@@ -47,6 +48,12 @@ KNOWN_SPILLS = {
     ("grouped, fp16, masked, padded", "blocks_backward", 80): 64,
     ("own block only", "blocks_backward", 80): 16,
 }
+# The same warps of the Hopper kernel, compiled by a newer Triton.
+if version() >= (3, 8):
+    KNOWN_SPILLS |= {
+        ("h128", "blocks_backward", 90): 30,
+        ("grouped, fp16, masked, padded", "blocks_backward", 90): 69,
+    }
 
 
 def launches(problem):
