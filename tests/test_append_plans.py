@@ -61,8 +61,9 @@ PROBLEMS = {
 @pytest.mark.parametrize(
     "name, arch",
     [
-        ("decode", 80),
-        ("decode", 90),
+        pytest.param("decode", 80, marks=pytest.mark.versions),
+        pytest.param("decode", 90, marks=pytest.mark.versions),
+        pytest.param("decode", 100, marks=pytest.mark.versions),
         ("decode, rotary, centroids, e5m2", 80),
         ("decode, rotary, centroids, e5m2", 100),
         ("prefill, packed, rotary, centroids, e4m3", 90),

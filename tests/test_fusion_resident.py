@@ -51,7 +51,7 @@ PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "c
 @pytest.mark.parametrize(
     "name",
     [
-        "evoformer",
+        pytest.param("evoformer", marks=pytest.mark.versions),
         "many_rows",
         "many_wide_rows",
         "shared",

@@ -56,7 +56,10 @@ LONG = PROBLEMS["many blocks"]
 PAIRS = [(name, arch) for name in PROBLEMS for arch in (80, 90, 100) if "e4m3" not in name or arch > 80]
 
 
-@pytest.mark.parametrize(("name", "arch"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [pytest.param(name, arch, marks=[pytest.mark.versions] if name == "bfloat16" else []) for name, arch in PAIRS],
+)
 def test_plan_fits_its_architecture(name, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None

@@ -8,6 +8,7 @@ from blockdiag.moba_problem import MoBAProblem
 from blockdiag.triton_kernels.moba import MoBALaunch, supports
 from blockdiag.triton_kernels.moba_steps import backward_steps, forward_steps, list_steps, routing_steps
 from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.private_triton import version
 from tests.plans_support import report_of
 
 BASE = MoBAProblem(
@@ -47,6 +48,12 @@ KNOWN_SPILLS = {
     ("grouped, fp16, masked, padded", "blocks_backward", 80): 64,
     ("own block only", "blocks_backward", 80): 16,
 }
+# The same warps of the Hopper kernel, compiled by a newer Triton.
+if version() >= (3, 8):
+    KNOWN_SPILLS |= {
+        ("h128", "blocks_backward", 90): 30,
+        ("grouped, fp16, masked, padded", "blocks_backward", 90): 69,
+    }
 
 
 def launches(problem):
@@ -56,7 +63,9 @@ def launches(problem):
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "h128" else []) for name in PROBLEMS]
+)
 def test_plan_fits_its_architecture(name, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None

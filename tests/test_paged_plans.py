@@ -67,7 +67,9 @@ def launches(problem):
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "one query" else []) for name in PROBLEMS]
+)
 def test_plan_fits_its_architecture(name, arch):
     problem = PROBLEMS[name]
     assert supports(problem) is None

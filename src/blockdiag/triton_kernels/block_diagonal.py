@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from blockdiag.problem import BlockDiagonalProblem
 from blockdiag.triton_kernels import block_diagonal_configs as configs
+from blockdiag.triton_kernels.compiler_versions import adjusted
 from blockdiag.triton_kernels.plan import (
     Argument,
     CompileOptions,
@@ -330,8 +331,9 @@ class BlockDiagonalLaunch:
 
         problem = self.problem
         config = configs.chunk_config(problem, self.kind != "forward", target.arch)
+        config = adjusted(config, configs.ADJUSTMENTS, problem, self.kind, target.arch)
         arguments = self._input_pointers() | self._output_pointers() | self._scalars() | self._constants()
-        chunks = configs.most_chunks(problem, target.arch)
+        chunks = configs.most_chunks(problem, config)
         values = {"CHUNK": config.rows, "CHUNKS": chunks, "COLUMNS": configs.tile_columns(problem)}
         arguments |= {name: Constexpr(value) for name, value in values.items()}
         heads = problem.key_heads if self.kind == "key_gradient" else problem.query_heads
