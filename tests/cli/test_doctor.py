@@ -22,7 +22,7 @@ import blockdiag
 import blockdiag.torch
 from blockdiag import dispatch
 from blockdiag.cli import app as command_line
-from blockdiag.cli import doctor, doctor_checks
+from blockdiag.cli import doctor, doctor_checks, doctor_features
 from blockdiag.cli.doctor_checks import Outcome
 from blockdiag.cli.doctor_features import features_table
 from blockdiag.features import Feature
@@ -350,6 +350,13 @@ def test_features_are_listed(monkeypatch):
     monkeypatch.setattr(doctor, "gather_features", lambda: (Feature("crossing", True, "found"),))
     found = json.loads(run_doctor("--quick", "--json").stdout)
     assert found["features"] == [{"name": "crossing", "is_fast": True, "detail": "found"}]
+
+
+@pytest.mark.parametrize("module", doctor_features.MODULES.values())
+def test_every_module_of_private_names_describes_its_features(module):
+    features = importlib.import_module(module).describe_features()
+    assert features and all(feature.is_fast and feature.detail for feature in features)
+    assert set(features) <= set(doctor_features.gather_features())
 
 
 def test_features_that_cannot_be_asked_do_not_stop_doctor(monkeypatch):

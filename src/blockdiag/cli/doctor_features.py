@@ -1,16 +1,30 @@
 """Which private interfaces of other packages doctor found, and whether the fast or the slow way is taken."""
 
+import importlib
+import importlib.util
+
 from rich.markup import escape
 from rich.table import Table
 
+from blockdiag.cli.doctor_checks import attempt
 from blockdiag.features import Feature
-from blockdiag.interop import jaxlib_launcher
+
+# The modules that own private names of another package, by that package.
+MODULES = {
+    "triton": "blockdiag.triton_kernels.private_triton",
+    "jaxlib": "blockdiag.interop.jaxlib_launcher",
+    "torch": "blockdiag.interop.private_torch",
+}
 
 
 def gather_features() -> tuple[Feature, ...]:
-    """Return the features of every module that rests on private interfaces."""
-    reason = jaxlib_launcher.availability()
-    return (Feature("Triton kernels inside JAX programs", reason is None, reason or "jaxlib's launcher is known"),)
+    """Return the features of every module that rests on private interfaces of a package that is installed."""
+    features: list[Feature] = []
+    for package, module in MODULES.items():
+        if importlib.util.find_spec(package) is not None:
+            found, failure = attempt(lambda module=module: importlib.import_module(module).describe_features())
+            features += found or [Feature(package, False, failure or "none found")]
+    return tuple(features)
 
 
 def features_table(features: tuple[Feature, ...]) -> Table:
