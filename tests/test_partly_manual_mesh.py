@@ -1,0 +1,40 @@
+"""Every operation within a `jax.shard_map` that is manual over some axes of its mesh only."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from tests.op_calls import CALLS, pairs
+
+
+def on_shards(function, axes):
+    """A function of one shard's arrays, on two shards, each with arrays of its own."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def compute(arrays):
+        found = function(**{name: x[0] for name, x in arrays.items()})
+        return jax.tree.map(lambda x: x[None], found)
+
+    return jax.jit(jax.shard_map(compute, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names=axes))
+
+
+def stacked(call):
+    return jax.tree.map(lambda *x: jnp.stack(x), call.arrays(2, seed=0), call.arrays(2, seed=1))
+
+
+def assert_equal_to_each(found, function, arrays):
+    for i in range(2):
+        expected = jax.jit(function)(**{name: x[i] for name, x in arrays.items()})
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "implementation"), pairs())
+def test_operation_in_a_partly_manual_shard_map_computes_each_shard(name, implementation):
+    call = CALLS[name]
+    function = call.gradients(implementation) if call.differentiated else call.bound(implementation)
+    arrays = stacked(call)
+    assert_equal_to_each(on_shards(function, {"data"})(arrays), function, arrays)
