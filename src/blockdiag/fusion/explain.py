@@ -16,7 +16,7 @@ from blockdiag.fusion.dims import MOVES, place_of, producers_of
 from blockdiag.fusion.guards import CASTS
 from blockdiag.fusion.inner import OPENED
 from blockdiag.fusion.kernels import Tile
-from blockdiag.fusion.live import live_tiles
+from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.op import region_p
 from blockdiag.fusion.shared import shared
 from blockdiag.fusion.tiles import leaf_array, value_columns
@@ -69,8 +69,8 @@ class RegionReport:
         has_softmax, has_weight, extras: whether there is a softmax, something that multiplies it, and how many logits
             without a value take part in it.
         tile: rows and columns of a tile of scores, forward.
-        live: bool [.., tiles of queries, tiles of keys], which tiles are visited; None where all are, or where that
-            follows from arrays which the explanation was not given.
+        tables: tells which tiles are visited; None where all are, or where that follows from arrays which the
+            explanation was not given.
         flops: floating-point operations of the forward products, of the tiles that are visited; a multiplication and an
             addition are two.
         read_bytes: bytes of the leaves and values, each once.
@@ -96,16 +96,21 @@ class RegionReport:
     has_weight: bool
     extras: int
     tile: tuple[int, int]
-    live: np.ndarray | None
+    tables: Live | None
     flops: int
     read_bytes: int
     kernels: Mapping[str, str]
     declined: str | None
 
+    @functools.cached_property
+    def live(self) -> np.ndarray | None:
+        """Which tiles are visited, bool [.., tiles of queries, tiles of keys]; None as for `tables`."""
+        return None if self.tables is None else self.tables.states(-(-self.sizes["k"] // self.tile[1])) > 0
+
     @property
     def skipped(self) -> float:
         """The fraction of tiles that are not visited."""
-        return 0.0 if self.live is None else 1 - float(self.live.mean())
+        return 0.0 if self.tables is None else 1 - self.tables.share(-(-self.sizes["k"] // self.tile[1]))
 
     @property
     def visited(self) -> np.ndarray:
@@ -290,8 +295,8 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
     features = [math.prod(region.sizes[x] for x in leaf.features) for leaf in region.leaves if leaf.role == "query"]
     columns = math.prod(region.sizes[x] for x in value_columns(region))
     cells = math.prod(region.sizes[x] for x in region.batch)
-    live = _live(region, tile, known)
-    visited = 1.0 if live is None else float(live.mean())
+    tables = _tables(region, tile, known)
+    visited = 1.0 if tables is None else tables.share(-(-region.sizes["k"] // tile.columns))
     products = _products(region)
     flops = 2 * cells * region.sizes["q"] * region.sizes["k"] * (products * max(features, default=0) + columns)
     arrays = [*(leaf.source for leaf in region.leaves if leaf.source.key is not None), region.value]
@@ -313,7 +318,7 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
         has_weight=region.weight is not None,
         extras=len(region.extras),
         tile=(tile.rows, tile.columns),
-        live=live,
+        tables=tables,
         flops=int(flops * visited),
         read_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in {x.key: x for x in arrays}.values()),
         kernels={source.name: source.text for kernel in kernels for source in kernel.sources},
@@ -321,8 +326,8 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
     )
 
 
-def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | None:
-    """The tiles that are visited, where that is known."""
+def _tables(region: Region, tile: Tile, known: Mapping[Any, Any]) -> Live | None:
+    """What tells which tiles are visited, where that is known."""
     from blockdiag.interop import triton_fused
 
     inner, change = triton_fused.arranged(region)
@@ -336,13 +341,7 @@ def _live(region: Region, tile: Tile, known: Mapping[Any, Any]) -> np.ndarray | 
             return None
         x = known[leaf.source.key]
         arrays[f"leaf{i}"] = np.asarray(leaf_array(leaf, x, region.batch, region.sizes) if change.leaves[i] else x)
-    found = live_tiles(inner, tile, arrays)
-    if found is None:
-        return None
-    counts, order = (np.asarray(found.arrays[name]) for name in ("live_counts", "live_tiles"))
-    live = np.zeros((*order.shape[:-1], -(-region.sizes["k"] // tile.columns)), bool)
-    np.put_along_axis(live, order, np.arange(order.shape[-1]) < counts[..., 1:], -1)
-    return live
+    return live_tiles(inner, tile, arrays)
 
 
 def _masks(program: Program) -> dict[Any, Any]:

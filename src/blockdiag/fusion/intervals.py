@@ -52,15 +52,19 @@ _APPROXIMATION = 2.0**-10
 _APPROXIMATION_AT_ZERO = 2.0**-20
 
 
-def bounds(jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval]) -> tuple[Interval, ...]:
+def bounds(
+    jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval], *, unknown_is_one: bool = False
+) -> tuple[Interval, ...]:
     """The interval of each output of a tile program.
 
     Arguments:
         jaxpr: elementwise equations on two-dimensional tiles. Other primitives make their results unknown.
         leaves: an interval for each input, [*batch, nq or 1, nk or 1]. Those of query and key matrices bound all
             features; a product of two of them is bounded where both are.
+        unknown_is_one: take products, and results of which nothing is known, to be 1. The interval then lies within
+            the usual one: a number that it excludes is not all that the usual interval has.
     """
-    known, rank = _intervals(jaxpr, leaves)
+    known, rank = _intervals(jaxpr, leaves, unknown_is_one=unknown_is_one)
     return tuple(_read(known, result, rank) for result in jaxpr.jaxpr.outvars)
 
 
@@ -162,17 +166,21 @@ def _read(known: dict[core.Var, Interval], operand: Any, rank: int) -> Interval:
     return _constant(operand.val, _dtype(operand), rank) if is_constant else known[operand]
 
 
-def _intervals(jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval]) -> tuple[dict[core.Var, Interval], int]:
+def _intervals(
+    jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval], *, unknown_is_one: bool = False
+) -> tuple[dict[core.Var, Interval], int]:
     """The interval of every variable of a program, and how many axes each has."""
     variables = jaxpr.jaxpr.invars
     if len(leaves) != len(variables):
         raise ValueError(f"expected an interval for each of {len(variables)} inputs of the program, got {len(leaves)}")
     rank = max((2, *(max(np.ndim(leaf.low), np.ndim(leaf.high)) for leaf in leaves)))
     given = [_enter(leaf, _dtype(variable), rank) for leaf, variable in zip(leaves, variables, strict=True)]
-    return _walk(jaxpr, given, rank), rank
+    return _walk(jaxpr, given, rank, unknown_is_one), rank
 
 
-def _walk(jaxpr: core.ClosedJaxpr, operands: Sequence[Interval], rank: int) -> dict[core.Var, Interval]:
+def _walk(
+    jaxpr: core.ClosedJaxpr, operands: Sequence[Interval], rank: int, unknown_is_one: bool = False
+) -> dict[core.Var, Interval]:
     """The interval of every variable of a program."""
     known = {
         var: _constant(value, _dtype(var), rank) for var, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
@@ -182,30 +190,32 @@ def _walk(jaxpr: core.ClosedJaxpr, operands: Sequence[Interval], rank: int) -> d
         given = [_read(known, operand, rank) for operand in equation.invars]
         body = body_of(equation)
         if body is not None:
-            inner = _walk(body, given, rank)
+            inner = _walk(body, given, rank, unknown_is_one)
             results = [_read(inner, result, rank) for result in body.jaxpr.outvars]
         elif equation.primitive.name == "scan":
-            results = _loop(equation, given, rank)
+            results = _loop(equation, given, rank, unknown_is_one)
         else:
             with np.errstate(all="ignore"):
-                results = _results(equation, given, rank)
+                results = _results(equation, given, rank, unknown_is_one)
         known |= dict(zip(equation.outvars, results, strict=True))
     return known
 
 
-def _loop(equation: core.JaxprEqn, operands: Sequence[Interval], rank: int) -> list[Interval]:
+def _loop(
+    equation: core.JaxprEqn, operands: Sequence[Interval], rank: int, unknown_is_one: bool = False
+) -> list[Interval]:
     """The intervals of what a loop carries, last among its operands, where it does nothing to numbers but add to them;
     of another loop nothing is known, nor of what is counted."""
     program: core.ClosedJaxpr = equation.params["jaxpr"]
     results, length = equation.outvars, equation.params["length"]
     starts, carried = operands[-len(results) :], program.jaxpr.invars[-len(results) :]
-    nothing = [unknown(_dtype(var), rank) for var in results]
+    nothing = _nothing(equation, rank, unknown_is_one)
     is_sum = [jnp.issubdtype(_dtype(var), jnp.floating) for var in results]
     if not all(_is_added(program.jaxpr, var, place) for place, var in enumerate(carried) if is_sum[place]):
         return nothing
     zero = Interval(*[np.zeros((1,) * rank)] * 2)
     steps = [zero if is_one else other for is_one, other in zip(is_sum, nothing, strict=True)]
-    each = _walk(program, [*operands[: -len(results)], *steps], rank)
+    each = _walk(program, [*operands[: -len(results)], *steps], rank, unknown_is_one)
     found = []
     for place, var in enumerate(results):
         ends = [starts[place], _read(each, program.jaxpr.outvars[place], rank)]
@@ -246,21 +256,32 @@ class _Equation:
         return float(jnp.finfo(self.dtype).eps)
 
 
-def _results(equation: core.JaxprEqn, operands: Sequence[Interval], rank: int) -> list[Interval]:
+def _results(
+    equation: core.JaxprEqn, operands: Sequence[Interval], rank: int, unknown_is_one: bool = False
+) -> list[Interval]:
     """The intervals of the results of an equation that is no call."""
     name = equation.primitive.name
     if name in _MOVES:
         return [operands[0]]
     dtypes = [_dtype(var) for var in (*equation.invars, *equation.outvars)]
     xp = module_of(operands)
-    rule = _RULES.get(name)
+    rule = None if unknown_is_one and name == "dot_general" else _RULES.get(name)
     if rule is not None and all(is_carried(xp, dtype) for dtype in dtypes):
         given = operands if xp is np else [lifted(operand) for operand in operands]
         result = rule(_Equation(xp, np.dtype(dtypes[-1]), equation), *given)
         if result is not None:
             # A case that is not chosen does not make the result unknown.
             return [_settled(xp, dtypes[-1], result, () if name == "select_n" else given)]
-    return [unknown(_dtype(var), rank) for var in equation.outvars]
+    return _nothing(equation, rank, unknown_is_one)
+
+
+def _nothing(equation: core.JaxprEqn, rank: int, unknown_is_one: bool) -> list[Interval]:
+    """The intervals of results about which nothing is known."""
+    dtypes = [_dtype(var) for var in equation.outvars]
+    if not unknown_is_one:
+        return [unknown(dtype, rank) for dtype in dtypes]
+    ones = [np.ones((1,) * rank, carrier_of(np, dtype)) for dtype in dtypes]
+    return [Interval(one, one) for one in ones]
 
 
 def _settled(xp: Any, dtype: DTypeLike, result: Interval, operands: Sequence[Interval]) -> Interval:

@@ -18,6 +18,7 @@ from jax.extend import core
 from blockdiag.fusion.emit import TRITON_HEAD, Printer, Value
 from blockdiag.fusion.factors import NO_KEY, factored, has_keys, unmasked
 from blockdiag.fusion.layout import Layout, flat_stride, layout_of, shape_of
+from blockdiag.fusion.lists import Lists, Part
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.trace import tile_jaxpr
 from blockdiag.fusion.tree import DISTANCE, WITHOUT_KEYS, Dim, Leaf, Node, Region, nodes_of
@@ -29,22 +30,6 @@ LOG2_E = 1.4426950408889634
 # Of 50 MB of L2 on Hopper, of which half is near each multiprocessor; less than that, for what else is read.
 _STREAMED_BYTES = 4 << 20
 LIVE = tuple(f"live_{what}{suffix}" for suffix in ("", "_t", "_d") for what in ("counts", "tiles"))
-
-
-@dataclass(frozen=True)
-class Lists:
-    """What a kernel knows of its lists of tiles.
-
-    Attributes:
-        labels: batch labels that they differ along.
-        has_full: whether those that no mask touches come first, and are counted apart.
-        widths: elements of a list of tiles of keys, of one of tiles of queries, and of one along a diagonal of tiles
-            where there are such lists.
-    """
-
-    labels: tuple[str, ...]
-    has_full: bool
-    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -383,23 +368,33 @@ class Writer:
         if lists is None:
             self.loop(f"for tile in range({tiles}):", lambda: body(True))
             return
-        suffix = "_t" if rows else ""
-        sizes = {label: self.sizes[label] for label in lists.labels}
-        layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
-        self.emit(f"line = ({layout.base(lists.labels)}) * {others} + own")
+        suffix, form = "_t" if rows else "", lists.forms[rows]
+        self.line_of(lists, suffix, others)
         self.emit(f"count = tl.load(p_live_counts{suffix} + line * 2 + 1)")
 
-        def with_tile(has_masks: bool) -> None:
-            self.emit(f"tile = tl.load(p_live_tiles{suffix} + line * {lists.widths[rows]} + place)")
-            body(has_masks)
+        def through_part(first: str, last: str, part: Part) -> None:
+            def with_tile() -> None:
+                self.emit(f"tile = {form.tile(suffix, 'tl', 'place', part)}")
+                body(part != "full")
 
-        first = "0"
+            self.loop(f"for place in range({first}, {last}):", with_tile)
+
         if lists.has_full:
             self.emit(f"first = tl.load(p_live_counts{suffix} + line * 2)")
             self.emit("# Tiles that no mask touches.")
-            self.loop("for place in range(0, first):", lambda: with_tile(False))
-            first = "first"
-        self.loop(f"for place in range({first}, count):", lambda: with_tile(True))
+            through_part("0", "first", "full")
+            through_part("first", "count", "masked")
+        else:
+            through_part("0", "count", "all")
+
+    def line_of(self, lists: Lists, suffix: str, lines: int) -> None:
+        """`line`: which line of tiles is the program's, of so many a batch index; and what tells its tiles."""
+        sizes = {label: self.sizes[label] for label in lists.labels}
+        layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
+        self.emit(f"line = ({layout.base(lists.labels)}) * {lines} + own")
+        form = lists.forms[("", "_t", "_d").index(suffix)]
+        for text in form.setup(suffix, "tl"):
+            self.emit(text)
 
     def tile_of(self, axis: Literal["q", "k"], index: str) -> None:
         """The numbers of a tile's queries or keys."""

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.fusion.emit import Printer, Value
-from blockdiag.fusion.kernels import LOG2_E, Lists, Output, Source, Tile, Writer, cells_of, store_mask
+from blockdiag.fusion.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, store_mask
 from blockdiag.fusion.layout import flat_stride, layout_of, shape_of
+from blockdiag.fusion.lists import Lists
 from blockdiag.fusion.tiles import tile_function, value_columns, value_labels
 from blockdiag.fusion.trace import tile_jaxpr
 from blockdiag.fusion.tree import WITHOUT_KEYS, Dim, Leaf, Region

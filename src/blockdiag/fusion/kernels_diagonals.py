@@ -7,9 +7,10 @@ distance lies on two diagonals of tiles at most, whose sums are added afterwards
 
 from collections.abc import Callable
 
-from blockdiag.fusion.kernels import Lists, Output, Source, Tile, Writer, cells_of
+from blockdiag.fusion.kernels import Output, Source, Tile, Writer, cells_of
 from blockdiag.fusion.kernels_backward import add_gradients, print_gradients, read_rows, times_factor
 from blockdiag.fusion.layout import layout_of, shape_of
+from blockdiag.fusion.lists import Lists
 from blockdiag.fusion.tree import Dim, Region
 
 # Programs that keep a large GPU busy: four for each multiprocessor.
@@ -75,12 +76,10 @@ def _along(writer: Writer, lists: Lists | None, body: Callable[[], None]) -> Non
         first, last = "tl.maximum(shift, 0)", f"tl.minimum({writer.row_tiles}, shift + {writer.key_tiles})"
         writer.loop(f"for tile in range({first}, {last}):", body)
         return
-    sizes = {label: writer.sizes[label] for label in lists.labels}
-    layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
-    writer.emit(f"line = ({layout.base(lists.labels)}) * {writer.row_tiles + writer.key_tiles - 1} + own")
+    writer.line_of(lists, "_d", writer.row_tiles + writer.key_tiles - 1)
 
     def with_tile() -> None:
-        writer.emit(f"tile = tl.load(p_live_tiles_d + line * {lists.widths[2]} + place)")
+        writer.emit(f"tile = {lists.forms[2].tile('_d', 'tl', 'place', 'all')}")
         body()
 
     writer.loop("for place in range(tl.load(p_live_counts_d + line * 2 + 1)):", with_tile)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from blockdiag.fusion.emit import Value
 from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.hopper import ROWS
-from blockdiag.fusion.kernels import LIVE, LOG2_E, Lists, Source, Tile, Writer, cells_of, forward_outputs
+from blockdiag.fusion.kernels import LIVE, LOG2_E, Source, Tile, Writer, cells_of, forward_outputs
 from blockdiag.fusion.kernels_gluon import GluonWriter, HopperKernel, gluon_source, print_function
 from blockdiag.fusion.layout import layout_of
+from blockdiag.fusion.lists import Lists, Part
 from blockdiag.fusion.streamed import Streamed, streamed
 from blockdiag.fusion.tree import Region, leaves_of
 
@@ -54,13 +55,15 @@ class _StreamWriter(GluonWriter):
         sizes = {label: region.sizes[label] for label in lists.labels}
         layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
         self.emit(f"line = ({layout.base(lists.labels)}) * {tiles} + own")
+        for text in lists.forms[0].setup("", "gl"):
+            self.emit(text)
         self.emit("left = gl.load(p_live_counts + line * 2 + 1)")
         self.emit("# Where no tile is left one is gone through, and forgotten.")
         self.emit("count = gl.maximum(left, 1)")
 
-    def chunk_at(self, lists: Lists | None, place: str) -> str:
+    def chunk_at(self, lists: Lists | None, place: str, part: Part = "all") -> str:
         """Which chunk of keys it is that is gone through at some place."""
-        return place if lists is None else f"gl.load(p_live_tiles + line * {lists.widths[0]} + {place})"
+        return place if lists is None else lists.forms[0].tile("", "gl", place, part)
 
 
 def _compute(own: _StreamWriter) -> None:
@@ -129,7 +132,10 @@ def _end_scores(own: _StreamWriter, chunk: str, under_way: int, rows: dict[int, 
     assert root is not None
     columns = {}
     if any(leaf.role == "column" for leaf in leaves_of(root)):
-        emit(f"tile = {own.chunk_at(plan.lists, chunk)}")
+        # The first place is of either part.
+        has_parts = plan.lists is not None and plan.lists.has_full and chunk != "0"
+        part: Part = "all" if not has_parts else "masked" if has_masks else "full"
+        emit(f"tile = {own.chunk_at(plan.lists, chunk, part)}")
         emit(f"r_k = tile * {plan.chunk} + gl.arange(0, {plan.chunk}, gl.SliceLayout(0, S))")
         columns = own.read(("column",))
     emit(f"products = warpgroup_mma_wait({under_way}, deps=[products])")

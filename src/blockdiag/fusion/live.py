@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockdiag.fusion.carriers import Interval
-from blockdiag.fusion.factors import MASKED, unmasked
-from blockdiag.fusion.intervals import bounds, tile_extent, tile_states
-from blockdiag.fusion.kernels import Lists, Tile, Writer
+from blockdiag.fusion.extents import Extent, Tiling, constant_extent, distance_extent
+from blockdiag.fusion.factors import unmasked
+from blockdiag.fusion.intervals import tile_extent
+from blockdiag.fusion.kernels import Tile, Writer
+from blockdiag.fusion.lists import Lists
+from blockdiag.fusion.mask_states import MaskStates
+from blockdiag.fusion.refine import decided_blocks, offset_states
+from blockdiag.fusion.tile_tables import Table, dynamic_tables, expanded, tables_of_blocks, tables_of_offsets
 from blockdiag.fusion.tiles import leaf_array
 from blockdiag.fusion.trace import primitives
 from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of, nodes_of
@@ -25,7 +29,6 @@ _SMOOTH = frozenset((
     "add", "add_any", "convert_element_type", "div", "erf", "exp", "exp2", "integer_pow", "logistic", "mul", "neg",
     "square", "stop_gradient", "sub", "tanh",
 ))  # fmt: skip
-_NOTHING_KNOWN = Interval(-math.inf, math.inf)
 # Products of queries and keys are taken to be within this, so that adding -1e9 rules a score out. A softmax has no use
 # for larger ones: neighbouring float32 numbers are 4 apart there.
 _LARGEST_PRODUCT = 2.0**25
@@ -38,23 +41,25 @@ class Live:
     """Tiles that are not dead.
 
     Attributes:
-        labels: batch labels that they differ along.
-        has_full: whether tiles that no mask touches come first in the lists.
-        arrays: by name: "live_counts" [labels.., tq, 2] and "live_tiles" [labels.., tq, most], for each tile of
-            queries how many tiles of keys there are that no mask touches, and how many in all, and which, in order;
-            "live_counts_t" and "live_tiles_t" the other way round. Where leaves are distances and tiles are squares,
-            "live_counts_d" and "live_tiles_d" have for each diagonal of tiles the tiles of queries. int32.
+        lists: what kernels are told of them.
+        arrays: int32, by name: "live_counts" [labels.., tq, 2], for each tile of queries how many tiles of keys there
+            are that no mask touches, and how many in all; and "live_tiles", which, see `lists`. "live_counts_t" and
+            "live_tiles_t" are the other way round. Where leaves are distances and tiles are squares, "live_counts_d"
+            and "live_tiles_d" have the tiles of queries of each diagonal of tiles.
     """
 
-    labels: tuple[str, ...]
-    has_full: bool
+    lists: Lists
     arrays: Mapping[str, Any]
 
-    @property
-    def lists(self) -> Lists:
-        """What kernels are told."""
-        widths = [x.shape[-1] for name, x in self.arrays.items() if name.startswith("live_tiles")]
-        return Lists(self.labels, self.has_full, tuple(widths))
+    def share(self, key_tiles: int) -> float:
+        """The fraction of tiles that are not dead, of known arrays and so many tiles of keys."""
+        return float(np.asarray(self.arrays["live_counts"])[..., 1].mean(dtype=np.float64)) / key_tiles
+
+    def states(self, key_tiles: int) -> np.ndarray:
+        """The states int8 [labels.., tq, tk] of all tiles, see `mask_states`; of known arrays."""
+        counts = np.asarray(self.arrays["live_counts"])
+        found = expanded(self.lists.forms[0], counts, self.arrays["live_tiles"], key_tiles)
+        return found.reshape(*counts.shape[:-1], key_tiles)
 
 
 def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
@@ -67,45 +72,123 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
     Args:
         arrays: by name, "leaf0", ... as the region has them.
     """
+    masks = region.once(_masks, tile)
+    if masks is None:
+        return None
+    found = region.once(_known_tables, tile) if masks.is_known else _tables(region, tile, masks, arrays)
+    if found is None:
+        return None
+    tables, has_full = found
+    shape = tuple(region.sizes[label] for label in masks.labels)
+    made: dict[str, Any] = {}
+    for way, table in tables.items():
+        for what, x in (("counts", table.counts), ("tiles", table.numbers)):
+            x = jnp.asarray(x)
+            made[f"live_{what}{way}"] = x if x.ndim == 1 else x.reshape(*shape, -1, x.shape[-1])
+    return Live(Lists(masks.labels, has_full, tuple(table.form for table in tables.values())), made)
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """What is known of a region's masks without any array.
+
+    Attributes:
+        labels: batch labels that the states of tiles differ along.
+        is_known: whether numbers alone decide them.
+    """
+
+    labels: tuple[str, ...]
+    is_known: bool
+
+
+def _masks(region: Region, tile: Tile) -> _Masks | None:
+    """What is known without any array; None where nothing masks scores."""
     root = region.weight if region.score is None else region.score
-    if root is None:
+    if root is None or _KILLERS.isdisjoint(primitives(Writer(region, "forward", tile).tile_program([root]).jaxpr)):
         return None
-    writer = Writer(region, "forward", tile)
-    program = writer.tile_program([root])
-    if _KILLERS.isdisjoint(primitives(program.jaxpr)):
+    shapes = []
+
+    def one_tile(*leaves: Any) -> None:
+        arrays = {f"leaf{i}": x for i, x in enumerate(leaves)}
+        first = np.zeros((1, 1), np.int64)
+        states = mask_states(region, tile, arrays).at(first, first)
+        shapes.append((isinstance(states, np.ndarray), states.shape[:-2]))
+
+    jax.eval_shape(one_tile, *(jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in region.leaves))
+    ((is_known, lead),) = shapes
+    lead = (1,) * (len(region.batch) - len(lead)) + lead
+    labels = tuple(label for label, size in zip(region.batch, lead, strict=True) if size > 1)
+    return _Masks(labels, is_known)
+
+
+def _known_tables(region: Region, tile: Tile) -> tuple[dict[str, Table], bool] | None:
+    """The tables of masks that numbers alone decide; None where no tile is dead."""
+    masks = region.once(_masks, tile)
+    assert masks is not None
+    return _tables(region, tile, masks, {})
+
+
+def _tables(
+    region: Region, tile: Tile, masks: _Masks, arrays: Mapping[str, Any]
+) -> tuple[dict[str, Table], bool] | None:
+    """The tables of a region, and whether they know tiles that no mask touches; None where no tile is known to be
+    dead."""
+    states = mask_states(region, tile, arrays)
+    ways = ("", "_t")
+    if tile.rows == tile.columns and any(leaf.role == "distance" for leaf in region.leaves):
+        ways = (*ways, "_d")
+    batch = tuple(region.sizes[label] if label in masks.labels else 1 for label in region.batch)
+    if not masks.is_known and not all(x.is_known for x in states.extents):
+        return dynamic_tables(states, batch, ways), states.predicates is not None
+    cells = math.prod(batch)
+    if states.is_by_distance:
+        tables, has_full = tables_of_offsets(offset_states(states, batch), ways)
+    else:
+        blocks = decided_blocks(states, batch)
+        tables, has_full = tables_of_blocks(blocks, states.tiling, cells, ways), True
+    if int(tables[""].counts[:, 1].astype(np.int64).sum()) == cells * math.prod(states.tiling.counts):
         return None
+    return tables, has_full and states.predicates is not None
+
+
+def mask_states(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> MaskStates:
+    """The masks of a region on tiles of scores.
+
+    Args:
+        arrays: by name; of a leaf that is not there nothing is known.
+    """
+    tiling = Tiling(tile, region.sizes["q"], region.sizes["k"])
+    root = region.weight if region.score is None else region.score
+    assert root is not None
     biases = _biases(root, _terms if region.score is not None else _factors)
     # Without a softmax masks are factors, which make nothing 0 that is infinite.
-    extent = Interval(-math.inf if region.score is not None else -_LARGEST_BIAS, _LARGEST_BIAS)
-    extents = [
-        extent if leaf in biases else _extent(region, leaf, arrays.get(f"leaf{i}"), tile)
-        for i, leaf in enumerate(region.leaves)
-    ]
-    found = bounds(program, extents)[0]
-    states = _nonzero(found) if region.score is None else tile_states(found, dead_below=MASKED)
-    if isinstance(states, np.ndarray) and states.all():
-        return None
-    full = _untouched(writer, extents)
-    xp: Any = jnp if isinstance(states, jax.Array) or isinstance(full, jax.Array) else np
-    shape = (*np.broadcast_shapes(states.shape, () if full is None else full.shape)[:-2], *writer.tile_counts)
-    if full is not None:
-        states = xp.where(xp.logical_and(full, states > 0), 2, states)
-    states = xp.broadcast_to(states, shape)
-    lead = (1,) * (len(region.batch) + 2 - len(shape)) + shape[:-2]
-    labels = tuple(label for label, size in zip(region.batch, lead, strict=True) if size > 1)
-    states = states.reshape([region.sizes[label] for label in labels] + list(shape[-2:]))
-    found = {}
-    ways = {"": states, "_t": xp.swapaxes(states, -1, -2)}
-    if tile.rows == tile.columns and any(leaf.role == "distance" for leaf in region.leaves):
-        ways["_d"] = _by_diagonals(xp, states)
-    for suffix, each in ways.items():
-        counts = xp.stack([(each == 2).sum(-1), (each > 0).sum(-1)], -1)
-        order = xp.argsort(-each, axis=-1, stable=True) if xp is jnp else np.argsort(-each, -1, kind="stable")
-        if xp is np:
-            # Known while tracing: no longer than the longest.
-            order = order[..., : max(1, counts.max())]
-        found |= {f"live_counts{suffix}": counts.astype(np.int32), f"live_tiles{suffix}": order.astype(np.int32)}
-    return Live(labels, full is not None, {name: jnp.asarray(x) for name, x in found.items()})
+    least = -math.inf if region.score is not None else -_LARGEST_BIAS
+    extents, fixed = [], set()
+    for i, leaf in enumerate(region.leaves):
+        array = arrays.get(f"leaf{i}")
+        if leaf in biases:
+            assumed = constant_extent(tiling, least, _LARGEST_BIAS)
+        elif array is None and leaf.source.key is not None and leaf.source.constant is None:
+            assumed = _assumed(region, leaf, tiling) or constant_extent(tiling, -math.inf, math.inf)
+        else:
+            assumed = _assumed(region, leaf, tiling)
+        if assumed is not None:
+            fixed.add(i)
+        extents.append(assumed or _extent(region, leaf, array, tiling))
+    writer = Writer(region, "forward", tile)
+    predicates, masks = None, ()
+    if region.score is not None and writer.scores[1] is not None:
+        _, masks = unmasked(region.score)
+        predicates = writer.tile_program([x.predicate for x in masks])
+    return MaskStates(
+        writer.tile_program([root]),
+        region.score is not None,
+        predicates,
+        masks,
+        tuple(extents),
+        frozenset(fixed),
+        tiling,
+    )
 
 
 def _biases(root: Node, terms_of: Callable[[Node], tuple[Node, ...]]) -> frozenset[Leaf]:
@@ -165,38 +248,6 @@ def _is_bias(leaf: Leaf) -> bool:
     return leaf.role in ("score", "distance") and leaf.source.dtype.kind in "fV"
 
 
-def _by_diagonals(xp: Any, states: Any) -> Any:
-    """[.., tiles of queries, tiles of keys] as [.., diagonals, tiles of queries], the last key's first."""
-    rows, columns = states.shape[-2:]
-    row = np.arange(rows)[None, :]
-    column = row - np.arange(rows + columns - 1)[:, None] + columns - 1
-    is_tile = (column >= 0) & (column < columns)
-    return xp.where(is_tile, states[..., row, column.clip(0, columns - 1)], 0)
-
-
-def _nonzero(weight: Interval) -> Any:
-    """Which tiles may have weights other than 0: int8, as `tile_states` has them."""
-    is_zero = (weight.low == 0) & (weight.high == 0)
-    return (~is_zero).astype(np.int8)
-
-
-def _untouched(writer: Writer, extents: list[Interval]) -> Any:
-    """Tiles where every mask keeps all scores; None where there is no such score."""
-    region = writer.region
-    if region.score is None or writer.scores[1] is None:
-        return None
-    _, masks = unmasked(region.score)
-    kept: Any = True
-    for mask, found in zip(masks, bounds(writer.tile_program([x.predicate for x in masks]), extents), strict=True):
-        kept = kept & (found.low >= 1 if mask.keeps else found.high <= 0)
-    _, columns = writer.tile_counts
-    if writer.keys % writer.tile.columns:
-        # The end of the keys is a mask too.
-        is_inner = np.arange(columns) < columns - 1
-        kept = kept & is_inner.reshape([1] * (kept.ndim - 1) + [columns])
-    return kept
-
-
 def _compared(region: Region) -> frozenset[Leaf]:
     """The leaves of products, and of sums over features, by whose size something is decided: what they mask is not to
     be guessed."""
@@ -229,54 +280,57 @@ def _decides(node: Node) -> bool:
     return False
 
 
-def _extent(region: Region, leaf: Leaf, array: Any, tile: Tile) -> Interval:
-    """The interval of a leaf on each tile."""
+def _assumed(region: Region, leaf: Leaf, tiling: Tiling) -> Extent | None:
+    """The extent of a leaf that is taken to be the same in all tiles; None of one that is looked at."""
     if leaf.role in ("query", "key", "feature"):
         if leaf in region.once(_compared):
-            return _NOTHING_KNOWN
+            return constant_extent(tiling, -math.inf, math.inf)
         # Reading all of it costs more than it tells.
         features = math.prod(region.sizes[label] for label in leaf.features)
         most = math.sqrt(_LARGEST_PRODUCT / max(1, features))
-        return Interval(-most, most)
+        return constant_extent(tiling, -most, most)
     is_floating = leaf.source.dtype.kind in "fV" and leaf.source.key is not None
     is_known = leaf.source.constant is not None
-    if is_floating and (_is_bias(leaf) or (region.score is None and not is_known)):
-        # A weight that happens to be 0 still has a derivative.
-        return _NOTHING_KNOWN
+    # A weight that happens to be 0 still has a derivative.
+    is_unknown = is_floating and (_is_bias(leaf) or (region.score is None and not is_known))
     if leaf.source.key is None and leaf.role != "scalar":
-        # Positions are known while tracing.
         size = region.sizes["q" if leaf.role == "row" else "k"]
-        if leaf.source.shape != (size,) or leaf.role in ("score", "distance"):
-            return _NOTHING_KNOWN
-        line: Any = np.arange(size, dtype=leaf.source.dtype)
-        return tile_extent(line, leaf.role, tile.rows, tile.columns)
+        is_unknown |= leaf.source.shape != (size,) or leaf.role in ("score", "distance")
+    return constant_extent(tiling, -math.inf, math.inf) if is_unknown else None
+
+
+def _extent(region: Region, leaf: Leaf, array: Any, tiling: Tiling) -> Extent:
+    """The extent of a leaf that is looked at."""
+    tile = tiling.tile
     if leaf.source.key is None:
         array = np.arange(leaf.source.shape[0], dtype=leaf.source.dtype)
     elif leaf.source.constant is not None:
         array = leaf.source.constant
     elif leaf.source.dtype.kind == "b":
-        array = array != 0
+        array = array.astype(bool)
     if leaf.role == "score" and isinstance(array, jax.Array):
         # A mask that a program holds as a constant: XLA would reduce it while compiling, for many seconds.
         array = jax.lax.optimization_barrier(array)
     whole = leaf_array(leaf, array, region.batch, region.sizes)
-    if leaf.role == "distance":
-        return _distance_extent(region, whole, tile)
     sizes = [region.sizes[label] if label in leaf.labels else 1 for label in region.batch]
+    if leaf.role == "distance":
+        return distance_extent(tiling, whole.reshape([*sizes, whole.shape[-1]]))
     last = {"row": [region.sizes["q"]], "column": [region.sizes["k"]], "scalar": []}.get(
         leaf.role, list(whole.shape[-2:])
     )
-    return tile_extent(whole.reshape(sizes + last), leaf.role, tile.rows, tile.columns)
+    whole = whole.reshape(sizes + last)
+    interval = tile_extent(whole, leaf.role, tile.rows, tile.columns)
+    start = _line_start(whole) if leaf.role in ("row", "column") else None
+    if start is None:
+        return Extent(interval, tiling)
+    return Extent(interval, tiling, line="q" if leaf.role == "row" else "k", start=start)
 
 
-def _distance_extent(region: Region, whole: Any, tile: Tile) -> Interval:
-    """The interval of whole numbers or booleans by distance [labels.., distances]."""
-    xp: Any = np if isinstance(whole, np.ndarray) else jnp
-    rows, keys = region.sizes["q"], region.sizes["k"]
-    first_row = np.arange(0, rows, tile.rows)[:, None, None]
-    last_key = np.arange(tile.columns - 1, keys + tile.columns - 1, tile.columns)[None, :, None]
-    seen = first_row - last_key + np.arange(tile.rows + tile.columns - 1) + keys - 1
-    found = whole[..., seen.clip(0, rows + keys - 2)]
-    ends = (xp.all, xp.any) if whole.dtype == bool else (xp.min, xp.max)
-    low, high = (end(found, axis=-1) for end in ends)
-    return Interval(low, high)
+def _line_start(line: Any) -> int | None:
+    """The first of numbers that are known to grow by one, and are the same for the whole batch; None of others."""
+    if not isinstance(line, np.ndarray) or line.size != line.shape[-1] or line.dtype.kind == "b":
+        return None
+    numbers = line.reshape(-1).astype(np.float64)
+    start = float(numbers[0])
+    is_line = start.is_integer() and np.array_equal(numbers, start + np.arange(line.size))
+    return int(start) if is_line else None

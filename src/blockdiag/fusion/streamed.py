@@ -12,7 +12,8 @@ import numpy as np
 
 from blockdiag.fusion.factors import factored, has_keys
 from blockdiag.fusion.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
-from blockdiag.fusion.kernels import Lists, Tile, scores_of
+from blockdiag.fusion.kernels import Tile, scores_of
+from blockdiag.fusion.lists import Lists
 from blockdiag.fusion.tiles import value_columns
 from blockdiag.fusion.tree import Leaf, Node, Region, Source, bottom_up, leaves_of, nodes_of
 
@@ -75,7 +76,7 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     keys = region.sizes["k"]
     is_tiled = region.sizes["q"] % ROWS == 0 and keys % chunk == 0 and (lists is None or tile.rows == ROWS)
     # At most, of what masks leave.
-    seen = keys if lists is None else lists.widths[0] * tile.columns
+    seen = keys if lists is None else lists.forms[0].most * tile.columns
     is_long = seen >= _FEWEST_KEYS.get((features, columns), math.inf)
     if not is_tiled or not is_long or not is_narrow(region, query, key):
         return None

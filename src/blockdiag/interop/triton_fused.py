@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from blockdiag.fusion.configs import Config, config_of, shared_bytes, widest
 from blockdiag.fusion.diagonals import distance_gradient
 from blockdiag.fusion.emit import NotPrintable
-from blockdiag.fusion.kernels import Kind, Lists, Source, Tile, forward_source
+from blockdiag.fusion.kernels import Kind, Source, Tile, forward_source
 from blockdiag.fusion.kernels_backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.kernels_diagonals import diagonals_source
 from blockdiag.fusion.kernels_gluon import HopperKernel
@@ -22,6 +22,7 @@ from blockdiag.fusion.kernels_resident_pairs import OWN, resident_pairs
 from blockdiag.fusion.kernels_resident_sides import Side
 from blockdiag.fusion.kernels_streamed import streamed_kernel
 from blockdiag.fusion.layout import arranged_dims, flat_stride, layout_of, shape_of
+from blockdiag.fusion.lists import Lists
 from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.resident import CHUNK, rounds_each
 from blockdiag.fusion.tiles import (
