@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
 from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
+from blockdiag.torch._transforms import register_derivative
 from blockdiag.triton_kernels.key_convolution import takes_key
 
 
@@ -258,7 +259,7 @@ def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[...
         torch.library.register_fake(f"blockdiag::{name}", fake[method], lib=_library)
         derivative = _differentiate(suffix) if method == "forward" else _refuse_second_derivative
         setup = _remember if method == "forward" else None
-        torch.library.register_autograd(f"blockdiag::{name}", derivative, setup_context=setup, lib=_library)
+        register_derivative(_library, name, derivative, setup)
 
 
 _define("", (), {"forward": _native_forward, "backward": _native_backward})

@@ -19,6 +19,7 @@ import torch
 from blockdiag._describe_moba import count_packed_blocks, count_sequence_blocks, count_slots
 from blockdiag.torch import _ops  # noqa: F401 - it defines the library that this one adds to
 from blockdiag.torch._moba_call import AttentionArguments, ListArguments, ListResults, check_devices
+from blockdiag.torch._transforms import register_constant, register_derivative
 
 _ROUTED = "Tensor query, Tensor key, Tensor? key_mask, Tensor? sequence_offsets, Tensor? key_sequence_offsets"
 _GIVEN = "Tensor? indices, int given_block_size, SymInt given_num_blocks"
@@ -210,8 +211,9 @@ def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[...
         ("forward", _differentiate(suffix), _remember),
         ("backward", _refuse_second_derivative, None),
     ):
-        name = f"blockdiag::moba_{method}{suffix}"
-        torch.library.register_autograd(name, derivative, setup_context=setup, lib=_library)
+        register_derivative(_library, f"moba_{method}{suffix}", derivative, setup)
+    for method in ("routing", "lists"):
+        register_constant(_library, f"moba_{method}{suffix}")
 
 
 _define(
