@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
-from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
+from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
 from blockdiag.torch._transforms import register_derivative
 from blockdiag.triton_kernels.key_convolution import takes_key
 
@@ -74,6 +74,13 @@ def key_convolution(
     if via not in (None, "jax"):
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
     key, weights = _autocast(key, weights)
+    if key.is_nested:
+        (values,), (offsets,) = _nested.unpack(sequence_offsets, key=key)
+        output = key_convolution(
+            values, weights, sequence_offsets=offsets, activation=activation, residual=residual,
+            implementation=implementation, via=via,
+        )  # fmt: skip
+        return _nested.repack(output, key)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
     arguments = Arguments(key, weights, sequence_offsets, activation, residual, ",".join(names))
     if not torch.compiler.is_compiling():
