@@ -243,9 +243,7 @@ def test_compiled_calls_of_new_lengths_give_the_eager_results(name):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for tokens in LENGTHS:
         tensors = make(tokens)
-        actual, expected = (
-            results(one, tensors, is_differentiated=is_differentiated) for one in (compiled, function)
-        )
+        actual, expected = (results(one, tensors, is_differentiated=is_differentiated) for one in (compiled, function))
         assert_same_bits(actual, expected)
 
 

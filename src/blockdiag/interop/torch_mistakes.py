@@ -50,13 +50,18 @@ def _explanation(error: Exception) -> str | None:
     if traceback is None:
         return None
     frame = traceback.tb_frame
-    place = f"({frame.f_code.co_filename}:{traceback.tb_lineno})"
+    path = frame.f_code.co_filename
     expression = _failing_expression(traceback)
-    for name, value in () if expression is None else _values(expression, frame):
-        reason = _reason(name, value, place)
+    for name, value, line in () if expression is None else _values(expression, frame):
+        reason = _reason(name, value, f"({path}:{traceback.tb_lineno + line - 1})")
         if reason is not None:
             return reason
-    if isinstance(error, AttributeError) and isinstance(error.obj, jax.Array) and hasattr(torch.Tensor, error.name or ""):
+    place = f"({path}:{traceback.tb_lineno})"
+    if (
+        isinstance(error, AttributeError)
+        and isinstance(error.obj, jax.Array)
+        and hasattr(torch.Tensor, error.name or "")
+    ):
         return (
             f"`.{error.name}` {place} is of torch tensors, and arrays of JAX have none: the function runs in JAX; write "
             "it with jax.numpy, jax.nn or jax.lax"
@@ -108,8 +113,8 @@ def _failing_expression(traceback: types.TracebackType) -> ast.expr | None:
         return None
 
 
-def _values(node: ast.AST, frame: types.FrameType) -> Iterator[tuple[str, Any]]:
-    """The names in an expression, attributes included, that have a value, with the value."""
+def _values(node: ast.AST, frame: types.FrameType) -> Iterator[tuple[str, Any, int]]:
+    """The names in an expression, attributes included, that have a value, with the value and the line within it."""
     if isinstance(node, ast.Name | ast.Attribute):
         names = ast.unparse(node).split(".")
         known = frame.f_globals | frame.f_locals
@@ -119,12 +124,12 @@ def _values(node: ast.AST, frame: types.FrameType) -> Iterator[tuple[str, Any]]:
                 for count, name in enumerate(names[1:], 1):
                     if isinstance(value, torch.Tensor):
                         # An attribute or a method of a tensor.
-                        yield ".".join(names[:count]), value
+                        yield ".".join(names[:count]), value, node.lineno
                         return
                     value = getattr(value, name)
             except AttributeError:
                 return
-            yield ".".join(names), value
+            yield ".".join(names), value, node.lineno
             return
     for child in ast.iter_child_nodes(node):
         yield from _values(child, frame)
@@ -145,7 +150,7 @@ def _reason(name: str, value: Any, place: str) -> str | None:
         holds = "is" if tensor is value else "holds"
         return (
             f"`{name}` {place} {holds} {kind} of shape {list(tensor.shape)}, and the function runs in JAX, on arrays: "
-            f"make `{name}` an argument of the function, and pass it with each call"
+            "make it an argument of the function, and pass it with each call"
         )
     if isinstance(value, torch.dtype):
         twin = str(value).removeprefix("torch.")

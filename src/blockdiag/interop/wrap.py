@@ -146,6 +146,9 @@ class _WrappedFunction:
         signature: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
+                if leaf.is_nested:
+                    # Torch's own error, when such a tensor is asked for its shape, asks for a report to torch.
+                    check_operand(leaf)
                 operands.append(leaf)
                 signature.append((leaf.shape, leaf.dtype, leaf.device, grad and leaf.requires_grad))
             elif isinstance(leaf, jax.Array | np.ndarray | np.generic):

@@ -267,7 +267,9 @@ def _call(
                 raise
     if any(tensor is not None and tensor.is_nested for tensor in operands):
         tensors: Any = dict(zip(("query", "key", "value"), operands, strict=True))
-        values, (offsets, *_) = _nested.unpack(block_lengths if sequence_offsets is None else sequence_offsets, **tensors)
+        values, (offsets, *_) = _nested.unpack(
+            block_lengths if sequence_offsets is None else sequence_offsets, **tensors
+        )
         _nested.check_same_sequences(**tensors)
         packed: Any = tuple(values)
         output = _call(packed, key_heads, offsets, None, rotary, options, implementation, via)

@@ -21,8 +21,10 @@ def unpack(sequence_offsets: Any = None, **given: torch.Tensor) -> tuple[list[to
             "has offsets of its own; pass its values() with other ones"
         )
     for name, tensor in given.items():
-        is_jagged = tensor.is_nested and tensor.layout is torch.jagged
-        if not is_jagged or not isinstance(tensor.shape[1], torch.SymInt) or tensor.lengths() is not None:
+        if not tensor.is_nested or tensor.layout is not torch.jagged or tensor.lengths() is not None:
+            raise refusal(name, tensor)
+        # The other axes are those of each token only where sequences lie along the second one.
+        if tensor.values().shape[1:] != tensor.shape[2:]:
             raise refusal(name, tensor)
     return [x.values() for x in given.values()], [x.offsets().int() for x in given.values()]
 
@@ -64,7 +66,8 @@ def refusal(name: str, tensor: torch.Tensor) -> ValueError:
             "packed tokens and `sequence_offsets` for all of them"
         )
     if tensor.layout is torch.jagged:
-        lines = (f"packed = {name}.contiguous().values()", f"offsets = {name}.offsets().int()")
+        whole = name if tensor.lengths() is None else f"{name}.contiguous()"
+        lines = (f"packed = {whole}.values()", f"offsets = {whole}.offsets().int()")
         found = "a nested tensor that is transposed or has holes, or that this function does not take"
     else:
         lines = (

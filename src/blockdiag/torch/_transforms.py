@@ -68,7 +68,9 @@ def _register_transforms(
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
             if info.batch_size == 0:
-                raise NotImplementedError(f"blockdiag::{name} cannot be mapped over an axis of size 0; leave the call out")
+                raise NotImplementedError(
+                    f"blockdiag::{name} cannot be mapped over an axis of size 0; leave the call out"
+                )
             results = [operator(*_row(arguments, in_dims, index)) for index in range(info.batch_size)]
             if isinstance(results[0], torch.Tensor):
                 return torch.stack(results), 0
