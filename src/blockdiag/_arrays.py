@@ -27,7 +27,8 @@ def is_traced(value: Any) -> bool:
 def known_values(array: Any) -> np.ndarray | None:
     """The values of an array on the host, or None where they cannot be known.
 
-    They cannot in a trace or a transform, on another process, or on a GPU that a torch stream would have to be waited for.
+    They cannot in a trace or a transform, on another process, or on a GPU that a torch stream would have to be waited
+    for.
     """
     if is_traced(array):
         return None

@@ -1,4 +1,4 @@
-"""Every torch operator with token axes that torch.compile and torch.export keep open: around 1 block, k blocks, k + 1."""
+"""Every torch operator with open token axes in torch.compile and torch.export: around 1 block, k blocks, k + 1."""
 
 import functools
 

@@ -127,7 +127,7 @@ def test_a_mistake_is_named_with_its_line_and_remedy(name):
 @pytest.mark.parametrize("call", CALLS)
 def test_every_way_into_jax_explains_mistakes(call):
     wrapped = CALLS[call](functools.partial(attention, MISTAKES["a parameter"][0]))
-    with pytest.raises(TypeError, match="`GAIN` .* make it an argument of the function"):
+    with pytest.raises(TypeError, match=r"`GAIN` .* make it an argument of the function"):
         wrapped(*operands())
 
 

@@ -199,7 +199,7 @@ def test_parameters_must_be_arguments():
     module = Scaled()
     module(*tensors()).sum().backward()
     assert module.scale.grad is not None
-    with pytest.raises(TypeError, match="`scale` .* is a torch parameter .* make it an argument"):
+    with pytest.raises(TypeError, match=r"`scale` .* is a torch parameter .* make it an argument"):
         module.decorated(*tensors())
 
 

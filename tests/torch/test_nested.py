@@ -148,7 +148,7 @@ def strided(*token):
 def test_other_nested_tensors_are_refused_with_the_lines_that_convert_them(name):
     function, token = FUNCTIONS[name]
     x = strided(*token)
-    with pytest.raises(ValueError, match="is a nested tensor of layout torch.strided; pass packed tokens") as caught:
+    with pytest.raises(ValueError, match=r"is a nested tensor of layout torch\.strided; pass packed tokens") as caught:
         function(x)
     converted = converted_by(caught.value, x)
     assert_same_bits(
@@ -182,7 +182,9 @@ REFUSING = {
     "moba_paged_attention": lambda x: moba_paged_attention(
         **cache(x), key_centroids=torch.randn(3, 2, 2, 8), block_size=BLOCK, top_k=2
     ),
-    "append_to_pages": lambda x: append_to_pages(x, x, *torch.zeros(2, 3, 32, 2, 8), None, torch.tensor([5, 20, 1]).int()),
+    "append_to_pages": lambda x: append_to_pages(
+        x, x, *torch.zeros(2, 3, 32, 2, 8), None, torch.tensor([5, 20, 1]).int()
+    ),
     "fuse": lambda x: fuse(attention)(x, x, x),
     "fuse, kernels": lambda x: fuse(attention, implementation="triton")(x, x, x),
     "wrap_jax": lambda x: wrap_jax(jnp.sin)(x),
@@ -193,7 +195,7 @@ REFUSING = {
 def test_functions_that_take_no_nested_tensors_say_how_to_convert_them(name):
     packed = torch.randn(25, 2, 8)
     for x in (jagged(packed), torch.nested.nested_tensor(list(packed.split(LENGTHS)))):
-        with pytest.raises(ValueError, match="is (a nested tensor|nested)") as caught:
+        with pytest.raises(ValueError, match=r"is (a nested tensor|nested)") as caught:
             REFUSING[name](x)
         converted = converted_by(caught.value, x)
         assert_same_bits([converted["packed"], converted["offsets"]], [packed, PACKED])
@@ -216,7 +218,7 @@ def test_mistakes_with_jagged_tensors():
         with pytest.raises(ValueError, match="`query` must be nested as the other tensors are, got a plain tensor"):
             function(plain, x, x)
         other = jagged(packed, OFFSETS.clone())
-        with pytest.raises(ValueError, match="`value` must have the offsets of `(query|key)`"):
+        with pytest.raises(ValueError, match=r"`value` must have the offsets of `(query|key)`"):
             function(x, x, other)
     with pytest.raises(ValueError, match="a nested tensor that is transposed or has holes"):
         call(*[x.transpose(1, 2)] * 3)

@@ -60,7 +60,7 @@ def _explanation(error: Exception) -> str | None:
     if (
         isinstance(error, AttributeError)
         and isinstance(error.obj, jax.Array)
-        and hasattr(torch.Tensor, error.name or "")
+        and hasattr(torch.Tensor, str(error.name))
     ):
         return (
             f"`.{error.name}` {place} is of torch tensors, and arrays of JAX have none: the function runs in JAX; write "
@@ -70,8 +70,8 @@ def _explanation(error: Exception) -> str | None:
         return None
     if isinstance(error, jax.errors.TracerArrayConversionError):
         return (
-            f"`{ast.unparse(expression)}` {place} asks for the values of an array while the function is traced; write it "
-            "with jax.numpy in the place of numpy"
+            f"`{ast.unparse(expression)}` {place} asks for the values of an array while the function is traced; write "
+            "it with jax.numpy in the place of numpy"
         )
     for node in ast.walk(expression):
         # Names of torch's own: no function of jax.numpy takes one.
@@ -163,8 +163,8 @@ def _reason(name: str, value: Any, place: str) -> str | None:
     home = getattr(value, "__module__", None) or ""
     if callable(value) and home.split(".")[0] == "torch":
         return (
-            f"`{name}` {place} is of torch, and the function runs in JAX, on arrays: write it with jax.numpy, jax.nn or "
-            "jax.lax, or call it outside of the function"
+            f"`{name}` {place} is of torch, and the function runs in JAX, on arrays: write it with jax.numpy, jax.nn "
+            "or jax.lax, or call it outside of the function"
         )
     if callable(value) and home.startswith("blockdiag.torch"):
         return (

@@ -1,4 +1,4 @@
-"""Nested tensors: those of layout torch.jagged are packed sequences; others are refused with the way to convert them."""
+"""Nested tensors: jagged ones are packed sequences; others are refused with the lines that convert them."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ def unpack(sequence_offsets: Any = None, **given: torch.Tensor) -> tuple[list[to
     """
     if sequence_offsets is not None:
         raise ValueError(
-            f"`sequence_offsets` and `block_lengths` must be None where `{next(iter(given))}` is a nested tensor, which "
-            "has offsets of its own; pass its values() with other ones"
+            f"`sequence_offsets` and `block_lengths` must be None where `{next(iter(given))}` is a nested tensor, "
+            "which has offsets of its own; pass its values() with other ones"
         )
     for name, tensor in given.items():
         if not tensor.is_nested or tensor.layout is not torch.jagged or tensor.lengths() is not None:
@@ -62,8 +62,8 @@ def refusal(name: str, tensor: torch.Tensor) -> ValueError:
     """What a nested tensor raises that is not taken, or a plain one next to nested ones."""
     if not tensor.is_nested:
         return ValueError(
-            f"`{name}` must be nested as the other tensors are, got a plain tensor of shape {tuple(tensor.shape)}; pass "
-            "packed tokens and `sequence_offsets` for all of them"
+            f"`{name}` must be nested as the other tensors are, got a plain tensor of shape {tuple(tensor.shape)}; "
+            "pass packed tokens and `sequence_offsets` for all of them"
         )
     if tensor.layout is torch.jagged:
         whole = name if tensor.lengths() is None else f"{name}.contiguous()"
