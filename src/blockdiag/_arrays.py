@@ -27,7 +27,8 @@ def is_traced(value: Any) -> bool:
 def known_values(array: Any) -> np.ndarray | None:
     """The values of an array on the host, or None where they cannot be known.
 
-    They cannot in a trace, on another process, or on a GPU that a torch stream would have to be waited for.
+    They cannot in a trace or a transform, on another process, or on a GPU that a torch stream would have to be waited
+    for.
     """
     if is_traced(array):
         return None
@@ -35,5 +36,10 @@ def known_values(array: Any) -> np.ndarray | None:
     if jax is not None and isinstance(array, jax.Array) and not array.is_fully_addressable:
         return None
     if torch is not None and isinstance(array, torch.Tensor):
-        return array.numpy(force=True) if array.device.type == "cpu" else None
+        if array.device.type != "cpu":
+            return None
+        try:
+            return array.numpy(force=True)
+        except RuntimeError:  # what torch raises while a transform of torch.func hides the values
+            return None
     return np.asarray(array)

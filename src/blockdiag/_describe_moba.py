@@ -83,7 +83,8 @@ def count_packed_blocks(tokens: int, num_sequences: int, block_size: int) -> int
 
 def count_slots(top_k: int, sequence_blocks: int, is_causal: bool) -> int:
     """Blocks, its own not counted, that a query can choose at most, of a sequence of `sequence_blocks` blocks."""
-    return max(min(top_k, sequence_blocks) - is_causal, 0)
+    # Torch's symbols cannot subtract a bool.
+    return max(min(top_k, sequence_blocks) - int(is_causal), 0)
 
 
 def check_moba_operands(query: Any, key: Any, value: Any = None) -> None:

@@ -199,15 +199,13 @@ def test_parameters_must_be_arguments():
     module = Scaled()
     module(*tensors()).sum().backward()
     assert module.scale.grad is not None
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match=r"`scale` .* is a torch parameter .* make it an argument"):
         module.decorated(*tensors())
-    assert any("must be among its arguments" in note for note in caught.value.__notes__)
 
 
 def test_other_type_errors_are_what_they_were():
-    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
         fuse(attention)(*tensors()[:2])
-    assert not any("among its arguments" in note for note in getattr(caught.value, "__notes__", ()))
 
 
 @BOTH

@@ -547,11 +547,3 @@ def test_gradients_of_mapped_calls():
     for index in range(3):
         expected = value_and_gradients(attend(case), *(x[index] for x in stacked))
         assert_same_bits([x[index] for x in mapped], expected)
-
-
-def test_functional_gradients_are_refused():
-    """torch cannot derive a rule of `torch.func` from a registered derivative; `torch.autograd` has one."""
-    case = CASES["batch"]
-    query, key, value, _ = tensors_of(case)
-    with pytest.raises(RuntimeError, match=r"setup_context"):
-        torch.func.grad(lambda query: attend(case)(query, key, value).sum())(query)

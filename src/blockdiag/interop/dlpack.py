@@ -169,6 +169,15 @@ def release_finished() -> None:
 
 def check_tensor(tensor: torch.Tensor) -> None:
     """Raises what `to_jax` documents, except for what a copy or `detach` would put right."""
+    if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+        is_jagged = tensor.layout is torch.jagged
+        values = "tensor.values()" if is_jagged else "torch.cat(tensor.unbind())"
+        offsets = "tensor.offsets()" if is_jagged else "torch.tensor([0, *map(len, tensor.unbind())]).cumsum(0)"
+        raise ValueError(
+            "`tensor` is nested, and JAX shares dense memory only; pass a padded tensor, tensor.to_padded_tensor(0.0), "
+            f"or packed tokens and where each sequence begins, two arguments of the function:\n    packed = {values}\n"
+            f"    offsets = {offsets}.int()"
+        )
     if type(tensor) not in PLAIN_TYPES:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"`tensor` must be a torch.Tensor, got {type(tensor).__name__}")
@@ -179,8 +188,6 @@ def check_tensor(tensor: torch.Tensor) -> None:
             )
     if tensor.layout is not torch.strided:
         raise ValueError(f"`tensor` has layout {tensor.layout}, JAX shares dense memory only; pass tensor.to_dense()")
-    if tensor.is_nested:
-        raise ValueError("`tensor` is nested; pass tensor.values(), or a padded tensor")
     if tensor.device.type not in _ALIGNMENT or torch.version.hip is not None:
         raise ValueError(f"`tensor` is on {tensor.device}; only cpu and NVIDIA cuda tensors cross, move it there first")
     if tensor.dtype not in DTYPES:

@@ -63,13 +63,15 @@ def may_have_tangents() -> bool:
     return not isinstance(level, int) or level >= 0
 
 
-def may_be_transformed() -> bool:
-    """Return whether a transform of torch.func or a level of forward-mode derivatives may be active.
+def can_tell_transforms() -> bool:
+    """Return whether torch can be asked for transforms of torch.func; if not, callers look at each operand."""
+    return _flag("_are_functorch_transforms_active") is not None
 
-    True where torch cannot be asked: callers then look at each operand.
-    """
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func is active; False where torch cannot be asked."""
     is_active = _flag("_are_functorch_transforms_active")
-    return is_active is None or may_have_tangents() or bool(is_active())
+    return is_active is not None and bool(is_active())
 
 
 def is_functional(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,9 @@ import torch
 from blockdiag.interop import private_torch
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop._torch_callback import wrap_torch
+from blockdiag.interop._torch_transforms import call_under_transforms
 from blockdiag.interop._wrapped_program import Program, check_operand
+from blockdiag.interop.torch_mistakes import explaining
 
 __all__ = ["wrap_jax", "wrap_torch"]
 
@@ -57,6 +59,8 @@ def wrap_jax(
     - Inputs and results that the backward program needs are saved as torch saves them: writing to them in place before
       the backward pass is an error, and hooks for saved tensors see them. All other residuals stay JAX arrays; for
       rematerialisation use `jax.checkpoint` inside of `fn`.
+    - Under `torch.func.grad`, `vjp`, `jacrev` and `vmap` the backward program computes the function anew, and a mapped
+      call is a loop. Forward mode (`torch.func.jvp`) raises NotImplementedError.
     - Under `torch.compile` the call is a graph break, and a CUDA graph cannot capture it.
     - The backward pass may run on another thread, where context managers of JAX other than `jax.enable_x64` are not in
       force; set such options for the process, with `jax.config.update`.
@@ -116,7 +120,7 @@ class _WrappedFunction:
     ) -> None:
         if max_compiled < 1:
             raise ValueError(f"max_compiled={max_compiled} must be at least 1")
-        self._fn = fn
+        self._fn = explaining(fn)
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         self._static = _arguments("static_argnames", names, fn)
         if differentiable is None or isinstance(differentiable, bool):
@@ -131,6 +135,8 @@ class _WrappedFunction:
         self._hits = self._misses = 0
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if private_torch.is_transformed():
+            return call_under_transforms(self, args, kwargs)
         statics: tuple[tuple[int | str, Any], ...] = ()
         if self._static:
             args, kwargs, statics = self._split_statics(args, kwargs)
@@ -140,6 +146,9 @@ class _WrappedFunction:
         signature: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
+                if leaf.is_nested:
+                    # Torch's own error, when such a tensor is asked for its shape, asks for a report to torch.
+                    check_operand(leaf)
                 operands.append(leaf)
                 signature.append((leaf.shape, leaf.dtype, leaf.device, grad and leaf.requires_grad))
             elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
@@ -147,7 +156,7 @@ class _WrappedFunction:
                 signature.append((leaf.shape, leaf.dtype))
             else:
                 signature.append(static_key(leaf))
-        if private_torch.may_be_transformed():
+        if private_torch.may_have_tangents() or not private_torch.can_tell_transforms():
             for operand in operands:
                 check_operand(operand)
         x64 = jax.config.jax_enable_x64

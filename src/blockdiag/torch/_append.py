@@ -8,7 +8,7 @@ import torch
 from blockdiag import _validate
 from blockdiag._describe_append import describe_append_call
 from blockdiag.append_problem import AppendProblem
-from blockdiag.torch import _ops  # noqa: F401 - it defines the library that this one adds to
+from blockdiag.torch import _nested, _ops  # noqa: F401 - _ops defines the library that this one adds to
 from blockdiag.torch._paged_call import (
     as_tensor_scale,
     check_devices,
@@ -227,6 +227,10 @@ def _append_natively(arguments: AppendArguments) -> bool:
         _append_native.append(arguments)
     except _append_native.Unsupported:
         return False
+    except RuntimeError:
+        # Of nested tensors without the jagged layout torch has no shape.
+        _nested.refuse(key=arguments.key, value=arguments.value)
+        raise
     return True
 
 

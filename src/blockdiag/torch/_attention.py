@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 from blockdiag import _validate
 from blockdiag.interop.private_torch import may_have_tangents
-from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops registers the operators
+from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops registers the operators
 from blockdiag.torch._call import Arguments
 from blockdiag.torch._rotary import Rotary, rotary_of
 from blockdiag.triton_kernels.block_diagonal import takes_operands
@@ -195,6 +195,14 @@ def fused_qkv_block_attention(
         torch.Size([1, 40, 4, 16])
     """
     x, w_qkv = _autocast(x, w_qkv)
+    if x.is_nested:
+        (values,), (offsets,) = _nested.unpack(block_lengths if sequence_offsets is None else sequence_offsets, x=x)
+        output = fused_qkv_block_attention(
+            values, w_qkv, bias, query_heads=query_heads, key_heads=key_heads, head_dim=head_dim, block_size=block_size,
+            sequence_offsets=offsets, rotary=rotary, scale=scale, is_causal=is_causal, implementation=implementation,
+            via=via,
+        )  # fmt: skip
+        return _nested.repack(output, x)
     bias = None if bias is None else _autocast(bias)[0]
     _validate.check_projection(x, w_qkv, bias, query_heads, key_heads, head_dim)
     buffer = torch.matmul(x, w_qkv) if bias is None else torch.nn.functional.linear(x, w_qkv.t(), bias)
@@ -254,6 +262,19 @@ def _call(
                 return _native.attend(arguments)
             except _native.Unsupported:
                 return torch.ops.blockdiag.block_diagonal_forward_through_jax(*arguments)
+            except RuntimeError:
+                # Of nested tensors without the jagged layout torch has no shape.
+                _nested.refuse(query=arguments.query, key=arguments.key, value=arguments.value)
+                raise
+    if any(tensor is not None and tensor.is_nested for tensor in operands):
+        tensors: Any = dict(zip(("query", "key", "value"), operands, strict=True))
+        values, (offsets, *_) = _nested.unpack(
+            block_lengths if sequence_offsets is None else sequence_offsets, **tensors
+        )
+        _nested.check_same_sequences(**tensors)
+        packed: Any = tuple(values)
+        output = _call(packed, key_heads, offsets, None, rotary, options, implementation, via)
+        return _nested.repack(output, operands[0])
     for name, tensor in (("sequence_offsets", sequence_offsets), ("block_lengths", block_lengths)):
         # The schema would refuse it in words of its own.
         if tensor is not None and not isinstance(tensor, torch.Tensor):

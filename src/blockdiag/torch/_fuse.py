@@ -28,8 +28,9 @@ def fuse(
     The function is traced once for each structure of the arguments, shapes and dtypes of their arrays, and values of
     everything else; what depends on no argument is computed then, and kept. Gradients are those of all floating tensors
     that require grad; a second derivative raises NotImplementedError. 64-bit tensors need 64-bit types in JAX
-    (`jax.enable_x64`). Results are new tensors. Under `torch.compile` the call is a graph break. A CUDA graph can
-    capture calls that need no JAX, once the same call, and its backward pass, has run outside of the capture.
+    (`jax.enable_x64`). Results are new tensors. Under `torch.func` a gradient computes the function again, and a mapped
+    call is a loop. Under `torch.compile` the call is a graph break. A CUDA graph can capture calls that need no JAX,
+    once the same call, and its backward pass, has run outside of the capture.
 
     Args:
         function: of arrays, in pytrees: tensors, and arrays and numbers of JAX and numpy, which get no gradient. Other
@@ -115,9 +116,10 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
     import jax
 
     from blockdiag.fusion.explain import explain as explain_arrays
+    from blockdiag.interop.torch_mistakes import explaining
     from blockdiag.torch._fuse_call import as_array, plain
 
-    explain_call = explain_arrays(plain(function))
+    explain_call = explain_arrays(explaining(plain(function)))
 
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> "Explanation":

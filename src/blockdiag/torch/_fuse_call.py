@@ -20,9 +20,11 @@ from blockdiag.fusion.shared import shared
 from blockdiag.fusion.trace import has_effects
 from blockdiag.fusion.tree import NotFusible
 from blockdiag.interop import private_torch, triton_fused
+from blockdiag.interop._torch_transforms import call_under_transforms
 from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch
+from blockdiag.interop.torch_mistakes import explaining
 from blockdiag.interop.wrap import static_key, wrap_jax
 from blockdiag.torch._fuse_keys import data_of
 from blockdiag.torch._fuse_program import TorchProgram
@@ -45,7 +47,7 @@ class FusedFunction:
         self, function: Callable[..., Any], implementation: str | Sequence[str] | None, fallback: bool, via: str | None
     ) -> None:
         check_via(via)
-        function = _with_hint(plain(function))
+        function = explaining(plain(function))
         self._function = function
         self._fallback = fallback
         self._names: tuple[str, ...] | None = None
@@ -61,6 +63,8 @@ class FusedFunction:
         self._lock = threading.Lock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if private_torch.is_transformed():
+            return call_under_transforms(self, args, kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
         device = _device_of(leaves)
         if device is None or not self._is_native(device):
@@ -143,24 +147,6 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return function.__wrapped__ if is_fused(function) else function  # pyrefly: ignore[missing-attribute]
 
 
-def _with_hint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, of which type errors say why it has met a tensor: it is called while it is traced only."""
-
-    @functools.wraps(function)
-    def hinting(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            if "Tensor" in str(error) or "Parameter" in str(error):
-                error.add_note(
-                    "The function that is fused runs in JAX, on arrays: tensors that it uses, such as parameters of a "
-                    "module, must be among its arguments, and its operations those of jax.numpy."
-                )
-            raise
-
-    return hinting
-
-
 def as_array(leaf: Any) -> Any:
     """What stands for a tensor in JAX: an array on its memory, and its shape and dtype where it has none."""
     if not isinstance(leaf, torch.Tensor):
@@ -190,7 +176,7 @@ def _device_of(leaves: Sequence[Any]) -> torch.device | None:
 
 def _check_operands(operands: Sequence[Any]) -> None:
     """What is not a matter of shapes and dtypes: whether tensors have memory and no one follows them but autograd."""
-    is_followed = private_torch.may_be_transformed()
+    is_followed = private_torch.may_have_tangents() or not private_torch.can_tell_transforms()
     for x in operands:
         if isinstance(x, jax.core.Tracer):
             raise TypeError(

@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
-from blockdiag.torch import _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
+from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
+from blockdiag.torch._transforms import register_derivative
 from blockdiag.triton_kernels.key_convolution import takes_key
 
 
@@ -74,6 +75,13 @@ def key_convolution(
     if via not in (None, "jax"):
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
     key, weights = _autocast(key, weights)
+    if key.is_nested:
+        (values,), (offsets,) = _nested.unpack(sequence_offsets, key=key)
+        output = key_convolution(
+            values, weights, sequence_offsets=offsets, activation=activation, residual=residual,
+            implementation=implementation, via=via,
+        )  # fmt: skip
+        return _nested.repack(output, key)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
     arguments = Arguments(key, weights, sequence_offsets, activation, residual, ",".join(names))
     if not torch.compiler.is_compiling():
@@ -259,7 +267,7 @@ def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[...
         torch.library.register_fake(f"blockdiag::{name}", fake[method], lib=_library)
         derivative = _differentiate(suffix) if method == "forward" else _refuse_second_derivative
         setup = _remember if method == "forward" else None
-        torch.library.register_autograd(f"blockdiag::{name}", derivative, setup_context=setup, lib=_library)
+        register_derivative(_library, name, derivative, setup)
 
 
 _define("", (), {"forward": _native_forward, "backward": _native_backward})

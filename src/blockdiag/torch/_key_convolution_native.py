@@ -8,7 +8,7 @@ import torch
 
 from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.torch._key_convolution import Arguments, describe
-from blockdiag.torch._native import Unsupported, dense
+from blockdiag.torch._native import Unsupported, dense, reshaped
 from blockdiag.triton_kernels.key_convolution import KeyConvolutionLaunch, supports
 from blockdiag.triton_kernels.tile_table import TileTableLaunch
 
@@ -52,7 +52,7 @@ class _Prepared:
         """The output, in the shape of the key."""
         inputs = (dense(arguments.key), dense(arguments.weights), *self._tables(arguments))
         (output,) = self._forward(inputs)
-        return output.view(arguments.key.shape)
+        return reshaped(output, arguments.key.shape)
 
     def backward(self, arguments: Arguments, output_cotangent: torch.Tensor) -> Tensors:
         """Gradients of key and weights."""
@@ -61,7 +61,7 @@ class _Prepared:
         inputs = (dense(arguments.key), dense(arguments.weights), dense(output_cotangent), *self._tables(arguments))
         d_key, parts = self._backward[0](inputs)
         (d_weights,) = self._backward[1]((parts,))
-        return d_key.view(arguments.key.shape), d_weights.view(arguments.weights.shape)
+        return reshaped(d_key, arguments.key.shape), reshaped(d_weights, arguments.weights.shape)
 
     def _tables(self, arguments: Arguments) -> Tensors:
         if self._tile_table is None or arguments.sequence_offsets is None:

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 from blockdiag._describe_moba import count_sequence_blocks
 from blockdiag.interop.private_torch import may_have_tangents
-from blockdiag.torch import _moba_ops, _sharding  # noqa: F401 - _moba_ops registers the operators
+from blockdiag.torch import _moba_ops, _nested, _sharding  # noqa: F401 - _moba_ops registers the operators
 from blockdiag.torch._moba_call import ListArguments, describe_lists
 from blockdiag.torch._moba_routing import Routing
 from blockdiag.triton_kernels.block_diagonal import takes_operands
@@ -127,6 +127,12 @@ def moba_attention(
         torch.Size([2, 100, 4, 32])
     """
     query, key, value = _autocast(query=query, key=key, value=value)
+    if query.is_nested or key.is_nested or value.is_nested:
+        options: Any = {
+            "block_size": block_size, "top_k": top_k, "scale": scale, "is_causal": is_causal, "routing": routing,
+            "key_mask": key_mask, "implementation": implementation, "via": via,
+        }  # fmt: skip
+        return _attend_jagged(query, key, value, sequence_offsets, key_sequence_offsets, return_residual, options)
     if may_have_tangents():
         _refuse_tangents(query, key, value)
     names, is_native = _who_computes(query, implementation, via)
@@ -153,6 +159,26 @@ def moba_attention(
         query, key, value, arguments.key_mask, *lists, own if has_own else None, arguments.block_size, scale,
         arguments.is_causal, sequence_offsets is not None, names,
     )  # fmt: skip
+    return (output, log_sum) if return_residual else output
+
+
+def _attend_jagged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequence_offsets: torch.Tensor | None,
+    key_sequence_offsets: torch.Tensor | None,
+    return_residual: bool,
+    options: dict[str, Any],
+) -> Any:
+    """`moba_attention` of jagged tensors, by that of their packed tokens."""
+    given = key_sequence_offsets if sequence_offsets is None else sequence_offsets
+    values, (offsets, key_offsets, _) = _nested.unpack(given, query=query, key=key, value=value)
+    _nested.check_same_sequences(key=key, value=value)
+    output, log_sum = moba_attention(
+        *values, sequence_offsets=offsets, key_sequence_offsets=key_offsets, return_residual=True, **options
+    )
+    output, log_sum = _nested.repack(output, query), _nested.repack(log_sum, query)
     return (output, log_sum) if return_residual else output
 
 
@@ -197,6 +223,8 @@ def moba_routing(
         torch.Size([100, 4, 3])
     """
     query, key = _autocast(query=query, key=key)
+    # The routing of packed tokens is one of packed tokens, too: the caller has to know.
+    _nested.refuse(query=query, key=key)
     names, is_native = _who_computes(query, implementation, via)
     arguments = ListArguments(
         query.detach(), key.detach(), key_mask, sequence_offsets, key_sequence_offsets, None, 0, 0,

@@ -22,7 +22,7 @@ from blockdiag.torch._moba_call import (
 )
 from blockdiag.torch._moba_routing import given_choice, indices_of_choice
 from blockdiag.torch._moba_tables import moba_tables
-from blockdiag.torch._native import Unsupported, dense
+from blockdiag.torch._native import Unsupported, dense, reshaped
 from blockdiag.triton_kernels.moba import MoBALaunch, supports
 from blockdiag.triton_kernels.moba_steps import backward_steps, forward_steps, list_steps, routing_steps
 
@@ -51,7 +51,7 @@ def route(arguments: ListArguments) -> torch.Tensor:
     with torch.cuda.device(arguments.query.device):
         tables = _tables(problem, arguments)
         chosen = _choose(problem, arguments, *tables)
-        return indices_of_choice(problem, chosen, tables[1], arguments.top_k).view(shape)
+        return reshaped(indices_of_choice(problem, chosen, tables[1], arguments.top_k), shape)
 
 
 def make_lists(arguments: ListArguments) -> ListResults:
@@ -83,7 +83,7 @@ def attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
     _check_support(problem)
     with torch.cuda.device(query.device):
         output, log_sum = _run("forward", problem, _arrays(arguments))
-        return output.view(query.shape), log_sum.view(query.shape[:-1])
+        return reshaped(output, query.shape), reshaped(log_sum, query.shape[:-1])
 
 
 def differentiate(
@@ -113,7 +113,7 @@ def differentiate(
                 name: torch.zeros_like(one, memory_format=torch.contiguous_format) for name, one in names.items()
             }
         gradients = _run("backward", problem, arrays)
-        return tuple(gradient.view(operand.shape) for gradient, operand in zip(gradients, operands, strict=True))
+        return tuple(reshaped(gradient, operand.shape) for gradient, operand in zip(gradients, operands, strict=True))
 
 
 def _check_support(problem: MoBAProblem) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from blockdiag._describe_moba import count_packed_blocks, count_sequence_blocks, count_slots
+from blockdiag._describe_moba import count_sequence_blocks
 from blockdiag.torch import _ops  # noqa: F401 - it defines the library that this one adds to
 from blockdiag.torch._moba_call import AttentionArguments, ListArguments, ListResults, check_devices
+from blockdiag.torch._transforms import register_constant, register_derivative
 
 _ROUTED = "Tensor query, Tensor key, Tensor? key_mask, Tensor? sequence_offsets, Tensor? key_sequence_offsets"
 _GIVEN = "Tensor? indices, int given_block_size, SymInt given_num_blocks"
@@ -128,19 +129,47 @@ def _fake_lists(*values: Any) -> tuple[torch.Tensor, ...]:
     block_size = max(arguments.block_size, 1)
     longest = count_sequence_blocks(key_length, block_size)
     if arguments.sequence_offsets is not None:
-        num_blocks = count_packed_blocks(key_length, arguments.sequence_offsets.shape[0] - 1, block_size)
+        num_blocks = symbolic_packed_blocks(key_length, arguments.sequence_offsets.shape[0] - 1, block_size)
     else:
         num_blocks = arguments.num_sequences * longest
     if arguments.indices is not None:
         slots: Any = arguments.indices.shape[-1]
     else:
-        slots = count_slots(arguments.top_k, longest, arguments.is_causal)
+        slots = symbolic_slots(arguments.top_k, longest, arguments.is_causal)
     has_own = arguments.is_causal and arguments.indices is not None
     shapes = (
         (num_blocks, 4), (tokens, 4), (heads, num_blocks), (heads, num_blocks), (heads, tokens * slots), (heads, tokens)
     )  # fmt: skip
+    if torch.compiler.is_exporting():
+        shapes = tuple(tuple(map(_exported_size, shape)) for shape in shapes)
     own = query.new_empty((heads, tokens) if has_own else (0,), dtype=torch.bool)
     return (*(query.new_empty(shape, dtype=torch.int32) for shape in shapes), own)
+
+
+def _exported_size(size: Any) -> Any:
+    """A size that is known when the operator runs, in the place of one that follows from symbols.
+
+    Torch asks of each size that follows from others whether it is 0 or 1, as that of a table of one block is. A
+    compiled function is then compiled anew where the answer differs; an exported program must do for all sizes.
+    """
+    return torch.library.get_ctx().new_dynamic_size() if isinstance(size, torch.SymInt) else size
+
+
+# The counts of `blockdiag._describe_moba`, of sizes that may be symbols. Python's `min`, `max` and `if` would compare a
+# symbol with a number: a compiled function would then be compiled anew on either side of it, and torch.export, which
+# has one program for all sizes, would refuse the call.
+
+
+def symbolic_packed_blocks(tokens: Any, num_sequences: Any, block_size: int) -> Any:
+    """`count_packed_blocks` of sizes that may be symbols."""
+    # No sequences have no blocks, however many tokens there are.
+    most = (tokens + num_sequences * (block_size - 1)) // block_size
+    return torch.sym_min(torch.sym_min(tokens, most), tokens * num_sequences)
+
+
+def symbolic_slots(top_k: int, sequence_blocks: Any, is_causal: bool) -> Any:
+    """`count_slots` of sizes that may be symbols."""
+    return torch.sym_max(torch.sym_min(top_k, sequence_blocks) - int(is_causal), 0)
 
 
 def _fake_forward(*values: Any) -> tuple[torch.Tensor, ...]:
@@ -210,8 +239,9 @@ def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[...
         ("forward", _differentiate(suffix), _remember),
         ("backward", _refuse_second_derivative, None),
     ):
-        name = f"blockdiag::moba_{method}{suffix}"
-        torch.library.register_autograd(name, derivative, setup_context=setup, lib=_library)
+        register_derivative(_library, f"moba_{method}{suffix}", derivative, setup)
+    for method in ("routing", "lists"):
+        register_constant(_library, f"moba_{method}{suffix}")
 
 
 _define(

@@ -9,6 +9,7 @@ from blockdiag import _validate
 from blockdiag._describe_moba import check_moba_block_size
 from blockdiag._describe_moba_paged import describe_moba_paged_call
 from blockdiag.moba_paged_problem import MoBAPagedProblem
+from blockdiag.torch import _nested
 from blockdiag.torch._paged import Scale, takes
 from blockdiag.torch._paged_call import (
     as_tensor_scale,
@@ -236,6 +237,10 @@ def _attend_natively(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch
         return _moba_paged_native.attend(arguments)
     except _moba_paged_native.Unsupported:
         return None
+    except RuntimeError:
+        # Of nested tensors without the jagged layout torch has no shape.
+        _nested.refuse(query=arguments.query)
+        raise
 
 
 def _checked(arguments: MoBAPagedArguments, implementation: str | Sequence[str] | None) -> MoBAPagedArguments:

@@ -38,7 +38,7 @@ def route(arguments: ListArguments) -> torch.Tensor:
         return torch.full(shape, -1, dtype=torch.int32, device=arguments.query.device)
     with same_device(), _precision(arguments.query):
         indices = _route(call, arguments.top_k, arguments.num_sequences, *map(_to_jax_or_none, arguments[:5]))
-        return to_torch(indices).view(shape)
+        return to_torch(indices)
 
 
 def make_lists(arguments: ListArguments) -> ListResults:
@@ -67,7 +67,7 @@ def attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
         return query.new_zeros(query.shape), query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
     with same_device(), _precision(query):
         output, log_sum = map(to_torch, _attend(call, *map(_to_jax_or_none, arguments[:11])))
-        return output.view(query.shape), log_sum.view(query.shape[:-1])
+        return output, log_sum
 
 
 def differentiate(
@@ -86,7 +86,7 @@ def differentiate(
     with same_device(), _precision(arguments.query):
         more = map(_to_jax, (output, log_sum, output_cotangent, log_sum_cotangent))
         gradients = _differentiate(call, *map(_to_jax_or_none, arguments[:11]), *more)
-        return tuple(to_torch(one).view(operand.shape) for one, operand in zip(gradients, operands, strict=True))
+        return tuple(map(to_torch, gradients))
 
 
 def _prepare(problem: MoBAProblem, arguments: ListArguments | AttentionArguments) -> Call:
@@ -116,7 +116,7 @@ def _route(
 ) -> jax.Array:
     tables = moba_tables(call.problem, num_sequences, sequence_offsets, key_sequence_offsets)
     chosen = _choose(call, _rows(query), _rows(key), _mask_rows(key_mask), tables)
-    return indices_of_choice(call.problem, chosen, tables[1], top_k)
+    return indices_of_choice(call.problem, chosen, tables[1], top_k).reshape(*query.shape[:-1], top_k)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -155,7 +155,9 @@ def _attend(
     *lists, own = more
     constants = (_mask_rows(key_mask), blocks, queries, Lists(*lists), own)
     operands = map(_rows, (query, key, value))
-    return call_implementation("forward", call.problem, call.implementations, *operands, *constants)
+    output, log_sum = call_implementation("forward", call.problem, call.implementations, *operands, *constants)
+    # Here and not in torch: autograd refuses to write to views that an operator returns.
+    return output.reshape(query.shape), log_sum.reshape(query.shape[:-1])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -171,9 +173,13 @@ def _differentiate(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     *lists, own, output, log_sum, output_cotangent, log_sum_cotangent = more
     constants = (_mask_rows(key_mask), blocks, queries, Lists(*lists), own)
-    operands = map(_rows, (query, key, value))
+    operands = (query, key, value)
     per_row = (_rows(output), _row_sums(log_sum), _rows(output_cotangent), _row_sums(log_sum_cotangent))
-    return call_implementation("backward", call.problem, call.implementations, *operands, *constants, *per_row)
+    gradients = call_implementation(
+        "backward", call.problem, call.implementations, *map(_rows, operands), *constants, *per_row
+    )
+    d_query, d_key, d_value = (one.reshape(x.shape) for one, x in zip(gradients, operands, strict=True))
+    return d_query, d_key, d_value
 
 
 def _choose(call: Call, query: jax.Array, key: jax.Array, key_mask: jax.Array | None, tables: tuple) -> jax.Array:

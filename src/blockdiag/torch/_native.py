@@ -1,7 +1,7 @@
 """Block-diagonal attention on CUDA tensors: the Triton launch plans, on the current stream. Imports no JAX."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class _Prepared:
             gradients = key_gradient((*inputs, log_sum, delta, d_query, *tables))
         else:
             gradients = (d_query, *key_gradient((*inputs, log_sum, delta, *tables)))
-        return tuple(gradient.view(one.shape) for gradient, one in zip(gradients, operands, strict=True))
+        return tuple(reshaped(gradient, one.shape) for gradient, one in zip(gradients, operands, strict=True))
 
     def _tables(self, arguments: Arguments) -> Tensors:
         """The optional inputs there are, in the order the launches take them."""
@@ -105,6 +105,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and not tensor.is_neg():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def reshaped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor that a launch made, itself in another shape of as many elements.
+
+    Not a view of it: autograd refuses to write to views that an operator returns.
+    """
+    return tensor.resize_(shape)
 
 
 def _operands(arguments: Arguments) -> Tensors:

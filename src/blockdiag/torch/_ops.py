@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from blockdiag.torch._call import Arguments, check_devices
+from blockdiag.torch._transforms import register_derivative
 
 _ARGUMENTS = (
     "Tensor query, Tensor? key, Tensor? value, Tensor? sequence_offsets, Tensor? block_lengths, Tensor? cos, "
@@ -120,7 +121,7 @@ def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[...
         torch.library.register_fake(f"blockdiag::{name}", fake[method], lib=_library)
         derivative = _differentiate(suffix) if method == "forward" else _refuse_second_derivative
         setup = _remember if method == "forward" else None
-        torch.library.register_autograd(f"blockdiag::{name}", derivative, setup_context=setup, lib=_library)
+        register_derivative(_library, name, derivative, setup)
 
 
 _define(

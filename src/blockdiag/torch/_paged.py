@@ -7,7 +7,7 @@ import torch
 
 from blockdiag import _validate
 from blockdiag._describe_paged import check_soft_cap, check_window
-from blockdiag.torch import _paged_ops  # noqa: F401 - it registers the operators
+from blockdiag.torch import _nested, _paged_ops  # noqa: F401 - _paged_ops registers the operators
 from blockdiag.torch._paged_call import (
     PagedArguments,
     as_tensor_scale,
@@ -229,6 +229,10 @@ def _attend_natively(arguments: PagedArguments) -> tuple[torch.Tensor, ...] | No
         return _paged_native.attend(arguments)
     except _paged_native.Unsupported:
         return None
+    except RuntimeError:
+        # Of nested tensors without the jagged layout torch has no shape.
+        _nested.refuse(query=arguments.query)
+        raise
 
 
 def _checked(arguments: PagedArguments, implementation: str | Sequence[str] | None) -> PagedArguments:

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from blockdiag._describe_paged import describe_paged_call
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.paged_problem import PagedProblem
+from blockdiag.torch import _nested
 
 _TENSORS = 11
 """The first arguments are tensors; the last three of these may also be numbers before an operator is called."""
@@ -117,6 +118,7 @@ def check_tensors(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"`{name}` must be a tensor, got {type(value)}; convert it with torch.as_tensor")
+    _nested.refuse(**given)
 
 
 def check_devices(**given: Any) -> None:

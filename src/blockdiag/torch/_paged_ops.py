@@ -11,6 +11,7 @@ import torch
 
 from blockdiag.torch import _ops  # noqa: F401 - it defines the library that this one adds to
 from blockdiag.torch._paged_call import PagedArguments, check_devices, inference_error
+from blockdiag.torch._transforms import register_derivative
 
 _SCHEMA = (
     "(Tensor query, Tensor key_pages, Tensor value_pages, Tensor? page_table, Tensor kv_lengths, "
@@ -57,10 +58,6 @@ def fake_results(query: torch.Tensor, value_pages: torch.Tensor) -> tuple[torch.
     return output, query.new_empty(query.shape[:-1], dtype=wide)
 
 
-def _nothing_to_remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    del ctx, inputs, output
-
-
 def define_attention(
     library: torch.library.Library,
     name: str,
@@ -84,9 +81,7 @@ def define_attention(
         library.impl(operator, through_jax, "CPU")
         library.impl(operator, cuda, "CUDA")
         torch.library.register_fake(f"blockdiag::{operator}", fake, lib=library)
-        torch.library.register_autograd(
-            f"blockdiag::{operator}", refuse, setup_context=_nothing_to_remember, lib=library
-        )
+        register_derivative(library, operator, refuse)
 
 
 define_attention(_library, "paged_attention", _SCHEMA, _fake, _native, _through_jax)

@@ -19,8 +19,7 @@ def forward(arguments: Arguments) -> torch.Tensor:
     """Output of the shape that `Arguments.output_shape` says."""
     with same_device(), _precision(arguments):
         call, arrays = _prepare(arguments)
-        output = _forward(call, arrays)
-        return to_torch(output).view(arguments.output_shape())
+        return to_torch(_forward(call, arrays))
 
 
 def backward(arguments: Arguments, output_cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -57,7 +56,9 @@ def _prepare(arguments: Arguments) -> tuple[Call, tuple[Any, ...]]:
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(call: Call, arrays: tuple[Any, ...]) -> jax.Array:
     query, key, value, tables = _canonical(call, arrays)
-    return differentiable_attention(call, query, key, value, tables)
+    output = differentiable_attention(call, query, key, value, tables)
+    # Here and not in torch: autograd refuses to write to a view that an operator returns.
+    return output.reshape(*arrays[0].shape[:-2], *output.shape[-2:])
 
 
 @functools.partial(jax.jit, static_argnums=0)

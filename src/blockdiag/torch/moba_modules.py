@@ -9,6 +9,7 @@ from torch import nn
 from blockdiag import _validate
 from blockdiag._describe_moba import check_moba_block_size, check_top_k
 from blockdiag.key_convolution_problem import MAX_SIZE
+from blockdiag.torch import _nested
 from blockdiag.torch._attention import _autocast
 from blockdiag.torch._key_convolution import key_convolution
 from blockdiag.torch._moba import moba_attention
@@ -158,6 +159,10 @@ class MoBASelfAttention(SelfAttention):
             ValueError: an argument is wrong; the message names it, its value and the remedy.
             NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         """
+        if x.is_nested:
+            (values,), (offsets,) = _nested.unpack(sequence_offsets, x=x)
+            more = {"positions": positions, "key_mask": key_mask, "routing": routing}
+            return _nested.repack(self.forward(values, sequence_offsets=offsets, **more), x)
         self._check_input(x, positions, has_rotary=self.rotary is not None)
         who: dict[str, Any] = {"implementation": self.implementation, "via": self.via}
         query, key, value = self._project(x)

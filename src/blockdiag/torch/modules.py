@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 import torch
 
 from blockdiag import _validate
+from blockdiag.torch import _nested
 from blockdiag.torch._attention import fused_qkv_block_attention
 from blockdiag.torch._rotary import Operand, Rotary, rotary_tables
 from blockdiag.torch._self_attention import SelfAttention, positive
@@ -135,6 +136,9 @@ class BlockDiagonalSelfAttention(SelfAttention):
             ValueError: an argument is wrong; the message names it, its value and the remedy.
             NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         """
+        if x.is_nested:
+            (values,), (offsets,) = _nested.unpack(block_lengths if sequence_offsets is None else sequence_offsets, x=x)
+            return _nested.repack(self.forward(values, sequence_offsets=offsets, positions=positions), x)
         self._check_input(x, positions, has_rotary=self.rotary_cos is not None)
         attended = fused_qkv_block_attention(
             x,
