@@ -82,9 +82,9 @@ def test_private_torch_features_are_fast_in_the_installed_torch():
 @pytest.mark.parametrize("make", [without_flags, with_other_flags])
 def test_private_torch_without_flags_sends_calls_through_the_dispatcher(make, install):
     x = SimpleNamespace(is_cuda=True)
-    assert not private_torch.may_be_observed() and not private_torch.may_be_transformed()
+    assert not private_torch.may_be_observed() and private_torch.can_tell_transforms()
     install(make())
-    assert private_torch.may_be_observed() and private_torch.may_be_transformed()
+    assert private_torch.may_be_observed() and not private_torch.can_tell_transforms()
     assert not _native.is_plain(x)
     assert not features()["observers of a call"] and not features()["transforms and forward-mode levels"]
     assert "every call goes through the dispatcher" in private_torch.describe_features()[0].detail
