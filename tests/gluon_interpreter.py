@@ -64,7 +64,7 @@ class Shared:
     def permute(self, order: Sequence[int]) -> "Shared":
         return Shared(self.values.transpose(order))
 
-    def _reinterpret(self, dtype: Dtype, shape: Sequence[int], layout: object) -> "Shared":
+    def reinterpret(self, dtype: Dtype, shape: Sequence[int], layout: object) -> "Shared":
         del layout
         assert self.values.flags.c_contiguous
         count = int(np.prod(shape)) * dtype.numpy.itemsize
@@ -329,13 +329,12 @@ def _run(plan: LaunchPlan, given: dict[str, list[np.ndarray]], program: int, cha
     warps = Warps(chance)
     engine = _Engine(warps)
     copy_engine, lines = Tile(), Tile()
-    copy_engine.async_copy_global_to_shared = engine.load
-    copy_engine.async_copy_shared_to_global = engine.store
     copy_engine.store_wait = engine.store_wait
-    lines.async_copy_global_to_shared = engine.copy
     lines.commit_group, lines.wait_group = engine.commit_group, engine.wait_group
     words = {
         "gl": _Values(program, warps), "tma": copy_engine, "async_copy": lines, "mbarrier": _Mbarrier(),
+        "tma_load": engine.load, "tma_store": engine.store, "load_async": engine.copy,
+        "reinterpret": Shared.reinterpret,
         "warpgroup_mma": engine.multiply, "warpgroup_mma_wait": engine.wait,
         "make_barriers": lambda count, arrivals: Barriers(CopyBarrier(warps, arrivals) for _ in range(count)),
     }  # fmt: skip

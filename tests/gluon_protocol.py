@@ -274,6 +274,7 @@ def run_protocol(
     warps = Warps(chance)
     words = {
         "gl": Language(program, warps), "tma": Tile(), "async_copy": Tile(), "mbarrier": Mbarrier(),
+        "tma_load": Tile(), "tma_store": Tile(), "load_async": Tile(), "reinterpret": Tile(),
         "warpgroup_mma": Tile(), "warpgroup_mma_wait": _waited,
         "make_barriers": lambda count, arrivals: Barriers(Barrier(warps, arrivals) for _ in builtins.range(count)),
     }  # fmt: skip

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from blockdiag.triton_kernels.gluon_names import tma_load, tma_store
 from blockdiag.triton_kernels.plan import (
     CompileOptions,
     Constexpr,
@@ -277,9 +278,9 @@ def gluon_copy_kernel(d_x, d_out, BLOCK: gl.constexpr, COLUMNS: gl.constexpr):
     mbarrier.init(ready, count=1)
     i_row = gl.program_id(0) * BLOCK
     mbarrier.expect(ready, d_x.block_type.nbytes)
-    tma.async_copy_global_to_shared(d_x, [i_row, 0], ready, tile)
+    tma_load(d_x, [i_row, 0], ready, tile)
     mbarrier.wait(ready, 0)
-    tma.async_copy_shared_to_global(d_out, [i_row, 0], tile)
+    tma_store(d_out, [i_row, 0], tile)
     tma.store_wait(0)
 
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockdiag.triton_kernels.gluon_names import thread_barrier
+from blockdiag.triton_kernels.gluon_names import load_async, reinterpret, thread_barrier, tma_load, tma_store
 from blockdiag.triton_kernels.hopper_tiles import make_barriers
 from blockdiag.triton_kernels.resident_tiles import """
 

@@ -209,7 +209,7 @@ def _finish(own: ResidentWriter, unit: float) -> None:
     emit("fence_async_shared()")
     emit("thread_barrier()")
     at = own.at(plan.places["output"], f"own * {ROWS} + GROUP * {ROWS // 2}")
-    emit(f"tma.async_copy_shared_to_global(output, [{at}], q_part)")
+    emit(f"tma_store(output, [{at}], q_part)")
     emit(f'log_sum = gl.where(is_empty, float("-inf"), (largest * {unit} + gl.log2(total)) * 0.6931471805599453)')
     emit(f"gl.store(p_log_sum + {own.writer.row_place()}, log_sum)")
 
@@ -225,7 +225,7 @@ def _load(own: ResidentWriter) -> None:
     emit(f"mbarrier.expect(held_full.index(0), {ROWS * keys * 2})")
     for piece in range(keys // own.chunk):
         at = own.at(plan.places["held"], f"own * {ROWS}", piece * own.chunk)
-        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
+        emit(f"tma_load(bias, [{at}], held_full.index(0), held.index({piece}))")
 
     if plan.of_keys is not None:
         begin_terms(own)

@@ -269,7 +269,7 @@ def _begin_scores(own: SideWriter, chunk: int, known: dict[int, Value], round_nu
     elif own.is_ahead:
         piece = f"held.index(GROUP).slice({chunk * CHUNK}, {CHUNK}).permute((1, 0))"
     else:
-        emit(f"pieces = held._reinterpret(dtype, [{2 * own.chunks}, {CHUNK}, 64], held.layout)")
+        emit(f"pieces = reinterpret(held, dtype, [{2 * own.chunks}, {CHUNK}, 64], held.layout)")
         piece = f"pieces.index(GROUP * {own.chunks} + {number}).permute((1, 0))"
     emit(f"leaf{held} = widened({piece}.load(S))")
     tiles = own.tiles({**known, held: Value(f"leaf{held}", (CHUNK, CHUNK))})
@@ -370,7 +370,7 @@ def _write(own: SideWriter, written: Sequence[tuple[str, str]], memory: Sequence
         place = own.out_places[name]
         assert place is not None
         at = own.at(place, f"own * {OWN} + GROUP * 64")
-        emit(f"tma.async_copy_shared_to_global(d_{name}, [{at}], {shared})")
+        emit(f"tma_store(d_{name}, [{at}], {shared})")
 
 
 def _entry(own: SideWriter) -> None:

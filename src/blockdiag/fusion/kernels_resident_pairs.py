@@ -224,7 +224,7 @@ def _finish(own: _Pairs) -> None:
     emit("mbarrier.wait(half_full.index(0), round % 2)")
     emit(f"sum_query += {half}.load(D)")
     emit("thread_barrier()")
-    emit(f"gradient = {half}._reinterpret(dtype, [{OWN}, {own.plan.width}], d_query.layout)")
+    emit(f"gradient = reinterpret({half}, dtype, [{OWN}, {own.plan.width}], d_query.layout)")
     emit(f"gradient.store((sum_query * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
     emit("thread_barrier()")
@@ -242,7 +242,7 @@ def _load(own: _Pairs) -> None:
     emit(f"mbarrier.expect(held_full.index(0), {OWN * own.keys * 2})")
     for piece in range(own.keys // CHUNK):
         at = own.at(own.places["held"], f"own * {OWN}", piece * CHUNK)
-        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
+        emit(f"tma_load(bias, [{at}], held_full.index(0), held.index({piece}))")
     parts = 2 * own.chunks_each
     # With a slot to spare tiles of queries come half a round earlier: the last round's are done with by then.
     is_early = own.own_slots > SLOTS
@@ -337,8 +337,8 @@ def _leave(own: _Pairs, number: str) -> None:
     emit = own.emit
     emit(f"mbarrier.wait(grads_full.index(0), ({number}) % 2)")
     own.indices(None, f"(first + {number})")
-    emit(f"gradient = half.index(0)._reinterpret(own_tiles.dtype, [{OWN}, {own.plan.width}], d_query.layout)")
-    emit(f"tma.async_copy_shared_to_global(d_query, [{own.at(own.place, f'own * {OWN}')}], gradient)")
+    emit(f"gradient = reinterpret(half.index(0), own_tiles.dtype, [{OWN}, {own.plan.width}], d_query.layout)")
+    emit(f"tma_store(d_query, [{own.at(own.place, f'own * {OWN}')}], gradient)")
     emit("tma.store_wait(0)")
     emit("thread_barrier()")
     emit("mbarrier.arrive(half_empty.index(0), count=1)")

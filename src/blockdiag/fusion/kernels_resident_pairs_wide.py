@@ -162,7 +162,7 @@ def _finish(own: WidePairs) -> None:
     emit("other = half.index(own_slot * 2 + 1 - GROUP)")
     emit("kept += other.load(kept.type.layout)")
     emit("thread_barrier()")
-    emit(f"gradient = other._reinterpret(dtype, [{OWN}, {width // 2}], d_query.layout)")
+    emit(f"gradient = reinterpret(other, dtype, [{OWN}, {width // 2}], d_query.layout)")
     emit(f"gradient.store((kept * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
     emit("thread_barrier()")
@@ -179,7 +179,7 @@ def _load(own: WidePairs) -> None:
     emit(f"mbarrier.expect(held_full.index(0), {OWN * own.keys * 2})")
     for group in range(2):
         at = own.at(own.places["held"], f"own * {OWN}", group * own.part)
-        emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({group}))")
+        emit(f"tma_load(bias, [{at}], held_full.index(0), held.index({group}))")
 
     def body() -> None:
         own.indices(None, "(first + round)")
@@ -229,9 +229,9 @@ def _leave(own: WidePairs, number: str) -> None:
     own.indices(None, f"(first + {number})")
     for group in range(2):
         place = f"half.index(left_slot * 2 + {1 - group})"
-        emit(f"gradient = {place}._reinterpret(own_tiles.dtype, [{OWN}, {half}], d_query.layout)")
+        emit(f"gradient = reinterpret({place}, own_tiles.dtype, [{OWN}, {half}], d_query.layout)")
         at = own.at(own.place, f"own * {OWN}", group * half)
-        emit(f"tma.async_copy_shared_to_global(d_query, [{at}], gradient)")
+        emit(f"tma_store(d_query, [{at}], gradient)")
     emit("tma.store_wait(0)")
     emit("mbarrier.arrive(own_empty.index(left_slot), count=1)")
 
@@ -248,7 +248,7 @@ def _entry(own: WidePairs) -> None:
     emit(f"own_tiles = gl.allocate_shared_memory(query.dtype, [{2 * SLOTS}, {OWN}, {width}], query.layout)")
     emit(f"ring = gl.allocate_shared_memory(query.dtype, [4, {part}, {width}], key.layout)")
     emit(f"HALF: gl.constexpr = gl.SwizzledSharedLayout(8, 1, {width // 16}, [1, 0])")
-    emit(f"half = own_tiles._reinterpret(gl.float32, [{2 * SLOTS}, {OWN}, {width // 2}], HALF)")
+    emit(f"half = reinterpret(own_tiles, gl.float32, [{2 * SLOTS}, {OWN}, {width // 2}], HALF)")
     line = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
     emit(f"lines = gl.allocate_shared_memory(gl.float32, [{SLOTS + 2}, {OWN}], {line})")
     if own.plan.of_keys is None:

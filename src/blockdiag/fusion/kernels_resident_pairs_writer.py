@@ -68,7 +68,7 @@ class PairsWriter(ResidentWriter):
         self.emit(f"mbarrier.expect({full}, {len(places) * rows * self.plan.width * 2})")
         for array, place in places.items():
             at = self.at(self.places[array], offset)
-            self.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {full}, {place})")
+            self.emit(f"tma_load({array}, [{at}], {full}, {place})")
 
     def gather_lines(
         self, lines: str, of_keys: str, before: Callable[[], None], after: Callable[[], None], last: Callable[[], None]

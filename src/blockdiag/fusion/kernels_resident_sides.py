@@ -201,7 +201,7 @@ def _load_held(own: SideWriter) -> None:
     for piece in range(2 if own.is_columns else own.others // 64):
         first = ("0", f"own * {OWN} + {piece * 64}") if own.is_columns else (f"own * {OWN}", piece * 64)
         at = own.at(own.places["held"], *first)
-        own.emit(f"tma.async_copy_global_to_shared(bias, [{at}], held_full.index(0), held.index({piece}))")
+        own.emit(f"tma_load(bias, [{at}], held_full.index(0), held.index({piece}))")
 
 
 def _load_own(own: SideWriter, group: int) -> None:
@@ -227,7 +227,7 @@ def _copy_pair(
     own.emit(f"mbarrier.expect({full}, {2 * rows * own.plan.width * 2})")
     for array, place in zip(arrays, places, strict=True):
         at = own.at(own.places[array], offset)
-        own.emit(f"tma.async_copy_global_to_shared({array}, [{at}], {full}, {place})")
+        own.emit(f"tma_load({array}, [{at}], {full}, {place})")
 
 
 def _request_lines(own: SideWriter) -> None:
@@ -245,7 +245,7 @@ def _copy_lines(own: SideWriter, step: str, slot: str) -> None:
     emit(f"o_q = later % {own.chunks} * {CHUNK} + gl.arange(0, {CHUNK}, C)")
     for i, name in enumerate(("log_sum", "delta")):
         place = f"p_{name} + {own.writer.row_place()}"
-        emit(f"async_copy.async_copy_global_to_shared(staged.index({slot} * 2 + {i}), {place})")
+        emit(f"load_async(staged.index({slot} * 2 + {i}), {place})")
     emit("async_copy.commit_group()")
 
 

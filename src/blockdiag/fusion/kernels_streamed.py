@@ -188,7 +188,7 @@ def _finish(own: _StreamWriter, rows: dict[int, Value]) -> None:
     emit("fence_async_shared()")
     emit("thread_barrier()")
     at = own.at(plan.places["output"], f"own * {ROWS} + GROUP * {_GROUP_ROWS}")
-    emit(f"tma.async_copy_shared_to_global(output, [{at}], exit)")
+    emit(f"tma_store(output, [{at}], exit)")
     emit(f'log_sum = gl.where(is_empty, float("-inf"), (largest * {own.unit} + gl.log2(total)) * 0.6931471805599453)')
     emit(f"gl.store(p_log_sum + {own.writer.row_place()}, log_sum)")
     emit("tma.store_wait(0)")
@@ -204,7 +204,7 @@ def _load(own: _StreamWriter) -> None:
     own.place()
     emit(f"mbarrier.expect(query_full.index(0), {ROWS * plan.features * 2})")
     at = own.at(plan.places["query"], f"own * {ROWS}")
-    emit(f"tma.async_copy_global_to_shared(query, [{at}], query_full.index(0), q_smem)")
+    emit(f"tma_load(query, [{at}], query_full.index(0), q_smem)")
 
     def body() -> None:
         emit(f"tile = {own.chunk_at(plan.lists, 'chunk')}")

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockdiag.triton_kernels.gluon_names import thread_barrier
+from blockdiag.triton_kernels.gluon_names import reinterpret, thread_barrier
 from blockdiag.triton_kernels.hopper_tiles import (
     load_table_lines,
     load_tile,
@@ -176,7 +176,7 @@ def block_diagonal_hopper_backward(
     k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
     scores = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], SCORES)
     if HEAD_DIM == 2 * ROWS:
-        v_smem = scores._reinterpret(dtype, [ROWS, HEAD_DIM], TILE)
+        v_smem = reinterpret(scores, dtype, [ROWS, HEAD_DIM], TILE)
     else:
         v_smem = scores.index(0)
     q_ready = make_barrier()
@@ -290,7 +290,7 @@ def block_diagonal_hopper_grouped_backward(
     p_smem = scores.index(0)
     ds_smem = scores.index(1)
     if HEAD_DIM == 2 * ROWS:
-        leaving_smem = scores._reinterpret(dtype, [ROWS, HEAD_DIM], TILE)
+        leaving_smem = reinterpret(scores, dtype, [ROWS, HEAD_DIM], TILE)
     else:
         leaving_smem = scores.index(0)
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

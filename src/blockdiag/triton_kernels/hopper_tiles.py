@@ -12,9 +12,9 @@ persistent programs that prefetch over a ring of slots, with or without a warp o
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from blockdiag.triton_kernels.gluon_names import thread_barrier
+from blockdiag.triton_kernels.gluon_names import thread_barrier, tma_load, tma_store
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def load_tile(source, memory, row, column, barrier, pred=True):
     """Start copying a tile into shared memory, where nobody reads or writes any more; `barrier` completes with it."""
     BYTES: gl.constexpr = memory.shape[0] * memory.shape[1] * 2
     mbarrier.expect(barrier, BYTES, pred)
-    tma.async_copy_global_to_shared(source, [row, column], barrier, memory, pred)
+    tma_load(source, [row, column], barrier, memory, pred)
 
 
 @gluon.jit
@@ -107,10 +107,10 @@ def send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRI
     takes it from `memory` again, so that `b_tile` need not be kept: for kernels without a register to spare.
     """
     if FULL:
-        tma.async_copy_shared_to_global(target, [start, column], memory)
+        tma_store(target, [start, column], memory)
     else:
         if written == memory.shape[0]:
-            tma.async_copy_shared_to_global(target, [start, column], memory)
+            tma_store(target, [start, column], memory)
         else:
             if READ_BACK:
                 LAYOUT: gl.constexpr = gl.BlockedLayout(

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockdiag.triton_kernels.gluon_names import thread_barrier
+from blockdiag.triton_kernels.gluon_names import load_async, thread_barrier
 from blockdiag.triton_kernels.hopper_tiles import make_barriers
 
 STAGES = gl.constexpr(3)
@@ -36,7 +36,7 @@ def load_key_tile(memory, source, start, length, head, HEADS: gl.constexpr, HEAD
     o_row = gl.expand_dims(gl.arange(0, memory.shape[0], gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     o_block = (start + o_row).to(gl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
-    async_copy.async_copy_global_to_shared(memory, source + o_block, mask=(o_row < length) & (o_column >= 0))
+    load_async(memory, source + o_block, mask=(o_row < length) & (o_column >= 0))
 
 
 @gluon.jit
@@ -91,8 +91,8 @@ def gather_rows(q_tile, do_tile, places, query, output_cotangent, LINES: gl.cons
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     o_block = b_place.to(gl.int64) * HEAD_DIM + o_column
     m_block = (b_place >= 0) & (o_column >= 0)
-    async_copy.async_copy_global_to_shared(q_tile, query + o_block, mask=m_block)
-    async_copy.async_copy_global_to_shared(do_tile, output_cotangent + o_block, mask=m_block)
+    load_async(q_tile, query + o_block, mask=m_block)
+    load_async(do_tile, output_cotangent + o_block, mask=m_block)
 
 
 @gluon.jit
@@ -137,8 +137,8 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty
             if at <= tiles:
                 stage = filled % STAGES
                 mbarrier.wait(empty.index(stage), filled // STAGES % 2 ^ 1)
-                async_copy.async_copy_global_to_shared(ss_smem.index(stage), p_score_start + b_place, mask=b_place >= 0)
-                async_copy.async_copy_global_to_shared(ws_smem.index(stage), p_weight_start + b_place,
+                load_async(ss_smem.index(stage), p_score_start + b_place, mask=b_place >= 0)
+                load_async(ws_smem.index(stage), p_weight_start + b_place,
                                                        mask=b_place >= 0)
                 # The next tile's, long before they are needed.
                 b_place, b_part = tile_places(p_list, at + 1, listed, own_first, own_rows, own_tiles, head, part_head,

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockdiag.triton_kernels.gluon_names import thread_barrier
+from blockdiag.triton_kernels.gluon_names import load_async, thread_barrier
 from blockdiag.triton_kernels.moba_hopper_backward import load_key_tile
 
 CODES = gl.constexpr(4)
@@ -37,7 +37,7 @@ def gather_queries(q_smem, pairs, query, head, QUERY_HEADS: gl.constexpr, HEAD_D
     o_row = gl.expand_dims(gl.maximum(b_pair, 0) // SLOTS, 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     o_block = o_row.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
-    async_copy.async_copy_global_to_shared(q_smem, query + o_block,
+    load_async(q_smem, query + o_block,
                                            mask=(gl.expand_dims(b_pair, 1) >= 0) & (o_column >= 0))
     async_copy.commit_group()
 

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blockdiag.triton_kernels.gluon_names import thread_barrier
+from blockdiag.triton_kernels.gluon_names import load_async, thread_barrier
 
 # Of blocks that cannot be chosen: those with lower scores, too. Some thousands of it add up to a finite number.
 NO_SCORE = gl.constexpr(-1e34)
@@ -40,7 +40,7 @@ def load_centroids(memory, place, p_centroids, first, lowest, key_head, KEY_HEAD
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     p_part = p_centroids + (o_block * KEY_HEADS + key_head).to(gl.int64) * (PARTS * HEAD_DIM) + o_column
     for part in gl.static_range(PARTS):
-        async_copy.async_copy_global_to_shared(memory.index(place + part), p_part + part * HEAD_DIM,
+        load_async(memory.index(place + part), p_part + part * HEAD_DIM,
                                                mask=(o_block >= lowest) & (o_column >= 0))
     async_copy.commit_group()
 

@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from blockdiag.paged_problem import PagedProblem
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2
-from blockdiag.triton_kernels.paged_configs import EIGHT_BITS, SPLIT_GRAIN, split_config
+from blockdiag.triton_kernels.compiler_versions import adjusted
+from blockdiag.triton_kernels.paged_configs import ADJUSTMENTS, EIGHT_BITS, SPLIT_GRAIN, split_config
 from blockdiag.triton_kernels.plan import (
     Argument,
     CompileOptions,
@@ -169,7 +170,7 @@ class PagedLaunch:
                 f"float8_e4m3fn needs compute capability 8.9 or higher, and this GPU has {target.arch / 10}; use "
                 "float8_e5m2, or implementation='xla'"
             )
-        config = split_config(problem, target.arch)
+        config = adjusted(split_config(problem, target.arch), ADJUSTMENTS, problem, self.kind, target.arch)
         rows = problem.query_tokens * problem.group_size
         row_tiles = -(-rows // config.rows)
         left, right = problem.window

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from blockdiag.paged_problem import PagedProblem
 from blockdiag.triton_kernels.block_diagonal_configs import next_power_of_2, uses_mma_sync
+from blockdiag.triton_kernels.compiler_versions import Adjustment
 
 # Splits begin at multiples of it, unless their size is given.
 SPLIT_GRAIN = 64
@@ -30,6 +31,21 @@ class SplitConfig:
     num_warps: int
     loop_stages: int
     keys_first: bool = True
+
+
+ADJUSTMENTS = (
+    # Values whose columns are padded to a power of two: 24 bytes of a thread spill with 2 warps. Offline reports; not
+    # measured.
+    Adjustment(
+        since=(3, 8),
+        kinds=("splits",),
+        archs=(100, 103),
+        change={"num_warps": 4},
+        applies=lambda problem, config: (
+            config.num_warps == 2 and problem.value_dim != next_power_of_2(problem.value_dim)
+        ),
+    ),
+)
 
 
 def row_tile(problem: PagedProblem) -> int:

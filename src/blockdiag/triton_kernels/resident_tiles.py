@@ -9,7 +9,9 @@ says that it is full, and one that both groups say empty on.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from blockdiag.triton_kernels.gluon_names import tma_load
 
 
 @gluon.jit
@@ -20,7 +22,7 @@ def load_slot(source, ring, full, empty, number, row, column):
     slot = number % SLOTS
     mbarrier.wait(empty.index(slot), number // SLOTS % 2 ^ 1)
     mbarrier.expect(full.index(slot), BYTES)
-    tma.async_copy_global_to_shared(source, [row, column], full.index(slot), ring.index(slot))
+    tma_load(source, [row, column], full.index(slot), ring.index(slot))
 
 
 @gluon.jit
