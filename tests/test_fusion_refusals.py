@@ -235,13 +235,24 @@ def test_weights_that_are_returned_are_made_beside_the_kernel():
     assert explain(function)(*operands()).outside["exp"] == 1
 
 
-def test_sizes_that_are_no_numbers():
+@pytest.mark.parametrize("options", [{}, {"fallback": True}, {"implementation": "xla", "fallback": True}], ids=str)
+def test_fuse_of_symbolic_sizes_exports_the_function_as_it_stands(options):
+    def attention(query, key, value):
+        return jax.nn.softmax(query @ key.mT) @ value
+
+    operand = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 16, 8"), jnp.float32)
+    fused = fuse(attention, **options)
+    exported = jax.export.export(jax.jit(fused))(operand, operand, operand)
+    given = jnp.ones((3, 16, 8))
+    np.testing.assert_allclose(exported.call(given, given, given), given, rtol=1e-6)
+    assert "sizes that are numbers" in fused.fallbacks[0]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_fuse_of_symbolic_sizes_by_a_named_implementation_is_refused(implementation):
     def attention(query, key, value):
         return jax.nn.softmax(query @ key.mT) @ value
 
     operand = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 16, 8"), jnp.float32)
     with pytest.raises(NotFusible, match="chooses tiles by sizes that are numbers, got an array of shape"):
-        jax.export.export(jax.jit(fuse(attention)))(operand, operand, operand)
-    exported = jax.export.export(jax.jit(fuse(attention, fallback=True)))(operand, operand, operand)
-    given = jnp.ones((3, 16, 8))
-    np.testing.assert_allclose(exported.call(given, given, given), given, rtol=1e-6)
+        jax.export.export(jax.jit(fuse(attention, implementation=implementation)))(operand, operand, operand)

@@ -8,6 +8,7 @@ from typing import Any
 
 from blockdiag import _validate
 from blockdiag._arrays import dtype_name
+from blockdiag._sizes import is_symbolic
 from blockdiag.problem import (
     MOST_TILE_ROWS,
     BlockDiagonalProblem,
@@ -43,7 +44,8 @@ def describe_call(
         _validate.check_rotary(rotary, tokens_shape, head_dim, longest)
     is_uniform = sequence_offsets is None and block_lengths is None
     # No block is longer than all tokens; what fits into one tile of scores is computed in one.
-    block_size = min(block_size, max(length, MOST_TILE_ROWS))
+    if not is_symbolic(length):
+        block_size = min(block_size, max(length, MOST_TILE_ROWS))
     if sequence_offsets is not None:
         num_tiles = count_offset_tiles(tokens, sequence_offsets.shape[0] - 1, block_size)
     elif block_lengths is not None:

@@ -4,6 +4,7 @@ Each mistake is a ValueError that names the argument, its value and the remedy. 
 of which only shapes and dtypes are read, and values of lengths and page numbers where they are known.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from blockdiag import _validate
 from blockdiag._arrays import dtype_name, is_traced, known_values
 from blockdiag._describe_paged import EIGHT_BITS, check_cache, check_cache_scale
+from blockdiag._sizes import is_symbolic
 from blockdiag.append_problem import AppendProblem
 from blockdiag.paged_problem import CacheScale
 from blockdiag.problem import RotaryProblem
@@ -43,10 +45,10 @@ def describe_append_call(
     _check_sequences(key, batch, query_lengths, query_offsets)
     check_cache(key_pages, page_table, kv_lengths, batch)
     _check_positions(key, kv_lengths, query_lengths, query_offsets)
-    num_pages, page_size, key_heads = (int(size) for size in key_pages.shape[:3])
+    num_pages, page_size, key_heads = (size if is_symbolic(size) else int(size) for size in key_pages.shape[:3])
     block_size = _check_centroids(key_centroids, block_size, (batch, key_heads, key.shape[-1]))
     return AppendProblem(
-        tokens=int(np.prod(key.shape[:-2], dtype=np.int64)),
+        tokens=math.prod(key.shape[:-2]),
         batch=batch,
         query_tokens=key.shape[1] if query_offsets is None else None,
         key_heads=key_heads,
@@ -184,7 +186,7 @@ def _describe_rotary(rotary: Any, key: Any, kv_lengths: Any) -> RotaryProblem | 
         query=False,
         key=True,
         value=False,
-        table_rows=int(np.prod(rotary.cos.shape[:-1], dtype=np.int64)),
+        table_rows=math.prod(rotary.cos.shape[:-1]),
         table_dtype=dtype_name(rotary.cos.dtype),
         positions="explicit" if rotary.per_token or rotary.positions is not None else "sequence",
     )

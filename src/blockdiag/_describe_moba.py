@@ -10,6 +10,7 @@ from typing import Any
 
 from blockdiag import _validate
 from blockdiag._arrays import dtype_name, is_traced
+from blockdiag._sizes import smaller_bound
 from blockdiag.moba_problem import MoBAProblem
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 4096
@@ -78,13 +79,13 @@ def count_packed_blocks(tokens: int, num_sequences: int, block_size: int) -> int
     """Blocks that `num_sequences` sequences, at most `tokens` rows together, have at most."""
     if num_sequences == 0:
         return 0
-    return min(tokens, (tokens + num_sequences * (block_size - 1)) // block_size)
+    return smaller_bound(tokens, (tokens + num_sequences * (block_size - 1)) // block_size)
 
 
 def count_slots(top_k: int, sequence_blocks: int, is_causal: bool) -> int:
     """Blocks, its own not counted, that a query can choose at most, of a sequence of `sequence_blocks` blocks."""
     # Torch's symbols cannot subtract a bool.
-    return max(min(top_k, sequence_blocks) - int(is_causal), 0)
+    return max(smaller_bound(sequence_blocks, top_k) - int(is_causal), 0)
 
 
 def check_moba_operands(query: Any, key: Any, value: Any = None) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from blockdiag import _validate
 from blockdiag._arrays import dtype_name, is_traced, known_values
+from blockdiag._sizes import is_symbolic, smaller_bound
 from blockdiag.paged_problem import CacheScale, PagedProblem
 from blockdiag.paged_splits import choose_splits
 
@@ -95,14 +96,15 @@ def describe_paged_call(
 
 
 def with_chosen_splits(problem: PagedProblem) -> PagedProblem:
-    """The same call, divided as its shapes suggest."""
-    chosen = choose_splits(
+    """The same call, divided as its shapes suggest; a symbolic size counts as 1."""
+    sizes = dict(
         batch=problem.batch,
         query_tokens=problem.query_tokens,
         group_size=problem.group_size,
         key_heads=problem.key_heads,
         max_keys=problem.max_keys,
     )
+    chosen = choose_splits(**{name: 1 if is_symbolic(size) else size for name, size in sizes.items()})
     return dataclasses.replace(problem, num_splits=chosen)
 
 
@@ -188,7 +190,7 @@ def _check_packed(query: Any, query_lengths: Any, query_offsets: Any, max_query_
             "`query_lengths` and `query_offsets` exclude each other, got both; the offsets say how long sequences are"
         )
     longest = _validate.check_sequence_offsets(query.shape[0], query_offsets, "query_offsets")
-    tokens = min(query.shape[0], MAX_PACKED_QUERY_LENGTH)
+    tokens = smaller_bound(query.shape[0], MAX_PACKED_QUERY_LENGTH)
     if max_query_length is not None:
         tokens = None if isinstance(max_query_length, bool) or is_traced(max_query_length) else max_query_length
         tokens = _validate.as_index(tokens)

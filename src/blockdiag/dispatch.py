@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from blockdiag._sizes import symbolic_field
 from blockdiag.append_problem import AppendProblem
 from blockdiag.fusion.tree import Region
 from blockdiag.key_convolution_problem import KeyConvolutionProblem
@@ -73,7 +74,15 @@ class Implementation:
         Returns:
             None where it can; otherwise a sentence with the reason and the remedy.
         """
-        return self.why_unavailable() or self.load().supports(problem)
+        reason = self.why_unavailable()
+        is_launch = self.has_interpreter and not isinstance(problem, Region)
+        if reason is None and is_launch and (size := symbolic_field(problem)):
+            # A kernel's launch is laid out while tracing.
+            return (
+                f"kernels are launched for sizes that are numbers, got {size}; export for each size, or with "
+                'implementation="xla"'
+            )
+        return reason or self.load().supports(problem)
 
 
 IMPLEMENTATIONS = {

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from blockdiag._sizes import is_symbolic
 from blockdiag.problem import BlockDiagonalProblem, count_length_tiles, count_offset_tiles
 
 TileTable = Int[Array, "num_tiles 3"]
@@ -100,16 +101,21 @@ _MOST_COMPARISONS = 1 << 20
 
 def running_sum(x: Array) -> Array:
     """Sums of all prefixes of an int32 array."""
-    if x.shape[0] > _MOST_COMPARED_PREFIXES:
+    if not _is_at_most(x.shape[0], _MOST_COMPARED_PREFIXES):
         return jnp.cumsum(x, dtype=jnp.int32)
     return jnp.sum(jnp.where(_is_in_prefix(x.shape[0]), x[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def running_maximum(x: Array) -> Array:
     """Maxima of all prefixes of an int32 array without negative elements."""
-    if x.shape[0] > _MOST_COMPARED_PREFIXES:
+    if not _is_at_most(x.shape[0], _MOST_COMPARED_PREFIXES):
         return jax.lax.cummax(x)
     return jnp.max(jnp.where(_is_in_prefix(x.shape[0]), x[None, :], 0), axis=1, initial=0)
+
+
+def _is_at_most(size: int, bound: int) -> bool:
+    """Whether a size is known to be no larger than a bound; a symbolic one is not."""
+    return not is_symbolic(size) and size <= bound
 
 
 def _is_in_prefix(size: int) -> Array:
@@ -135,11 +141,12 @@ def _count_before(sorted_values: Array, x: Array, is_before: Callable[[Array, Ar
     (jax 0.11.2).
     """
     size = sorted_values.shape[0]
-    if size * x.shape[0] <= _MOST_COMPARISONS:
+    if _is_at_most(size * x.shape[0], _MOST_COMPARISONS):
         return jnp.sum(is_before(sorted_values[None, :], x[:, None]), axis=1, dtype=jnp.int32)
     # A binary search, unrolled: the count is found bit by bit, from the highest.
     count = jnp.zeros(x.shape, jnp.int32)
-    for bit in reversed(range(size.bit_length())):
+    for bit in reversed(range(31 if is_symbolic(size) else size.bit_length())):
+        # Below 2**31: the count is of larger bits only.
         larger = count + (1 << bit)
         value = sorted_values.at[larger - 1].get(mode="clip", wrap_negative_indices=False)
         is_larger = (larger <= size) & is_before(value, x)

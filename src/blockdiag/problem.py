@@ -2,11 +2,13 @@
 
 A problem is everything about a call that is known before any array element is: sizes, dtypes and options, as plain
 hashable data. Public functions build one, `supports` functions judge it, kernels and launch plans are functions of it.
-This module imports nothing but the standard library, so that device code may use it without jax or torch.
+This module imports neither jax nor torch, so that device code may use it without them.
 """
 
 from dataclasses import dataclass
 from typing import Literal
+
+from blockdiag._sizes import smaller_bound
 
 PositionSource = Literal["sequence", "explicit", "token"]
 
@@ -112,4 +114,4 @@ def count_length_tiles(tokens: int, num_blocks: int, block_size: int) -> int:
 
 def _most_tiles(tokens: int, segments: int, block_size: int) -> int:
     """The most tiles that `segments` segments, `tokens` rows together, can be cut into."""
-    return min(tokens, (tokens + segments * (block_size - 1)) // block_size)
+    return smaller_bound(tokens, (tokens + segments * (block_size - 1)) // block_size)

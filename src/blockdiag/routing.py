@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int
 from blockdiag import _validate
 from blockdiag._arrays import known_values
 from blockdiag._describe_moba import check_moba_block_size, check_top_k
+from blockdiag._sizes import is_symbolic
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.moba_tables import clip_offsets, count_unmasked, rows_to_sequences
 from blockdiag.packing import count_below, count_not_above
@@ -344,7 +345,7 @@ def _as_int32(x: Array, name: str) -> Array:
 
 
 def _check_size(size: int) -> None:
-    if size >= 2**31:
+    if not is_symbolic(size) and size >= 2**31:
         raise ValueError(
             f"`routing` must have fewer than 2**31 indices to be converted from or to lists, got {size}; convert "
             "slices of its heads"

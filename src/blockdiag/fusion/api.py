@@ -35,7 +35,7 @@ from blockdiag.fusion.squares import with_products
 from blockdiag.fusion.sums import with_sums
 from blockdiag.fusion.trace import aval_of, bind, body_of, flat_jaxpr, has_effects, hidden_attention, read
 from blockdiag.fusion.tree import NotFusible as NotFusible
-from blockdiag.fusion.tree import Region, Source
+from blockdiag.fusion.tree import Region, Source, SymbolicSizes
 
 type _Compute = Callable[[Region, bool, list[Any], Any], tuple[Any, Any]]
 
@@ -64,7 +64,8 @@ def fuse[**P, R](
         implementation: None: the Triton kernels where the program is lowered for CUDA, and a scan over tiles of keys
             elsewhere; "triton", "xla", or a sequence of them: the first that can compute a region. "reference" is the
             function as it stands.
-        fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons.
+        fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons. Without
+            `implementation` so does a function of arrays whose sizes are symbolic, as `jax.export` has them.
 
     Returns:
         A function of the same arguments, with the shapes and dtypes of the results that `function` has.
@@ -104,7 +105,8 @@ def fuse[**P, R](
         try:
             program = trace(function, args, kwargs)
         except NotFusible as failure:
-            if not fallback:
+            has_choice = names is None and isinstance(failure, SymbolicSizes)
+            if not fallback and not has_choice:
                 raise
             reasons.append(str(failure))
             return function(*args, **kwargs)
@@ -373,9 +375,9 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     arrays = [flat[place] for place in places]
     for array in arrays:
         if not all(isinstance(size, int) for size in array.shape):
-            raise NotFusible(
+            raise SymbolicSizes(
                 f"`fuse` chooses tiles by sizes that are numbers, got an array of shape {array.shape}; export for each "
-                "size, or with fallback=True, which exports the function as it stands"
+                "size, or without `implementation`, which exports the function as it stands"
             )
     jaxpr, structure = flat_jaxpr(of_arrays, *arrays, keep=CHECKPOINTS)
     if has_checkpoints(jaxpr.jaxpr):

@@ -52,6 +52,10 @@ class NotFusible(NotImplementedError):
     """
 
 
+class SymbolicSizes(NotFusible):
+    """Sizes of arrays are expressions, as `jax.export` has them."""
+
+
 @dataclass(frozen=True)
 class Source:
     """An array outside of the region.

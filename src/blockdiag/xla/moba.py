@@ -6,6 +6,7 @@ backward: adds to the running gradients). No two rows of a tile are the same que
 rows and results repeat bit by bit. Query heads that share a key head take turns: keys and values are never repeated.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,12 +16,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from blockdiag._dtypes import accumulation_dtype
+from blockdiag._sizes import is_symbolic, smaller_bound
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.packing import count_below, count_not_above
 
 # Scores that routing holds at once, over queries, heads and blocks.
 _ROUTING_SCORES = 1 << 22
+# How many blocks are assumed where their number is symbolic.
+_SYMBOLIC_BLOCKS = 1 << 10
 
 
 def available() -> str | None:
@@ -50,7 +54,7 @@ def route(
     later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret
-    num_chosen = min(problem.slots, problem.num_blocks)
+    num_chosen = smaller_bound(problem.num_blocks, problem.slots)
     if num_chosen == 0 or problem.query_tokens == 0 or problem.key_tokens == 0:
         return jnp.full((problem.query_heads, problem.query_tokens, problem.slots), -1, jnp.int32)
     wide = accumulation_dtype(query.dtype)
@@ -68,13 +72,17 @@ def route(
         is_candidate = is_allowed[None, :] & ~jnp.isnan(scores)  # [N, num_blocks]
         # Every candidate must stand before all others, and -0 beside 0.
         scores = jnp.where(scores == 0, 0, jnp.maximum(scores, lowest))
-        _, order = jax.lax.top_k(jnp.where(is_candidate, scores, -jnp.inf), num_chosen)
+        scores = jnp.where(is_candidate, scores, -jnp.inf)
+        if is_symbolic(problem.num_blocks):
+            # There may be fewer blocks than are to be chosen.
+            scores = jnp.pad(scores, ((0, 0), (0, num_chosen)), constant_values=-jnp.inf)
+        _, order = jax.lax.top_k(scores, num_chosen)
         count = jnp.sum(is_candidate, axis=-1, keepdims=True, dtype=jnp.int32)
         is_chosen = jnp.arange(num_chosen, dtype=jnp.int32)[None, :] < count
         return jnp.where(is_chosen, problem.num_blocks - 1 - order.astype(jnp.int32), -1)
 
-    at_once = max(1, min(problem.query_tokens, _ROUTING_SCORES // (problem.query_heads * problem.num_blocks)))
-    chosen = jax.lax.map(choose, (query, queries), batch_size=at_once)  # [query_tokens, N, num_chosen]
+    num_scores = problem.query_heads * (_SYMBOLIC_BLOCKS if is_symbolic(problem.num_blocks) else problem.num_blocks)
+    chosen = _map_in_batches(choose, (query, queries), _ROUTING_SCORES // num_scores)  # [query_tokens, N, num_chosen]
     padding = ((0, 0), (0, 0), (0, problem.slots - num_chosen))
     return jnp.pad(jnp.swapaxes(chosen, 0, 1), padding, constant_values=-1)
 
@@ -221,7 +229,24 @@ def _centroids(problem: MoBAProblem, key: Array, key_mask: Array | None, blocks:
         total = jnp.sum(_rows(key, rows).astype(wide), axis=0)
         return total / jnp.maximum(size, 1).astype(wide), size
 
-    return jax.lax.map(centroid, blocks, batch_size=max(1, min(problem.num_blocks, 4096 // problem.block_size)))
+    return _map_in_batches(centroid, blocks, 4096 // problem.block_size)
+
+
+def _map_in_batches(function: Callable[[Any], Any], operands: Any, at_once: int) -> Any:
+    """`jax.lax.map` of `at_once` elements at a time, for any number of elements."""
+    count = jax.tree.leaves(operands)[0].shape[0]
+    if not is_symbolic(count):
+        return jax.lax.map(function, operands, batch_size=max(1, min(count, at_once)))
+    # Whole batches, of which the last one may have elements too many: `lax.map` needs to know how many remain.
+    at_once = max(1, at_once)
+    batches = (count + (at_once - 1)) // at_once
+
+    def in_batches(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, batches * at_once - count), *[(0, 0)] * (x.ndim - 1)))
+        return padded.reshape(batches, at_once, *x.shape[1:])
+
+    results = jax.lax.map(jax.vmap(function), jax.tree.map(in_batches, operands))
+    return jax.tree.map(lambda x: x.reshape(batches * at_once, *x.shape[2:])[:count], results)
 
 
 def _key_rows(problem: MoBAProblem, key_mask: Array | None, block: Array) -> Array:
@@ -235,6 +260,10 @@ def _key_rows(problem: MoBAProblem, key_mask: Array | None, block: Array) -> Arr
 
 def _tile_height(problem: MoBAProblem) -> int:
     """Queries of a tile: about a quarter of what a block has on average, so that few rows of tiles stay unused."""
+    if is_symbolic(problem.query_tokens) or is_symbolic(problem.num_blocks):
+        # As if there were as many queries as keys.
+        average = problem.block_size * (problem.slots + 1)
+        return min(max(1 << (average // 4).bit_length(), 16), 512)
     average = problem.query_tokens * (problem.slots + 1) // problem.num_blocks
     return min(max(1 << (average // 4).bit_length(), 16), 512, -(-problem.query_tokens // 16) * 16)
 
@@ -244,10 +273,10 @@ def _count_tiles(problem: MoBAProblem) -> int:
     height = _tile_height(problem)
 
     def most(rows: int) -> int:
-        return (rows + min(problem.num_blocks, rows) * (height - 1)) // height
+        return (rows + smaller_bound(rows, problem.num_blocks) * (height - 1)) // height
 
     own_rows = problem.query_tokens if problem.is_causal else 0
-    return most(problem.query_tokens * min(problem.slots, problem.num_blocks)) + most(own_rows)
+    return most(problem.query_tokens * smaller_bound(problem.num_blocks, problem.slots)) + most(own_rows)
 
 
 def _work(problem: MoBAProblem, blocks: Array, lists: Lists, own: Array | None) -> _Work:

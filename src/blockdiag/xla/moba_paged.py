@@ -4,6 +4,7 @@ Each step of a loop gathers, for each query of each head, a tile of one of its b
 running softmax.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array
 
 from blockdiag._differentiation import on_common_axes
 from blockdiag._dtypes import accumulation_dtype
+from blockdiag._sizes import is_symbolic
 from blockdiag.moba_paged_problem import MoBAPagedProblem
 
 # Elements of keys, and of values, that one step gathers at most, where queries are few enough for tiles of 16 keys.
@@ -125,7 +127,10 @@ def _choose(problem: MoBAPagedProblem, sequence: _Sequence, position: Array) -> 
 def _tile_keys(problem: MoBAPagedProblem) -> int:
     """Keys of a block that one step gathers for each query."""
     call = problem.paged
-    of_a_key = call.batch * call.query_tokens * call.query_heads * max(call.head_dim, call.value_dim)
+    sizes = (call.batch, call.query_tokens, call.query_heads, max(call.head_dim, call.value_dim))
+    if any(map(is_symbolic, sizes)):
+        return min(problem.block_size, 16)
+    of_a_key = math.prod(sizes)
     return min(problem.block_size, max(16, _GATHERED // max(of_a_key, 1) // 16 * 16))
 
 
