@@ -63,8 +63,8 @@ def _explanation(error: Exception) -> str | None:
         and hasattr(torch.Tensor, str(error.name))
     ):
         return (
-            f"`.{error.name}` {place} is of torch tensors, and arrays of JAX have none: the function runs in JAX; write "
-            "it with jax.numpy, jax.nn or jax.lax"
+            f"`.{error.name}` {place} is of torch tensors, and arrays of JAX have none: the function runs in JAX; "
+            "write it with jax.numpy, jax.nn or jax.lax"
         )
     if expression is None:
         return None
