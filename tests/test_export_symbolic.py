@@ -61,7 +61,7 @@ def test_export_of_gradients_for_any_batch_computes_them(name):
 def test_export_of_kernels_for_any_batch_is_refused_with_the_remedy(name):
     call = CALLS[name]
     with pytest.raises(
-        (NotImplementedError, NotFusible), match="sizes that are numbers.*export for each size, or with"
+        (NotImplementedError, NotFusible), match=r"sizes that are numbers.*export for each size, or with"
     ):
         exported_call(call, call.bound("triton"), symbol())
 
@@ -76,7 +76,7 @@ def test_export_for_cuda_of_any_batch_needs_no_kernel(name):
 
 def test_export_of_pallas_for_any_batch_is_refused_with_the_remedy():
     call = CALLS["block_diagonal"]
-    with pytest.raises(NotImplementedError, match="got tokens=.*export for each size"):
+    with pytest.raises(NotImplementedError, match=r"got tokens=.*export for each size"):
         exported_call(call, call.bound("pallas"), symbol())
 
 

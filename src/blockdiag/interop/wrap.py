@@ -18,9 +18,9 @@ import torch
 from blockdiag.interop import private_torch
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop._torch_callback import wrap_torch
+from blockdiag.interop._torch_mistakes import explaining
 from blockdiag.interop._torch_transforms import call_under_transforms
 from blockdiag.interop._wrapped_program import Program, check_operand
-from blockdiag.interop.torch_mistakes import explaining
 
 __all__ = ["wrap_jax", "wrap_torch"]
 

@@ -39,8 +39,9 @@ def block_diagonal_attention(
 
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
-            `block_lengths` describe. float16, bfloat16, float32 or float64, on a CPU or a CUDA device. Tensors that are
-            not contiguous (or not aligned to 16 bytes) are copied, in the forward and again in the backward pass.
+            `block_lengths` describe; or a jagged nested tensor, as are key and value then. float16, bfloat16, float32
+            or float64, on a CPU or a CUDA device. Tensors that are not contiguous (or not aligned to 16 bytes) are
+            copied, in the forward and again in the backward pass.
         key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
         block_size: rows of a block, any positive number; with `block_lengths` the most rows of a block.
         sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked

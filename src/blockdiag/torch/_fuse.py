@@ -116,7 +116,7 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
     import jax
 
     from blockdiag.fusion.explain import explain as explain_arrays
-    from blockdiag.interop.torch_mistakes import explaining
+    from blockdiag.interop._torch_mistakes import explaining
     from blockdiag.torch._fuse_call import as_array, plain
 
     explain_call = explain_arrays(explaining(plain(function)))

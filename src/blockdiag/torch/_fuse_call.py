@@ -20,11 +20,11 @@ from blockdiag.fusion.shared import shared
 from blockdiag.fusion.trace import has_effects
 from blockdiag.fusion.tree import NotFusible
 from blockdiag.interop import private_torch, triton_fused
+from blockdiag.interop._torch_mistakes import explaining
 from blockdiag.interop._torch_transforms import call_under_transforms
 from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch
-from blockdiag.interop.torch_mistakes import explaining
 from blockdiag.interop.wrap import static_key, wrap_jax
 from blockdiag.torch._fuse_keys import data_of
 from blockdiag.torch._fuse_program import TorchProgram

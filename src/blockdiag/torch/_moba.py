@@ -82,8 +82,8 @@ def moba_attention(
 
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets`
-            describes. float16, bfloat16, float32 or float64, on a CPU or a CUDA device. Tensors that are not
-            contiguous (or not aligned to 16 bytes) are copied.
+            describes; or a jagged nested tensor, as are key and value then. float16, bfloat16, float32 or float64, on a
+            CPU or a CUDA device. Tensors that are not contiguous (or not aligned to 16 bytes) are copied.
         key, value: [B, S, K, H] or [S, K, H] in the dtype of `query`, N a multiple of K. Where S differs from T, the
             last query has the position of the last key; a query before the first key sees nothing and gives 0.
         block_size: keys of a block, a multiple of 16 from 16 to 4096.

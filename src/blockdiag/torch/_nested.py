@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 
-def unpack(sequence_offsets: Any = None, **given: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def unpack(sequence_offsets: Any = None, **given: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The packed tokens of jagged tensors, and the int32 offsets of the sequences in each.
 
     Args:
@@ -46,7 +46,7 @@ def check_same_sequences(**given: torch.Tensor) -> None:
             )
 
 
-def repack(output: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def repack(output: torch.Tensor, like: Any) -> torch.Tensor:
     """Packed tokens as a jagged tensor with the offsets of `like`."""
     return torch.nested.nested_tensor_from_jagged(output, offsets=like.offsets())
 
@@ -58,7 +58,7 @@ def refuse(**given: Any) -> None:
             raise refusal(name, tensor)
 
 
-def refusal(name: str, tensor: torch.Tensor) -> ValueError:
+def refusal(name: str, tensor: Any) -> ValueError:
     """What a nested tensor raises that is not taken, or a plain one next to nested ones."""
     if not tensor.is_nested:
         return ValueError(
