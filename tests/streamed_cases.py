@@ -81,6 +81,19 @@ def window(query, key, value):
     return attend(query, key, value, lambda scores: where(scores, ((away >= 0) & (away < 600))[None, None]))
 
 
+def global_and_local(query, key, value):
+    """A window, and the first keys and queries: five ranges of tiles."""
+    row, column = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])[None, :]
+    seen = (jnp.abs(row - column) < 400) | (column < 100) | (row < 100)
+    return attend(query, key, value, lambda scores: where(scores, seen[None, None]))
+
+
+def strided(query, key, value):
+    """Keys at distances of multiples of 256, and their neighbours: lists that all tiles of queries share."""
+    away = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
+    return attend(query, key, value, lambda scores: where(scores, ((away >= 0) & (away % 256 < 8))[None, None]))
+
+
 def far_away(query, key, value):
     """The first 640 queries see no key, and have results of 0."""
     row = jnp.arange(query.shape[1])
@@ -183,6 +196,8 @@ CASES = {
     "causal": Streamed(causal, _shapes(1, 640, 640, 2, 128)),
     "causal_wide_values": Streamed(causal, _shapes(1, 256, 512, 2, 128, 256)),
     "window": Streamed(window, _shapes(1, 1280, 1280, 2, 128)),
+    "global_and_local": Streamed(global_and_local, _shapes(1, 1280, 1280, 1, 128)),
+    "strided": Streamed(strided, _shapes(1, 2560, 2560, 1, 128)),
     "far_away": Streamed(far_away, _shapes(1, 1280, 1280, 1, 128)),
     "added_mask": Streamed(added_mask, _shapes(1, 512, 512, 2, 128)),
     "documents": Streamed(documents, _shapes(3, 640, 640, 2, 128) | {"segment": (3, 640)}),

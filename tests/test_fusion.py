@@ -11,7 +11,8 @@ from blockdiag import NotFusible, explain, fuse
 from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery import VARIANTS, Sizes
-from blockdiag.fusion.kernels import Lists, Tile, forward_source
+from blockdiag.fusion.kernels import Tile, forward_source
+from blockdiag.fusion.lists import Form, Lists
 from blockdiag.fusion.live import live_tiles
 from blockdiag.interop import triton_fused
 
@@ -182,7 +183,7 @@ def test_masks_that_a_dtype_rounds_still_kill_tiles():
 
 def test_source_is_python_that_reads_what_it_says():
     _, (region,) = regions(causal, *arrays())
-    source = forward_source(region, Tile(32, 16), Lists((), False, (2, 2)))
+    source = forward_source(region, Tile(32, 16), Lists((), False, (Form("list", 2), Form("list", 2))))
     assert source.text.count("tl.dot") == 2
     assert "p_live_tiles" in source.text and "p_value" in source.text
     compile(source.text, "kernel", "exec")

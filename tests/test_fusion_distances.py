@@ -16,6 +16,7 @@ from blockdiag.fusion.diagonals import distance_tile
 from blockdiag.fusion.gallery_scores import t5_relative_bias
 from blockdiag.fusion.live import live_tiles
 from blockdiag.fusion.positions import with_positions
+from blockdiag.fusion.tile_tables import expanded
 from blockdiag.interop import triton_fused
 from tests.support import compiled_quickly
 
@@ -358,9 +359,10 @@ def test_tiles_along_diagonals():
     assert tile.rows == tile.columns == 32
     found = live_tiles(region, tile, {})
     assert found is not None
-    counts, tiles = (np.asarray(found.arrays[name]) for name in ("live_counts_d", "live_tiles_d"))
+    counts, numbers = (np.asarray(found.arrays[name]) for name in ("live_counts_d", "live_tiles_d"))
     assert counts[:, 1].tolist() == [0, 2, 1]
-    assert tiles[1].tolist() == [0, 1] and tiles[2, 0] == 1
+    states = expanded(found.lists.forms[2], counts, numbers, 2)
+    assert (states > 0).tolist() == [[False, False], [True, True], [False, True]]
 
 
 @pytest.mark.parametrize(("rows", "keys", "columns"), [(5, 7, 4), (8, 8, 4), (1, 3, 2), (9, 2, 2)])

@@ -84,7 +84,7 @@ def blocks(query, key):
 
 
 def known_documents(query, key):
-    document = np.arange(query.shape[1], dtype=np.int32) // DOCUMENT_LENGTH
+    document = jnp.asarray(np.arange(query.shape[1], dtype=np.int32) // DOCUMENT_LENGTH)
     row, column = places(query, key)
     return (document[:, None] == document[None, :]) & (row >= column)
 
@@ -203,7 +203,9 @@ def test_tables_of_gallery_variants_tell_the_state_of_every_tile(name):
             assert_same_states(region, tile, arrays)
 
 
-DECIDED_BY_ARRAYS = ("document", "causal_document", "prefix_lm_lengths", "alibi_learned", "dense_mask", "retention")
+DECIDED_BY_ARRAYS = (
+    "document", "causal_document", "prefix_lm_lengths", "cross_attention", "library_window_lengths", "dense_mask",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DECIDED_BY_ARRAYS)
@@ -221,6 +223,31 @@ def test_tables_made_by_xla_tell_what_those_of_known_arrays_do(name, monkeypatch
             for way, states in (("", expected), ("_t", expected.swapaxes(-1, -2))):
                 told = states_of(found, region, Tile(4, 8), way)
                 np.testing.assert_array_equal(told, states.reshape(told.shape))
+
+
+@pytest.mark.parametrize("most", [1 << 22, 64])
+def test_tables_of_diagonals_made_by_xla_tell_what_those_of_known_arrays_do(most, monkeypatch):
+    def documents_with_table(query, key, value, table, segment):
+        row, column = places(query, key)
+        bias = table[jnp.clip(row - column, -20, 20) + 20]
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) + bias[None, None]
+        scores = jnp.where((segment[:, :, None] == segment[:, None, :])[:, None], scores, -jnp.inf)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
+
+    monkeypatch.setattr(tile_tables, "_MOST_STATES", most)
+    segment = np.sort(np.random.default_rng(0).integers(0, 2, (2, 100))).astype(np.int32)
+    region = region_of(
+        documents_with_table,
+        [*shapes(100, batch=2, dtype=jnp.float32), jnp.zeros(41), jax.ShapeDtypeStruct((2, 100), jnp.int32)],
+    )
+    assert any(leaf.role == "distance" for leaf in region.leaves)
+    arrays = {f"leaf{i}": segment for i, leaf in enumerate(region.leaves) if leaf.source.dtype == np.int32}
+    known = assert_same_states(region, Tile(8, 8), arrays)
+    found = live_tiles(region, Tile(8, 8), {name: jnp.asarray(x) for name, x in arrays.items()})
+    assert {form.kind for form in found.lists.forms} == {"ranges" if most == 64 else "list"}
+    for way in ("", "_t", "_d"):
+        states = [states_of(x, region, Tile(8, 8), way) for x in (known, found)]
+        np.testing.assert_array_equal(*states)
 
 
 def test_lines_of_more_ranges_than_arrays_may_have_are_one_range():
@@ -276,7 +303,8 @@ def work_of(name, tokens, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(states_module, "bounds", counted)
-        return visited, live_tiles(region, Tile(64, 32), {}), region
+        found = live_tiles(region, Tile(64, 32), {})
+    return visited, found, region
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -375,7 +403,7 @@ def test_kernels_go_through_the_tiles_of_every_form(name, kind, monkeypatch):
             case "global_and_local":
                 return (jnp.abs(row - column) < 80) | (column < 70)
             case "strided":
-                return (row >= column) & ((row - column) % 64 < 4)
+                return (row >= column) & ((row - column) % 64 == 0)
             case "scattered":
                 return jnp.asarray(scattered)
         return (segment[0, :, None] == segment[0, None, :]) & (row >= column)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockdiag.fusion.carriers import Interval, module_of
+from blockdiag.fusion.carriers import Interval, lifted, module_of
 from blockdiag.fusion.kernels import Tile
 
 
@@ -111,11 +112,13 @@ class Extent:
             place if isinstance(place, slice) or size > 1 else np.zeros((1, 1), np.int64)
             for place, size in zip(own, batch, strict=True)
         )
-        ends = [
-            np.broadcast_to(x, (*batch, *x.shape[len(x.shape) - len(places) :])) if self.is_known else x
-            for x in (self.interval.low, self.interval.high)
-        ]
-        return Interval(*(end[(*index, *places)] for end in ends))
+        interval = self.interval
+        if self.is_known:
+            ends = (np.asarray(x) for x in (interval.low, interval.high))
+            interval = Interval(*(np.broadcast_to(x, (*batch, *x.shape[x.ndim - len(places) :])) for x in ends))
+            if any(isinstance(place, jax.Array) for place in places):
+                interval = lifted(interval)
+        return Interval(*(end[(*index, *places)] for end in (interval.low, interval.high)))
 
     def coarser(self) -> "Extent":
         """The extent in blocks of twice as many tiles; of one that is known."""
