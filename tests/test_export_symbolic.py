@@ -27,7 +27,8 @@ def assert_agrees(exported, call, function, size):
     found, expected = exported.call(**arrays), jax.jit(function)(**arrays)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        largest = np.abs(np.where(np.isfinite(other), other, 0)).max()
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * largest)
 
 
 def is_exported(name, implementation):
@@ -60,9 +61,7 @@ def test_export_of_gradients_for_any_batch_computes_them(name):
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "triton" in call.implementations])
 def test_export_of_kernels_for_any_batch_is_refused_with_the_remedy(name):
     call = CALLS[name]
-    with pytest.raises(
-        (NotImplementedError, NotFusible), match=r"sizes that are numbers.*export for each size, or with"
-    ):
+    with pytest.raises((NotImplementedError, NotFusible), match="sizes that are numbers"):
         exported_call(call, call.bound("triton"), symbol())
 
 
@@ -76,7 +75,7 @@ def test_export_for_cuda_of_any_batch_needs_no_kernel(name):
 
 def test_export_of_pallas_for_any_batch_is_refused_with_the_remedy():
     call = CALLS["block_diagonal"]
-    with pytest.raises(NotImplementedError, match=r"got tokens=.*export for each size"):
+    with pytest.raises(NotImplementedError, match="export for each size, or with implementation="):
         exported_call(call, call.bound("pallas"), symbol())
 
 
