@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 
 from blockdiag.interop import dlpack, private_torch, wrap_jax, wrap_torch
 from blockdiag.torch import _native
-from tests.torch.test_sharding import two_processes
 
 pytestmark = pytest.mark.versions
 
@@ -156,11 +155,6 @@ def test_current_stream_handle_is_the_public_one_whatever_torch_has(read, is_fas
     install(cuda_with(read))
     assert private_torch.current_stream_handle(1) == 70
     assert (private_torch._stream_reader(1) is not None) == is_fast
-
-
-def test_unknown_strategies_gather_dtensors(tmp_path):
-    with two_processes(tmp_path) as run:
-        run("check_unknown_strategies")
 
 
 def test_compiler_options_are_set_or_named():

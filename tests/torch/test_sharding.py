@@ -223,3 +223,8 @@ def test_key_convolution_of_shards(both_moba, dims, is_packed, rows):
 
 def test_fully_shard_of_a_moba_module(both_moba):
     both_moba("check_fully_shard")
+
+
+def test_unknown_strategies_gather_dtensors(tmp_path):
+    with two_processes(tmp_path) as run:
+        run("check_unknown_strategies")
