@@ -258,22 +258,49 @@ def test_lines_of_more_ranges_than_arrays_may_have_are_one_range():
     np.testing.assert_array_equal(expanded(form, counts, numbers, 12), expected)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_tables_of_random_known_masks_tell_the_state_of_every_tile(seed):
-    """Of distances, of blocks, and of segments that are not in order."""
+def known_arrays(region, **by_role):
+    """The arrays of leaves that are not known otherwise, by their role."""
+    leaves = [(i, x) for i, x in enumerate(region.leaves) if x.role in by_role and x.source.constant is None]
+    return {f"leaf{i}": by_role[x.role].reshape(x.source.shape) for i, x in leaves if x.source.key is not None}
+
+
+def random_masks(seed):
+    """Regions of masks of distances, of pairs, and of segments that are not in order; their arrays; and the masks."""
     generator = np.random.default_rng(seed)
     tokens = (200, 256)[seed % 2]
     line = np.repeat(generator.random(2 * tokens // 8 + 1) < 0.3, 8)[: 2 * tokens - 1]
-    coarse = generator.random((tokens // 8, tokens // 8)) < 0.1
+    pairs = np.kron(generator.random((tokens // 8, tokens // 8)) < 0.1, np.ones((8, 8), bool))
     segment = np.repeat(generator.integers(0, 4, tokens // 8), 8).astype(np.int32)
+
+    def of_distances(query, key):
+        row, column = places(query, key)
+        return jnp.asarray(line)[row - column + tokens - 1]
+
+    region = masked_region(of_distances, tokens)
+    assert any(leaf.role == "distance" for leaf in region.leaves)
     apart = np.arange(tokens)[:, None] - np.arange(tokens)
-    masks = [line[apart + tokens - 1], np.kron(coarse, np.ones((8, 8), bool)), segment[:, None] == segment]
-    for seen in masks:
-        region = masked_region(lambda query, key, seen=seen: jnp.asarray(seen), tokens)
+    yield region, known_arrays(region, distance=line), line[apart + tokens - 1]
+    region = masked_region(lambda query, key: pairs, tokens)
+    yield region, known_arrays(region, score=pairs), pairs
+    region = region_of(
+        lambda query, key, value, segment: masked(query, key, value, segment[:, None] == segment[None]),
+        [*shapes(tokens), jax.ShapeDtypeStruct((tokens,), jnp.int32)],
+    )
+    yield region, known_arrays(region, row=segment, column=segment), segment[:, None] == segment
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_of_random_known_masks_tell_the_state_of_every_tile(seed):
+    kinds = set()
+    for region, arrays, seen in random_masks(seed):
+        assert arrays
         for tile in (Tile(8, 8), Tile(16, 8), Tile(8, 32)):
-            found = assert_same_states(region, tile, {})
-            if found is not None:
-                assert_sound(states_of(found, region, tile, ""), tile, seen)
+            found = assert_same_states(region, tile, arrays)
+            if found is None:
+                continue
+            kinds.update(form.kind for form in found.lists.forms)
+            assert_sound(states_of(found, region, tile, ""), tile, seen)
+    assert kinds >= ({"list", "shared"} if seed % 2 else {"list"})
 
 
 def test_distances_of_tiles_are_bounded_by_those_of_their_elements():
@@ -405,7 +432,7 @@ def test_kernels_go_through_the_tiles_of_every_form(name, kind, monkeypatch):
             case "strided":
                 return (row >= column) & ((row - column) % 64 == 0)
             case "scattered":
-                return jnp.asarray(scattered)
+                return scattered
         return (segment[0, :, None] == segment[0, None, :]) & (row >= column)
 
     def function(query, key, value, segment):
@@ -431,3 +458,36 @@ def test_kernels_go_through_the_tiles_of_every_form(name, kind, monkeypatch):
         expected = jax.jit(functools.partial(both, function))()
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+def test_lists_that_would_be_too_long_are_one_range_a_line(monkeypatch):
+    """Known masks of many ranges a line: lines of few ranges stay as they are, others see dead tiles, too."""
+    monkeypatch.setattr(tile_tables, "_MOST_LISTED", 0)
+    seen = np.kron(np.random.default_rng(0).random((32, 32)) < 0.5, np.ones((8, 8), bool))
+    seen[:64, 64:] = False
+    region = masked_region(lambda query, key: seen, 256)
+    arrays = known_arrays(region, score=seen)
+    found, needed = live_tiles(region, Tile(8, 8), arrays), every_state(region, Tile(8, 8), arrays)
+    needed = needed.reshape(32, 32)
+    states = states_of(found, region, Tile(8, 8), "")
+    assert {form.kind for form in found.lists.forms} == {"ranges"}
+    is_same = (states == needed).all(-1)
+    assert 0 < is_same.sum() < 32
+    assert not ((needed > 0) & (states == 0)).any() and (states[~is_same] < 2).all()
+
+
+def test_lines_whose_ends_keep_them_from_sharing_a_list_share_one_without_untouched_tiles(monkeypatch):
+    monkeypatch.setattr(tile_tables, "_MOST_APART", 0)
+
+    def stripes(query, key):
+        row, column = places(query, key)
+        return (row >= column) & ((row - column) % 48 < 24)
+
+    region = masked_region(stripes, 1000)
+    found, needed = live_tiles(region, Tile(16, 8), {}), every_state(region, Tile(16, 8), {})
+    needed = needed.reshape(63, 125)
+    assert (needed == 2).any() and not found.lists.has_full
+    for way, states in (("", needed), ("_t", needed.T)):
+        assert found.lists.forms[("", "_t").index(way)].kind == "shared"
+        told = states_of(found, region, Tile(16, 8), way)
+        assert not ((states > 0) & (told == 0)).any() and ((states == 0) & (told > 0)).mean() < 0.02

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blockdiag.fusion.carriers import unknown
 from blockdiag.fusion.extents import Extent, Tiling, constant_extent, distance_extent
 from blockdiag.fusion.factors import unmasked
 from blockdiag.fusion.intervals import tile_extent
@@ -169,7 +170,7 @@ def mask_states(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> MaskSt
         if leaf in biases:
             assumed = constant_extent(tiling, least, _LARGEST_BIAS)
         elif array is None and leaf.source.key is not None and leaf.source.constant is None:
-            assumed = _assumed(region, leaf, tiling) or constant_extent(tiling, -math.inf, math.inf)
+            assumed = _assumed(region, leaf, tiling) or Extent(unknown(leaf.source.dtype), tiling)
         else:
             assumed = _assumed(region, leaf, tiling)
         if assumed is not None:
@@ -302,6 +303,7 @@ def _assumed(region: Region, leaf: Leaf, tiling: Tiling) -> Extent | None:
 def _extent(region: Region, leaf: Leaf, array: Any, tiling: Tiling) -> Extent:
     """The extent of a leaf that is looked at."""
     tile = tiling.tile
+    assert leaf.role != "feature", "features are not looked at"
     if leaf.source.key is None:
         array = np.arange(leaf.source.shape[0], dtype=leaf.source.dtype)
     elif leaf.source.constant is not None:

@@ -16,7 +16,7 @@ from blockdiag.fusion.carriers import FLOATS, Interval, is_bool
 from blockdiag.fusion.extents import Extent, Tiling
 from blockdiag.fusion.factors import MASKED, Mask
 from blockdiag.fusion.intervals import bounds, tile_states
-from blockdiag.fusion.trace import body_of
+from blockdiag.fusion.trace import aval_of, body_of
 
 DEAD, MASKED_TILE, FULL, UNDECIDED = 0, 1, 2, 3
 """States of tiles: no score is left; masks are to be looked at; no mask touches a score. Of blocks whose tiles may have
@@ -153,7 +153,7 @@ def _kind(equation: core.JaxprEqn, kinds: Sequence[str], most: int) -> str:
     if set(kinds) <= {"distance"}:
         return "distance"
     name = equation.primitive.name
-    dtypes = [x.aval.dtype for x in (*equation.invars, *equation.outvars)]
+    dtypes = [aval_of(x).dtype for x in (*equation.invars, *equation.outvars)]
     if not all(is_bool(x) or _counts_to(x, most) for x in dtypes):
         return "other"
     if name in _SAME or name == "convert_element_type":

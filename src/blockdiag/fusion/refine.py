@@ -303,5 +303,5 @@ def offset_states(states: MaskStates, batch: tuple[int, ...]) -> OffsetStates:
                 ones = np.ones_like(row)
                 parts.append(Blocks(np.full_like(row, cell), row, column, ones, ones, state))
     nothing = np.zeros(0, np.int64)
-    edges = Blocks.joined([Blocks(*[nothing] * 5, np.zeros(0, np.int8)), *parts])
-    return OffsetStates(np.stack(found), whole, edges, tiling)
+    no_blocks = Blocks(nothing, nothing, nothing, nothing, nothing, np.zeros(0, np.int8))
+    return OffsetStates(np.stack(found), whole, Blocks.joined([no_blocks, *parts]), tiling)

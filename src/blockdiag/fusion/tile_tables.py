@@ -239,7 +239,8 @@ def ranges_of(states: Any) -> tuple[Any, Any]:
     """Counts and numbers of lines of states [.., lines, tiles]."""
     place = np.arange(states.shape[-1], dtype=np.int32)
     before = jnp.pad(states[..., :-1], [(0, 0)] * (states.ndim - 1) + [(1, 0)])
-    starts, sizes, is_long = [], [], False
+    starts, sizes = [], []
+    is_long = jnp.zeros(states.shape[:-1], bool)
     for state, most in ((FULL, DYNAMIC_FULL), (MASKED_TILE, DYNAMIC_MASKED)):
         is_own = states == state
         run = jnp.cumsum(is_own & (before != state), axis=-1, dtype=np.int32)
