@@ -20,6 +20,9 @@ from blockdiag.fusion.lists import Form
 from blockdiag.fusion.live import live_tiles, mask_states
 from blockdiag.fusion.tile_tables import expanded
 from blockdiag.interop import compile_target, triton_fused
+from blockdiag.triton_kernels.plan import Target
+from tests.plans_support import report_of
+from tests.test_fusion_plans import launches_of
 
 BLOCK = 1 << 12
 DOCUMENT_LENGTH = 3000
@@ -491,3 +494,18 @@ def test_lines_whose_ends_keep_them_from_sharing_a_list_share_one_without_untouc
         assert found.lists.forms[("", "_t").index(way)].kind == "shared"
         told = states_of(found, region, Tile(16, 8), way)
         assert not ((states > 0) & (told == 0)).any() and ((states == 0) & (told > 0)).mean() < 0.02
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", ["global_and_local", "strided"])
+def test_kernels_of_every_form_keep_numbers_in_registers(name, arch):
+    """Compiled for architectures that are not here, of heads of 64: nothing is in a thread's memory within a loop."""
+    mask = LINEAR[name]
+    region = region_of(lambda *given: masked(*given, mask(*given[:2])), shapes(1 << 14, size=64))
+    found = launches_of(region)
+    number = {"global_and_local": "end3 = tl.load(", "strided": "masked_list = tl.load("}[name]
+    assert number in found["fused_forward"].source.text
+    for launch in found.values():
+        report = report_of(launch.plan(Target.for_arch(arch)), arch)
+        assert report.shared_bytes <= report.shared_limit
+        assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)
