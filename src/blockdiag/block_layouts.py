@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from blockdiag._sizes import is_symbolic, smaller_bound
-from blockdiag.packing import count_not_above, running_sum
+from blockdiag.packing import count_not_above, running_sum, uniform_tiles
 from blockdiag.problem import BlockDiagonalProblem
 
 type RotaryArrays = tuple[Array, Array, Array | None]
@@ -28,7 +28,7 @@ class EqualSequences:
     @property
     def rows(self) -> int:
         """Rows of a tile, b."""
-        return smaller_bound(self.length, self.problem.block_size)
+        return min(self.problem.block_size, self.length)
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -276,6 +276,8 @@ def layout_of(problem: BlockDiagonalProblem, tiles: Array | None) -> EqualSequen
         return TileTable(problem, tiles)
     if problem.sequence_length is None:
         raise ValueError("`tiles` must be a tile table for a problem that is not uniform, got None")
+    if is_symbolic(problem.sequence_length):
+        return TileTable(problem, uniform_tiles(problem))
     return EqualSequences(problem, problem.sequence_length)
 
 
