@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from blockdiag.packing import count_not_above, running_sum
+from blockdiag._sizes import is_symbolic, smaller_bound
+from blockdiag.packing import count_not_above, running_sum, uniform_tiles
 from blockdiag.problem import BlockDiagonalProblem
 
 type RotaryArrays = tuple[Array, Array, Array | None]
@@ -83,7 +84,7 @@ class TileTable:
     @property
     def rows(self) -> int:
         """Rows of a tile, b."""
-        return min(self.problem.block_size, self.problem.tokens)
+        return smaller_bound(self.problem.tokens, self.problem.block_size)
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -175,10 +176,10 @@ def window_sizes(problem: BlockDiagonalProblem, alignment: int) -> WindowSizes:
     Few enough that what the last block of each may need, one longest block more, is a fifth of all; so small that lists
     of pairs of tiles within a window stay small.
     """
-    longest = -(-min(problem.block_size, problem.tokens) // alignment) * alignment
+    longest = -(-smaller_bound(problem.tokens, problem.block_size) // alignment) * alignment
     total = -(-(problem.tokens + problem.num_tiles * (alignment - 1)) // alignment) * alignment
     capacity = max(4 * longest, 8192)
-    if total <= capacity + longest:
+    if is_symbolic(total) or total <= capacity + longest:
         return WindowSizes(alignment, total, total, 1)
     return WindowSizes(alignment, capacity, capacity + longest, -(-total // capacity))
 
@@ -275,6 +276,8 @@ def layout_of(problem: BlockDiagonalProblem, tiles: Array | None) -> EqualSequen
         return TileTable(problem, tiles)
     if problem.sequence_length is None:
         raise ValueError("`tiles` must be a tile table for a problem that is not uniform, got None")
+    if is_symbolic(problem.sequence_length):
+        return TileTable(problem, uniform_tiles(problem))
     return EqualSequences(problem, problem.sequence_length)
 
 

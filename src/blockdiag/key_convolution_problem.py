@@ -6,6 +6,7 @@ Like `problem`, this imports nothing but the standard library and its sibling.
 from dataclasses import dataclass
 from typing import Literal
 
+from blockdiag._sizes import is_symbolic
 from blockdiag.problem import count_offset_tiles, count_uniform_tiles
 
 Activation = Literal["silu"]
@@ -77,4 +78,6 @@ def count_tiles(tokens: int, length: int, num_sequences: int | None) -> tuple[in
 
 def _tile_rows(length: int) -> int:
     """The power of two that holds a sequence of `length` tokens, within limits."""
+    if is_symbolic(length):
+        return _MOST_TILE_ROWS
     return max(_FEWEST_TILE_ROWS, min(_MOST_TILE_ROWS, 1 << max(length - 1, 0).bit_length()))

@@ -270,8 +270,8 @@ def _is_same_array(one: Any, other: Any) -> bool:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    values = known_values(one), known_values(other)
-    return all(x is not None for x in values) and np.array_equal(*values)
+    first, second = known_values(one), known_values(other)
+    return first is not None and second is not None and np.array_equal(first, second)
 
 
 def _refuse_what_needs_weights(

@@ -143,12 +143,15 @@ class Builder(_PARTS.builder):
     # told to propagate NaN. Triton's own builder propagates always, so that a kernel which loses a NaN on a GPU would
     # keep it here.
 
+    # pyrefly: ignore[bad-override-param-name]
     def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
         return self.binary_op(lhs, rhs, np.fmax)
 
+    # pyrefly: ignore[bad-override-param-name]
     def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
         return self.binary_op(lhs, rhs, np.fmin)
 
+    # pyrefly: ignore[bad-override-param-name]
     def create_clampf(self, arg: TensorHandle, lo: TensorHandle, hi: TensorHandle, propagate_nans: Any) -> TensorHandle:
         propagates = propagate_nans == tl.PropagateNan.ALL
         larger, smaller = (np.maximum, np.minimum) if propagates else (np.fmax, np.fmin)

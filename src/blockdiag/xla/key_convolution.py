@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from blockdiag._dtypes import accumulation_dtype
+from blockdiag._sizes import is_symbolic
 from blockdiag.key_convolution_problem import KeyConvolutionProblem
 
 
@@ -108,6 +109,11 @@ def _select(positions: Array, lag: int, x: Array) -> Array:
 
 def _shift(x: Array, lag: int) -> Array:
     """`x` with its rows moved `lag` rows back in time (forth where negative); what moves in is 0."""
+    if is_symbolic(x.shape[2]):
+        # There may be fewer rows than the lag: one pad could not take more away than there are.
+        edges = [(0, 0)] * x.ndim
+        edges[2] = (max(lag, 0), max(-lag, 0))
+        return jax.lax.slice_in_dim(jnp.pad(x, edges), edges[2][1], edges[2][1] + x.shape[2], axis=2)
     lag = max(-x.shape[2], min(x.shape[2], lag))
     edges = [(0, 0, 0)] * x.ndim
     edges[2] = (lag, -lag, 0)
