@@ -14,6 +14,7 @@ from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.apart import taken_apart
 from blockdiag.fusion.chosen import with_chosen
 from blockdiag.fusion.coordinates import with_places
+from blockdiag.fusion.diagnosis import diagnosis, softmax_in
 from blockdiag.fusion.dims import place_of, producers_of
 from blockdiag.fusion.draws import drawn_by, with_counters
 from blockdiag.fusion.exponents import with_factors_inside
@@ -28,7 +29,7 @@ from blockdiag.fusion.merged import with_merged_keys
 from blockdiag.fusion.op import Call, attend, region_p
 from blockdiag.fusion.plain import plain
 from blockdiag.fusion.positions import with_positions
-from blockdiag.fusion.respelled import respelled
+from blockdiag.fusion.respelled import as_products, respelled
 from blockdiag.fusion.shared import shared
 from blockdiag.fusion.sources import with_sources
 from blockdiag.fusion.squares import with_products
@@ -154,12 +155,12 @@ class Program:
         self.refused = self._find(jaxpr)
         self.inner = _inner_programs(self.jaxpr)
         if not self.regions and not self.inner and not any(x.primitive is region_p for x in jaxpr.jaxpr.eqns):
-            raise NotFusible(self.refused or _nothing_found(jaxpr.jaxpr))
+            raise NoAttention(self.refused or _nothing_found(jaxpr))
         whole = with_made(self.jaxpr, self.all_regions())
         ordered, self.log_sums = in_order(whole.jaxpr, self.regions, lambda x: _needed(whole.jaxpr, self.regions, x))
         self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
         if self.regions and not self.needed() & {*self.regions, *self.inner}:
-            raise NotFusible(
+            raise _Unused(
                 "what its attention gives is not used, but something else is computed of scores, such as derivatives: "
                 "fuse what is differentiated"
             )
@@ -308,12 +309,17 @@ def _opened(inner: Inner) -> list[Program | core.ClosedJaxpr]:
     """The programs of what is within, those without attention as they are."""
     programs: list[Program | core.ClosedJaxpr] = []
     for jaxpr in inner.jaxprs:
-        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(aval_of, jaxpr.jaxpr.invars)]
         try:
-            programs.append(Program(with_positions(jaxpr), arguments, None))
+            programs.append(_program_of(jaxpr))
         except NotFusible:
             programs.append(jaxpr)
     return programs
+
+
+def _program_of(jaxpr: core.ClosedJaxpr) -> Program:
+    """The program of a body or a branch."""
+    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(aval_of, jaxpr.jaxpr.invars)]
+    return Program(with_positions(jaxpr), arguments, None)
 
 
 def _within(programs: Sequence[Program | core.ClosedJaxpr]) -> list[Program]:
@@ -380,9 +386,49 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 "size, or without `implementation`, which exports the function as it stands"
             )
     jaxpr, structure = flat_jaxpr(of_arrays, *arrays, keep=CHECKPOINTS)
-    if has_checkpoints(jaxpr.jaxpr):
-        return _with_checkpoints(jaxpr, arrays, structure)
-    return Program(with_positions(jaxpr), arrays, structure)
+    try:
+        if has_checkpoints(jaxpr.jaxpr):
+            return _with_checkpoints(jaxpr, arrays, structure)
+        return Program(with_positions(jaxpr), arrays, structure)
+    except _Unused:
+        raise
+    except NotFusible as refusal:
+        raise NotFusible(_reason(jaxpr, refusal)) from None
+
+
+class _Unused(NotFusible):
+    """There is attention, but its result is not used."""
+
+
+def _reason(closed: core.ClosedJaxpr, refusal: NotFusible) -> str:
+    """Why a flat program is refused: the first thing in it that breaks a rule, or what the compiler met first.
+
+    Args:
+        refusal: by the compiler, which looks for attention from the end.
+    """
+    if has_checkpoints(closed.jaxpr):
+        closed, _ = flat_jaxpr(core.jaxpr_as_fun(closed), *closed.in_avals)
+    found = diagnosis(closed, _is_fused_with_last)
+    if found.reason is None and (products := as_products(closed)) is not closed:
+        found = diagnosis(products, _is_fused_with_last)
+    if found.reason is not None:
+        return found.reason
+    if not isinstance(refusal, NoAttention) or found.has_attention:
+        return str(refusal)
+    return _nothing_found(closed)
+
+
+def _is_fused_with_last(closed: core.ClosedJaxpr) -> bool:
+    """Whether attention is fused whose values are made of the last argument."""
+    try:
+        program = Program(with_positions(closed), closed.in_avals, None)
+    except NotFusible:
+        return False
+    made = {program.jaxpr.jaxpr.invars[-1]}
+    for equation in program.jaxpr.jaxpr.eqns:
+        if not made.isdisjoint(x for x in equation.invars if isinstance(x, core.Var)):
+            made.update(equation.outvars)
+    return any(region.value.key in made for region in program.all_regions())
 
 
 def _changed(before: Sequence[Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
@@ -412,18 +458,35 @@ UNOPENED = "loops that may end anywhere are not opened: fuse what they run"
 """What is said of attention that may be in them."""
 
 
-def _nothing_found(jaxpr: core.Jaxpr) -> str:
+def _nothing_found(closed: core.ClosedJaxpr) -> str:
     """Why a program has no attention."""
     whole = "there is no product with a softmax of scores"
-    hidden = hidden_attention(jaxpr)
+    hidden = hidden_attention(closed.jaxpr)
     if hidden is None:
-        return f"{whole}; `fuse` is for attention"
+        softmax = softmax_in(closed.jaxpr)
+        if softmax is None:
+            return f"{whole}; `fuse` is for attention"
+        return (
+            f"{whole}: the softmax {place_of(softmax)} is not seen to be of products of queries and keys, or not to be "
+            "multiplied by values that all queries share"
+        )
     why = UNOPENED
     if hidden.primitive.name in OPENED:
-        why = "nothing in it can be fused by itself: fuse what it runs, whose refusal says why"
+        why = "nothing in it can be fused by itself: " + _reason_within(closed, hidden)
     elif body_of(hidden) is not None:
         why = "it has a derivative of its own, which `fuse` would lose: fuse what it calls, or leave that out"
     return f"{whole}, but for what may be in `{hidden.primitive.name}` {place_of(hidden)}; {why}"
+
+
+def _reason_within(closed: core.ClosedJaxpr, hidden: core.JaxprEqn) -> str:
+    """Why nothing is fused of what a loop or a branch runs."""
+    for inner in inner_of(closed):
+        for jaxpr in inner.jaxprs if inner.equation is hidden else ():
+            try:
+                _program_of(jaxpr)
+            except NotFusible as refusal:
+                return _reason(jaxpr, refusal)
+    return "fuse what it runs, whose refusal says why"
 
 
 def _needed(

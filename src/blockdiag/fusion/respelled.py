@@ -43,6 +43,11 @@ def respelled(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     return None if plain is closed else plain
 
 
+def as_products(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Return the same flat program with whatever may be such a product as a product, whether that helps or not."""
+    return _replaced(_replaced(closed, _Plain), _Products)
+
+
 def _merit(closed: core.ClosedJaxpr) -> tuple[bool, int, int, int, int]:
     """Whether there is attention, how few arrays of queries by keys it reads, of how many products, how few sums over
     features there are, and how few arrays.

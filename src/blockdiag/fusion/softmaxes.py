@@ -419,7 +419,7 @@ class Softmaxes(Guards):
         """
         power = self.producer(self.skip_moves(var, PASSES))
         if power is not None and power.primitive.name in POWERS and self._is_less_largest(power):
-            return self._undivided(power)
+            return self.undivided(power)
         seen: set[int] = set()
         waiting: list[tuple[object, core.JaxprEqn | None]] = [(var, None)]
         while waiting:
@@ -448,10 +448,10 @@ class Softmaxes(Guards):
                 allowed = "weights may be added to each other, scaled, masked by 0 and cast"
                 return f"`{user.primitive.name}` of a softmax: {allowed}, {place_of(user)}"
             if total is not None and any(self._is_sum(self.skip_moves(x)) for x in total.invars):
-                return self._beside_sum(total, power)
+                return self.beside_sum(total, power)
         return None
 
-    def _beside_sum(self, changed: core.JaxprEqn, power: core.JaxprEqn) -> str:
+    def beside_sum(self, changed: core.JaxprEqn, power: core.JaxprEqn) -> str:
         """What is said of an equation that changes the sum of a softmax.
 
         Args:
@@ -460,7 +460,9 @@ class Softmaxes(Guards):
         said = self._beside_powers(changed, power)
         if said is not None:
             return said
-        hint = "a small number is not needed there, as rows that see no key are 0"
+        hint = "weights are a softmax where they are divided by the sum itself"
+        if changed.primitive.name in ("add", "max"):
+            hint = "a small number is not needed there, as rows that see no key are 0"
         if changed.primitive.name == "stop_gradient":
             hint = "a softmax has the sum's gradient, too"
         return f"`{changed.primitive.name}` of the sum of a softmax: {hint}, {place_of(changed)}"
@@ -476,7 +478,7 @@ class Softmaxes(Guards):
             f"`add` of `{others[0]}` to the sum of the `{power.primitive.name}` of scores: {rule}, {place_of(joined)}"
         )
 
-    def _undivided(self, power: core.JaxprEqn) -> str:
+    def undivided(self, power: core.JaxprEqn) -> str:
         """What is said of exponentials that are weights, whose product is not divided by their sum alone either."""
         for joined in self.named("add"):
             totals = [self.producer(self.skip_moves(x)) for x in joined.invars]
