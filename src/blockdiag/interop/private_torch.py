@@ -163,9 +163,12 @@ class DTensorTypes(NamedTuple):
 def _dtensor() -> tuple[DTensorTypes, Any, Any] | None:
     """Return the classes of strategies, RuntimeSchemaInfo, and what registers strategies; None if unknown."""
     try:
-        schema = importlib.import_module("torch.distributed.tensor._op_schema")
-        spec = importlib.import_module("torch.distributed.tensor._dtensor_spec")
-        propagator = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher.sharding_propagator
+        # Statements, because torch.compile can trace these and not importlib.
+        import torch.distributed.tensor._dtensor_spec as spec
+        import torch.distributed.tensor._op_schema as schema
+        from torch.distributed.tensor import DTensor
+
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
         types = DTensorTypes(spec.DTensorSpec, schema.OpSpec, schema.OpStrategy)
         types.OpStrategy([types.OpSpec(None, (), [])])
         schema.RuntimeSchemaInfo(static_argnum=1)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from blockdiag.interop.private_torch import is_functional
+
 # The dispatch key that all operators meet first while a transform of torch.func is active.
 _WHILE_TRANSFORMED = "FuncTorchDynamicLayerFrontMode"
 
@@ -78,7 +80,7 @@ def _register_transforms(
             return stacked, (0,) * len(stacked)
 
     def transformed(*arguments: Any) -> Any:
-        if any(isinstance(x, torch.Tensor) and torch._is_functional_tensor(x) for x in arguments):
+        if any(isinstance(x, torch.Tensor) and is_functional(x) for x in arguments):
             raise NotImplementedError(
                 f"torch.func.functionalize does not take blockdiag::{name}, as torch has no rule of it for autograd "
                 "functions; leave it out: the operator changes nothing in place, and torch.compile and torch.export "
