@@ -228,3 +228,12 @@ def test_element_types_of_tensor_maps_are_the_drivers():
 def test_version_of_a_release_name_is_its_numbers(text, numbers, monkeypatch):
     monkeypatch.setattr(private_triton.importlib.metadata, "version", lambda name: text)
     assert private_triton.version() == numbers
+
+
+def test_gluon_names_take_the_first_name_that_a_version_knows():
+    from blockdiag.triton_kernels.gluon_names import _named
+
+    older, newer = SimpleNamespace(old=1), SimpleNamespace(old=2, new=3)
+    assert [_named(owner, "new", "old") for owner in (older, newer)] == [1, 3]
+    with pytest.raises(AttributeError, match=r"none of new, newest in ampere; install triton 3\.6 to 3\.9"):
+        _named(SimpleNamespace(__name__="ampere"), "new", "newest")

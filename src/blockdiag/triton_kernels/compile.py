@@ -446,7 +446,7 @@ def _run_in_turn(plan: LaunchPlan, arch: int, hook: private_triton.StageHook | N
     }
     if plan.options.maxnreg is not None:
         options["maxnreg"] = plan.options.maxnreg
-    attributes = {
+    attributes: dict[tuple[int, ...], Any] = {
         (position,): [["tt.divisibility", 16]]
         for position, argument in enumerate(plan.arguments.values())
         if isinstance(argument, Pointer)

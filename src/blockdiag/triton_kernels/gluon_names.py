@@ -6,15 +6,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Orders the threads of a program. Triton 3.6 calls it `thread_barrier`, Triton 3.7 and later `barrier`.
-thread_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
 
-# Triton 3.6 and 3.7 have the long names only; Triton 3.9 has functions of these names that raise.
-load_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+def _named(owner: Any, *names: str) -> Any:
+    """Return what an owner has under the first of these names that it knows."""
+    for name in names:
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    raise AttributeError(f"Gluon has none of {', '.join(names)} in {owner.__name__}; install triton 3.6 to 3.9")
 
-# Shared memory with another dtype, shape and layout: (memory, dtype, shape, layout). The method is `_reinterpret` up to
-# Triton 3.8, and `reinterpret` since.
-_memory = gl.shared_memory_descriptor
-reinterpret: Any = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+
+# Orders the threads of a program; `barrier` since Triton 3.7.
+thread_barrier = _named(gl, "thread_barrier", "barrier")
+
+# Copies into shared memory and out of it. Triton 3.6 and 3.7 have the long names only; in Triton 3.9 they raise.
+load_async = _named(async_copy, "async_load", "async_copy_global_to_shared")
+tma_load = _named(tma, "async_load", "async_copy_global_to_shared")
+tma_store = _named(tma, "async_store", "async_copy_shared_to_global")
+
+# Shared memory with another dtype, shape and layout: (memory, dtype, shape, layout); `reinterpret` since Triton 3.9.
+reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")

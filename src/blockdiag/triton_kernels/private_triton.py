@@ -307,7 +307,7 @@ def _stages_under(hook: StageHook | None, arch: int) -> dict[str, Any]:
     from triton.backends.compiler import Language
     from triton.compiler.compiler import make_backend
 
-    backend = make_backend(_gpu_target(arch))
+    backend: Any = make_backend(_gpu_target(arch))
     stages: dict[str, Any] = {}
     if hook is not None:
         hook.install()
