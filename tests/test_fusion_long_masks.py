@@ -449,6 +449,7 @@ def test_kernels_go_through_the_tiles_of_every_form(name, kind, monkeypatch):
         return found
 
     monkeypatch.setattr(triton_fused, "live_tiles", watched)
+    monkeypatch.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
     given = [*jax.random.normal(jax.random.key(0), (3, 1, tokens, 1, 16)), segment]
 
     def both(function):
@@ -466,6 +467,7 @@ def test_kernels_go_through_the_tiles_of_every_form(name, kind, monkeypatch):
 def test_lists_that_would_be_too_long_are_one_range_a_line(monkeypatch):
     """Known masks of many ranges a line: lines of few ranges stay as they are, others see dead tiles, too."""
     monkeypatch.setattr(tile_tables, "_MOST_LISTED", 0)
+    monkeypatch.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
     seen = np.kron(np.random.default_rng(0).random((32, 32)) < 0.5, np.ones((8, 8), bool))
     seen[:64, 64:] = False
     region = masked_region(lambda query, key: seen, 256)
