@@ -1,4 +1,4 @@
-"""What `fuse` refuses: each message names the primitive, the line and the rule."""
+"""What `fuse` refuses: each message names the first line that breaks a rule, and the rule."""
 
 import re
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
+from tests import fusion_refused
 
 TOKENS = 24
 
@@ -60,7 +61,7 @@ def merged_by_hand(query, key, value):
 
 
 STANDS_BETWEEN = "cannot be computed a tile at a time; it stands between scores and their softmax, at"
-WHOLE_ROWS = "a number from all scores of a row or a column, other than a softmax's, at"
+WHOLE_ROWS = "a number from all scores of a row, other than a softmax's, at"
 
 
 def straight_through(weights):
@@ -102,26 +103,35 @@ def of_sink(powers, sink, *, is_late=False):
     return lambda query, key, value: with_sink(query, key, value, powers, sink, is_late=is_late)
 
 
-ALONG_QUERIES = "`reduce_sum` along the queries, of a softmax: softmaxes must be along the keys, which "
+ALONG_QUERIES = "a softmax along the queries: softmaxes must be along the keys, which "
 SAME_BASE = "of scores: further exponentials, as a sink's, must have the same base, and the same number taken away "
 
 
 OF_SCORES = {
-    "slice": (of_more_keys(lambda scores: scores[..., :-1]), f"`slice` of scores {STANDS_BETWEEN}"),
+    "slice": (of_more_keys(lambda scores: scores[..., :-1]), f"`slice` (indexing, roll) of scores {STANDS_BETWEEN}"),
     "sort": (of_scores(lambda scores: jnp.sort(scores, axis=-1)), f"`sort` of scores {STANDS_BETWEEN}"),
     "cumsum": (of_scores(lambda scores: jnp.cumsum(scores, axis=-1)), f"`cumsum` of scores {STANDS_BETWEEN}"),
-    "flip": (of_scores(lambda scores: scores[..., ::-1]), f"`rev` of scores {STANDS_BETWEEN}"),
-    "gather": (of_scores(lambda scores: scores[..., np.arange(TOKENS)[::-1]]), f"`gather` of scores {STANDS_BETWEEN}"),
-    "roll": (of_scores(lambda scores: jnp.roll(scores, 1, axis=-1)), "`concatenate` of scores: "),
+    "flip": (of_scores(lambda scores: scores[..., ::-1]), f"`rev` (flip, [::-1]) of scores {STANDS_BETWEEN}"),
+    "gather": (
+        of_scores(lambda scores: scores[..., np.arange(TOKENS)[::-1]]),
+        f"`gather` (indexing, take_along_axis) of scores {STANDS_BETWEEN}",
+    ),
+    "roll": (
+        of_scores(lambda scores: jnp.roll(scores, 1, axis=-1)),
+        f"`slice` (indexing, roll) of scores {STANDS_BETWEEN}",
+    ),
     "mixed heads": (
         of_scores(lambda scores: jnp.einsum("bnqk,nm->bmqk", scores, jnp.eye(2))),
-        f"`dot_general`: a product of scores with something else {STANDS_BETWEEN}",
+        "`dot_general` (einsum, matmul): a product of scores with something else sums over an axis of 2 that is",
     ),
-    "deviation": (of_scores(lambda scores: scores / scores.std(axis=-1, keepdims=True)), f"`reduce_sum`: {WHOLE_ROWS}"),
-    "softmax twice": (of_scores(softmax_of), f"`reduce_max`: {WHOLE_ROWS}"),
+    "deviation": (
+        of_scores(lambda scores: scores / scores.std(axis=-1, keepdims=True)),
+        f"`reduce_sum` (sum, mean) along the keys: {WHOLE_ROWS}",
+    ),
+    "softmax twice": (of_scores(softmax_of), "a softmax of the weights of another one: what goes into a softmax must"),
     "contextual positions": (
         of_scores(lambda scores: scores + looked_up(jnp.cumsum(jax.nn.sigmoid(scores), axis=-1))),
-        f"`gather`: {WHOLE_ROWS}",
+        f"`cumsum` of scores {STANDS_BETWEEN}",
     ),
     "branch": (
         of_scores(lambda scores: jax.lax.cond(scores[0, 0, 0, 0] > 0, jnp.cos, jnp.sin, scores)),
@@ -132,11 +142,11 @@ OF_WEIGHTS = {
     "chosen": (of_weights(lambda weights: jax.lax.top_k(weights, TOKENS)[0]), "`top_k` of weights cannot be computed"),
     "mixed": (
         of_weights(lambda weights: jnp.einsum("bnqk,nm->bmqk", weights, jnp.eye(2))),
-        "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums, at",
+        "`dot_general` (einsum, matmul): a product of weights with something else sums over an axis of 2 that is",
     ),
     "normalised again": (
         of_weights(lambda weights: weights / jnp.maximum(weights, 0.01).sum(axis=-1, keepdims=True)),
-        "`max` of a softmax: weights may be added to each other, scaled, masked by 0 and cast, at",
+        "`reduce_sum` (sum, mean) along the keys: a number from all weights of a row, other than a softmax's, at",
     ),
     "large ones": (
         of_weights(lambda weights: jnp.where(weights > 0.1, weights, 0)),
@@ -144,7 +154,7 @@ OF_WEIGHTS = {
     ),
     "over heads": (
         lambda query, key, value: weighted(jax.nn.softmax(scores_of(query, key), axis=1), value),
-        "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums, at",
+        "a softmax along an axis that is neither the queries' nor the keys', such as heads: softmaxes must be along",
     ),
     "over queries": (
         lambda query, key, value: weighted(over_queries(query, key)[0], value),
@@ -173,11 +183,11 @@ OF_WEIGHTS = {
     ),
     "no softmax": (
         lambda query, key, value: weighted(jnp.tanh(jnp.sort(scores_of(query, key), axis=-1)), value),
-        "nor with another function of them: `sort` of scores cannot be computed a tile at a time",
+        "`sort` of scores cannot be computed a tile at a time; it stands between scores and their product with values",
     ),
     "straight through": (
         lambda query, key, value: weighted(straight_through(softmax_of(scores_of(query, key))), value),
-        "`argmax`: a number from all scores of a row",
+        "`argmax` along the keys: a number from all weights of a row, other than a softmax's, at",
     ),
     "merged by hand": (
         merged_by_hand,
@@ -193,7 +203,7 @@ OF_WEIGHTS = {
         lambda query, key, value: jax.lax.scan(
             lambda x, _: (weighted(softmax_of(jnp.sort(scores_of(x, key), axis=-1)), value), None), query, length=2
         )[0],
-        "nothing in it can be fused by itself",
+        "nothing in it can be fused by itself: `sort` of scores cannot be computed a tile at a time",
     ),
 }
 REFUSED = OF_SCORES | OF_WEIGHTS
@@ -210,6 +220,61 @@ def test_messages_name_the_primitive_the_line_and_the_rule(name):
     assert explain(function)(*inputs).reason == str(failure.value)
 
 
+def reason_of(case: fusion_refused.Refused, function) -> str:
+    with pytest.raises(NotFusible, match=re.escape(case.says)) as refusal:
+        function(*case.operands)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", fusion_refused.REFUSED)
+def test_refusal_names_the_first_line_that_breaks_a_rule(name):
+    case = fusion_refused.REFUSED[name]
+    jax.eval_shape(case.function, *case.operands)  # What is refused is a valid function.
+    reason = reason_of(case, fuse(case.function))
+    # What a loop runs is refused by a line of its own, after that of the loop.
+    assert int(re.findall(r"fusion_refused\.py:(\d+)", reason)[-1]) == case.line
+    assert str(explain(case.function)(*case.operands)) == f"not fusible: {reason}"
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda *x: f(*x).sum())])
+def test_refusal_under_a_transformation_is_the_same(transform):
+    case = fusion_refused.REFUSED["talking_heads"]
+    more = fusion_refused.Refused(case.function, case.says, tuple((3, *shape) for shape in case.shapes))
+    assert reason_of(more if transform is jax.vmap else case, transform(fuse(case.function))) == reason_of(
+        case, fuse(case.function)
+    )
+
+
+def test_refusal_in_a_shard_map_names_a_rule():
+    """Parts of such a program cannot be tried by themselves, so that what was met first is named."""
+    case = fusion_refused.REFUSED["best_keys"]
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(fuse(case.function), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    with pytest.raises(NotFusible, match=r"a number from all scores .*fusion_refused\.py:\d+"):
+        jax.jit(mapped)(*case.operands)
+
+
+def test_refusal_that_is_a_fallback_is_kept():
+    case = fusion_refused.REFUSED["slots"]
+    fused = fuse(case.function, fallback=True)
+    np.testing.assert_allclose(fused(*case.operands), case.function(*case.operands), rtol=1e-5, atol=1e-5)
+    assert fused.fallbacks == [reason_of(case, fuse(case.function))]
+
+
+def test_refusal_of_mixed_weights_names_a_way_that_is_fused():
+    """The weights of each head are multiplied by the values of all, and these products mixed."""
+
+    def function(query, key, value):
+        products = jnp.einsum("bnqk,bkmh->bnqmh", fusion_refused.softmax_of(query, key), value)
+        return jnp.einsum("bnqmh,nm->bqmh", products, fusion_refused.MIX)
+
+    case = fusion_refused.REFUSED["heads_mixed_after_the_softmax"]
+    assert "multiply the weights of each by the values first" in reason_of(case, fuse(case.function))
+    fused = fuse(function)(*case.operands)
+    np.testing.assert_allclose(fused, case.function(*case.operands), rtol=1e-4, atol=1e-5)
+
+
 def joined(query, key, value, sink, first: bool):
     """A logit without a value, before or after the keys', whose weight is dropped from the right or the wrong end."""
     logits = jnp.broadcast_to(sink[None, :, None, None], (2, 2, TOKENS, 1))
@@ -221,7 +286,7 @@ def test_sinks_are_dropped_from_where_they_are():
     inputs = (*operands(), jnp.ones(2))
     fused = fuse(joined)(*inputs, first=True)
     np.testing.assert_allclose(fused, joined(*inputs, first=True), rtol=1e-5, atol=1e-5)
-    with pytest.raises(NotFusible, match=r"`concatenate` of scores: .*test_fusion_refusals"):
+    with pytest.raises(NotFusible, match=r"`slice` of weights: some .*test_fusion_refusals"):
         fuse(joined)(*inputs, first=False)
 
 

@@ -207,7 +207,7 @@ def two_axes(query, key, value):
     ("function", "words"),
     [
         (masked_by_rows_and_columns, "whose sum is masked otherwise"),
-        (two_axes, "make keys one axis"),
+        (two_axes, "`integer_pow` of a softmax"),
     ],
 )
 def test_what_is_not_fused_is_refused_in_words(function, words):

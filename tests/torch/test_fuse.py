@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from blockdiag.torch._fuse_program import marked  # noqa: E402
 from blockdiag.torch._fuse_region import BoundRegion, region_p  # noqa: E402
 from blockdiag.torch._fuse_split import Segment, Split  # noqa: E402
 from blockdiag.triton_kernels.plan import Target  # noqa: E402
+from tests import fusion_refused  # noqa: E402
 from tests import test_fusion_features as features  # noqa: E402
 from tests import test_fusion_grids as grids  # noqa: E402
 from tests import test_fusion_log_sums as log_sums  # noqa: E402
@@ -405,6 +407,14 @@ def test_not_fusible(implementation):
     output.sum().backward()
     assert "`sort`" in fused.fallbacks[0]
     assert fused(*operands).shape == output.shape
+
+
+def test_refusal_names_the_first_line_that_breaks_a_rule():
+    case = fusion_refused.REFUSED["talking_heads"]
+    with pytest.raises(NotFusible, match=re.escape(case.says)) as refusal:
+        fuse(case.function)(*map(to_tensor, case.operands))
+    assert f"fusion_refused.py:{case.line}:" in str(refusal.value)
+    assert blockdiag.torch.explain(case.function)(*map(to_tensor, case.operands)).reason == str(refusal.value)
 
 
 def test_reference_is_the_function_itself():

@@ -152,10 +152,11 @@ class Program:
         self.structure = structure
         for rewrite in _REWRITES:
             jaxpr = rewrite(jaxpr) or jaxpr
-        self.refused = self._find(jaxpr)
+        self._refusal = self._find(jaxpr)
+        self.refused = None if self._refusal is None else str(self._refusal)
         self.inner = _inner_programs(self.jaxpr)
         if not self.regions and not self.inner and not any(x.primitive is region_p for x in jaxpr.jaxpr.eqns):
-            raise NoAttention(self.refused or _nothing_found(jaxpr))
+            raise self._refusal or _Nothing("there is no product with a softmax of scores")
         whole = with_made(self.jaxpr, self.all_regions())
         ordered, self.log_sums = in_order(whole.jaxpr, self.regions, lambda x: _needed(whole.jaxpr, self.regions, x))
         self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
@@ -165,7 +166,7 @@ class Program:
                 "fuse what is differentiated"
             )
 
-    def _find(self, jaxpr: core.ClosedJaxpr) -> str | None:
+    def _find(self, jaxpr: core.ClosedJaxpr) -> NoAttention | None:
         """Find the attention of a flat program, but for what loops have; what is said against it where there is none.
 
         What only looks like attention may be beside a loop of layers, such as an MLP of sines.
@@ -174,7 +175,7 @@ class Program:
             self._take_with_axes(jaxpr)
         except NoAttention as refusal:
             self.jaxpr, self.regions, self._sides = jaxpr, {}, {}
-            return str(refusal)
+            return refusal
         self._place()
         drawn = drawn_by(self.jaxpr.jaxpr, self.all_regions())
         if drawn:
@@ -396,6 +397,10 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         raise NotFusible(_reason(jaxpr, refusal)) from None
 
 
+class _Nothing(NoAttention):
+    """There is nothing that could have been meant as attention."""
+
+
 class _Unused(NotFusible):
     """There is attention, but its result is not used."""
 
@@ -413,9 +418,10 @@ def _reason(closed: core.ClosedJaxpr, refusal: NotFusible) -> str:
         found = diagnosis(products, _is_fused_with_last)
     if found.reason is not None:
         return found.reason
-    if not isinstance(refusal, NoAttention) or found.has_attention:
-        return str(refusal)
-    return _nothing_found(closed)
+    has_attention = found.has_attention or isinstance(refusal, QueryWithoutAxis)
+    if isinstance(refusal, _Nothing) or (isinstance(refusal, NoAttention) and not has_attention):
+        return _nothing_found(closed)
+    return str(refusal)
 
 
 def _is_fused_with_last(closed: core.ClosedJaxpr) -> bool:

@@ -64,8 +64,9 @@ class Candidate:
         contracted, shared = product.params["dimension_numbers"]
         self._closed, self._product, self._side = closed, product, side
         self._producers, self._places = producers_of(closed.jaxpr), places_in(closed.jaxpr)
-        self._weights = product.invars[side]
-        shape = aval_of(self._weights).shape
+        weights = product.invars[side]
+        assert isinstance(weights, core.Var)
+        self._weights, shape = weights, aval_of(weights).shape
         names = {axis: f"{'b' if axis in shared[side] else 'g'}{axis}" for axis in range(len(shape))}
         # What the axes of products of queries and keys stand for.
         self._pair = {COLUMNS} if queries is None else {ROWS, COLUMNS}
@@ -198,9 +199,9 @@ class Candidate:
         """Along which of queries and keys exponentials of scores are summed."""
         found: set[str] = set()
         for equation in self._closed.jaxpr.eqns:
-            is_sum = equation.primitive.name == "reduce_sum" and self._is_pair.get(equation.invars[0])
-            if is_sum and self._has_powers(equation.invars[0]):
-                found |= self._labels(equation.invars[0], equation.params["axes"])
+            summed = self._given(equation, True) if equation.primitive.name == "reduce_sum" else []
+            if summed and self._has_powers(summed[0]):
+                found |= self._labels(summed[0], equation.params["axes"])
         return found & {ROWS, COLUMNS}
 
     def _has_powers(self, var: Any) -> bool:

@@ -228,7 +228,19 @@ class _Reasons(Trials):
             powers = [x for x in self._pair_path(total.invars[0]) if x.primitive.name in POWERS]
             if powers:
                 return self._matcher.beside_sum(changed, powers[0])
-        return self._whole(reductions[0], equation)
+        return self._masked(reductions, equation) or self._whole(reductions[0], equation)
+
+    def _masked(self, reductions: Sequence[core.JaxprEqn], quotient: core.JaxprEqn) -> str | None:
+        """What is said of exponentials that are divided by their sum where a mask holds; None of anything else."""
+        for total in reductions:
+            mask = self._producer(self._skip(total.invars[0]))
+            if quotient.primitive.name != "div" or total.primitive.name != "reduce_sum" or mask is None:
+                continue
+            power = self._skip(quotient.invars[0])
+            if mask.primitive.name == "select_n" and power in map(self._skip, mask.invars[1:]):
+                rule = "weights and their sum must have the same mask"
+                return f"`select_n` (where) of a softmax whose sum is masked otherwise: {rule}, {place_of(mask)}"
+        return None
 
     def _reductions(self, of_rows: Sequence[Any]) -> tuple[list[core.JaxprEqn], list[core.JaxprEqn]]:
         """The equations that make numbers of rows of scores, and those that change these numbers, in order."""
@@ -248,7 +260,7 @@ class _Reasons(Trials):
                 reductions[place] = equation
             else:
                 waiting += given
-                if equation.primitive.name not in ALIKE:
+                if equation.primitive.name not in ALIKE or equation.primitive.name == "stop_gradient":
                     chain[place] = equation
         return [x for _, x in sorted(reductions.items())], [x for _, x in sorted(chain.items())]
 
@@ -286,12 +298,12 @@ class _Reasons(Trials):
                 f"{_named(reduction)}: a number from all {noun} of a row, other than a softmax's, {place_of(reduction)}"
             )
         if self._is_of_softmax(reduction, user):
-            rule = "softmaxes must be along the keys, which the product with values sums over"
-            if labels == {COLUMNS} and not has_parts(dims):
+            if labels != {COLUMNS} or has_parts(dims):
+                rule = "softmaxes must be along the keys, which the product with values sums over"
+                return f"a softmax along {along}: {rule}, {place_of(reduction)}"
+            if noun == "weights":
                 rule = "what goes into a softmax must be scores, each made of one query and one key"
-                if noun == "weights":
-                    return f"a softmax of the weights of another one: {rule}, {place_of(reduction)}"
-            return f"a softmax along {along}: {rule}, {place_of(reduction)}"
+                return f"a softmax of the weights of another one: {rule}, {place_of(reduction)}"
         of = {frozenset({COLUMNS}): " of a row", frozenset({ROWS}): " of a column"}.get(frozenset(labels), "")
         return (
             f"{_named(reduction)} along {along}: a number from all {noun}{of}, other than a softmax's, "
@@ -339,7 +351,11 @@ class _Reasons(Trials):
                 if changed is not None:
                     return self._matcher.beside_sum(changed, powers[0])
                 return self._whole(reductions[0], equation)
-        return self._matcher.undivided(powers[0])
+        shifted = self._producer(self._skip(powers[0].invars[0]))
+        if shifted is None or self._matcher.is_less_largest(powers[0]):
+            return self._matcher.undivided(powers[0])
+        reductions, _ = self._reductions(self._given(shifted, False))
+        return self._whole(reductions[-1], shifted) if reductions else None
 
     def _can_divide(self, quotient: core.Var, skipped: Mapping[core.Var, Any]) -> bool:
         """Whether a quotient is fused that is a product with values before it is divided."""

@@ -329,7 +329,7 @@ class Softmaxes(Guards):
         equation = None if shift is None else self.producer(shift[0])
         return equation is not None and equation.primitive.name == "reduce_max"
 
-    def _is_less_largest(self, power: core.JaxprEqn) -> bool:
+    def is_less_largest(self, power: core.JaxprEqn) -> bool:
         """Whether an exponential is of a difference from a largest number."""
         shifted = self.producer(self.skip(power.invars[0]))
         if shifted is None or shifted.primitive.name != "sub":
@@ -418,7 +418,7 @@ class Softmaxes(Guards):
             but: what may be done to softmaxes there.
         """
         power = self.producer(self.skip_moves(var, PASSES))
-        if power is not None and power.primitive.name in POWERS and self._is_less_largest(power):
+        if power is not None and power.primitive.name in POWERS and self.is_less_largest(power):
             return self.undivided(power)
         seen: set[int] = set()
         waiting: list[tuple[object, core.JaxprEqn | None]] = [(var, None)]

@@ -53,7 +53,8 @@ def _completion(normalise: Callable[[Any, int], Any]) -> Completion:
             value = lax.convert_element_type(value, values.dtype)
             weights = normalise(value if len(keys) == 1 else lax.reshape(value, merged), axis)
             size = values.shape[len(batch)]
-            weights = lax.slice_in_dim(weights, first, first + size, axis=axis)
+            if size < weights.shape[axis]:
+                weights = lax.slice_in_dim(weights, first, first + size, axis=axis)
             return lax.dot_general(weights, values, (((axis,), (len(batch),)), (batch, range(len(batch)))))
 
         def shape(size: int) -> tuple[int, ...]:
