@@ -500,8 +500,9 @@ def test_lines_whose_ends_keep_them_from_sharing_a_list_share_one_without_untouc
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", ["global_and_local", "strided"])
-def test_kernels_of_every_form_keep_numbers_in_registers(name, arch):
+def test_kernels_of_every_form_keep_numbers_in_registers(name, arch, monkeypatch):
     """Compiled for architectures that are not here, of heads of 64: nothing is in a thread's memory within a loop."""
+    monkeypatch.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
     mask = LINEAR[name]
     region = region_of(lambda *given: masked(*given, mask(*given[:2])), shapes(1 << 14, size=64))
     found = launches_of(region)
