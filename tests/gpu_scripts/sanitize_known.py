@@ -1,0 +1,328 @@
+"""Reports of compute-sanitizer that are explained: what a tool does not follow, as narrow as it can be told.
+
+A report that no line of `KNOWN` matches is an error. Small kernels with the same things, and nothing else, are in
+false_alarms.py: `sanitize.py --families false_alarms` shows what the tools say of them.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where a report says that memory is accessed.
+
+    Attributes:
+        kind: "Read" or "Write" of a hazard, "" elsewhere.
+        kernel: the function, as the tool prints it.
+        offset: of the instruction in the kernel, in bytes.
+        line: file and number of the source's line; None where the kernel was compiled without lines, as JAX does.
+    """
+
+    kind: str
+    kernel: str
+    offset: int
+    line: tuple[str, int] | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """One report of a tool.
+
+    Attributes:
+        title: its first line, without places; of a copy by the host the second one, which says what is wrong.
+        accesses: in order.
+        call: of the family, in which it was reported; "" where the process ended before the call did.
+    """
+
+    title: str
+    accesses: tuple[Access, ...]
+    call: str
+
+    @property
+    def kernels(self) -> set[str]:
+        """The functions that it names."""
+        return {access.kernel for access in self.accesses}
+
+
+_TITLE = re.compile(r"========= (?! )(?!COMPUTE-SANITIZER|Default timeout|(?:\w+ )?SUMMARY: )(.*\S)")
+_DETAIL = "=========     "
+_ENDED_CALL = re.compile(r"(?:ran (?P<ran>.*) \([\d.]+ s, .*\)|EXC (?P<failed>.*?): [A-Z]\w* .*)$")
+_ACCESS = re.compile(
+    r"(?:(?P<kind>Read|Write) access )?at (?P<kernel>\S.*?)\+0x(?P<offset>[0-9a-f]+)"
+    r"(?: in (?P<file>.+?):(?P<line>\d+))?(?: \[\d+ hazards?\])?$"
+)
+_COPY = re.compile(r"Uninitialized access to 0x[0-9a-f]+ on access by (cudaMemcpy\w* source)$")
+
+
+def parse_reports(lines: Iterable[str]) -> Counter[Report]:
+    """Return the reports in the output of a process, which prints what call it has ended among them.
+
+    Reports that differ only in the thread, in the address or in the number of hazards are the same one; there may be
+    millions.
+    """
+    found: Counter[Report] = Counter()
+    of_call: Counter[tuple[str, tuple[Access, ...]]] = Counter()
+    title, accesses = "", ()
+
+    def end_report() -> None:
+        if title:
+            of_call[title, accesses] += 1
+
+    def end_call(call: str) -> None:
+        for (one, places), count in of_call.items():
+            found[Report(one, places, call)] += count
+        of_call.clear()
+
+    for line in lines:
+        line = line.rstrip()
+        if line.startswith(_DETAIL):
+            detail = line.removeprefix("=========").lstrip()
+            if copy := _COPY.match(detail):
+                title = f"Uninitialized {copy[1]}"
+            elif detail.startswith(("at ", "and ")):
+                accesses += _accesses(detail)
+        elif match := _TITLE.match(line):
+            end_report()
+            title, accesses = _title(match[1]), _accesses(match[1])
+        elif ended := _ENDED_CALL.match(line):
+            end_report()
+            title = ""
+            end_call(ended["ran"] or ended["failed"])
+    end_report()
+    end_call("")
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _accesses(text: str) -> tuple[Access, ...]:
+    match = _ACCESS.search(text)
+    if match is None:
+        return ()
+    line = None if match["file"] is None else (match["file"], int(match["line"]))
+    return (Access(match["kind"] or "", match["kernel"].removeprefix("void "), int(match["offset"], 16), line),)
+
+
+def _title(text: str) -> str:
+    """Without places, which accesses have, and addresses."""
+    return re.sub(r" at .*\+0x[0-9a-f]+.*$| access error at host access to 0x.*$", "", text)
+
+
+type Lines = Callable[[str, int], str]
+"""The text of a line of a file."""
+
+
+def lines_in(*folders: Path) -> Lines:
+    """Return what finds the text of lines of files in these folders, "" of a file that is in none or in several.
+
+    The tool names files without their folder. Generated kernels' sources are in files of their own, whose names are
+    the last word of what the tool calls them.
+    """
+
+    @functools.cache
+    def line_of(name: str, number: int) -> str:
+        file = re.sub(r"^<.* (\w+)>$", r"\1.py", name)
+        found = [path for folder in folders for path in folder.rglob(file)]
+        lines = found[0].read_text().splitlines() if len(found) == 1 else []
+        return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+    return line_of
+
+
+@dataclass(frozen=True)
+class Known:
+    """A kind of report that is explained.
+
+    Attributes:
+        tool: that reports it.
+        title: a pattern of the whole title.
+        kernels: a pattern of each kernel's whole name.
+        reason: what the tool does not follow, or why what it says cannot reach a result.
+        is_such: whether accesses are what the reason speaks of.
+        families: of which calls; all unless given.
+        calls: of the families; all unless given.
+        most: reports in one process.
+    """
+
+    tool: str
+    title: str
+    kernels: str
+    reason: str
+    is_such: Callable[[Sequence[Access], Lines], bool] = lambda accesses, line_of: True
+    families: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    most: int | None = None
+
+    def matches(self, tool: str, family: str, report: Report, line_of: Lines) -> bool:
+        """Whether it explains the report, but for the number of such reports."""
+        return (
+            tool == self.tool
+            and family in (self.families or (family,))
+            and report.call in (self.calls or (report.call,))
+            and re.fullmatch(self.title, report.title) is not None
+            and bool(report.accesses) == bool(self.kernels)
+            and all(re.fullmatch(self.kernels, kernel) for kernel in report.kernels)
+            and self.is_such(report.accesses, line_of)
+        )
+
+
+def _has_text(access: Access, line_of: Lines, pattern: str) -> bool:
+    """Whether the access's line has a text; where the kernel was compiled without lines, yes."""
+    return access.line is None or re.search(pattern, line_of(*access.line)) is not None
+
+
+# Warps wait for their partition at the kernel's beginning.
+_FIRST_INSTRUCTIONS = 0x400
+
+
+def _is_of_specialisation(accesses: Sequence[Access], line_of: Lines) -> bool:
+    """A read where waiting warps fetch what to run, at the line of `def`, and writes there and where they are told:
+    that there is work, where the partitions begin, and that there is none, where the kernel ends."""
+    read, *writes = accesses
+    begins = rf"^def {read.kernel}\("
+
+    def is_told(write: Access) -> bool:
+        if _has_text(write, line_of, rf"{begins}|warp_specialize\("):
+            return True
+        assert write.line is not None
+        file, number = write.line
+        return line_of(file, number) != "" == line_of(file, number + 1) == line_of(file, number + 2)
+
+    return (
+        len(writes) > 0
+        and read.kind == "Read"
+        and read.offset < _FIRST_INSTRUCTIONS
+        and _has_text(read, line_of, begins)
+        and all(x.kind == "Write" and x.offset > read.offset and is_told(x) for x in writes)
+    )
+
+
+def _is_handed_over(accesses: Sequence[Access], line_of: Lines) -> bool:
+    """Stores on one side and loads on the other, of the memory that partitions hand to each other."""
+    memory = r"\b(?:of_keys|keys_part|lines|half|other|memory)\b"
+    texts = {"Write": rf"{memory}.*\.store\(|^gradient\.store\(", "Read": rf"{memory}.*\.load\("}
+    kinds = [x.kind for x in accesses]
+    return (
+        len(set(kinds[1:])) == 1
+        and kinds[0] != kinds[1]
+        and all(_has_text(x, line_of, texts[x.kind]) for x in accesses)
+    )
+
+
+def _is_one_store(accesses: Sequence[Access], line_of: Lines) -> bool:
+    """One instruction with itself, where sums of products are stored."""
+    stores = r"^tl\.store\((?:p_delta|p_part|p_out) \+"
+    return (
+        len(accesses) > 1
+        and len({x.offset for x in accesses}) == 1
+        and all(x.kind == "Write" for x in accesses)
+        and all(_has_text(x, line_of, stores) for x in accesses)
+    )
+
+
+def _is_of_parts(accesses: Sequence[Access], line_of: Lines) -> bool:
+    """A load of parts, and not of their sums."""
+    return all(_has_text(x, line_of, r"^b_part = tl\.load\(p_part \+") for x in accesses)
+
+
+_RACE = r"Error: Race reported between (?:Read|Write) access"
+_READ = r"Uninitialized __global__ memory read of size {} bytes"
+# Kernels whose results leave by the copy engine, and the families that launch them.
+_BY_COPY_ENGINE = (
+    "block_diagonal", "block_diagonal_torch", "projection_torch", "pallas", "fuse_resident_1", "fuse_resident_2",
+    "fuse_streamed_1", "fuse_streamed_2", "fuse_torch", "false_alarms",
+)  # fmt: skip
+_COPY_ENGINE = (
+    "initcheck does not see what the copy engine (TMA) writes, so that who reads it next seems to read nothing. Each "
+    "result is compared with the CPU's. Evidence: `stored_by_copy_engine` in false_alarms.py; kernels that store by "
+    "themselves (`moba`) have no such reports."
+)
+
+KNOWN = {
+    "word of warp specialisation": Known(
+        "racecheck",
+        _RACE,
+        r"moba_hopper_\w+|block_diagonal_hopper_\w+|fused_\w+_(?:resident|streamed)|specialised|handed_over",
+        "Triton tells waiting warps in shared memory what to run next, between barriers of all warps that racecheck "
+        "does not pair. Evidence: `specialised` in false_alarms.py has nothing else in shared memory.",
+        is_such=_is_of_specialisation,
+    ),
+    "handed over by an mbarrier": Known(
+        "racecheck",
+        _RACE,
+        r"fused_forward_resident|fused_rows_and_pairs_resident|handed_over",
+        "Warps store, meet at a barrier, and one thread arrives at an mbarrier on which the reading warps wait; "
+        "racecheck takes the wait for ordered after that thread alone, not after those that it met. Evidence: "
+        "`handed_over` in false_alarms.py; values that the arriving thread itself has stored are not reported.",
+        is_such=_is_handed_over,
+    ),
+    "copies of a sum": Known(
+        "racecheck",
+        _RACE,
+        r"block_diagonal_chunked_query_gradient|moba_paged_blocks|summed_products",
+        "Threads of one warp that all have a sum store it at one place with one instruction. The sums differ in their "
+        "last bit, for each thread's own product is fused with the first addition. Any of them is the sum. Evidence: "
+        "`summed_products` in false_alarms.py.",
+        is_such=_is_one_store,
+    ),
+    "parts that are not there": Known(
+        "initcheck",
+        _READ.format("(?:8|16)"),
+        r"paged_merge|moba_paged_blocks",
+        "Parts are loaded whether they are there or not, so that nothing waits for their sums, and those whose sum "
+        "is -inf are replaced by 0 before they are used. Sums, of 4 bytes, are always written.",
+        is_such=_is_of_parts,
+        families=("paged", "paged_torch", "moba_paged", "moba_paged_torch"),
+    ),
+    "copied to the host, written by the copy engine": Known(
+        "initcheck", r"Uninitialized cudaMemcpy\w* source", "", _COPY_ENGINE, families=_BY_COPY_ENGINE
+    ),
+    "read by frameworks, written by the copy engine": Known(
+        "initcheck",
+        _READ.format(r"\d+"),
+        r"(?:loop|input|wrapped)_\w+|at::native::.*|fused_delta",
+        _COPY_ENGINE,
+        families=_BY_COPY_ENGINE,
+    ),
+    "padded product of XLA": Known(
+        "initcheck",
+        _READ.format("2"),
+        "loop_slice_fusion",
+        "XLA pads products of 3 by 3 matrices to 8 columns for cuBLAS, whose kernel stores by the copy engine, and "
+        "slices the result: the addresses are 3 of 8 columns, which no array of this library's kernels has.",
+        families=("fuse_structures",),
+        calls=("invariant_points_frames",),
+    ),
+    "counter of a loop of XLA": Known(
+        "initcheck",
+        _READ.format("4"),
+        "loop_add_fusion",
+        "XLA's loop for `searchsorted` counts its turns in 4 bytes that its own copy has set. Kernels of this library "
+        "neither read nor write them.",
+        families=("fuse_masks",),
+        calls=("packed_documents",),
+        most=1,
+    ),
+}
+"""By name."""
+
+
+def explain(
+    tool: str, family: str, reports: Mapping[Report, int], line_of: Lines
+) -> tuple[Counter[str], Counter[Report]]:
+    """Return how many reports of a process each name of `KNOWN` explains, and the other reports."""
+    counts: Counter[str] = Counter()
+    rest: Counter[Report] = Counter()
+    for report, count in reports.items():
+        names = [name for name, known in KNOWN.items() if known.matches(tool, family, report, line_of)]
+        most = KNOWN[names[0]].most if names else 0
+        explained = count if most is None else min(count, most - counts[names[0]]) if names else 0
+        if explained:
+            counts[names[0]] += explained
+        if count > explained:
+            rest[report] += count - explained
+    return counts, rest
