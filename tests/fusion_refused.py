@@ -321,6 +321,19 @@ def standardised(query, key, value):
     return weighted(jax.nn.softmax(scores, axis=-1), value)
 
 
+@refused(
+    "`reduce_sum` (sum, mean) along the keys: a number from all scores of a row, other than a softmax's",
+    *((2, 24, 64), (64, 192), (64, 64)),
+)
+def layer_with_scores_of_unit_length(x, into, out):
+    """As weights without a softmax, such quotients could be fused."""
+    query, key, value = (each.reshape(2, 24, 4, 16) for each in jnp.split(x @ into, 3, axis=-1))
+    scores = jnp.where(CAUSAL, scores_of(query, key), -1e9)
+    scores = scores / jnp.linalg.norm(scores, axis=-1, keepdims=True)  # breaks here
+    x = x + weighted(jax.nn.softmax(scores, axis=-1), value).reshape(x.shape) @ out
+    return x + jax.nn.silu(x @ out) @ out
+
+
 @refused("`reduce_max` (max) along the keys: a number from all scores of a row, other than a softmax's")
 def temperature_of_the_largest(query, key, value):
     scores = scores_of(query, key)

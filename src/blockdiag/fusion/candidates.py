@@ -57,7 +57,7 @@ class Candidate:
         is_attention: whether there are products of queries and keys, and exponentials are summed along the keys, or
             values share a batch axis with both.
         has_sum: whether there are such products, and exponentials are summed along queries or keys.
-        is_unclear: whether there is a product of which it is not known what its axes stand for.
+        is_unclear: whether there are exponentials, and a product of which it is not known what its axes stand for.
     """
 
     def __init__(self, closed: core.ClosedJaxpr, product: core.JaxprEqn, side: int, queries: int | None) -> None:
@@ -81,7 +81,6 @@ class Candidate:
         # Equations that the weights are made by, down to products of queries and keys, and what axes stand for.
         self._dims: dict[core.Var, tuple[Dim, ...]] = {}
         self._ways: dict[core.Var, list[tuple[Dim, ...]]] = {}
-        self.is_unclear = False
         self._slice: set[int] = set()
         self._scores: set[int] = set()
         self._label(tuple((names[axis],) for axis in range(len(shape))))
@@ -97,6 +96,7 @@ class Candidate:
         """Find what the axes of all values stand for that the weights are made of."""
         seen: set[tuple[core.Var, tuple[Dim, ...] | None]] = set()
         waiting: list[tuple[Any, tuple[Dim, ...] | None]] = [(self._weights, dims)]
+        has_powers, has_unknown = False, False
         while waiting:
             var, own = waiting.pop()
             if not isinstance(var, core.Var) or (var, own) in seen:
@@ -109,8 +109,8 @@ class Candidate:
             if equation is None:
                 continue
             self._slice.add(id(equation))
-            if own is None and equation.primitive.name == "dot_general":
-                self.is_unclear = True
+            has_powers |= equation.primitive.name in (*POWERS, "logistic")
+            has_unknown |= own is None and equation.primitive.name == "dot_general"
             operands = self._operand_dims(equation, var, own)
             if equation.primitive.name == "dot_general":
                 sides = [labels_of(x or ()) & {ROWS, COLUMNS} for x in operands]
@@ -119,6 +119,7 @@ class Candidate:
                     self._scores.add(id(equation))
                     continue
             waiting += zip(equation.invars, operands, strict=True)
+        self.is_unclear = has_powers and has_unknown
 
     def _operand_dims(
         self, equation: core.JaxprEqn, var: core.Var, dims: tuple[Dim, ...] | None

@@ -20,7 +20,7 @@ from blockdiag.fusion.grids import has_parts
 from blockdiag.fusion.guards import POWERS
 from blockdiag.fusion.trace import aval_of, body_of
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, ROWS
-from blockdiag.fusion.trials import AS_POWERS, AS_WEIGHTS, COMPLETIONS, CanFuse, Trials
+from blockdiag.fusion.trials import AS_POWERS, AS_WEIGHTS, CanFuse, Trials
 
 _USERS_WORDS: Mapping[str, str] = {
     "dot_general": "einsum, matmul",
@@ -222,7 +222,8 @@ class _Reasons(Trials):
         reductions, chain = self._reductions(of_rows)
         if not reductions:
             return None
-        changed = self._first_changed(chain, lambda skipped: self._is_completed(var, COMPLETIONS, skipped))
+        completions = self._likely(var, are_all=True)
+        changed = self._first_changed(chain, lambda skipped: self._is_completed(var, completions, skipped))
         total = next((x for x in reductions if self._is_of_softmax(x, equation)), None)
         if changed is not None and total is not None:
             powers = [x for x in self._pair_path(total.invars[0]) if x.primitive.name in POWERS]

@@ -13,6 +13,7 @@ from jax.extend import core
 
 from blockdiag.fusion.candidates import ALIKE, UNKNOWN, Candidate
 from blockdiag.fusion.dims import labels_of
+from blockdiag.fusion.guards import POWERS
 from blockdiag.fusion.trace import aval_of, bind, flat_jaxpr, read
 from blockdiag.fusion.tree import COLUMNS, ELEMENTWISE, Dim
 
@@ -75,7 +76,6 @@ _AS_BOUNDED = _completion(lambda value, axis: jax.nn.softmax(jnp.tanh(value), ax
 AS_WEIGHTS = _completion(lambda value, axis: value)
 AS_POWERS = _completion(lambda value, axis: value / value.sum(axis, keepdims=True))
 COMPLETIONS = (AS_SCORES, AS_WEIGHTS, AS_POWERS)
-_WHOLE = (_AS_BOUNDED, AS_WEIGHTS, AS_POWERS)
 
 
 class Trials(Candidate):
@@ -121,7 +121,8 @@ class Trials(Candidate):
         pairs = self._pair_ancestors(var)
         if self._ancestors[var] <= pairs or not self._known.get((var, AS_SCORES)):
             return self._ancestors[var]
-        return self._ancestors[var] if self._is_completed(var, _WHOLE) else pairs
+        whole = [_AS_BOUNDED if x is AS_SCORES else x for x in self._likely(var, are_all=True)]
+        return self._ancestors[var] if self._is_completed(var, whole) else pairs
 
     def _pair_ancestors(self, var: core.Var) -> set[core.Var]:
         """What a value is made of, but for numbers of rows: a softmax is the same without them."""
@@ -147,9 +148,19 @@ class Trials(Candidate):
         Args:
             are_all: even what is unlikely.
         """
-        has_powers = self._has_powers(var)
-        rest = (AS_WEIGHTS, AS_POWERS, AS_SCORES) if has_powers else (AS_SCORES, AS_WEIGHTS, AS_POWERS)
+        if self._has_powers(var):
+            rest = (AS_WEIGHTS, AS_POWERS, AS_SCORES)
+        elif self._feeds_powers(var):
+            # What goes into a softmax may be weights by chance, such as scores over the root of their squares' sum.
+            rest = (AS_SCORES,)
+        else:
+            rest = (AS_SCORES, AS_WEIGHTS, AS_POWERS)
         return rest if are_all else rest[:2]
+
+    def _feeds_powers(self, var: core.Var) -> bool:
+        """Whether the weights are made of exponentials of a value."""
+        powers = [x for x in self._pair_path(self._weights) if x.primitive.name in POWERS]
+        return any(var in self._pair_ancestors(x.outvars[0]) for x in powers)
 
     def _is_completed(
         self,
