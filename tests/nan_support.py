@@ -23,7 +23,7 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "clip": lambda x: jnp.clip(x, -1, 1),
     "clip from below": lambda x: jnp.clip(x, min=-1),
     "clip from above": lambda x: jnp.clip(x, max=1),
-    "clamp": lambda x: lax.clamp(jnp.float32(-1), x, jnp.float32(1)),
+    "clamp": lambda x: lax.clamp(jnp.asarray(-1, x.dtype), x, jnp.asarray(1, x.dtype)),
     "clamp by a lower bound": lambda x: lax.clamp(x, jnp.zeros_like(x), jnp.full_like(x, 5)),
     "clamp by an upper bound": lambda x: lax.clamp(jnp.full_like(x, -5), jnp.zeros_like(x), x),
     "relu": jax.nn.relu,

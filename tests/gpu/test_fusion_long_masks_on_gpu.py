@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
+from blockdiag.fusion import tile_tables
 from blockdiag.interop import triton_fused
 from tests.test_fusion_long_masks import causal, fused_documents, masked, places
 
@@ -58,6 +59,7 @@ def test_results_and_gradients_of_every_form(mask, kind, size):
         return found
 
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tile_tables, "_MOST_LISTED_OF_BLOCKS", 0)
         patched.setattr(triton_fused, "live_tiles", functools.partial(watched, triton_fused.live_tiles))
         found = jax.jit(functools.partial(results, fuse(function, implementation="triton")))(given)
     assert kinds == {kind}
