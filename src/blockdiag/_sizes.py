@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether a size is an expression of `jax.export`; comparisons of those may be inconclusive.
+    """Return whether a size is an expression of `jax.export`; comparisons of those may be inconclusive.
 
     Example:
         >>> import jax

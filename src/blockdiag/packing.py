@@ -114,7 +114,7 @@ def running_maximum(x: Array) -> Array:
 
 
 def _is_at_most(size: int, bound: int) -> bool:
-    """Whether a size is known to be no larger than a bound; a symbolic one is not."""
+    """Return whether a size is known to be no larger than a bound; a symbolic one is not."""
     return not is_symbolic(size) and size <= bound
 
 

@@ -31,7 +31,7 @@ class Gate:
         self._passed.record()
 
     def is_closed(self) -> bool:
-        """Whether the work behind the gate still waits."""
+        """Return whether the work behind the gate still waits."""
         return not self._passed.query()
 
     def open(self) -> None:

@@ -86,7 +86,7 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is nothing to look at."""
+        """Return whether there is nothing to look at."""
         is_told = self.tool == PLAIN or self.errors is not None
         return self.finished and not self.failed and is_told and not self.unexplained
 
@@ -219,7 +219,7 @@ def command_of(family: str, tool: str, options: argparse.Namespace, store: Path)
 
 @functools.cache
 def follows_copy_engine(sanitizer: str) -> bool:
-    """Whether the tool can be asked to follow the copy engine (TMA), as that of CUDA 13.5 can."""
+    """Return whether the tool can be asked to follow the copy engine (TMA), as that of CUDA 13.5 can."""
     told = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=False)
     return "--check-tensor-ops" in told.stdout
 

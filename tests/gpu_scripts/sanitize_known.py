@@ -158,7 +158,7 @@ class Known:
     most: int | None = None
 
     def matches(self, tool: str, family: str, report: Report, line_of: Lines) -> bool:
-        """Whether it explains the report, but for the number of such reports."""
+        """Return whether it explains the report, but for the number of such reports."""
         return (
             tool == self.tool
             and family in (self.families or (family,))
@@ -171,7 +171,7 @@ class Known:
 
 
 def _has_text(access: Access, line_of: Lines, pattern: str) -> bool:
-    """Whether the access's line has a text; where the kernel was compiled without lines, yes."""
+    """Return whether the access's line has a text; where the kernel was compiled without lines, yes."""
     return access.line is None or re.search(pattern, line_of(*access.line)) is not None
 
 

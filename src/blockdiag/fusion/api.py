@@ -425,7 +425,7 @@ def _reason(closed: core.ClosedJaxpr, refusal: NotFusible) -> str:
 
 
 def _is_fused_with_last(closed: core.ClosedJaxpr) -> bool:
-    """Whether attention is fused whose values are made of the last argument."""
+    """Return whether attention is fused whose values are made of the last argument."""
     try:
         program = Program(with_positions(closed), closed.in_avals, None)
     except NotFusible:

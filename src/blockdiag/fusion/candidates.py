@@ -189,7 +189,7 @@ class Candidate:
                 self._is_pair[var] = var in self._dims and is_made_of_pairs
 
     def _meets_keys(self, equation: core.JaxprEqn) -> bool:
-        """Whether an equation combines numbers of rows with what differs from key to key, such as positions."""
+        """Return whether an equation combines numbers of rows with what differs from key to key, such as positions."""
         dims = self._dims.get(equation.outvars[0])
         if dims is None or equation.primitive.name in ALIKE:
             return False
@@ -206,11 +206,11 @@ class Candidate:
         return found & {ROWS, COLUMNS}
 
     def _has_powers(self, var: Any) -> bool:
-        """Whether a value is made of exponentials of scores, without those of numbers of rows."""
+        """Return whether a value is made of exponentials of scores, without those of numbers of rows."""
         return any(equation.primitive.name in POWERS for equation in self._pair_path(var))
 
     def _shares_batch(self) -> bool:
-        """Whether queries, keys and values have a batch axis in common."""
+        """Return whether queries, keys and values have a batch axis in common."""
         for equation in self._closed.jaxpr.eqns:
             if id(equation) in self._scores:
                 dims = self._dims[equation.outvars[0]]

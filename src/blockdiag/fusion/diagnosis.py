@@ -89,7 +89,7 @@ def _of_product(closed: core.ClosedJaxpr, product: core.JaxprEqn, can_fuse: CanF
 
 
 def _is_placed(aval: Any) -> bool:
-    """Whether an array varies over axes of a mesh, or has a sharding in its type."""
+    """Return whether an array varies over axes of a mesh, or has a sharding in its type."""
     sharding = getattr(aval, "sharding", None)
     return bool(getattr(aval, "vma", ())) or any(x is not None for x in getattr(sharding, "spec", ()))
 
@@ -193,7 +193,7 @@ class _Reasons(Trials):
         return f"{said}{rest}, {place_of(equation)}"
 
     def _is_along(self, equation: core.JaxprEqn, label: str) -> bool:
-        """Whether an equation with one operand changes the size of an axis."""
+        """Return whether an equation with one operand changes the size of an axis."""
         given, made = aval_of(equation.invars[0]).shape, aval_of(equation.outvars[0]).shape
         dims = self._dims[equation.outvars[0]]
         return any(label in labels_of((dim,)) and x != y for dim, x, y in zip(dims, given, made, strict=True))
@@ -324,7 +324,7 @@ class _Reasons(Trials):
         return any(self._producers[x].primitive.name in POWERS for x in after)
 
     def _is_weights(self, var: core.Var) -> bool:
-        """Whether a value is made of exponentials that are divided by a sum."""
+        """Return whether a value is made of exponentials that are divided by a sum."""
         for equation in self._pair_path(var):
             name = equation.primitive.name
             if name in POWERS:
@@ -359,7 +359,7 @@ class _Reasons(Trials):
         return self._whole(reductions[-1], shifted) if reductions else None
 
     def _can_divide(self, quotient: core.Var, skipped: Mapping[core.Var, Any]) -> bool:
-        """Whether a quotient is fused that is a product with values before it is divided."""
+        """Return whether a quotient is fused that is a product with values before it is divided."""
         values = self._product.invars[1 - self._side]
         if not isinstance(values, core.Var):
             return False

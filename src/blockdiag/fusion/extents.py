@@ -72,7 +72,7 @@ class Extent:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known while tracing."""
+        """Return whether it is known while tracing."""
         return module_of([self.interval]) is np
 
     @property

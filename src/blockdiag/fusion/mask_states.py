@@ -100,7 +100,7 @@ class MaskStates:
 
     @property
     def is_by_distance(self) -> bool:
-        """Whether the states depend on the distance between queries and keys alone."""
+        """Return whether the states depend on the distance between queries and keys alone."""
         kinds: list[str] = []
         for extent in self.extents:
             ends = (extent.interval.low, extent.interval.high)
@@ -164,7 +164,7 @@ def _kind(equation: core.JaxprEqn, kinds: Sequence[str], most: int) -> str:
 
 
 def _counts_to(dtype: Any, most: int) -> bool:
-    """Whether a dtype has all whole numbers up to this one, and their differences."""
+    """Return whether a dtype has all whole numbers up to this one, and their differences."""
     if dtype in FLOATS:
         return most <= 2 ** (jnp.finfo(dtype).nmant + 1)
     return bool(jnp.issubdtype(dtype, jnp.signedinteger)) and most <= jnp.iinfo(dtype).max

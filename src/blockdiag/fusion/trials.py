@@ -94,7 +94,7 @@ class Trials(Candidate):
 
     @property
     def is_fine(self) -> bool:
-        """Whether the weights can be multiplied by values."""
+        """Return whether the weights can be multiplied by values."""
         return self._can_complete(self._weights, AS_WEIGHTS)
 
     def _first_broken(self, nodes: Sequence[core.Var]) -> core.Var | None:
@@ -158,7 +158,7 @@ class Trials(Candidate):
         return rest if are_all else rest[:2]
 
     def _feeds_powers(self, var: core.Var) -> bool:
-        """Whether the weights are made of exponentials of a value."""
+        """Return whether the weights are made of exponentials of a value."""
         powers = [x for x in self._pair_path(self._weights) if x.primitive.name in POWERS]
         return any(var in self._pair_ancestors(x.outvars[0]) for x in powers)
 
@@ -173,7 +173,7 @@ class Trials(Candidate):
     def _can_complete(
         self, var: core.Var, complete: Completion, skipped: Mapping[core.Var, Any] = MappingProxyType({})
     ) -> bool:
-        """Whether a value is fused with the rest of an attention after it.
+        """Return whether a value is fused with the rest of an attention after it.
 
         Args:
             skipped: values in the place of which others are taken.
@@ -233,7 +233,7 @@ class Trials(Candidate):
         return flat_jaxpr(compute, *(aval_of(x) for x in inputs), values)[0]
 
     def _may_break(self, equation: core.JaxprEqn) -> bool:
-        """Whether an equation may be the first to break a rule.
+        """Return whether an equation may be the first to break a rule.
 
         What works element by element before a number of a row is made is no reason by itself: that number is.
         """
@@ -243,5 +243,5 @@ class Trials(Candidate):
         return name not in ELEMENTWISE or id(equation) in self._path
 
     def _is_known_to_be_attention(self, nodes: Sequence[core.Var]) -> bool:
-        """Whether anything can be completed: else this is no attention, or axes stand for something else."""
+        """Return whether anything can be completed: else this is no attention, or axes stand for something else."""
         return any(self._known.get((var, x)) for var in nodes for x in COMPLETIONS)

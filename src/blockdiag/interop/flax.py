@@ -252,7 +252,7 @@ def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ..
 
 
 def _is_same_rotary(one: Rotary | None, other: Rotary | None) -> bool:
-    """Whether two rotary embeddings have the same options, and the same numbers in their tables."""
+    """Return whether two rotary embeddings have the same options, and the same numbers in their tables."""
     if one is None or other is None or one is other:
         return one is other
     arrays = ("cos", "sin", "positions")
