@@ -55,7 +55,8 @@ def test_one(turn):
     folder = pathlib.Path({str(tmp_path)!r})
     (folder / os.environ["PYTEST_XDIST_WORKER"]).write_text(" ".join(os.environ.get(x, "") for x in {names!r}))
 """)
-    hidden = {"JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", *sharing_settings({}, 0)}
+    # Of the worker that runs this test, too.
+    hidden = {"PYTEST_XDIST_WORKER", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", *sharing_settings({}, 0)}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"PATH": f"{tmp_path}{os.pathsep}{environment['PATH']}", "PYTHONPATH": f"{ROOT / 'src'}"}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-c", str(ROOT / "pyproject.toml")]

@@ -139,7 +139,7 @@ def test_metadata_says_what_it_is(wheel):
     assert (metadata["Name"], metadata["Version"]) == ("blockdiag-attn", version())
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.12"
-    assert set(metadata.get_all("Provides-Extra")) == {"cuda", "torch", "flax", "cli", "test", "docs"}
+    assert set(metadata.get_all("Provides-Extra")) == {"cuda", "torch", "flax", "cli", "versions", "test", "docs"}
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert {re.match(r"[A-Za-z0-9_-]+", line).group() for line in required} == {"jax", "jaxtyping", "numpy"}
     for operation in ("block-diagonal", "MoBA", "paged", "jax.numpy"):
