@@ -224,7 +224,7 @@ def _finish(own: _Pairs) -> None:
     emit("mbarrier.wait(half_full.index(0), round % 2)")
     emit(f"sum_query += {half}.load(D)")
     emit("thread_barrier()")
-    emit(f"gradient = reinterpret({half}, dtype, [{OWN}, {own.plan.width}], d_query.layout)")
+    emit(f"gradient = reinterpret({half}, dtype, [2, {OWN}, {own.plan.width}], d_query.layout).index(0)")
     emit(f"gradient.store((sum_query * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
     emit("thread_barrier()")
@@ -337,7 +337,8 @@ def _leave(own: _Pairs, number: str) -> None:
     emit = own.emit
     emit(f"mbarrier.wait(grads_full.index(0), ({number}) % 2)")
     own.indices(None, f"(first + {number})")
-    emit(f"gradient = reinterpret(half.index(0), own_tiles.dtype, [{OWN}, {own.plan.width}], d_query.layout)")
+    view = f"own_tiles.dtype, [2, {OWN}, {own.plan.width}], d_query.layout"
+    emit(f"gradient = reinterpret(half.index(0), {view}).index(0)")
     emit(f"tma_store(d_query, [{own.at(own.place, f'own * {OWN}')}], gradient)")
     emit("tma.store_wait(0)")
     emit("thread_barrier()")

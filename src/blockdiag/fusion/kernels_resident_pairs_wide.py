@@ -162,7 +162,7 @@ def _finish(own: WidePairs) -> None:
     emit("other = half.index(own_slot * 2 + 1 - GROUP)")
     emit("kept += other.load(kept.type.layout)")
     emit("thread_barrier()")
-    emit(f"gradient = reinterpret(other, dtype, [{OWN}, {width // 2}], d_query.layout)")
+    emit(f"gradient = reinterpret(other, dtype, [2, {OWN}, {width // 2}], d_query.layout).index(0)")
     emit(f"gradient.store((kept * {own.plan.unit}).to(dtype))")
     emit("fence_async_shared()")
     emit("thread_barrier()")
@@ -229,7 +229,7 @@ def _leave(own: WidePairs, number: str) -> None:
     own.indices(None, f"(first + {number})")
     for group in range(2):
         place = f"half.index(left_slot * 2 + {1 - group})"
-        emit(f"gradient = reinterpret({place}, own_tiles.dtype, [{OWN}, {half}], d_query.layout)")
+        emit(f"gradient = reinterpret({place}, own_tiles.dtype, [2, {OWN}, {half}], d_query.layout).index(0)")
         at = own.at(own.place, f"own * {OWN}", group * half)
         emit(f"tma_store(d_query, [{at}], gradient)")
     emit("tma.store_wait(0)")

@@ -24,4 +24,5 @@ tma_load = _named(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _named(tma, "async_store", "async_copy_shared_to_global")
 
 # Shared memory with another dtype, shape and layout: (memory, dtype, shape, layout); `reinterpret` since Triton 3.9.
+# Triton 3.8 and later want as many bytes as there are.
 reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
