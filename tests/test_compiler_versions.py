@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from blockdiag.triton_kernels import block_diagonal_configs, compiler_versions, moba_configs, paged_configs
+from blockdiag.triton_kernels import block_diagonal_configs, compiler_versions, moba_configs, paged_configs, tile_table
 from blockdiag.triton_kernels.compiler_versions import Adjustment, adjusted
 from blockdiag.triton_kernels.moba import MoBALaunch
 from blockdiag.triton_kernels.moba_configs import Config
 from blockdiag.triton_kernels.plan import Target
 from tests.test_moba_plans import BASE, PROBLEMS, launches
 
-TABLES = [x.ADJUSTMENTS for x in (block_diagonal_configs, moba_configs, paged_configs) if hasattr(x, "ADJUSTMENTS")]
+TABLES = [x.ADJUSTMENTS for x in (block_diagonal_configs, moba_configs, paged_configs, tile_table)]
 
 
 @pytest.fixture
