@@ -6,7 +6,6 @@ import linecache
 import pkgutil
 import re
 import stat
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ import triton
 from blockdiag import triton_kernels
 from tests.gpu_scripts import false_alarms, sanitize
 from tests.gpu_scripts.sanitize_calls import FAMILIES, Call, difference, launched_kernels
-from tests.gpu_scripts.sanitize_known import KNOWN, explain, lines_in, parse_reports
+from tests.gpu_scripts.sanitize_known import DROPPED, KNOWN, explain, lines_in, parse_reports
 
 # Launched by torch's doors alone, whose families cannot be traced: by packed calls, and by gradients of `fuse`.
 OF_TORCH = {"tile_table", "fused_delta"}
@@ -247,10 +246,16 @@ EXPLAINED = [
     ),
     ("read by frameworks, written by the copy engine", "initcheck", "projection_torch", read(8, SUM)),
     (
-        "padded product of XLA",
+        "products of XLA, read by XLA",
         "initcheck",
         "fuse_structures",
         read(2, "loop_slice_fusion+0x250", "invariant_points_frames"),
+    ),
+    (
+        "products of XLA, copied to the host",
+        "initcheck",
+        "fuse_structures",
+        COPY.replace("full tiles", "projected"),
     ),
     ("counter of a loop of XLA", "initcheck", "fuse_masks", read(4, "loop_add_fusion+0x40", "packed_documents")),
 ]
@@ -296,7 +301,7 @@ UNEXPLAINED = {
     ),
     "half of a report": ("racecheck", "moba", race("Read access at moba_hopper_backward+0x110")),
     "half of a report of one store": ("racecheck", "moba_paged", race("Write access at moba_paged_blocks+0x1820")),
-    "sums of parts": ("initcheck", "paged", read(4, "paged_merge+0x6d0")),
+    "sums of parts": ("initcheck", "paged_torch", read(4, "paged_merge+0x6d0 in paged_attention.py:1")),
     "another line of the merge": ("initcheck", "paged_torch", read(8, "paged_merge+0x6d0 in paged_attention.py:1")),
     "a kernel that reads parts": ("initcheck", "paged", read(16, "paged_splits+0x6d0")),
     "a copy where nothing leaves by the copy engine": ("initcheck", "moba", COPY),
@@ -326,6 +331,30 @@ def test_every_known_kind_has_a_report_that_it_explains():
 def test_report_of_another_kind_is_not_explained(tmp_path, name):
     _, rest = explained(*UNEXPLAINED[name], tmp_path)
     assert sum(rest.values()) == 1
+
+
+OVERFLOW = "========= Warning: Error buffer overflow has been detected. Some records have been dropped\n"
+SKIPPED = "========= 768 errors were skipped (error buffer overflow).\n"
+
+
+def test_dropped_records_are_explained_beside_explained_reports(tmp_path):
+    text = OVERFLOW + read(8, "paged_merge+0x410") + SKIPPED
+    known, rest = explained("initcheck", "paged", text, tmp_path)
+    assert (known, rest) == ({"parts that are not there": 1, DROPPED: 2}, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OVERFLOW + "ran batch (1.0 s, 0.0e+00)\n" + SKIPPED,
+        OVERFLOW + read(8, "paged_merge+0x410").replace("ran batch (2.7 s, 3.4e-03)\n", "")
+        + read(8, "paged_splits+0x410") + SKIPPED,
+    ],
+    ids=["alone", "beside another report"],
+)  # fmt: skip
+def test_dropped_records_are_not_explained_elsewhere(tmp_path, text):
+    known, rest = explained("initcheck", "paged", text, tmp_path)
+    assert DROPPED not in known and sum(report.title.count("buffer overflow") for report in rest) == 2
 
 
 def test_report_whose_source_is_not_there_is_not_explained(tmp_path):
@@ -427,17 +456,6 @@ def test_driver_counts_what_is_beside_the_explained_as_errors(tool, capsys):
     text = EXPLAINED[0][3] + RACECHECK.replace("(1 errors", "(2 errors")
     assert sanitize.main([*tool(text), "--tools", "racecheck"]) == 1
     assert "1 processes, 1 errors, 1 processes to look at" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("help_text", ["", "  --check-tensor-ops arg (=no)\n"])
-def test_copy_engine_is_followed_where_the_tool_can(tool, capsys, tmp_path, help_text):
-    given = tool(CLEAN)
-    script = f'if [ "$1" = --help ]; then printf "%s" "{help_text}"; exit; fi; echo "$@" > {tmp_path}/options\n'
-    Path(given[1]).write_text(f"#!/bin/sh\n{script}cat {tmp_path / 'text'}\n")
-    sanitize.follows_copy_engine.cache_clear()
-    assert sanitize.main([*given, "--tools", "initcheck"]) == 0
-    assert ("--check-tensor-ops yes" in (tmp_path / "options").read_text()) == bool(help_text)
-    assert "--print-limit 0" in (tmp_path / "options").read_text()
 
 
 def test_tools_of_a_family_come_after_its_plain_run(monkeypatch, capsys, tmp_path):

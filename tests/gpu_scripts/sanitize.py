@@ -44,7 +44,7 @@ from tests.gpu_scripts.sanitize_calls import (  # noqa: E402
     launched_kernels,
     to_numpy,
 )
-from tests.gpu_scripts.sanitize_known import KNOWN, Report, explain, lines_in, parse_reports  # noqa: E402
+from tests.gpu_scripts.sanitize_known import DROPPED, KNOWN, WHY_DROPPED, Report, explain, lines_in, parse_reports  # noqa: E402
 
 PLAIN = "plain"
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -212,16 +212,7 @@ def command_of(family: str, tool: str, options: argparse.Namespace, store: Path)
     fixed += ["--report-api-errors", "no"]
     # What is not printed cannot be explained.
     fixed += ["--print-limit", "0", "--show-backtrace", "no"]
-    if follows_copy_engine(options.sanitizer):
-        fixed += ["--check-tensor-ops", "yes"]
     return [options.sanitizer, "--tool", tool, *fixed, *options.sanitizer_option, *command]
-
-
-@functools.cache
-def follows_copy_engine(sanitizer: str) -> bool:
-    """Return whether the tool can be asked to follow the copy engine (TMA), as that of CUDA 13.5 can."""
-    told = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=False)
-    return "--check-tensor-ops" in told.stdout
 
 
 def count_errors(output: str) -> int | None:
@@ -383,7 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
                     waiting |= {start(outcome.family, tool) for tool in later}
     unclean = [outcome for outcome in outcomes if not outcome.is_clean]
     for name in sorted({name for outcome in outcomes for name in outcome.explained}):
-        print(f"explained, {name}: {KNOWN[name].reason}", flush=True)
+        print(f"explained, {name}: {WHY_DROPPED if name == DROPPED else KNOWN[name].reason}", flush=True)
     errors = sum(outcome.unexplained for outcome in outcomes)
     print(f"{len(outcomes)} processes, {errors} errors, {len(unclean)} processes to look at", flush=True)
     return 1 if unclean else 0

@@ -241,6 +241,13 @@ _COPY_ENGINE = (
     "result is compared with the CPU's. Evidence: `stored_by_copy_engine` in false_alarms.py; kernels that store by "
     "themselves (`moba`) have no such reports."
 )
+_WITH_PRODUCTS = ("fuse_structures",)
+_PRODUCTS = ("invariant_points_frames", "projected")
+_OF_CUBLAS = (
+    "Products outside of the fused region are cuBLAS's, whose kernels store by the copy engine (TMA), which initcheck "
+    "does not see. These calls' own kernels store by themselves, as those of the other calls of this family, of which "
+    "nothing is reported."
+)
 
 KNOWN = {
     "word of warp specialisation": Known(
@@ -271,10 +278,11 @@ KNOWN = {
     ),
     "parts that are not there": Known(
         "initcheck",
-        _READ.format("(?:8|16)"),
+        _READ.format("(?:4|8|16)"),
         r"paged_merge|moba_paged_blocks",
         "Parts are loaded whether they are there or not, so that nothing waits for their sums, and those whose sum "
-        "is -inf are replaced by 0 before they are used. Sums, of 4 bytes, are always written.",
+        "is -inf are replaced by 0 before they are used. Torch's families run the same kernels with lines of the "
+        "source, and there no other line is reported.",
         is_such=_is_of_parts,
         families=("paged", "paged_torch", "moba_paged", "moba_paged_torch"),
     ),
@@ -288,14 +296,16 @@ KNOWN = {
         _COPY_ENGINE,
         families=_BY_COPY_ENGINE,
     ),
-    "padded product of XLA": Known(
+    "products of XLA, copied to the host": Known(
+        "initcheck", r"Uninitialized cudaMemcpy\w* source", "", _OF_CUBLAS, families=_WITH_PRODUCTS, calls=_PRODUCTS
+    ),
+    "products of XLA, read by XLA": Known(
         "initcheck",
-        _READ.format("2"),
-        "loop_slice_fusion",
-        "XLA pads products of 3 by 3 matrices to 8 columns for cuBLAS, whose kernel stores by the copy engine, and "
-        "slices the result: the addresses are 3 of 8 columns, which no array of this library's kernels has.",
-        families=("fuse_structures",),
-        calls=("invariant_points_frames",),
+        _READ.format("[26]"),
+        r"(?:loop|input|wrapped)_\w+",
+        _OF_CUBLAS,
+        families=_WITH_PRODUCTS,
+        calls=_PRODUCTS,
     ),
     "counter of a loop of XLA": Known(
         "initcheck",
@@ -311,18 +321,41 @@ KNOWN = {
 """By name."""
 
 
+_DROPPED = re.compile(
+    r"Warning: Error buffer overflow has been detected\. Some records have been dropped"
+    r"|\d+ errors were skipped \(error buffer overflow\)\."
+)
+DROPPED = "records that the tool dropped"
+WHY_DROPPED = (
+    "initcheck keeps 256 records of a launch and says that it dropped others. It is explained in calls whose other "
+    "reports all are: a launch of which one thread reads what is not known to be written does so in the other threads."
+)
+
+
 def explain(
     tool: str, family: str, reports: Mapping[Report, int], line_of: Lines
 ) -> tuple[Counter[str], Counter[Report]]:
-    """Return how many reports of a process each name of `KNOWN` explains, and the other reports."""
+    """Return how many reports of a process each name of `KNOWN`, or `DROPPED`, explains, and the other reports."""
     counts: Counter[str] = Counter()
     rest: Counter[Report] = Counter()
-    for report, count in reports.items():
+    calls: set[str] = set()
+    told = {report: count for report, count in reports.items() if not _DROPPED.match(report.title)}
+    for report, count in told.items():
         names = [name for name, known in KNOWN.items() if known.matches(tool, family, report, line_of)]
         most = KNOWN[names[0]].most if names else 0
         explained = count if most is None else min(count, most - counts[names[0]]) if names else 0
         if explained:
             counts[names[0]] += explained
+            calls.add(report.call)
         if count > explained:
             rest[report] += count - explained
+    calls -= {report.call for report in rest}
+    for report, count in reports.items():
+        if report in told:
+            continue
+        # Only the end of a process tells how many there were in all its calls.
+        if tool == "initcheck" and (report.call in calls or (not report.call and calls and not rest)):
+            counts[DROPPED] += count
+        else:
+            rest[report] += count
     return counts, rest
