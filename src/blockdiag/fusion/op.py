@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,11 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from blockdiag._differentiation import on_common_axes, reverse_only
+from blockdiag.common.meshes import divide
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
+from blockdiag.fusion.sharding import backward_rule, forward_rule, local_region
 from blockdiag.fusion.tree import FEATURES, ROWS, Dim, Leaf, Region, Source, with_leaves
 
 
@@ -42,12 +44,6 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: an array is sharded over explicit axes of a mesh, and "xla" is not the only implementation.
     """
-    is_sharded = any(axes is not None for x in (*leaves, value) for axes in jax.typeof(x).sharding.spec)
-    if is_sharded and call.implementations != ("xla",):
-        raise ValueError(
-            "`fuse` got arrays that are sharded over explicit axes of a mesh, which its kernels know nothing of; call "
-            'it inside jax.shard_map over batch and heads, or pass implementation="xla"'
-        )
     leaves, value = on_common_axes(tuple(leaves), value)
     floating = [reverse_only(x) for x in _chosen(leaves, _floating(call.region))]
     results = _results(call, *_replaced(leaves, floating, _floating(call.region)), reverse_only(value))
@@ -233,7 +229,13 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None) -
             sizes = region.sizes
             output = jnp.zeros(shape_of(region.out_dims, sizes), region.dtype)
             return output, jnp.full([sizes[label] for label in (*region.batch, ROWS)], -jnp.inf, jnp.float32)
-        return call_implementation("forward", region, implementations, leaves, value)
+
+        def on_device(sizes: Mapping[str, int]) -> Callable[..., Sequence[Any]]:
+            own = local_region(region, sizes)
+            return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
+
+        output, log_sum = divide(region.once(forward_rule), on_device, operands)
+        return output, log_sum
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
@@ -254,11 +256,22 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
-        leaves, value, rest = operands[: count - 1], operands[count - 1], operands[count:]
         if _is_empty(region):
-            return tuple(map(jnp.zeros_like, (*_chosen(leaves, _with_gradient(region)), value)))
-        grads, value_grad = call_implementation("backward", region, implementations, leaves, value, *rest)
-        return (*[x for x, leaf in zip(grads, region.leaves, strict=True) if leaf.has_gradient], value_grad)
+            return tuple(map(jnp.zeros_like, (*_chosen(operands[: count - 1], _with_gradient(region)), operands[count - 1])))
+
+        def on_device(sizes: Mapping[str, int]) -> Callable[..., Sequence[Any]]:
+            own = local_region(region, sizes)
+
+            def gradients(*given: Any) -> Sequence[Any]:
+                leaves, value, rest = given[: count - 1], given[count - 1], given[count:]
+                grads, value_grad = call_implementation("backward", own, implementations, leaves, value, *rest)
+                return *[x for x, leaf in zip(grads, own.leaves, strict=True) if leaf.has_gradient], value_grad
+
+            return gradients
+
+        # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
+        has_log_sum_cotangent = len(operands) == count + 4
+        return tuple(divide(region.once(backward_rule, has_log_sum_cotangent), on_device, operands))
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:

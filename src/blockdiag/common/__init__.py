@@ -1,0 +1,1 @@
+"""Mechanisms that operations share; nothing here knows any of them."""

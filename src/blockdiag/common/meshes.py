@@ -1,0 +1,349 @@
+"""Division of an operation over the devices of a mesh, from one rule for every kind of mesh.
+
+A rule names the axes of each operand and result by labels, as einsum does, and says which labels devices may divide
+among themselves. It serves
+
+| axes of the mesh | mechanism |
+|---|---|
+| automatic | `custom_partitioning`, whose Shardy rule is the rule's text |
+| explicit | `jax.shard_map` over these axes |
+| manual | none: the operation already sees the arrays of one device |
+
+A label that an axis of the mesh divides is divided in all arrays that have it. A device reads the part of an operand
+that it needs, also where the operand is not sharded so: key heads, for example, where there are fewer of them than
+devices. A result without the label is a sum over it, which one all-reduce completes.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+type Dim = tuple[str, ...]
+"""The labels of one axis of an array, slowest first; an axis without labels is never divided."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How devices may divide an operation.
+
+    Attributes:
+        operands, results: the labels of every axis of every array.
+        sizes: the size of each label, as pairs.
+        independent: the labels that devices may divide: no element of a result needs two indices of such a label, but
+            for results without the label, which are sums over it.
+    """
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...], ...]
+    sizes: tuple[tuple[str, int], ...]
+    independent: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of the devices along one axis of a mesh: their index, divided by `below`, modulo `count`."""
+
+    axis: str
+    count: int
+    below: int
+
+    @property
+    def index(self) -> jax.Array:
+        """Which part this device has."""
+        return jax.lax.axis_index(self.axis) // self.below % self.count
+
+
+type Division = Mapping[str, tuple[Piece, ...]]
+"""What divides each label, the slowest first."""
+
+type Local = Callable[[Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
+"""From the sizes of labels on one device to the operation on its arrays."""
+
+
+def divide(rule: Rule, local: Local, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Compute an operation whose arrays any devices may share.
+
+    Args:
+        rule: how the operation divides.
+        local: the operation itself, for given sizes of labels.
+        arrays: the operands.
+
+    Returns:
+        The results.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = _explicit_mesh(arrays)
+    if explicit is not None:
+        return _on_explicit_axes(rule, local, arrays, explicit)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Manual in kinds.values():
+        remaining = [name for name, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[name] > 1]
+        if remaining:
+            # XLA's partitioner aborts on custom partitioning inside of a region that is manual over some axes.
+            warnings.warn(
+                f"inside a jax.shard_map that leaves axes {remaining} automatic, operands are gathered over these; "
+                "make them manual, too (axis_names)",
+                stacklevel=2,
+            )
+        return list(local(dict(rule.sizes))(*arrays))
+    return _on_automatic_axes(rule, local, arrays)
+
+
+def _on_automatic_axes(rule: Rule, local: Local, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The operation as one that XLA's partitioner divides, wherever a program with it has several devices."""
+    whole = jax.make_jaxpr(local(dict(rule.sizes)))(*arrays)
+    # `custom_partitioning` takes no constants but as operands; on several devices they are made anew.
+    constants = [jnp.asarray(x) for x in whole.consts]
+    rule = dataclasses.replace(rule, operands=(*rule.operands, *(((),) * x.ndim for x in constants)))
+
+    @custom_partitioning
+    def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        given, known = arrays[: -len(constants) or None], arrays[len(arrays) - len(constants) :]
+        return tuple(jax.core.eval_jaxpr(whole.jaxpr, known, *given))
+
+    def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        given = zip((*operands, *results), (*rule.operands, *rule.results), strict=True)
+        by_size = sorted(given, key=lambda one: -math.prod(one[0].shape))
+        division = division_of(rule, mesh.shape, [(x.sharding.spec, dims) for x, dims in by_size])
+        shardings = (
+            tuple(NamedSharding(mesh, spec_of(rule, division, mesh.shape, dims)) for dims in arrays)
+            for arrays in (rule.results, rule.operands)
+        )
+        return mesh, _on_one_device(rule, local, division, mesh.shape, len(constants)), *shardings
+
+    text, options = shardy_rule(rule)
+    compute.def_partition(partition=partition, sharding_rule=text, **options)
+    return list(compute(*arrays, *constants))
+
+
+def _on_explicit_axes(rule: Rule, local: Local, arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
+    """The operation as `jax.shard_map` over the explicit axes of a mesh."""
+    axes = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    shape = {name: mesh.shape[name] for name in axes}
+    given = zip(arrays, rule.operands, strict=True)
+    by_size = sorted(given, key=lambda one: -one[0].size)
+    division = division_of(rule, shape, [(jax.typeof(x).sharding.spec, dims) for x, dims in by_size])
+    specs = tuple(spec_of(rule, division, shape, dims) for dims in rule.operands)
+    results = tuple(spec_of(rule, division, shape, dims) for dims in rule.results)
+    placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    compute = _on_one_device(rule, local, division, shape)
+    mapped = jax.shard_map(
+        compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=axes, check_vma=False
+    )
+    return list(mapped(*placed))
+
+
+def _explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
+    """The mesh of the first array that is sharded over explicit axes; None where none is."""
+    for x in arrays:
+        sharding = jax.typeof(x).sharding
+        if any(axis is not None for axis in sharding.spec):
+            is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+            return x.sharding.mesh if is_concrete else sharding.mesh
+    return None
+
+
+def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
+    """The text of a rule for Shardy, and what `def_partition` takes besides it.
+
+    Axes that have no label, or no divisible one, get factors of their own that need replication.
+    """
+    sizes = dict(rule.sizes)
+    order: list[str] = []
+    whole: set[str] = set()
+    compound: set[str] = set()
+
+    def factor(label: str) -> str:
+        name = f"l_{label}"
+        if name not in order:
+            order.append(name)
+        return name
+
+    def words(arrays: Sequence[Sequence[Dim]], prefix: str) -> str:
+        texts = []
+        for number, dims in enumerate(arrays):
+            axes = []
+            for axis, dim in enumerate(dims):
+                # Shardy has no factors of one element beside others.
+                names = [factor(label) for label in dim if len(dim) == 1 or sizes[label] > 1]
+                if not names:
+                    names = [f"x_{prefix}{number}_{axis}"]
+                    order.append(names[0])
+                (whole if len(names) == 1 else compound).update(names)
+                axes.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
+            texts.append(" ".join(axes))
+        return ", ".join(texts)
+
+    text = f"{words(rule.operands, 'o')} -> {words(rule.results, 'r')}"
+    independent = {f"l_{label}" for label in rule.independent}
+    options: dict[str, Any] = {
+        # Shardy wants these in the order in which they appear.
+        "need_replication_factors": tuple(name for name in order if name not in independent),
+    }
+    options |= {f"l_{label}": size for label, size in sizes.items() if f"l_{label}" in compound - whole}
+    return text, options
+
+
+def division_of(rule: Rule, mesh: Mapping[str, int], arrays: Sequence[tuple[P, Sequence[Dim]]]) -> Division:
+    """How labels are divided, from how arrays are sharded.
+
+    Args:
+        rule: the rule.
+        mesh: the size of each axis of the mesh.
+        arrays: the spec and the labels of each array; of two that disagree the first one counts.
+    """
+    sizes = dict(rule.sizes)
+    found: dict[str, tuple[Piece, ...]] = {}
+    used: set[str] = set()
+    for spec, dims in arrays:
+        for entry, dim in zip(tuple(spec) + (None,) * (len(dims) - len(spec)), dims, strict=True):
+            names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            if used.isdisjoint(names) and found.keys().isdisjoint(dim):
+                pieces = _pieces(names, mesh, [(x, sizes[x]) for x in dim], rule.independent)
+                found |= pieces
+                used |= {piece.axis for each in pieces.values() for piece in each}
+    return found
+
+
+def _pieces(
+    names: Sequence[str], mesh: Mapping[str, int], labels: Sequence[tuple[str, int]], independent: frozenset[str]
+) -> dict[str, tuple[Piece, ...]]:
+    """What axes of a mesh, slowest first, divide of an array's axis that has these labels of these sizes.
+
+    Axes count up to the first one that cannot be used as a whole, since it does not divide the sizes.
+    """
+    found: dict[str, list[Piece]] = {}
+    waiting = list(labels)
+    left = waiting[0][1] if waiting else 1
+    for axis in names:
+        parts: list[tuple[str, Piece]] = []
+        size, place, rest = mesh[axis], list(waiting), left
+        while size > 1 and place and place[0][0] in independent:
+            count = math.gcd(size, rest)
+            # A label is cut by a whole axis, or is cut up by a part of one: nothing between.
+            if count not in (size, rest):
+                break
+            if count > 1:
+                parts.append((place[0][0], Piece(axis, count, size // count)))
+            size, rest = size // count, rest // count
+            if rest == 1:
+                place = place[1:]
+                rest = place[0][1] if place else 1
+        if size > 1:
+            break
+        waiting, left = place, rest
+        for label, piece in parts:
+            found.setdefault(label, []).append(piece)
+    return {label: tuple(pieces) for label, pieces in found.items()}
+
+
+def spec_of(rule: Rule, division: Division, mesh: Mapping[str, int], dims: Sequence[Dim]) -> P:
+    """How an array is sharded where labels are divided so; axes that no spec can describe are whole."""
+    return P(*(_names(rule, division, mesh, dim) or None for dim in dims))
+
+
+def _names(rule: Rule, division: Division, mesh: Mapping[str, int], dim: Dim) -> tuple[str, ...]:
+    """The axes of a mesh that shard an array's axis exactly as its labels are divided; empty where none do."""
+    sizes = dict(rule.sizes)
+    pieces = [(label, piece) for label in dim for piece in division.get(label, ())]
+    is_whole = True
+    for label in dim:
+        parts = _parts(division, label)
+        if parts > 1 and not is_whole:
+            return ()  # parts of a fast label, for all of a slow one, lie apart
+        is_whole = is_whole and parts == sizes[label]
+    names = tuple(dict.fromkeys(piece.axis for _, piece in pieces))
+    # Each axis as a whole, in one run, its slow part first.
+    expected = []
+    for name in names:
+        own = [piece for _, piece in pieces if piece.axis == name]
+        if math.prod(piece.count for piece in own) != mesh[name] or own != sorted(own, key=lambda x: -x.below):
+            return ()
+        expected += own
+    return names if expected == [piece for _, piece in pieces] else ()
+
+
+def _parts(division: Division, label: str) -> int:
+    return math.prod(piece.count for piece in division.get(label, ()))
+
+
+def _on_one_device(
+    rule: Rule, local: Local, division: Division, mesh: Mapping[str, int], unused: int = 0
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The operation on the shards of one device, inside of the mesh."""
+    sizes = {label: size // _parts(division, label) for label, size in rule.sizes}
+
+    def cut_labels(dims: Sequence[Dim]) -> list[list[str]]:
+        """For every axis the labels that are divided, though the array is not sharded so."""
+        return [
+            [] if _names(rule, division, mesh, dim) else [label for label in dim if _parts(division, label) > 1]
+            for dim in dims
+        ]
+
+    def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        own = [
+            _cut(x, dims, cut_labels(dims), rule, division, sizes)
+            for x, dims in zip(arrays, rule.operands, strict=True)
+        ]
+        results = local(sizes)(*own[: len(own) - unused])
+        return tuple(
+            _completed(x, dims, cut_labels(dims), rule, division, sizes)
+            for x, dims in zip(results, rule.results, strict=True)
+        )
+
+    return compute
+
+
+def _cut(
+    x: jax.Array, dims: Sequence[Dim], cut: Sequence[Sequence[str]], rule: Rule, division: Division,
+    sizes: Mapping[str, int],
+) -> jax.Array:  # fmt: skip
+    """The part of an operand that this device needs."""
+    for axis, (dim, labels) in enumerate(zip(dims, cut, strict=True)):
+        if labels:
+            whole = dict(rule.sizes)
+            parts = x.reshape(*x.shape[:axis], *(whole[label] for label in dim), *x.shape[axis + 1 :])
+            for label in labels:
+                place = axis + dim.index(label)
+                start = _index(division, label) * sizes[label]
+                parts = jax.lax.dynamic_slice_in_dim(parts, start, sizes[label], place)
+            x = parts.reshape(*x.shape[:axis], math.prod(sizes[label] for label in dim), *x.shape[axis + 1 :])
+    return x
+
+
+def _completed(
+    x: jax.Array, dims: Sequence[Dim], cut: Sequence[Sequence[str]], rule: Rule, division: Division,
+    sizes: Mapping[str, int],
+) -> jax.Array:  # fmt: skip
+    """A result, its sums over divided labels that it lacks completed, and whole along axes that no spec describes."""
+    own = {label for dim in dims for label in dim}
+    axes = {piece.axis for label, pieces in division.items() if label not in own for piece in pieces}
+    for axis, (dim, labels) in enumerate(zip(dims, cut, strict=True)):
+        if labels:
+            whole = dict(rule.sizes)
+            parts = x.reshape(*x.shape[:axis], *(sizes[label] for label in dim), *x.shape[axis + 1 :])
+            for label in labels:
+                place = axis + dim.index(label)
+                shape = (*parts.shape[:place], whole[label], *parts.shape[place + 1 :])
+                start = _index(division, label) * sizes[label]
+                parts = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), parts, start, place)
+                axes |= {piece.axis for piece in division[label]}
+            x = parts.reshape(*x.shape[:axis], math.prod(whole[label] for label in dim), *x.shape[axis + 1 :])
+    return jax.lax.psum(x, tuple(sorted(axes))) if axes else x
+
+
+def _index(division: Division, label: str) -> jax.Array:
+    """Which part of a label this device has."""
+    index = jnp.zeros((), jnp.int32)
+    for piece in division[label]:
+        index = index * piece.count + piece.index
+    return index
