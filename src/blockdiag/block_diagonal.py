@@ -16,10 +16,12 @@ from blockdiag._describe import describe_call
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_mapped_axis
 from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated, rotary_specs
+from blockdiag.common.meshes import Lead, Part, divide_mapped
 from blockdiag.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.packing import tiles_from_lengths, tiles_from_offsets
 from blockdiag.problem import BlockDiagonalProblem
 from blockdiag.rotary import Rotary
+from blockdiag.sharding import block_diagonal as sharding
 
 BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
 """Name of the attention output for rematerialisation policies.
@@ -126,8 +128,6 @@ def block_diagonal_attention(
         implementation=implementation,
     )
     arrays = (query, key, value, sequence_offsets, block_lengths, rotary)
-    if explicit_axes(query):
-        return _attention_on_shards(arrays, call, implementation)
     return _attention(call, *arrays)
 
 
@@ -259,8 +259,8 @@ def _attend(
 ) -> tuple[Array, Array | None]:
     """Output, and of long blocks the log-sum-exp, which has no derivative."""
     if call.problem.is_long:
-        return _mappable(call, "forward_with_log_sum")(query, key, value, *tables)
-    return _mappable(call, "forward")(query, key, value, *tables), None
+        return _divisible(call, "forward_with_log_sum")(query, key, value, *tables)
+    return _divisible(call, "forward")(query, key, value, *tables), None
 
 
 def _attend_forward(
@@ -310,7 +310,7 @@ def _gradients(
     tables: tuple,
     statistics: Statistics,
 ) -> Gradients:
-    return _mappable(call, "backward")(query, key, value, *tables, cotangent, *statistics)
+    return _divisible(call, "backward")(query, key, value, *tables, cotangent, *statistics)
 
 
 def _gradients_forward(
@@ -341,6 +341,33 @@ def _gradients_backward(call: Call, residuals: tuple, cotangents: Gradients) -> 
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
+    """Forward or backward of the canonical call, which devices may divide, mapped over leading axes.
+
+    One function object for each call. Mapped axes stay apart until each device has its own part of the arrays.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        problem = call.problem
+
+        def local(part: Part) -> Any:
+            return _mappable(Call(sharding.local_problem(problem, part), call.implementations), method)
+
+        if problem.tokens == 0:
+            return call_implementation(method, problem, call.implementations, *operands)
+        return divide_mapped(sharding.rule(problem, method, operands), local, operands, leads)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
+        results = _divisible(call, method, (lead, *leads))(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return compute
 
 
 @functools.lru_cache(maxsize=1024)

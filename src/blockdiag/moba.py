@@ -18,11 +18,13 @@ from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._moba_folding import fold_moba, unfold_moba
 from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated
+from blockdiag.common.meshes import Lead, Part, divide_mapped
 from blockdiag.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.moba_tables import moba_tables
 from blockdiag.routing import Routing, given_choice, indices_of_choice
+from blockdiag.sharding import moba as sharding
 
 MOBA_OUTPUT = "blockdiag_moba_output"
 """Name of the attention output and its log-sum-exp for rematerialisation policies.
@@ -265,10 +267,15 @@ def moba_routing(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`)."""
+    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`).
+
+    Attributes:
+        sequences: how many equal parts, which share nothing, the token axes have; 1 for packed sequences.
+    """
 
     problem: MoBAProblem
     implementations: tuple[str, ...] | None
+    sequences: int = 1
 
     @property
     def is_empty(self) -> bool:
@@ -286,7 +293,8 @@ def prepare_moba_call(query: Any, key: Any, *, implementation: str | Sequence[st
     problem = describe_moba_call(query, key, **options)
     names = normalise_implementation(implementation, MOBA_IMPLEMENTATIONS)
     resolve(problem, names)
-    return Call(problem, names)
+    # Batched calls, which have no offsets, have sequences of equal length.
+    return Call(problem, names, max(1, math.prod(query.shape[:-3])))
 
 
 def _attention_on_shards(arrays: tuple, call: Call, top_k: int) -> tuple[Array, Array]:
@@ -413,7 +421,7 @@ def _choose(call: Call, query: Array, key: Array, key_mask: Array | None, tables
     if problem.slots == 0:
         return jnp.zeros((problem.query_heads, problem.query_tokens, 0), jnp.int32)
     query, key = jax.lax.stop_gradient((query, key))
-    return _mappable(call, "route")(query, key, key_mask, *tables)
+    return _divisible(call, "route")(query, key, key_mask, *tables)
 
 
 def _make_lists(call: Call, chosen: Array) -> Lists:
@@ -423,7 +431,7 @@ def _make_lists(call: Call, chosen: Array) -> Lists:
         empty = jnp.zeros((problem.query_heads, problem.num_blocks), jnp.int32)
         degrees = jnp.zeros((problem.query_heads, problem.query_tokens), jnp.int32)
         return Lists(empty, empty, chosen[:, :, 0:0].reshape(problem.query_heads, 0), degrees)
-    return _mappable(call, "make_lists")(chosen)
+    return _divisible(call, "make_lists")(chosen)
 
 
 def differentiable_moba(call: Call, query: Array, key: Array, value: Array, constants: tuple) -> tuple[Array, Array]:
@@ -445,7 +453,7 @@ def differentiable_moba(call: Call, query: Array, key: Array, value: Array, cons
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, query: Array, key: Array, value: Array, constants: tuple) -> tuple[Array, Array]:
-    return _mappable(call, "forward")(query, key, value, *constants)
+    return _divisible(call, "forward")(query, key, value, *constants)
 
 
 def _attend_forward(
@@ -472,7 +480,7 @@ type Gradients = tuple[Array, Array, Array]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(call: Call, operands: tuple, constants: tuple) -> Gradients:
     query, key, value, *more = operands
-    return _mappable(call, "backward")(query, key, value, *constants, *more)
+    return _divisible(call, "backward")(query, key, value, *constants, *more)
 
 
 def _gradients_forward(call: Call, operands: tuple, constants: tuple) -> tuple[Gradients, tuple]:
@@ -491,6 +499,31 @@ def _gradients_backward(call: Call, residuals: tuple, cotangents: Gradients) -> 
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
+    """A function of the canonical call, which devices may divide, mapped over leading axes.
+
+    One function object for each call. Mapped axes stay apart until each device has its own part of the arrays.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        def local(part: Part) -> Any:
+            problem = sharding.local_problem(call.problem, part)
+            return sharding.renumbered(problem, method, part, _mappable(Call(problem, call.implementations), method))
+
+        rule = sharding.rule(call.problem, call.sequences, method, operands)
+        return divide_mapped(rule, local, operands, leads)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
+        results = _divisible(call, method, (lead, *leads))(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return compute
 
 
 @functools.lru_cache(maxsize=1024)

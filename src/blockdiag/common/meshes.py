@@ -65,16 +65,29 @@ class Piece:
 type Division = Mapping[str, tuple[Piece, ...]]
 """What divides each label, the slowest first."""
 
-type Local = Callable[[Mapping[str, int]], Callable[..., Sequence[jax.Array]]]
-"""From the sizes of labels on one device to the operation on its arrays."""
+@dataclass(frozen=True)
+class Part:
+    """The part of an operation that one device computes.
+
+    Attributes:
+        sizes: how many indices of each label the device has.
+        starts: the first index of each divided label, int32.
+    """
+
+    sizes: Mapping[str, int]
+    starts: Mapping[str, jax.Array]
 
 
-def divide(rule: Rule, local: Local, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+type Local[R] = Callable[[Part], Callable[..., R]]
+"""From the part of one device to the operation on its arrays."""
+
+
+def divide(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Compute an operation whose arrays any devices may share.
 
     Args:
         rule: how the operation divides.
-        local: the operation itself, for given sizes of labels.
+        local: the operation itself, for a part of it.
         arrays: the operands.
 
     Returns:
@@ -94,13 +107,78 @@ def divide(rule: Rule, local: Local, arrays: Sequence[jax.Array]) -> list[jax.Ar
                 "make them manual, too (axis_names)",
                 stacklevel=2,
             )
-        return list(local(dict(rule.sizes))(*arrays))
+        return list(local(_everything(rule))(*arrays))
     return _on_automatic_axes(rule, local, arrays)
 
 
-def _on_automatic_axes(rule: Rule, local: Local, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+@dataclass(frozen=True)
+class Lead:
+    """An axis that `jax.vmap` maps, in front of the arrays that have it.
+
+    Attributes:
+        size: elements along it.
+        is_mapped: whether each operand has it; those that are None not counted.
+    """
+
+    size: int
+    is_mapped: tuple[bool, ...]
+
+
+def divide_mapped(rule: Rule, local: Local[Any], operands: Any, leads: Sequence[Lead] = ()) -> Any:
+    """Compute an operation on pytrees of arrays, mapped over leading axes, which devices may divide as well.
+
+    Args:
+        rule: how one element divides; `operands` and `results` are those that are not None, in order.
+        local: one element, for a part of it; it must take `jax.vmap`.
+        operands: the operands, with the leading axes that they have.
+        leads: the leading axes, first to last.
+
+    Returns:
+        What `local` returns, with all leading axes in front of each array.
+    """
+    labels = [f"mapped{place}" for place in range(len(leads))]
+    flat, structure = jax.tree.flatten(operands)
+    found: list[Any] = []
+
+    def in_front(flags: Sequence[bool]) -> tuple[Dim, ...]:
+        return tuple((label,) for label, flag in zip(labels, flags, strict=True) if flag)
+
+    whole = dataclasses.replace(
+        rule,
+        operands=tuple(
+            (*in_front([lead.is_mapped[i] for lead in leads]), *dims) for i, dims in enumerate(rule.operands)
+        ),
+        results=tuple((*in_front([True] * len(leads)), *dims) for dims in rule.results),
+        sizes=(*((label, lead.size) for label, lead in zip(labels, leads, strict=True)), *rule.sizes),
+        independent=rule.independent | set(labels),
+    )
+
+    def on_device(part: Part) -> Callable[..., Sequence[jax.Array]]:
+        element = local(part)
+
+        def compute(*arrays: jax.Array) -> Sequence[jax.Array]:
+            function = element
+            for label, lead in zip(reversed(labels), reversed(leads), strict=True):
+                axes = jax.tree.unflatten(structure, [0 if flag else None for flag in lead.is_mapped])
+                function = jax.vmap(function, axes, axis_size=part.sizes[label])
+            results, shape = jax.tree.flatten(function(*jax.tree.unflatten(structure, arrays)))
+            found[:] = [shape]
+            return results
+
+        return compute
+
+    results = divide(whole, on_device, flat)
+    return jax.tree.unflatten(found[0], results)
+
+
+def _everything(rule: Rule) -> Part:
+    """The part of a device that computes all of an operation."""
+    return Part(dict(rule.sizes), {})
+
+
+def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The operation as one that XLA's partitioner divides, wherever a program with it has several devices."""
-    whole = jax.make_jaxpr(local(dict(rule.sizes)))(*arrays)
+    whole = jax.make_jaxpr(local(_everything(rule)))(*arrays)
     # `custom_partitioning` takes no constants but as operands; on several devices they are made anew.
     constants = [jnp.asarray(x) for x in whole.consts]
     rule = dataclasses.replace(rule, operands=(*rule.operands, *(((),) * x.ndim for x in constants)))
@@ -125,7 +203,7 @@ def _on_automatic_axes(rule: Rule, local: Local, arrays: Sequence[jax.Array]) ->
     return list(compute(*arrays, *constants))
 
 
-def _on_explicit_axes(rule: Rule, local: Local, arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
+def _on_explicit_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
     """The operation as `jax.shard_map` over the explicit axes of a mesh."""
     axes = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     shape = {name: mesh.shape[name] for name in axes}
@@ -277,7 +355,7 @@ def _parts(division: Division, label: str) -> int:
 
 
 def _on_one_device(
-    rule: Rule, local: Local, division: Division, mesh: Mapping[str, int], unused: int = 0
+    rule: Rule, local: Local[Sequence[jax.Array]], division: Division, mesh: Mapping[str, int], unused: int = 0
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The operation on the shards of one device, inside of the mesh."""
     sizes = {label: size // _parts(division, label) for label, size in rule.sizes}
@@ -294,7 +372,8 @@ def _on_one_device(
             _cut(x, dims, cut_labels(dims), rule, division, sizes)
             for x, dims in zip(arrays, rule.operands, strict=True)
         ]
-        results = local(sizes)(*own[: len(own) - unused])
+        starts = {label: _index(division, label) * sizes[label] for label in division}
+        results = local(Part(sizes, starts))(*own[: len(own) - unused])
         return tuple(
             _completed(x, dims, cut_labels(dims), rule, division, sizes)
             for x, dims in zip(results, rule.results, strict=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from blockdiag._differentiation import on_common_axes, reverse_only
-from blockdiag.common.meshes import divide
+from blockdiag.common.meshes import Part, divide
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
@@ -230,8 +230,8 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None) -
             output = jnp.zeros(shape_of(region.out_dims, sizes), region.dtype)
             return output, jnp.full([sizes[label] for label in (*region.batch, ROWS)], -jnp.inf, jnp.float32)
 
-        def on_device(sizes: Mapping[str, int]) -> Callable[..., Sequence[Any]]:
-            own = local_region(region, sizes)
+        def on_device(part: Part) -> Callable[..., Sequence[Any]]:
+            own = local_region(region, part.sizes)
             return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
 
         output, log_sum = divide(region.once(forward_rule), on_device, operands)
@@ -259,8 +259,8 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
         if _is_empty(region):
             return tuple(map(jnp.zeros_like, (*_chosen(operands[: count - 1], _with_gradient(region)), operands[count - 1])))
 
-        def on_device(sizes: Mapping[str, int]) -> Callable[..., Sequence[Any]]:
-            own = local_region(region, sizes)
+        def on_device(part: Part) -> Callable[..., Sequence[Any]]:
+            own = local_region(region, part.sizes)
 
             def gradients(*given: Any) -> Sequence[Any]:
                 leaves, value, rest = given[: count - 1], given[count - 1], given[count:]

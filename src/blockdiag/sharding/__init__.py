@@ -1,0 +1,1 @@
+"""How each operation divides over the devices of a mesh, one module an operation."""
