@@ -65,6 +65,7 @@ class Piece:
 type Division = Mapping[str, tuple[Piece, ...]]
 """What divides each label, the slowest first."""
 
+
 @dataclass(frozen=True)
 class Part:
     """The part of an operation that one device computes.
@@ -203,7 +204,9 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
     return list(compute(*arrays, *constants))
 
 
-def _on_explicit_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
+def _on_explicit_axes(
+    rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array], mesh: Any
+) -> list[jax.Array]:
     """The operation as `jax.shard_map` over the explicit axes of a mesh."""
     axes = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     shape = {name: mesh.shape[name] for name in axes}
@@ -214,9 +217,7 @@ def _on_explicit_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Seq
     results = tuple(spec_of(rule, division, shape, dims) for dims in rule.results)
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
     compute = _on_one_device(rule, local, division, shape)
-    mapped = jax.shard_map(
-        compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=axes, check_vma=False
-    )
+    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=axes, check_vma=False)
     return list(mapped(*placed))
 
 

@@ -257,7 +257,9 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         if _is_empty(region):
-            return tuple(map(jnp.zeros_like, (*_chosen(operands[: count - 1], _with_gradient(region)), operands[count - 1])))
+            return tuple(
+                map(jnp.zeros_like, (*_chosen(operands[: count - 1], _with_gradient(region)), operands[count - 1]))
+            )
 
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
             own = local_region(region, part.sizes)
