@@ -73,7 +73,8 @@ def assert_divides(
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         finite = np.where(np.isfinite(other), other, 0)
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=atol * np.abs(finite).max())
-    assert count_collectives(compiled.as_text()) == (collectives or {})
+    counts = count_collectives(compiled.as_text())
+    assert counts == (collectives or {}), f"{dict(counts)} in the compiled program"
     return found
 
 

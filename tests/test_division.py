@@ -1,7 +1,13 @@
 """Every operation on arrays that the devices of an automatic or explicit mesh share."""
 
-import pytest
+import dataclasses
 
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from blockdiag import moba_attention, moba_routing
 from tests.division_support import KINDS, assert_divides, batch_specs, both, head_specs
 from tests.op_calls import CALLS
 
@@ -45,6 +51,77 @@ def test_batch_and_heads_are_divided(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "moba, offsets"])
 def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(name, kind):
+    """Gradients of keys and values are summed over the devices that share a key head; an explicit mesh also wants
+    them where keys and values are, on all devices."""
     call = CALLS[name]
     specs = head_specs(call, ALL, ("query",))
-    assert_divides(computed(call), call.arrays(2), specs, kind, {"all-reduce": 2})
+    collectives = {"all-reduce": 1} | ({"all-gather": 2} if kind == "explicit" else {})
+    assert_divides(computed(call), call.arrays(2), specs, kind, collectives)
+
+
+@pytest.mark.parametrize("name", ["block_diagonal", "moba", "moba_routing"])
+def test_reference_is_divided_on_an_explicit_mesh(name):
+    """On an automatic mesh XLA divides it, as all array code."""
+    call = CALLS[name]
+    function = call.gradients("reference") if call.differentiated else call.bound("reference")
+    specs = both(batch_specs(call, "data"), head_specs(call, "model"))
+    assert_divides(function, call.arrays(2), specs, "explicit")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_call_with_a_given_routing_is_divided(kind):
+    call = CALLS["moba"]
+    arrays = call.arrays(2)
+    chosen = moba_routing(arrays["query"], arrays["key"], block_size=16, top_k=2)
+
+    def gradients(indices, **given):
+        routing = dataclasses.replace(chosen, indices=indices)
+        loss = lambda given: (moba_attention(**given, block_size=16, top_k=2, routing=routing) ** 2).sum()  # noqa: E731
+        return jax.grad(loss)(given)
+
+    specs = both(batch_specs(call, "data"), head_specs(call, "model"))
+    assert_divides(gradients, arrays | {"indices": chosen.indices}, specs | {"indices": specs["query"]}, kind)
+
+
+TRANSFORMED = {
+    "checkpoint": (jax.checkpoint, ("data", None, "model"), ()),
+    "scan": (lambda f: lambda x, *more: jax.lax.scan(lambda c, _: (f(c, *more), None), x, None, length=2)[0],
+             ("data", None, "model"), ()),
+    "vmap over the sharded axis": (jax.vmap, (ALL,), (1,)),
+    "vmap within sharded rows": (jax.vmap, (None, "data", None, "model"), (0,)),
+    "vmap of queries alone": (lambda f: jax.vmap(f, (0, None, None)), (None, "data", None, "model"), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", TRANSFORMED)
+@pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "fuse"])
+def test_transformed_call_is_divided(name, change, kind):
+    call, (transform, spec, stacked) = CALLS[name], TRANSFORMED[change]
+    arrays = {name: x for name, x in call.arrays(4).items()}
+    specs = dict.fromkeys(arrays, P(*spec))
+    if stacked:
+        arrays = {
+            name: jnp.stack([x, 2 * x, x + 1, -x], stacked[0] if stacked[0] == 0 else 1) for name, x in arrays.items()
+        }
+    elif len(spec) == 4:
+        arrays["query"] = jnp.stack([arrays["query"], 2 * arrays["query"]])
+        specs |= {name: P(*spec[1:]) for name in ("key", "value")}
+
+    def first(results):
+        return results[0] if isinstance(results, tuple) else results
+
+    def gradients(query, key, value):
+        compute = transform(lambda *x: first(call.bound(None)(**dict(zip(("query", "key", "value"), x, strict=True)))))
+        return jax.grad(lambda *x: (compute(*x) ** 2).sum(), (0, 1, 2))(query, key, value)
+
+    assert_divides(gradients, arrays, specs, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["block_diagonal", "moba", "fuse"])
+def test_tokens_that_are_sharded_are_gathered_with_a_warning(name, kind):
+    call = CALLS[name]
+    specs = dict.fromkeys(("query", "key", "value"), P(None, "data"))
+    with pytest.warns(UserWarning, match=r"every device needs all of it: it is gathered"):
+        assert_divides(call.bound(None), call.arrays(2), specs, kind, {"all-gather": 3})

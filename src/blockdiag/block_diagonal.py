@@ -8,20 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag import _validate
 from blockdiag._describe import describe_call
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_mapped_axis
-from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated, rotary_specs
-from blockdiag.common.meshes import Lead, Part, divide_mapped
+from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
 from blockdiag.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.packing import tiles_from_lengths, tiles_from_offsets
 from blockdiag.problem import BlockDiagonalProblem
 from blockdiag.rotary import Rotary
 from blockdiag.sharding import block_diagonal as sharding
+from blockdiag.sharding.axes import batch_and_heads
 
 BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
 """Name of the attention output for rematerialisation policies.
@@ -127,8 +126,8 @@ def block_diagonal_attention(
         is_causal=is_causal,
         implementation=implementation,
     )
-    arrays = (query, key, value, sequence_offsets, block_lengths, rotary)
-    return _attention(call, *arrays)
+    query, key, value = whole_but("block_diagonal_attention", (query, key, value), batch_and_heads)
+    return _attention(call, query, key, value, sequence_offsets, block_lengths, rotary)
 
 
 type Gradients = tuple[Array, Array | None, Array | None]
@@ -186,30 +185,6 @@ def canonical_tables(
     return tiles, (cos, sin, positions)
 
 
-def _attention_on_shards(arrays: tuple, call: Call, implementation: str | Sequence[str] | None) -> Array:
-    """The public function on each device's batch rows and heads, for arrays on a mesh with explicit axes."""
-    query, key, _, sequence_offsets, block_lengths, rotary = arrays
-    spec = operand_spec(query, key.shape[-2])
-    tables = rotary_specs(rotary, P(*spec[:-3]))
-
-    def attend(query, key, value, sequence_offsets, block_lengths, rotary):
-        return block_diagonal_attention(
-            query,
-            key,
-            value,
-            block_size=call.problem.block_size,
-            sequence_offsets=sequence_offsets,
-            block_lengths=block_lengths,
-            rotary=rotary,
-            scale=call.problem.scale,
-            is_causal=call.problem.is_causal,
-            implementation=implementation,
-        )
-
-    specs = (spec, spec, spec, replicated(sequence_offsets), replicated(block_lengths), tables)
-    return call_on_shards(attend, arrays, specs, spec)
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(
     call: Call,
@@ -245,12 +220,20 @@ def attention_and_statistics(
 ) -> tuple[Array, Statistics]:
     """The same, and what `attention_gradients` can use of it."""
     if call.is_reference:
-        output = call_implementation("forward", call.problem, call.implementations, query, key, value, *tables)
+        output = _reference(call, query, key, value, *tables)
         return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT), ()
     query, key, value, tables = on_common_axes(query, key, value, tables)
     query, key, value = jax.tree.map(reverse_only, (query, key, value))
     output, log_sum = _attend(call, query, key, value, tables)
     return output, () if log_sum is None else jax.lax.stop_gradient((output, log_sum))
+
+
+def _reference(call: Call, *operands: Any) -> Array:
+    def local(part: Part) -> Any:
+        problem = sharding.local_problem(call.problem, part)
+        return functools.partial(call_implementation, "forward", problem, call.implementations)
+
+    return divide_array_code(sharding.rule(call.problem, call.implementations, "forward", operands), local, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -277,7 +260,8 @@ def _attend_forward(
 def _attend_backward(call: Call, residuals: tuple, cotangents: tuple[Array, Array | None]) -> tuple:
     query, key, value, tables, statistics = residuals
     cotangent, _ = cotangents
-    return *attention_gradients(call, query, key, value, tables, cotangent, statistics), None
+    gradients = attention_gradients(call, query, key, value, tables, cotangent, statistics)
+    return *placed_like(gradients, (query, key, value)), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -359,7 +343,7 @@ def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
 
         if problem.tokens == 0:
             return call_implementation(method, problem, call.implementations, *operands)
-        return divide_mapped(sharding.rule(problem, method, operands), local, operands, leads)
+        return divide_mapped(sharding.rule(problem, call.implementations, method, operands), local, operands, leads)
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:

@@ -1,30 +1,28 @@
 """MoBA, mixture of block attention: the public functions, their derivative rule and their batching rule."""
 
-import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from blockdiag._describe_moba import check_moba_operands, describe_moba_call
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._moba_folding import fold_moba, unfold_moba
-from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated
-from blockdiag.common.meshes import Lead, Part, divide_mapped
+from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
 from blockdiag.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.moba_tables import moba_tables
 from blockdiag.routing import Routing, given_choice, indices_of_choice
 from blockdiag.sharding import moba as sharding
+from blockdiag.sharding.axes import batch_and_heads
 
 MOBA_OUTPUT = "blockdiag_moba_output"
 """Name of the attention output and its log-sum-exp for rematerialisation policies.
@@ -197,11 +195,9 @@ def moba_attention(
         routing=routing,
         implementation=implementation,
     )
+    query, key, value = whole_but("moba_attention", (query, key, value), batch_and_heads)
     arrays = (query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing)
-    if explicit_axes(query):
-        output, log_sum = _attention_on_shards(arrays, call, top_k)
-    else:
-        output, log_sum = _attention(call, *arrays)
+    output, log_sum = _attention(call, *arrays)
     return (output, log_sum) if return_residual else output
 
 
@@ -261,7 +257,7 @@ def moba_routing(
         implementation=implementation,
     )
     arrays = (query, key, sequence_offsets, key_sequence_offsets, key_mask)
-    indices = _routing_on_shards(arrays, call, top_k) if explicit_axes(query) else _routing(call, top_k, *arrays)
+    indices = _routing(call, top_k, *arrays)
     return Routing(indices, call.problem.block_size, -(-key.shape[-3] // call.problem.block_size))
 
 
@@ -297,59 +293,6 @@ def prepare_moba_call(query: Any, key: Any, *, implementation: str | Sequence[st
     return Call(problem, names, max(1, math.prod(query.shape[:-3])))
 
 
-def _attention_on_shards(arrays: tuple, call: Call, top_k: int) -> tuple[Array, Array]:
-    """The public function on each device's batch rows and heads, for arrays on a mesh with explicit axes."""
-    query, key, _, sequence_offsets, key_sequence_offsets, key_mask, routing = arrays
-    spec = operand_spec(query, key.shape[-2])
-
-    def attend(query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing):
-        return moba_attention(
-            query,
-            key,
-            value,
-            block_size=call.problem.block_size,
-            top_k=top_k,
-            scale=call.problem.scale,
-            is_causal=call.problem.is_causal,
-            sequence_offsets=sequence_offsets,
-            key_sequence_offsets=key_sequence_offsets,
-            routing=routing,
-            key_mask=key_mask,
-            implementation=call.implementations,
-            return_residual=True,
-        )
-
-    specs = (
-        spec, spec, spec, replicated(sequence_offsets), replicated(key_sequence_offsets),
-        None if key_mask is None else P(*spec[:-3]),
-        # A pytree of specs in the shape of a Routing of arrays.
-        None if routing is None else dataclasses.replace(routing, indices=spec),  # pyrefly: ignore[bad-argument-type]
-    )  # fmt: skip
-    return call_on_shards(attend, arrays, specs, (spec, P(*spec[:-1])))
-
-
-def _routing_on_shards(arrays: tuple, call: Call, top_k: int) -> Array:
-    query, key, sequence_offsets, key_sequence_offsets, key_mask = arrays
-    spec = operand_spec(query, key.shape[-2])
-
-    def route(query, key, sequence_offsets, key_sequence_offsets, key_mask):
-        return moba_routing(
-            query,
-            key,
-            block_size=call.problem.block_size,
-            top_k=top_k,
-            is_causal=call.problem.is_causal,
-            sequence_offsets=sequence_offsets,
-            key_sequence_offsets=key_sequence_offsets,
-            key_mask=key_mask,
-            implementation=call.implementations,
-        ).indices
-
-    mask_spec = None if key_mask is None else P(*spec[:-3])
-    specs = (spec, spec, replicated(sequence_offsets), replicated(key_sequence_offsets), mask_spec)
-    return call_on_shards(route, arrays, specs, spec)
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(
     call: Call,
@@ -362,7 +305,7 @@ def _attention(
     routing: Routing | None,
 ) -> tuple[Array, Array]:
     """The array part of `moba_attention`, compiled as one program where the caller does not compile it."""
-    problem, shape = call.problem, query.shape
+    shape = query.shape
     if call.is_empty:
         return jnp.zeros_like(query), jnp.full(shape[:-1], -jnp.inf, accumulation_dtype(query.dtype))
     tables = _tables(call, shape, sequence_offsets, key_sequence_offsets)
@@ -374,7 +317,7 @@ def _attention(
     if indices is None:
         chosen = _choose(call, query, key, key_mask, tables)
     else:
-        chosen, own = given_choice(problem, indices, key_mask, *tables)
+        chosen, own = _array_code(call, "choice", given_choice, indices, key_mask, *tables)
     lists = checkpoint_name(_make_lists(call, chosen), MOBA_ROUTING)
     output, log_sum = differentiable_moba(call, query, key, value, (key_mask, *tables, lists, own))
     return output.reshape(shape), log_sum.reshape(shape[:-1])
@@ -399,7 +342,11 @@ def _routing(
     key_mask = None if key_mask is None else _flatten(key_mask, shape)
     query, key, key_mask, tables = on_common_axes(query, key, key_mask, tables)
     chosen = _choose(call, query, key, key_mask, tables)
-    return indices_of_choice(call.problem, chosen, tables[1], top_k).reshape(*shape[:-1], top_k)
+
+    def indices(problem: MoBAProblem, chosen: Array, _: Array, queries: Array) -> Array:
+        return indices_of_choice(problem, chosen, queries, top_k)
+
+    return _array_code(call, "indices", indices, chosen, *tables).reshape(*shape[:-1], top_k)
 
 
 def _tables(
@@ -444,11 +391,26 @@ def differentiable_moba(call: Call, query: Array, key: Array, value: Array, cons
         constants: what has no gradient: key mask or None, both tables, lists, and own or None.
     """
     if call.is_reference:
-        results = call_implementation("forward", call.problem, call.implementations, query, key, value, *constants)
+
+        def compute(problem: MoBAProblem, *operands: Any) -> Any:
+            return call_implementation("forward", problem, call.implementations, *operands)
+
+        results = _array_code(call, "forward", compute, query, key, value, *constants)
         return checkpoint_name(results, MOBA_OUTPUT)
     query, key, value, constants = on_common_axes(query, key, value, constants)
     query, key, value = jax.tree.map(reverse_only, (query, key, value))
     return _attend(call, query, key, value, constants)
+
+
+def _array_code(call: Call, method: str, compute: Callable[..., Any], *operands: Any) -> Any:
+    """`compute(problem, *operands)`, which is array code; `method` names its rule."""
+
+    def local(part: Part) -> Any:
+        problem = sharding.local_problem(call.problem, part)
+        return sharding.renumbered(problem, method, part, functools.partial(compute, problem))
+
+    rule = sharding.rule(call.problem, call.implementations, call.sequences, method, operands)
+    return divide_array_code(rule, local, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -468,7 +430,7 @@ def _attend_forward(
 def _attend_backward(call: Call, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
     query, key, value, constants, output, log_sum = residuals
     operands = jax.tree.map(reverse_only, (query, key, value, output, log_sum, *cotangents))
-    return *_gradients(call, operands, constants), None
+    return *placed_like(_gradients(call, operands, constants), (query, key, value)), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -514,7 +476,7 @@ def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
             problem = sharding.local_problem(call.problem, part)
             return sharding.renumbered(problem, method, part, _mappable(Call(problem, call.implementations), method))
 
-        rule = sharding.rule(call.problem, call.sequences, method, operands)
+        rule = sharding.rule(call.problem, call.implementations, call.sequences, method, operands)
         return divide_mapped(rule, local, operands, leads)
 
     @compute.def_vmap

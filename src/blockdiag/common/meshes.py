@@ -15,6 +15,7 @@ devices. A result without the label is a sum over it, which one all-reduce compl
 """
 
 import dataclasses
+import hashlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,12 +38,16 @@ class Rule:
     """How devices may divide an operation.
 
     Attributes:
+        operation: its public name, for messages.
+        problem: text that differs where the computation does, beyond the shapes and dtypes of arrays.
         operands, results: the labels of every axis of every array.
         sizes: the size of each label, as pairs.
         independent: the labels that devices may divide: no element of a result needs two indices of such a label, but
             for results without the label, which are sums over it.
     """
 
+    operation: str
+    problem: str
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
     sizes: tuple[tuple[str, int], ...]
@@ -95,7 +101,7 @@ def divide(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.A
         The results.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    explicit = _explicit_mesh(arrays)
+    explicit = explicit_mesh(arrays)
     if explicit is not None:
         return _on_explicit_axes(rule, local, arrays, explicit)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -172,6 +178,16 @@ def divide_mapped(rule: Rule, local: Local[Any], operands: Any, leads: Sequence[
     return jax.tree.unflatten(found[0], results)
 
 
+def divide_array_code(rule: Rule, local: Local[Any], operands: Any) -> Any:
+    """Compute an operation that is array code, which XLA divides and JAX transforms by itself.
+
+    Only over explicit axes, which are parts of types that not all array code can follow, it is divided here.
+    """
+    if explicit_mesh(jax.tree.leaves(operands)) is None:
+        return local(_everything(rule))(*operands)
+    return divide_mapped(rule, local, operands)
+
+
 def _everything(rule: Rule) -> Part:
     """The part of a device that computes all of an operation."""
     return Part(dict(rule.sizes), {})
@@ -180,19 +196,25 @@ def _everything(rule: Rule) -> Part:
 def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The operation as one that XLA's partitioner divides, wherever a program with it has several devices."""
     whole = jax.make_jaxpr(local(_everything(rule)))(*arrays)
+    # The compilation cache can be told to ignore which Python function divides a call; the text of the program must
+    # then say all that this function depends on.
+    text = repr((rule.operation, rule.problem, rule.operands, rule.results, rule.sizes, sorted(rule.independent)))
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
     # `custom_partitioning` takes no constants but as operands; on several devices they are made anew.
-    constants = [jnp.asarray(x) for x in whole.consts]
+    constants = [*(jnp.asarray(x) for x in whole.consts), jnp.asarray(digest)]
     rule = dataclasses.replace(rule, operands=(*rule.operands, *(((),) * x.ndim for x in constants)))
 
     @custom_partitioning
     def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given, known = arrays[: -len(constants) or None], arrays[len(arrays) - len(constants) :]
+        given, known = arrays[: -len(constants)], arrays[-len(constants) : -1]
         return tuple(jax.core.eval_jaxpr(whole.jaxpr, known, *given))
 
     def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         given = zip((*operands, *results), (*rule.operands, *rule.results), strict=True)
         by_size = sorted(given, key=lambda one: -math.prod(one[0].shape))
         division = division_of(rule, mesh.shape, [(x.sharding.spec, dims) for x, dims in by_size])
+        for x, dims in zip(operands, rule.operands, strict=True):
+            _warn_of_gathers(rule, x.sharding.spec, dims)
         shardings = (
             tuple(NamedSharding(mesh, spec_of(rule, division, mesh.shape, dims)) for dims in arrays)
             for arrays in (rule.results, rule.operands)
@@ -221,7 +243,63 @@ def _on_explicit_axes(
     return list(mapped(*placed))
 
 
-def _explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
+def _warn_of_gathers(rule: Rule, spec: P, dims: Sequence[Dim]) -> None:
+    """Warn where an axis is sharded of which every device needs all."""
+    for entry, dim in zip(tuple(spec), dims, strict=False):
+        # Axes without labels are those of small tables.
+        if entry not in (None, ()) and dim and rule.independent.isdisjoint(dim):
+            warn_of_gather(rule.operation, f"axis `{' '.join(dim)}`", entry)
+
+
+def warn_of_gather(operation: str, axis: str, names: Any) -> None:
+    """Warn that an operand is gathered over axes of a mesh."""
+    warnings.warn(
+        f"`{operation}`: {axis} of an operand is sharded over {names}, and every device needs all of it: it is "
+        "gathered. Shard batch rows or heads instead (docs/several_gpus.md)",
+        stacklevel=2,
+    )
+
+
+def placed_like[T](arrays: T, like: Any) -> T:
+    """Arrays, sharded as others of their shapes are where axes of the mesh are explicit, and so parts of types.
+
+    Args:
+        arrays: pytree; gradients, for example.
+        like: pytree of the same structure; what they are gradients of.
+    """
+
+    def place(x: jax.Array, other: jax.Array) -> jax.Array:
+        wanted = jax.typeof(other).sharding
+        is_explicit = AxisType.Explicit in wanted.mesh.axis_types
+        return jax.sharding.reshard(x, wanted) if is_explicit and jax.typeof(x).sharding != wanted else x
+
+    return jax.tree.map(place, arrays, like)
+
+
+def whole_but(operation: str, arrays: Any, kept: Callable[[int], Sequence[int]]) -> Any:
+    """Arrays whose axes are whole on every device of a mesh with explicit axes, but for some.
+
+    Args:
+        operation: for the warning.
+        arrays: pytree.
+        kept: from an array's number of axes to those that may stay sharded.
+    """
+
+    def gather(x: jax.Array) -> jax.Array:
+        x = jnp.asarray(x)
+        spec = tuple(jax.typeof(x).sharding.spec)
+        spec = (*spec, *[None] * (x.ndim - len(spec)))
+        allowed = [axis % x.ndim for axis in kept(x.ndim)]
+        wanted = P(*(entry if axis in allowed else None for axis, entry in enumerate(spec)))
+        lost = {axis: entry for axis, entry in enumerate(spec) if entry is not None and axis not in allowed}
+        for axis, entry in lost.items():
+            warn_of_gather(operation, f"axis {axis}", entry)
+        return jax.sharding.reshard(x, NamedSharding(explicit_mesh([x]), wanted)) if lost else x
+
+    return jax.tree.map(gather, arrays) if explicit_mesh(jax.tree.leaves(arrays)) is not None else arrays
+
+
+def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
     """The mesh of the first array that is sharded over explicit axes; None where none is."""
     for x in arrays:
         sharding = jax.typeof(x).sharding

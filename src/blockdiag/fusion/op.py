@@ -223,7 +223,6 @@ def _forward(call: Call) -> Any:
 def _forward_function(region: Region, implementations: tuple[str, ...] | None) -> Any:
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
-        *leaves, value = operands
         if _is_empty(region):
             # Of no queries there are no results, and of no keys those of queries that see none.
             sizes = region.sizes
@@ -234,7 +233,7 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None) -
             own = local_region(region, part.sizes)
             return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
 
-        output, log_sum = divide(region.once(forward_rule), on_device, operands)
+        output, log_sum = divide(region.once(forward_rule, implementations), on_device, operands)
         return output, log_sum
 
     @compute.def_vmap
@@ -273,7 +272,7 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
 
         # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
         has_log_sum_cotangent = len(operands) == count + 4
-        return tuple(divide(region.once(backward_rule, has_log_sum_cotangent), on_device, operands))
+        return tuple(divide(region.once(backward_rule, implementations, has_log_sum_cotangent), on_device, operands))
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:

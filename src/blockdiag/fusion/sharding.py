@@ -1,21 +1,26 @@
 """How a fused region divides over the devices of a mesh: its batch labels are independent, all else stays whole."""
 
 import dataclasses
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from blockdiag.common.meshes import Dim as Labels
 from blockdiag.common.meshes import Rule
 from blockdiag.fusion.layout import shape_of
+from blockdiag.fusion.shared import key_of
 from blockdiag.fusion.tree import ROWS, Dim, Leaf, Region, Source, with_leaves
 
+type Implementations = tuple[str, ...] | None
 
-def forward_rule(region: Region) -> Rule:
+
+def forward_rule(region: Region, implementations: Implementations) -> Rule:
     """The rule of a forward pass: leaves and values to the result and the log-sum-exp."""
-    return _rule(region, _operands(region), (_labels(region.out_dims), _row_labels(region)))
+    method = ("forward", implementations)
+    return _rule(region, method, _operands(region), (_labels(region.out_dims), _row_labels(region)))
 
 
-def backward_rule(region: Region, has_log_sum_cotangent: bool) -> Rule:
+def backward_rule(region: Region, implementations: Implementations, has_log_sum_cotangent: bool) -> Rule:
     """The rule of a backward pass: leaves, values, result, log-sum-exp and cotangents to the gradients.
 
     A gradient is a sum over the batch labels that its array does not have.
@@ -23,7 +28,8 @@ def backward_rule(region: Region, has_log_sum_cotangent: bool) -> Rule:
     rows, output = _row_labels(region), _labels(region.out_dims)
     operands = (*_operands(region), output, rows, output, *([rows] if has_log_sum_cotangent else []))
     gradients = [_labels(leaf.dims) for leaf in region.leaves if leaf.has_gradient]
-    return _rule(region, operands, (*gradients, _labels(region.value_dims)))
+    method = ("backward", implementations, has_log_sum_cotangent)
+    return _rule(region, method, operands, (*gradients, _labels(region.value_dims)))
 
 
 def local_region(region: Region, sizes: Mapping[str, int]) -> Region:
@@ -53,8 +59,10 @@ def _local_region(region: Region, sizes: tuple[tuple[str, int], ...]) -> Region:
     return with_leaves(region, leaves, sizes=found, value=local(region.value, region.value_dims))
 
 
-def _rule(region: Region, operands: Any, results: Any) -> Rule:
-    return Rule(tuple(operands), tuple(results), tuple(region.sizes.items()), frozenset(region.batch))
+def _rule(region: Region, method: Any, operands: Any, results: Any) -> Rule:
+    # Of a region that cannot be compared with others, no other process has the text.
+    problem = repr((method, region.once(key_of) or uuid.uuid4()))
+    return Rule("fuse", problem, tuple(operands), tuple(results), tuple(region.sizes.items()), frozenset(region.batch))
 
 
 def _operands(region: Region) -> tuple[tuple[Labels, ...], ...]:

@@ -13,11 +13,14 @@ _ROWS: Dim = ("sequences", "tokens")
 _QUERY_HEADS: Dim = ("key_heads", "group")
 
 
-def rule(problem: BlockDiagonalProblem, method: str, operands: tuple[Any, ...]) -> Rule:
+def rule(
+    problem: BlockDiagonalProblem, implementations: tuple[str, ...] | None, method: str, operands: tuple[Any, ...]
+) -> Rule:
     """The rule of a canonical call.
 
     Args:
         problem: the call.
+        implementations: who may compute it.
         method: "forward", "forward_with_log_sum" or "backward".
         operands: query, key, value, tile table, rotary arrays, and of a backward call the cotangent of the output and
             perhaps output and log-sum-exp; the labels are for those that are not None.
@@ -44,7 +47,14 @@ def rule(problem: BlockDiagonalProblem, method: str, operands: tuple[Any, ...]) 
     }
     # Of one array for query, key and value no device could take its heads as one part.
     heads = () if problem.is_packed else ("key_heads", "group")
-    return Rule(tuple(given), results, tuple(sizes.items()), frozenset(("sequences", *heads)))
+    return Rule(
+        "block_diagonal_attention",
+        repr((problem, implementations, method)),
+        tuple(given),
+        results,
+        tuple(sizes.items()),
+        frozenset(("sequences", *heads)),
+    )
 
 
 def local_problem(problem: BlockDiagonalProblem, part: Part) -> BlockDiagonalProblem:

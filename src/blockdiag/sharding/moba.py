@@ -23,13 +23,21 @@ _ENTRIES: Dim = ("sequences", "entries")
 _QUERY_HEADS: Dim = ("key_heads", "group")
 
 
-def rule(problem: MoBAProblem, sequences: int, method: str, operands: tuple[Any, ...]) -> Rule:
+def rule(
+    problem: MoBAProblem,
+    implementations: tuple[str, ...] | None,
+    sequences: int,
+    method: str,
+    operands: tuple[Any, ...],
+) -> Rule:
     """The rule of a canonical call.
 
     Args:
         problem: the call.
+        implementations: who may compute it.
         sequences: how many equal parts, which share nothing, the token axes have; 1 for packed sequences.
-        method: "route", "make_lists", "forward" or "backward".
+        method: "route", "make_lists", "forward" or "backward"; "indices" for `routing.indices_of_choice`, of which the
+            chosen blocks and both tables are the operands, and "choice" for `routing.given_choice`.
         operands: what the method takes after the problem; the labels are for those that are not None.
     """
     query = (_QUERIES, _QUERY_HEADS, ("features",))
@@ -40,7 +48,11 @@ def rule(problem: MoBAProblem, sequences: int, method: str, operands: tuple[Any,
     lists = Lists((_QUERY_HEADS, _BLOCKS), (_QUERY_HEADS, _BLOCKS), (_QUERY_HEADS, entries), (_QUERY_HEADS, _QUERIES))
     shared = ((_KEYS,), ((), ()), ((), ()))
     of_lists = (*lists, (_QUERY_HEADS, _QUERIES))
+    indices = (_QUERIES, _QUERY_HEADS, ())
+    tables = shared[1:]
     given, results = {
+        "indices": ((chosen, *tables), (indices,)),
+        "choice": ((indices, *shared), (chosen, *([(_QUERY_HEADS, _QUERIES)] if problem.is_causal else []))),
         "route": ((query, key, *shared), (chosen,)),
         "make_lists": ((chosen,), tuple(lists)),
         "forward": ((query, key, key, *shared, *of_lists), (query, log_sum)),
@@ -58,6 +70,8 @@ def rule(problem: MoBAProblem, sequences: int, method: str, operands: tuple[Any,
         "features": problem.head_dim,
     }
     return Rule(
+        "moba_attention",
+        repr((problem, implementations, method)),
         tuple(dims for dims, x in zip(given, flat, strict=True) if x is not None),
         results,
         tuple(sizes.items()),
@@ -97,6 +111,14 @@ def renumbered(problem: MoBAProblem, method: str, part: Part, compute: Callable[
         return lists._replace(offsets=lists.offsets + shift, entries=lists.entries + shift)
 
     def on_own_numbers(*operands: Any) -> Any:
+        if method == "indices":
+            chosen, _, _ = operands
+            own = jnp.where(chosen < 0, chosen, chosen - first_block)
+            return compute(own, *moba_tables(problem, sizes["sequences"]))
+        if method == "choice":
+            indices, key_mask, _, _ = operands
+            chosen, own = compute(indices, key_mask, *moba_tables(problem, sizes["sequences"]))
+            return jnp.where(chosen < 0, chosen, chosen + first_block), own
         if method == "make_lists":
             (chosen,) = operands
             return shifted(compute(jnp.where(chosen < 0, chosen, chosen - first_block)), first_entry)

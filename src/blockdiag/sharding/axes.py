@@ -1,0 +1,13 @@
+"""Which axes of a public function's operands may stay sharded where axes of the mesh are explicit."""
+
+from collections.abc import Sequence
+
+
+def batch_and_heads(axes: int) -> Sequence[int]:
+    """Of [*batch, T, N, H] the first batch axis, with which others and tokens are merged, and heads."""
+    return (-2,) if axes == 3 else (0, -2)
+
+
+def batch(axes: int) -> Sequence[int]:
+    """Of [*batch, T, D] the first batch axis."""
+    return () if axes == 2 else (0,)
