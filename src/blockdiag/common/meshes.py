@@ -300,13 +300,18 @@ def whole_but(operation: str, arrays: Any, kept: Callable[[int], Sequence[int]])
 
 
 def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
-    """The mesh of the first array that is sharded over explicit axes; None where none is."""
+    """The mesh with explicit axes on which arrays are, one that is sharded first; None where none is on any."""
+    found = None
     for x in arrays:
         sharding = jax.typeof(x).sharding
-        if any(axis is not None for axis in sharding.spec):
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            # The mesh of devices where the array is concrete, otherwise the abstract one of its type.
             is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-            return x.sharding.mesh if is_concrete else sharding.mesh
-    return None
+            mesh = x.sharding.mesh if is_concrete else sharding.mesh
+            if any(entry is not None for entry in sharding.spec):
+                return mesh
+            found = found or mesh
+    return found
 
 
 def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:

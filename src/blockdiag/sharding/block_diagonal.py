@@ -59,6 +59,8 @@ def rule(
 
 def local_problem(problem: BlockDiagonalProblem, part: Part) -> BlockDiagonalProblem:
     """The call of one device."""
+    if not part.starts:
+        return problem
     sizes = part.sizes
     tokens = sizes["sequences"] * sizes["tokens"]
     rotary = problem.rotary

@@ -81,6 +81,8 @@ def rule(
 
 def local_problem(problem: MoBAProblem, part: Part) -> MoBAProblem:
     """The call of one device."""
+    if not part.starts:
+        return problem
     sizes = part.sizes
     return dataclasses.replace(
         problem,
