@@ -25,11 +25,11 @@ HEAD_AXES = {
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def make_mesh(kind: str) -> Mesh:
-    """Two by two devices."""
-    if kind == "automatic":
-        return Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+def make_mesh(kind: str, shape: tuple[int, int] = (2, 2)) -> Mesh:
+    """The first devices."""
+    devices = jax.devices()[: shape[0] * shape[1]]
+    kinds = (AxisType.Auto if kind == "automatic" else AxisType.Explicit,) * 2
+    return Mesh(np.asarray(devices).reshape(shape), ("data", "model"), axis_types=kinds)
 
 
 def shard(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
@@ -50,6 +50,7 @@ def assert_divides(
     kind: str,
     collectives: dict[str, int] | None = None,
     atol: float = 1e-5,
+    shape: tuple[int, int] = (2, 2),
 ) -> Any:
     """Assert that shards give what one device gives, with these collectives and no others.
 
@@ -60,11 +61,12 @@ def assert_divides(
         kind: of the mesh.
         collectives: of the compiled program; none unless given.
         atol: largest difference, relative to the largest element.
+        shape: of the mesh.
 
     Returns:
         The results of the shards.
     """
-    mesh = make_mesh(kind)
+    mesh = make_mesh(kind, shape)
     placed = {name: shard(mesh, x, specs.get(name, P())) for name, x in arrays.items()}
     expected = jax.jit(function)(**arrays)
     with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():

@@ -308,6 +308,44 @@ class FuseTiming:
 
 type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming | FuseTiming
 
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTiming:
+    """One row of the CSV of several devices: a program, forward and backward.
+
+    Attributes:
+        mesh: kind of the mesh's axes; "one device" for the part of one device alone.
+        division: what devices share.
+        rows, heads: of one device's part.
+        perfect_ms: the time of one device for its part, in the same run.
+        collectives: of the compiled program, with their numbers.
+        temporary_mib: temporary memory of the program on each device.
+    """
+
+    op: str
+    mesh: str
+    division: str
+    devices: int
+    rows: int
+    tokens: int
+    heads: int
+    head_dim: int
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    perfect_ms: float | None = None
+    collectives: str = ""
+    temporary_mib: float | None = None
+    device: str
+    driver: str
+    jax: str
+    jaxlib: str
+    torch: str
+    triton: str
+    date: str
+    note: str = ""
+
+
 _KEYS: dict[type, tuple[str, ...]] = {
     Timing: ("op", "pass_name", "case", "implementation", "device"),
     ErrorRow: ("op", "case", "implementation", "tensor", "device"),
@@ -316,6 +354,7 @@ _KEYS: dict[type, tuple[str, ...]] = {
     PagedTiming: ("op", "group", "case", "implementation", "device"),
     FuseTiming: ("op", "pass_name", "case", "implementation", "device"),
     GalleryTiming: ("variant", "pass_name", "device"),
+    DeviceTiming: ("op", "mesh", "division", "devices", "device"),
 }
 
 

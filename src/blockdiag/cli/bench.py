@@ -34,6 +34,8 @@ from blockdiag.bench.report import (
     verdict_table,
 )
 from blockdiag.bench.targets import OURS, judge_errors, judge_host, judge_times, judge_torch_host
+from blockdiag.cli.bench_devices import FILE as DEVICES_FILE
+from blockdiag.cli.bench_devices import bench_devices, smoke_devices
 from blockdiag.cli.bench_fuse import FUSE_NAMES, measure_fuse, smoke_fuse
 from blockdiag.cli.bench_gallery import FILE as GALLERY_FILE
 from blockdiag.cli.bench_gallery import measure_gallery, smoke_gallery
@@ -57,9 +59,16 @@ class Op(StrEnum):
     TORCH = "torch"
     GALLERY = "gallery"
     FUSE = "fuse"
+    DEVICES = "devices"
 
 
-CHECKS = {Op.MOBA: smoke_moba, Op.PAGED: smoke_paged, Op.GALLERY: smoke_gallery, Op.FUSE: smoke_fuse}
+CHECKS = {
+    Op.MOBA: smoke_moba,
+    Op.PAGED: smoke_paged,
+    Op.GALLERY: smoke_gallery,
+    Op.FUSE: smoke_fuse,
+    Op.DEVICES: smoke_devices,
+}
 """Small checks for a CPU, of ops that have their own."""
 MEASURES = {Op.MOBA: measure_moba, Op.PAGED: measure_paged, Op.FUSE: measure_fuse}
 BUDGETS = {Op.PAGED: 130.0, Op.GALLERY: 360.0, Op.FUSE: 510.0}
@@ -114,7 +123,9 @@ def bench(
 
     if op is Op.ALL and (cases or baselines):
         raise SystemExit("bench all takes neither --cases nor --baselines; name one op with them")
-    ops = [one for one in Op if one is not Op.ALL] if op is Op.ALL else [op]
+    # One device has nothing to share.
+    every = [one for one in Op if one is not Op.ALL and (one is not Op.DEVICES or jax.device_count() > 1)]
+    ops = every if op is Op.ALL else [op]
     folder = output or DEFAULT_OUTPUT
     if smoke or jax.default_backend() != "gpu":
         if smoke or not plot:
@@ -151,6 +162,9 @@ def _measure_op(op: Op, console: Console, folder: Path, choices: Choices) -> Non
     options = {"rounds": choices.rounds, "seed": choices.seed, "deadline": choices.deadline}
     if op is Op.GALLERY:
         measure_gallery(console, folder / GALLERY_FILE, variants=choices.cases, **options)
+        return
+    if op is Op.DEVICES:
+        bench_devices(console, folder / DEVICES_FILE, rounds=choices.rounds, deadline=choices.deadline)
         return
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(

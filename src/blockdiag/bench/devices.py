@@ -1,0 +1,216 @@
+"""Time of attention whose batch rows or heads several devices share, beside one device that computes its part alone.
+
+Every kind of mesh is timed: automatic axes (`jax.sharding.Mesh`), explicit ones (`jax.make_mesh`), and `jax.shard_map`.
+Perfect is the time that one device takes for its part; the rest is what dividing costs. The collectives of each program
+are counted, and its temporary memory is compared with that of one device's part.
+"""
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from blockdiag.bench.clock import Subject, interleave, summarise
+from blockdiag.bench.records import DeviceTiming, Environment
+from blockdiag.block_diagonal import block_diagonal_attention
+from blockdiag.fusion.api import fuse
+from blockdiag.moba import moba_attention
+
+MESHES = ("automatic", "explicit", "manual")
+DIVISIONS = {"batch": P("devices"), "heads": P(None, None, "devices")}
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+@dataclass(frozen=True)
+class DeviceCase:
+    """A call whose query, key and value have one shape.
+
+    Attributes:
+        op: its name.
+        attend: the call, of query, key and value.
+        rows: batch rows of one device.
+        tokens, heads, head_dim: of all devices together where heads are divided; `heads` are of one device else.
+        dtype: of the operands.
+    """
+
+    op: str
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    rows: int
+    tokens: int
+    heads: int
+    head_dim: int
+    dtype: Any = jnp.bfloat16
+
+    def shape(self, division: str, devices: int) -> tuple[int, int, int, int]:
+        """The shape of the operands of several devices; of one device its part."""
+        rows, heads = (self.rows * devices, self.heads) if division == "batch" else (self.rows, self.heads * devices)
+        return rows, self.tokens, heads, self.head_dim
+
+
+@fuse
+def _causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    row = jnp.arange(query.shape[1], dtype=jnp.int32)
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
+    scores = jnp.where(row[:, None] >= row[None, :], scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1).astype(value.dtype), value)
+
+
+def _cudnn_causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+def _block_diagonal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return block_diagonal_attention(query, key, value, block_size=64)
+
+
+def _moba(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return moba_attention(query, key, value, block_size=128, top_k=8)
+
+
+CASES = (
+    DeviceCase("block_diagonal", _block_diagonal, 36, 16384, 8, 128),
+    DeviceCase("moba", _moba, 6, 16384, 8, 128),
+    DeviceCase("fuse causal", _causal, 2, 16384, 8, 128),
+    DeviceCase("jax.nn cudnn causal", _cudnn_causal, 2, 16384, 8, 128),
+)
+SMALL_CASES = (
+    DeviceCase("block_diagonal", _block_diagonal, 2, 128, 2, 16, jnp.float32),
+    DeviceCase("moba", _moba, 2, 512, 2, 16, jnp.float32),
+    DeviceCase("fuse causal", _causal, 2, 64, 2, 16, jnp.float32),
+)
+
+
+def measure_devices(
+    environment: Environment, cases: Sequence[DeviceCase] = CASES, *, rounds: int = 10, seconds: float = 400.0
+) -> Iterator[DeviceTiming]:
+    """Check and time every case on all devices of this process, forward and backward.
+
+    Args:
+        environment: what each row says of the machine.
+        cases: what is timed.
+        rounds: samples of each program.
+        seconds: after which no case is begun.
+
+    Yields:
+        A row for each program.
+
+    Raises:
+        ArithmeticError: a result differs from that of one device.
+    """
+    deadline = time.monotonic() + seconds
+    for case in cases:
+        for division in DIVISIONS:
+            if time.monotonic() < deadline:
+                yield from _measure(environment, case, division, rounds, deadline)
+
+
+def _measure(
+    environment: Environment, case: DeviceCase, division: str, rounds: int, deadline: float
+) -> Iterator[DeviceTiming]:
+    devices = jax.devices()
+    is_gpu = devices[0].platform == "gpu"
+    operands = _operands(case, case.shape(division, 1))
+    single = jax.jit(_gradients(case)).lower(*operands).compile()
+    programs = {("one device", ""): (single, operands)}
+    for kind in MESHES:
+        mesh = _mesh(kind, devices)
+        with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+            given = _shared(operands, division, mesh)
+            compiled = jax.jit(_on_mesh(case, kind, mesh, DIVISIONS[division])).lower(*given).compile()
+        programs[kind, division] = compiled, given
+        _check(compiled(*given), single(*operands))
+    size = sum(x.nbytes for x in operands)
+    subjects = [
+        Subject(key, lambda run=run, given=given: run(*given), "jax" if is_gpu else "host", size)
+        for key, (run, given) in programs.items()
+    ]
+    interleave(subjects, rounds=rounds, batch_ms=60.0 if is_gpu else 1.0, deadline=deadline)
+    perfect = summarise(subjects[0].samples).median
+    for subject in subjects:
+        compiled, _ = programs[subject.key]
+        summary = summarise(subject.samples) if subject.samples else None
+        counts = count_collectives(compiled.as_text())
+        yield DeviceTiming(
+            op=case.op,
+            mesh=subject.key[0],
+            division=division,
+            devices=1 if subject is subjects[0] else len(devices),
+            rows=case.rows,
+            tokens=case.tokens,
+            heads=case.heads,
+            head_dim=case.head_dim,
+            median_ms=summary and summary.median,
+            p20_ms=summary and summary.p20,
+            p80_ms=summary and summary.p80,
+            perfect_ms=perfect,
+            collectives=" ".join(f"{name}:{count}" for name, count in counts.items()),
+            temporary_mib=compiled.memory_analysis().temp_size_in_bytes / 2**20,
+            note=subject.failure,
+            **asdict(environment),
+        )
+
+
+def _operands(case: DeviceCase, shape: Sequence[int]) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, shape, case.dtype) for key in keys]
+
+
+def _gradients(case: DeviceCase) -> Callable[..., Any]:
+    def compute(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        output, pull_back = jax.vjp(case.attend, query, key, value)
+        return output, *pull_back(output)
+
+    return compute
+
+
+def _on_mesh(case: DeviceCase, kind: str, mesh: Mesh, spec: P) -> Callable[..., Any]:
+    compute = _gradients(case)
+    return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec) if kind == "manual" else compute
+
+
+def _mesh(kind: str, devices: Sequence[Any]) -> Mesh:
+    if kind == "explicit":
+        return jax.make_mesh((len(devices),), ("devices",), axis_types=(AxisType.Explicit,))
+    return Mesh(np.asarray(devices), ("devices",))
+
+
+def _shared(operands: Sequence[jax.Array], division: str, mesh: Mesh) -> list[jax.Array]:
+    """Operands of which every device has the same part, so that all results are those of one device."""
+    axis, copies = (0 if division == "batch" else 2), mesh.devices.size
+    sharding = NamedSharding(mesh, DIVISIONS[division])
+    shared = []
+    for x in operands:
+        shape = tuple(size * copies if i == axis else size for i, size in enumerate(x.shape))
+        parts = [jax.device_put(x, device) for device in mesh.devices]
+        shared.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+    return shared
+
+
+def _check(results: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
+    """Compare every device's part with the results of one device.
+
+    Raises:
+        ArithmeticError: they differ.
+    """
+    for one, other in zip(results, expected, strict=True):
+        wanted = np.asarray(other.astype(jnp.float32))
+        for shard in one.addressable_shards:
+            if shard.data.shape != other.shape:
+                raise ArithmeticError(f"a device has {shard.data.shape} of the results, not {other.shape}")
+            difference = np.linalg.norm(np.asarray(shard.data.astype(jnp.float32)) - wanted)
+            if not difference <= 1e-3 * np.linalg.norm(wanted):
+                raise ArithmeticError(f"results of a device differ by {difference:.3g}")
+
+
+def count_collectives(program: str) -> dict[str, int]:
+    """How often each collective occurs in the text of a compiled program; those that occur."""
+    counts = {name: len(re.findall(rf"= .*\b{name}(?:-start)?\(", program)) for name in _COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}

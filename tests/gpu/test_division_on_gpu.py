@@ -1,0 +1,40 @@
+"""Kernels on shards of two GPUs, over automatic and explicit meshes."""
+
+import pytest
+
+from tests.division_support import KINDS, assert_divides, batch_specs, head_specs
+from tests.op_calls import CALLS
+
+pytestmark = pytest.mark.multigpu
+NAMES = (
+    "block_diagonal", "block_diagonal, long blocks", "block_diagonal, rotary", "moba", "moba, key mask",
+    "moba, not causal", "moba_routing", "fuse",
+)  # fmt: skip
+
+
+def computed(call):
+    return call.gradients("triton") if call.differentiated else call.bound("triton")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_is_divided(name, kind):
+    call = CALLS[name]
+    assert_divides(computed(call), call.arrays(4), batch_specs(call, "data"), kind, shape=(2, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*NAMES, "block_diagonal, offsets", "moba, offsets"])
+def test_heads_are_divided(name, kind):
+    call = CALLS[name]
+    assert_divides(computed(call), call.arrays(2), head_specs(call, "model"), kind, shape=(1, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["block_diagonal", "moba"])
+def test_query_heads_are_divided_where_key_heads_are_not(name, kind):
+    """Each GPU reads the key head that its query heads have, and gradients of keys and values are gathered."""
+    call = CALLS[name]
+    specs = head_specs(call, "model", ("query",))
+    gathers = {"all-gather": 2} if kind == "explicit" else {}
+    assert_divides(computed(call), call.arrays(2), specs, kind, gathers, shape=(1, 2))
