@@ -36,5 +36,5 @@ def test_query_heads_are_divided_where_key_heads_are_not(name, kind):
     """Each GPU reads the key head that its query heads have, and gradients of keys and values are gathered."""
     call = CALLS[name]
     specs = head_specs(call, "model", ("query",))
-    gathers = {"all-gather": 2} if kind == "explicit" else {}
+    gathers = {"all-gather": 1} if kind == "explicit" else {}
     assert_divides(computed(call), call.arrays(2), specs, kind, gathers, shape=(1, 2))

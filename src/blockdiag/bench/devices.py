@@ -201,13 +201,19 @@ def _check(results: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
         ArithmeticError: they differ.
     """
     for one, other in zip(results, expected, strict=True):
-        wanted = np.asarray(other.astype(jnp.float32))
         for shard in one.addressable_shards:
             if shard.data.shape != other.shape:
                 raise ArithmeticError(f"a device has {shard.data.shape} of the results, not {other.shape}")
-            difference = np.linalg.norm(np.asarray(shard.data.astype(jnp.float32)) - wanted)
-            if not difference <= 1e-3 * np.linalg.norm(wanted):
-                raise ArithmeticError(f"results of a device differ by {difference:.3g}")
+            difference, norm = map(float, _distance(shard.data, jax.device_put(other, shard.device)))
+            if not difference <= 1e-3 * norm:
+                raise ArithmeticError(f"results of a device differ by {difference:.3g} of {norm:.3g}")
+
+
+@jax.jit
+def _distance(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The norms of the difference and of the other."""
+    wide, wanted = x.astype(jnp.float32), other.astype(jnp.float32)
+    return jnp.linalg.norm((wide - wanted).ravel()), jnp.linalg.norm(wanted.ravel())
 
 
 def count_collectives(program: str) -> dict[str, int]:
