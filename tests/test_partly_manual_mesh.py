@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec as P
 from blockdiag.interop import compile_target
 from tests.op_calls import CALLS, pairs
 
+GATHERED = r"inside a jax\.shard_map that leaves axes \['model'\] automatic, operands are gathered"
+pytestmark = pytest.mark.filterwarnings(f"ignore:{GATHERED}")
+
 
 def on_shards(function, axes):
     """A function of one shard's arrays, on two shards, each with arrays of its own."""
@@ -51,3 +54,9 @@ def test_kernels_in_a_partly_manual_shard_map_lower_for_cuda(name):
     with compile_target(90):
         traced = on_shards(computed(CALLS[name], "triton"), {"data"}).trace(stacked(CALLS[name]))
         assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", ["block_diagonal", "moba", "fuse"])
+def test_operation_in_a_partly_manual_shard_map_warns_of_gathers(name):
+    with pytest.warns(UserWarning, match=GATHERED):
+        on_shards(computed(CALLS[name], None), {"data"}).trace(stacked(CALLS[name]))

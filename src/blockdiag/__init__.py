@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from blockdiag.append import append_to_pages as append_to_pages
     from blockdiag.block_diagonal import BLOCK_DIAGONAL_OUTPUT as BLOCK_DIAGONAL_OUTPUT
     from blockdiag.block_diagonal import block_diagonal_attention as block_diagonal_attention
+    from blockdiag.context_parallel import ContextParallel as ContextParallel
     from blockdiag.fusion.api import NotFusible as NotFusible
     from blockdiag.fusion.api import fuse as fuse
     from blockdiag.fusion.explain import explain as explain
@@ -34,6 +35,7 @@ _HOMES = {
     "BLOCK_DIAGONAL_QKV": "blockdiag.projection",
     "MOBA_OUTPUT": "blockdiag.moba",
     "MOBA_ROUTING": "blockdiag.moba",
+    "ContextParallel": "blockdiag.context_parallel",
     "NotFusible": "blockdiag.fusion.api",
     "Rotary": "blockdiag.rotary",
     "Routing": "blockdiag.routing",
@@ -57,6 +59,7 @@ __all__ = [
     "BLOCK_DIAGONAL_QKV",
     "MOBA_OUTPUT",
     "MOBA_ROUTING",
+    "ContextParallel",
     "NotFusible",
     "Rotary",
     "Routing",

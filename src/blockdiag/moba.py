@@ -16,7 +16,9 @@ from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._moba_folding import fold_moba, unfold_moba
 from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
+from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.moba_context import attend_to_shared_tokens
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.moba_tables import moba_tables
@@ -74,6 +76,7 @@ def moba_attention(
     routing: Routing | None = None,
     key_mask: Bool[Array, "*batch S"] | None = None,
     implementation: str | Sequence[str] | None = None,
+    context_parallel: ContextParallel | None = None,
     return_residual: Literal[False] = False,
 ) -> Float[Array, "*batch T N H"]: ...
 
@@ -93,6 +96,7 @@ def moba_attention(
     routing: Routing | None = None,
     key_mask: Bool[Array, "*batch S"] | None = None,
     implementation: str | Sequence[str] | None = None,
+    context_parallel: ContextParallel | None = None,
     return_residual: Literal[True],
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "*batch T N"]]: ...
 
@@ -111,6 +115,7 @@ def moba_attention(
     routing: Routing | None = None,
     key_mask: Bool[Array, "*batch S"] | None = None,
     implementation: str | Sequence[str] | None = None,
+    context_parallel: ContextParallel | None = None,
     return_residual: bool = False,
 ) -> Any:
     """Mixture of block attention: each query of each head attends to its own block and to those that suit it best.
@@ -132,8 +137,9 @@ def moba_attention(
     Forward-mode differentiation raises a TypeError except with `implementation="reference"`. Kept for the backward
     pass are the arguments, the output, its log-sum-exp, and the routing as lists.
 
-    On a mesh with explicit axes, operands may be sharded over batch rows and heads, and each device computes its own.
-    On a mesh with automatic axes XLA gathers what a kernel reads; call inside `jax.shard_map` there.
+    Operands may be sharded over batch rows and heads, on meshes with automatic or explicit axes: each device computes
+    its own, also where there are fewer key heads than devices. Sharded tokens are gathered, with a warning, unless
+    `context_parallel` is given.
 
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets`
@@ -158,6 +164,9 @@ def moba_attention(
         implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
             it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on a
             CPU runs in a slow interpreter. A sequence means the first that supports the call.
+        context_parallel: the axis of a mesh along which devices share the tokens of each sequence, and how they work
+            together; see `ContextParallel`. Inside `jax.shard_map` operands are then the device's tokens, and
+            `sequence_offsets` those of all tokens.
         return_residual: whether to return the log-sum-exp too.
 
     Returns:
@@ -182,6 +191,23 @@ def moba_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     check_moba_operands(query, key, value)
+    if context_parallel is not None:
+        if routing is not None or key_sequence_offsets is not None:
+            raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
+        attend = functools.partial(
+            moba_attention,
+            block_size=block_size,
+            top_k=top_k,
+            scale=scale,
+            is_causal=is_causal,
+            implementation=implementation,
+            return_residual=True,
+        )
+        results = attend_to_shared_tokens(
+            context_parallel, attend, query, key, value, sequence_offsets, key_mask,
+            block_size=block_size, is_causal=is_causal,
+        )  # fmt: skip
+        return results if return_residual else results[0]
     call = prepare_moba_call(
         query,
         key,
@@ -290,7 +316,7 @@ def prepare_moba_call(query: Any, key: Any, *, implementation: str | Sequence[st
     names = normalise_implementation(implementation, MOBA_IMPLEMENTATIONS)
     resolve(problem, names)
     # Batched calls, which have no offsets, have sequences of equal length.
-    return Call(problem, names, max(1, math.prod(query.shape[:-3])))
+    return Call(problem, names, math.prod(query.shape[:-3]))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

@@ -29,6 +29,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from blockdiag._sizes import is_symbolic
+
 type Dim = tuple[str, ...]
 """The labels of one axis of an array, slowest first; an axis without labels is never divided."""
 
@@ -114,6 +116,9 @@ def divide(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.A
                 "make them manual, too (axis_names)",
                 stacklevel=2,
             )
+        return list(local(_everything(rule))(*arrays))
+    if any(is_symbolic(size) for _, size in rule.sizes):
+        # Exported for any size, which no mesh is known to divide.
         return list(local(_everything(rule))(*arrays))
     return _on_automatic_axes(rule, local, arrays)
 

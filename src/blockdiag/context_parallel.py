@@ -1,0 +1,212 @@
+"""One sequence over several devices: how its tokens, heads and keys move between them.
+
+Every strategy is ordinary code on the parts of one device, between collectives. Where the mesh is not manual already it
+runs inside of `jax.shard_map`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from blockdiag.common.meshes import explicit_mesh
+
+type Strategy = Literal["ulysses", "gather"]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Tokens of each sequence are divided among the devices along an axis of a mesh, in equal consecutive parts.
+
+    Attributes:
+        axis: the mesh's axis that shards the token axis.
+        strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads; for as
+            many devices as divide the key heads. "gather": each device gathers keys and values and computes its own
+            queries. None chooses "ulysses" where it can serve.
+        mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
+        batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
+            explicit shardings are parts of types.
+    """
+
+    axis: str
+    strategy: Strategy | None = None
+    mesh: Mesh | None = None
+    batch_axes: tuple[str, ...] = ()
+    head_axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.strategy not in (None, "ulysses", "gather"):
+            raise ValueError(f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}")
+
+
+type Parts = Callable[..., Any]
+"""A computation on the parts of one device."""
+
+
+def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], roles: Sequence[str], result: Any) -> Any:
+    """Compute on each device's part of arrays whose token axis several devices share.
+
+    Args:
+        context: over which axis of which mesh.
+        compute: of the parts, inside of a mesh whose axes are manual.
+        arrays: arrays or None, the query first.
+        roles: the axes of each array, a letter an axis: "b" batch, "t" tokens, "h" heads, "." any other.
+        result: the roles of the results, a pytree.
+
+    Raises:
+        ValueError: there is no such axis, or it does not divide the tokens.
+    """
+    kinds = _kinds(jax.sharding.get_abstract_mesh())
+    if kinds.get(context.axis) == AxisType.Manual:
+        return compute(*arrays)
+    mesh = explicit_mesh([x for x in arrays if x is not None])
+    shape = {} if mesh is None else dict(mesh.shape)
+    if _kinds(mesh).get(context.axis) == AxisType.Explicit:
+        names = {"b": _sharded_by(arrays[0], roles[0], "b"), "h": _sharded_by(arrays[0], roles[0], "h")}
+        manual = {name for name, kind in _kinds(mesh).items() if kind == AxisType.Explicit}
+    else:
+        mesh = context.mesh if context.mesh is not None else jax.sharding.get_abstract_mesh()
+        shape = dict(mesh.shape)
+        names = {"b": context.batch_axes, "h": context.head_axes}
+        manual = set(mesh.axis_names)
+    if context.axis not in shape:
+        raise ValueError(
+            f"`context_parallel` names the axis {context.axis!r}, and the mesh has {sorted(shape) or 'none'}; call "
+            "inside `jax.set_mesh(mesh)` or pass ContextParallel(axis, mesh=mesh)"
+        )
+    names["t"] = (context.axis,)
+    for x, axes in zip(arrays, roles, strict=True):
+        if x is not None and "t" in axes and x.shape[axes.index("t")] % shape[context.axis]:
+            raise ValueError(
+                f"tokens must be a multiple of the {shape[context.axis]} devices along {context.axis!r}, got "
+                f"{x.shape[axes.index('t')]}; pad them"
+            )
+    spec = functools.partial(_spec, names)
+    specs = tuple(None if x is None else spec(axes) for x, axes in zip(arrays, roles, strict=True))
+    if _kinds(mesh).get(context.axis) == AxisType.Explicit:
+        arrays = [x if x is None else jax.sharding.reshard(x, s) for x, s in zip(arrays, specs, strict=True)]
+    results = jax.tree.map(spec, result)
+    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=manual)
+    return mapped(*arrays)
+
+
+def exchange(
+    axis: str, compute: Parts, query: Array, keys: Sequence[Array], head_axes: Sequence[int] = (2,)
+) -> tuple[Array, ...]:
+    """Attention over whole sequences of each device's heads, between exchanges of tokens for heads (Ulysses).
+
+    Heads move in groups: one group is on its way while another one is computed.
+
+    Args:
+        axis: of the mesh, manual here.
+        compute: of query [.., T, n, H] and keys [.., T, k, H], heads of the device, to a tuple of results.
+        query: [.., t, N, H], the device's tokens.
+        keys: [.., t, K, H] each; K is a multiple of the devices.
+        head_axes: of each result, where its heads are, counted from the last axis as 1; tokens come before them.
+
+    Returns:
+        The results for the device's tokens and all heads.
+    """
+    devices = jax.lax.axis_size(axis)
+    groups = choose_groups(keys[0].shape[-2], devices)
+
+    def of_group(x: Array, group: int) -> Array:
+        # Of every device's heads the group's.
+        parts = x.reshape(*x.shape[:-2], devices, groups, -1, x.shape[-1])[..., group, :, :]
+        parts = parts.reshape(*x.shape[:-2], -1, x.shape[-1])
+        return jax.lax.all_to_all(parts, axis, parts.ndim - 2, parts.ndim - 3, tiled=True)
+
+    def to_tokens(x: Array, heads: int) -> Array:
+        """[.., T, n, ..] to [.., t, devices, n, ..], where n is axis `heads`."""
+        x = jax.lax.all_to_all(x, axis, heads - 1, heads, tiled=True)
+        return x.reshape(*x.shape[:heads], devices, -1, *x.shape[heads + 1 :])
+
+    results: list[list[Array]] = [[] for _ in head_axes]
+    for group in range(groups):
+        found = compute(*(of_group(x, group) for x in (query, *keys)))
+        for own, x, place in zip(results, found, head_axes, strict=True):
+            own.append(to_tokens(x, x.ndim - place))
+    whole = []
+    for own, place in zip(results, head_axes, strict=True):
+        # [.., t, devices, groups, n, ..]
+        stacked = jnp.stack(own, own[0].ndim - place)
+        first = stacked.ndim - place - 2
+        whole.append(stacked.reshape(*stacked.shape[:first], -1, *stacked.shape[first + 3 :]))
+    return tuple(whole)
+
+
+def choose_strategy(context: ContextParallel, key_heads: int, devices: int) -> Strategy:
+    """The strategy that the user wants, or that suits.
+
+    Raises:
+        ValueError: the devices do not divide the key heads, which "ulysses" needs.
+    """
+    is_divided = key_heads % devices == 0
+    if context.strategy == "ulysses" and not is_divided:
+        raise ValueError(
+            f"strategy 'ulysses' needs key heads that are a multiple of the {devices} devices along {context.axis!r}, "
+            f"got {key_heads} on each; use strategy='gather'"
+        )
+    return context.strategy or ("ulysses" if is_divided else "gather")
+
+
+def roles_of(x: Array, last: str) -> str:
+    """The roles of an array's axes for `on_parts`: batch axes, and then `last`."""
+    batch = x.ndim - len(last)
+    return ("b" + "." * (batch - 1) if batch else "") + last
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_tokens(x: Array, axis: str, tokens: int) -> Array:
+    """The whole of an array whose axis `tokens` devices share; gradients are added in float32."""
+    return jax.lax.all_gather(x, axis, axis=tokens, tiled=True)
+
+
+def _gather_forward(x: Array, axis: str, tokens: int) -> tuple[Array, None]:
+    return gather_tokens(x, axis, tokens), None
+
+
+def _gather_backward(axis: str, tokens: int, residuals: None, cotangent: Array) -> tuple[Array]:
+    del residuals
+    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+    total = jax.lax.psum_scatter(wide, axis, scatter_dimension=tokens, tiled=True)
+    return (total.astype(cotangent.dtype),)
+
+
+gather_tokens.defvjp(_gather_forward, _gather_backward)
+
+
+def rows_before(x: Array, axis: str, tokens: int, count: int) -> Array:
+    """The last `count` rows of the device before this one, 0 on the first device."""
+    devices = jax.lax.axis_size(axis)
+    last = jax.lax.slice_in_dim(x, x.shape[tokens] - count, x.shape[tokens], axis=tokens)
+    return jax.lax.ppermute(last, axis, [(device, device + 1) for device in range(devices - 1)])
+
+
+def choose_groups(key_heads: int, devices: int) -> int:
+    """Groups of heads that an exchange moves: up to four, as they divide each device's key heads."""
+    own = key_heads // devices
+    return next(groups for groups in (4, 3, 2, 1) if own % groups == 0)
+
+
+def _kinds(mesh: Any) -> dict[str, AxisType]:
+    return {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def _sharded_by(x: Array, roles: str, role: str) -> tuple[str, ...]:
+    """The axes of an explicit mesh that shard the first axis of an array with a role."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    place = roles.find(role)
+    entry = spec[place] if 0 <= place < len(spec) else None
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _spec(names: dict[str, tuple[str, ...]], roles: str) -> P:
+    """The spec of an array; of several batch axes the first is sharded."""
+    return P(*(names.get(role) or None if roles.index(role) == place else None for place, role in enumerate(roles)))

@@ -1,0 +1,87 @@
+"""MoBA over sequences whose tokens several devices share."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from blockdiag.context_parallel import ContextParallel, choose_strategy, exchange, gather_tokens, on_parts, roles_of
+
+
+def attend_to_shared_tokens(
+    context: ContextParallel,
+    attend: Callable[..., tuple[Array, Array]],
+    query: Array,
+    key: Array,
+    value: Array,
+    sequence_offsets: Array | None,
+    key_mask: Array | None,
+    *,
+    block_size: int,
+    is_causal: bool,
+) -> tuple[Array, Array]:
+    """MoBA's output and log-sum-exp, each device with its tokens.
+
+    Args:
+        context: which devices share the tokens, and how they work together.
+        attend: `moba_attention` with everything but these arrays, and with its residual.
+        query, key, value, sequence_offsets, key_mask, block_size, is_causal: of the call; offsets count through the
+            tokens of all devices.
+
+    Raises:
+        ValueError: the strategy cannot serve.
+    """
+    if query.shape[:-2] != key.shape[:-2]:
+        raise ValueError(
+            f"`context_parallel` needs as many queries as keys, got {query.shape[:-2]} and {key.shape[:-2]}; gather "
+            "the keys instead, and call without it"
+        )
+    compute = functools.partial(_on_device, context, attend, block_size, is_causal)
+    offsets = None if sequence_offsets is None else jnp.asarray(sequence_offsets)
+    heads = roles_of(query, "th.")
+    arrays = (query, key, value, offsets, key_mask)
+    roles = (heads, heads, heads, ".", roles_of(query, "th.")[:-2])
+    return on_parts(context, compute, arrays, roles, (heads, heads[:-1]))
+
+
+def _on_device(
+    context: ContextParallel,
+    attend: Callable[..., tuple[Array, Array]],
+    block_size: int,
+    is_causal: bool,
+    query: Array,
+    key: Array,
+    value: Array,
+    offsets: Array | None,
+    key_mask: Array | None,
+) -> tuple[Array, Array]:
+    devices = jax.lax.axis_size(context.axis)
+    whole_mask = (
+        None if key_mask is None else jax.lax.all_gather(key_mask, context.axis, axis=query.ndim - 3, tiled=True)
+    )
+    if choose_strategy(context, key.shape[-2], devices) == "ulysses":
+        of_heads = functools.partial(attend, sequence_offsets=offsets, key_sequence_offsets=None, key_mask=whole_mask)
+        output, log_sum = exchange(context.axis, of_heads, query, (key, value), head_axes=(2, 1))
+        return output, log_sum
+    own = query.shape[-3]
+    if own % block_size:
+        raise ValueError(
+            f"strategy 'gather' cuts between blocks: the {own} tokens of a device must be a multiple of "
+            f"`block_size`={block_size}; pad the tokens, or use strategy='ulysses'"
+        )
+    key, value = (gather_tokens(x, context.axis, x.ndim - 3) for x in (key, value))
+    first = jax.lax.axis_index(context.axis).astype(jnp.int32) * own
+    edges = jnp.asarray([0, own * devices], jnp.int32) if offsets is None else offsets
+    # Of a sequence that goes on, the device's last query stands beside the last key that it may see.
+    key_offsets = jnp.minimum(edges, first + own) if is_causal else edges
+    compute: Any = functools.partial(
+        attend, sequence_offsets=jnp.clip(edges - first, 0, own), key_sequence_offsets=key_offsets
+    )
+    function = lambda q, k, v, mask: compute(q, k, v, key_mask=mask)  # noqa: E731
+    for _ in range(query.ndim - 3):
+        function = jax.vmap(function, in_axes=(0, 0, 0, None if whole_mask is None else 0))
+    output, log_sum = function(query, key, value, whole_mask)
+    return output, log_sum

@@ -1,0 +1,180 @@
+"""Sequences whose tokens four devices share, or two of them, beside one device."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from blockdiag import ContextParallel, moba_attention
+from tests.division_support import count_collectives, make_mesh, shard
+
+KINDS = ("automatic", "explicit", "manual")
+TOKENS, HEADS, KEY_HEADS, WIDTH, BLOCK = 128, 8, 4, 8, 16
+OFFSETS = jnp.asarray([0, 21, 21, 90, 117], jnp.int32)
+
+
+def random_arrays(*shapes):
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def operands(batch, key_heads=KEY_HEADS):
+    lead = () if batch is None else (batch,)
+    keys = (*lead, TOKENS, key_heads, WIDTH)
+    return random_arrays((*lead, TOKENS, HEADS, WIDTH), keys, keys)
+
+
+def assert_shared(attend, arrays, spec, kind, shape, context, *, collectives=None, result=None):
+    """Assert that devices that share tokens compute what one device does, gradients too.
+
+    Args:
+        attend: of context or None, and of arrays; returns an array.
+        arrays: of one device.
+        spec: of the first three arrays; the others are on all devices.
+        kind, shape: of the mesh.
+        context: what `attend` takes on the mesh.
+        collectives: names of those that the program may have.
+        result: the spec of the result, where it is not that of arrays.
+    """
+    mesh = make_mesh("automatic" if kind == "manual" else kind, shape)
+    expected = jax.jit(gradients_of(attend, None))(*arrays)
+    context = dataclasses.replace(context, mesh=mesh) if kind == "automatic" else context
+    compute = gradients_of(attend, context)
+    if kind == "manual":
+        specs = (*(spec,) * 3, *(P(),) * (len(arrays) - 3))
+        results = (result or spec, (spec,) * 3)
+        compute = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results)
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        placed = [shard(mesh, x, spec if i < 3 else P()) for i, x in enumerate(arrays)]
+        compiled = jax.jit(compute).lower(*placed).compile()
+        found, again = compiled(*placed), compiled(*placed)
+    for one, other, second in zip(*map(jax.tree.leaves, (found, expected, again)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
+        np.testing.assert_array_equal(one, second)
+    if collectives is not None:
+        assert set(count_collectives(compiled.as_text())) <= set(collectives)
+
+
+def gradients_of(attend, context):
+    """The result and the gradients by three arrays, of a cotangent that depends on the place."""
+
+    def compute(query, key, value, *more):
+        output, pull_back = jax.vjp(lambda *x: attend(context, *x, *more), query, key, value)
+        return output, pull_back(jnp.cos(3 * output))
+
+    return compute
+
+
+def moba(context, query, key, value, offsets=None, mask=None, **options):
+    options = {"block_size": BLOCK, "top_k": 3} | options
+    return moba_attention(
+        query, key, value, sequence_offsets=offsets, key_mask=mask, context_parallel=context, **options
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+def test_moba_of_shared_tokens(strategy, kind):
+    context = ContextParallel("model", strategy)
+    moves = {"ulysses": {"all-to-all"}, "gather": {"all-gather", "reduce-scatter", "all-reduce"}}[strategy]
+    assert_shared(moba, operands(1), P(None, "model"), kind, (1, 4), context, collectives=moves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+def test_moba_of_shared_tokens_and_batch_rows(strategy, kind):
+    context = ContextParallel("model", strategy, batch_axes=("data",))
+    assert_shared(moba, operands(2), P("data", "model"), kind, (2, 2), context)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+def test_moba_of_shared_tokens_and_heads(strategy, kind):
+    context = ContextParallel("data", strategy, head_axes=("model",))
+    assert_shared(moba, operands(1), P(None, "data", "model"), kind, (2, 2), context)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+def test_moba_of_shared_packed_tokens(strategy, kind):
+    context = ContextParallel("model", strategy)
+    assert_shared(moba, [*operands(None), OFFSETS], P("model"), kind, (1, 4), context)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+def test_moba_that_is_not_causal_of_shared_tokens(strategy):
+    def attend(context, *arrays):
+        return moba(context, *arrays, is_causal=False)
+
+    assert_shared(attend, operands(1), P(None, "model"), "explicit", (1, 4), ContextParallel("model", strategy))
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_moba_of_shared_tokens_with_a_key_mask(strategy, kind):
+    mask = jnp.asarray(np.random.default_rng(1).random((1, TOKENS)) < 0.7)
+
+    def attend(context, query, key, value, mask):
+        return moba(context, query, key, value, mask=mask)
+
+    assert_shared(attend, [*operands(1), mask], P(None, "model"), kind, (1, 4), ContextParallel("model", strategy))
+
+
+def test_moba_without_a_strategy_gathers_where_devices_do_not_divide_key_heads():
+    moves = {"all-gather", "reduce-scatter", "all-reduce"}
+    context = ContextParallel("model")
+    assert_shared(moba, operands(1, key_heads=2), P(None, "model"), "explicit", (1, 4), context, collectives=moves)
+    assert_shared(moba, operands(1), P(None, "model"), "explicit", (1, 4), context, collectives={"all-to-all"})
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+def test_moba_chooses_the_blocks_of_one_device(strategy):
+    """All results are those of one device to the last bit, so that no other block can have been chosen."""
+    arrays = [x.astype(jnp.bfloat16) for x in operands(1)]
+    mesh = make_mesh("explicit", (1, 4))
+    expected = jax.jit(lambda *x: moba(None, *x, implementation="xla"))(*arrays)
+    with jax.set_mesh(mesh):
+        placed = [shard(mesh, x, P(None, "model")) for x in arrays]
+        context = ContextParallel("model", strategy)
+        found = jax.jit(lambda *x: moba(context, *x, implementation="xla"))(*placed)
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("context", "change", "message"),
+    [
+        (ContextParallel("absent"), {}, r"names the axis 'absent', and the mesh has \['data', 'model'\]"),
+        (
+            ContextParallel("model", "ulysses"),
+            {"key_heads": 2},
+            r"needs key heads that are a multiple of the 4 devices",
+        ),
+        (ContextParallel("model", "gather"), {"block_size": 48}, r"must be a multiple of `block_size`=48"),
+        (
+            ContextParallel("model"),
+            {"tokens": 126},
+            r"tokens must be a multiple of the 4 devices along 'model', got 126",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(context, change, message):
+    change = dict(change)
+    arrays = operands(1, change.pop("key_heads", KEY_HEADS))
+    tokens = change.pop("tokens", TOKENS)
+    mesh = make_mesh("explicit", (1, 4))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        moba(context, *(shard(mesh, x[:, :tokens], P()) for x in arrays), **change)
+
+
+def test_automatic_mesh_that_nobody_names_is_refused():
+    with pytest.raises(ValueError, match=r"and the mesh has none; call inside `jax.set_mesh\(mesh\)`"):
+        moba(ContextParallel("model"), *operands(1))
+
+
+def test_unknown_strategy_is_refused():
+    with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses' or 'gather', got 'ring'"):
+        ContextParallel("model", "ring")
