@@ -6,6 +6,7 @@ are counted, and its temporary memory is compared with that of one device's part
 """
 
 import contextlib
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from blockdiag.bench.clock import Subject, interleave, summarise
 from blockdiag.bench.records import DeviceTiming, Environment
 from blockdiag.block_diagonal import block_diagonal_attention
+from blockdiag.context_parallel import ContextParallel, exchange
 from blockdiag.fusion.api import fuse
 from blockdiag.moba import moba_attention
 
@@ -158,14 +160,156 @@ def _measure(
         )
 
 
+@dataclass(frozen=True)
+class SequenceCase:
+    """A call whose one sequence the devices share.
+
+    Attributes:
+        op: its name.
+        attend: the call, of `context_parallel`, query, key and value.
+        tokens, heads, key_heads, head_dim: of all devices together.
+        dtype: of the operands.
+    """
+
+    op: str
+    attend: Callable[..., jax.Array]
+    tokens: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    dtype: Any = jnp.bfloat16
+
+
+def _moba_of_sequence(context: ContextParallel | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return moba_attention(query, key, value, block_size=128, top_k=8, context_parallel=context)
+
+
+SEQUENCE_CASES = (
+    SequenceCase("moba", _moba_of_sequence, 262_144, 16, 16, 128),
+    SequenceCase("moba, 2 key heads", _moba_of_sequence, 262_144, 16, 2, 128),
+    SequenceCase("moba", _moba_of_sequence, 1_048_576, 16, 16, 128),
+)
+SMALL_SEQUENCE_CASES = (SequenceCase("moba", _moba_of_sequence, 2048, 8, 8, 16, jnp.float32),)
+
+
+def measure_sequences(
+    environment: Environment, cases: Sequence[SequenceCase] = SEQUENCE_CASES, *, rounds: int = 5, seconds: float = 200.0
+) -> Iterator[DeviceTiming]:
+    """Check and time sequences that all devices share beside one device that has them whole, forward and backward.
+
+    Args:
+        environment, cases, rounds, seconds: see `measure_devices`.
+
+    Yields:
+        A row for one device, for each strategy that can serve, and for the exchanges of "ulysses" alone.
+
+    Raises:
+        ArithmeticError: a result differs from that of one device.
+    """
+    deadline = time.monotonic() + seconds
+    for case in cases:
+        if time.monotonic() < deadline:
+            yield from _measure_sequence(environment, case, rounds, deadline)
+
+
+def _measure_sequence(
+    environment: Environment, case: SequenceCase, rounds: int, deadline: float
+) -> Iterator[DeviceTiming]:
+    devices = jax.devices()
+    is_gpu = devices[0].platform == "gpu"
+    mesh = _mesh("explicit", devices)
+    shapes = [(1, case.tokens, heads, case.head_dim) for heads in (case.heads, case.key_heads, case.key_heads)]
+    keys = jax.random.split(jax.random.key(0), 3)
+    operands = [jax.random.normal(key, shape, case.dtype) for key, shape in zip(keys, shapes, strict=True)]
+    single = jax.jit(_gradients_of(functools.partial(case.attend, None))).lower(*operands).compile()
+    strategies = ["ulysses", "gather"] if case.key_heads % len(devices) == 0 else ["gather"]
+    programs: dict[str, tuple[Any, Sequence[jax.Array]]] = {"one device": (single, operands)}
+    expected = single(*operands)
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(x, NamedSharding(mesh, P(None, "devices"))) for x in operands]
+        for strategy in strategies:
+            compute = _gradients_of(functools.partial(case.attend, ContextParallel("devices", strategy)))
+            programs[strategy] = jax.jit(compute).lower(*given).compile(), given
+        if "ulysses" in strategies:
+            programs["exchanges alone"] = jax.jit(_exchanges(mesh)).lower(*given).compile(), given
+    for strategy in strategies:
+        run, arrays = programs[strategy]
+        _check_whole(run(*arrays), expected)
+    del expected
+    size = 2 * sum(x.nbytes for x in operands)
+    subjects = [
+        Subject(name, lambda run=run, arrays=arrays: run(*arrays), "jax" if is_gpu else "host", size)
+        for name, (run, arrays) in programs.items()
+    ]
+    interleave(subjects, rounds=rounds, batch_ms=60.0 if is_gpu else 1.0, deadline=deadline)
+    whole = summarise(subjects[0].samples).median
+    for subject in subjects:
+        compiled, _ = programs[subject.key]
+        summary = summarise(subject.samples) if subject.samples else None
+        counts = count_collectives(compiled.as_text())
+        yield DeviceTiming(
+            op=case.op,
+            mesh=subject.key,
+            division="tokens",
+            devices=1 if subject is subjects[0] else len(devices),
+            rows=1,
+            tokens=case.tokens,
+            heads=case.heads,
+            head_dim=case.head_dim,
+            median_ms=summary and summary.median,
+            p20_ms=summary and summary.p20,
+            p80_ms=summary and summary.p80,
+            perfect_ms=whole if subject is subjects[0] else whole / len(devices),
+            collectives=" ".join(f"{name}:{count}" for name, count in counts.items()),
+            temporary_mib=compiled.memory_analysis().temp_size_in_bytes / 2**20,
+            note=subject.failure,
+            **asdict(environment),
+        )
+
+
+def _exchanges(mesh: Mesh) -> Callable[..., Any]:
+    """The exchanges of a forward and a backward pass: of query, key, value and output, and of their gradients."""
+
+    def compute(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        def there_and_back(*arrays: jax.Array) -> jax.Array:
+            output, *_ = exchange("devices", lambda q, k, v: (q + k + v,), arrays[0], arrays[1:])
+            return output
+
+        output, pull_back = jax.vjp(there_and_back, query, key, value)
+        return output, *pull_back(output)
+
+    spec = P(None, "devices")
+    return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def _check_whole(results: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
+    """Compare results that devices share with those of one device.
+
+    Raises:
+        ArithmeticError: they differ.
+    """
+    for one, other in zip(results, expected, strict=True):
+        axis = 1
+        for shard in one.addressable_shards:
+            start = shard.index[axis].start or 0
+            part = jax.lax.slice_in_dim(other, start, start + shard.data.shape[axis], axis=axis)
+            difference, norm = map(float, _distance(shard.data, jax.device_put(part, shard.device)))
+            if not difference <= 5e-3 * norm:
+                raise ArithmeticError(f"results of a device differ by {difference:.3g} of {norm:.3g}")
+
+
 def _operands(case: DeviceCase, shape: Sequence[int]) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), 3)
     return [jax.random.normal(key, shape, case.dtype) for key in keys]
 
 
 def _gradients(case: DeviceCase) -> Callable[..., Any]:
+    return _gradients_of(case.attend)
+
+
+def _gradients_of(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
     def compute(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        output, pull_back = jax.vjp(case.attend, query, key, value)
+        output, pull_back = jax.vjp(attend, query, key, value)
         return output, *pull_back(output)
 
     return compute

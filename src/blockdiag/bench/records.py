@@ -354,7 +354,7 @@ _KEYS: dict[type, tuple[str, ...]] = {
     PagedTiming: ("op", "group", "case", "implementation", "device"),
     FuseTiming: ("op", "pass_name", "case", "implementation", "device"),
     GalleryTiming: ("variant", "pass_name", "device"),
-    DeviceTiming: ("op", "mesh", "division", "devices", "device"),
+    DeviceTiming: ("op", "mesh", "division", "devices", "tokens", "device"),
 }
 
 

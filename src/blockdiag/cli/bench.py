@@ -164,7 +164,9 @@ def _measure_op(op: Op, console: Console, folder: Path, choices: Choices) -> Non
         measure_gallery(console, folder / GALLERY_FILE, variants=choices.cases, **options)
         return
     if op is Op.DEVICES:
-        bench_devices(console, folder / DEVICES_FILE, rounds=choices.rounds, deadline=choices.deadline)
+        bench_devices(
+            console, folder / DEVICES_FILE, cases=choices.cases, rounds=choices.rounds, deadline=choices.deadline
+        )
         return
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(

@@ -14,7 +14,7 @@ def smoke_devices(console: Console, output: Path | None) -> None:
     """The CPU's part: every kind of mesh, checked, and host times, plainly labelled."""
     import jax
 
-    from blockdiag.bench.devices import SMALL_CASES, measure_devices
+    from blockdiag.bench.devices import SMALL_CASES, SMALL_SEQUENCE_CASES, measure_devices, measure_sequences
 
     if jax.device_count() == 1:
         console.print("devices: this process has one device; JAX_NUM_CPU_DEVICES=4 makes the CPU pretend to be four.")
@@ -23,7 +23,11 @@ def smoke_devices(console: Console, output: Path | None) -> None:
         "This is a smoke run on the CPU: every kind of mesh at a tiny size. Its times say nothing about GPUs; run the "
         "same command on a machine with several NVIDIA GPUs for those."
     )
-    rows = list(measure_devices(environment("cpu"), SMALL_CASES, rounds=2))
+    where = environment("cpu")
+    rows = [
+        *measure_devices(where, SMALL_CASES, rounds=2),
+        *measure_sequences(where, SMALL_SEQUENCE_CASES, rounds=2),
+    ]
     for row in rows:
         console.print(line_of(row))
     if output is not None:
@@ -31,11 +35,12 @@ def smoke_devices(console: Console, output: Path | None) -> None:
         console.print(f"written to {output / 'devices_smoke.csv'}")
 
 
-def bench_devices(console: Console, path: Path, *, rounds: int, deadline: float) -> None:
+def bench_devices(console: Console, path: Path, *, cases: str | None, rounds: int, deadline: float) -> None:
     """The GPUs' part.
 
     Args:
         path: of the CSV file.
+        cases: "shards", "sequences" or both, with a comma between; None is both.
         deadline: `time.monotonic` seconds after which no case is begun.
 
     Raises:
@@ -43,21 +48,26 @@ def bench_devices(console: Console, path: Path, *, rounds: int, deadline: float)
     """
     import jax
 
-    from blockdiag.bench.devices import measure_devices
+    from blockdiag.bench.devices import measure_devices, measure_sequences
 
+    measures = {"shards": measure_devices, "sequences": measure_sequences}
+    names = list(measures) if cases is None else cases.split(",")
+    if unknown := [name for name in names if name not in measures]:
+        raise SystemExit(f"`--cases` must be some of {', '.join(measures)}, got {', '.join(unknown)}")
     if jax.device_count() == 1:
         raise SystemExit("bench devices needs several GPUs, and JAX sees one")
     where = environment(jax.devices()[0].device_kind)
     console.print(f"{jax.device_count()} x {where.device}, driver {where.driver}, jax {where.jax}")
-    for row in measure_devices(where, rounds=rounds, seconds=deadline - time.monotonic()):
-        console.print(line_of(row))
-        merge_rows(path, DeviceTiming, [row])
+    for name in names:
+        for row in measures[name](where, rounds=rounds, seconds=deadline - time.monotonic()):
+            console.print(line_of(row))
+            merge_rows(path, DeviceTiming, [row])
     console.print(f"devices: {path}")
 
 
 def line_of(row: DeviceTiming) -> str:
     """A row in words."""
-    what = f"{row.op:<20} {row.division:<6} {row.mesh:<10} {row.devices} devices"
+    what = f"{row.op:<20} {row.division:<6} {row.tokens:>7} {row.mesh:<15} {row.devices} devices"
     if row.median_ms is None or row.perfect_ms is None:
         return f"{what}: {row.note or 'not timed'}"
     share = f"{100 * row.perfect_ms / row.median_ms:.1f}% of perfect"
