@@ -8,16 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_rows
-from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated
+from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
 from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
 from blockdiag.packing import tiles_from_offsets
+from blockdiag.sharding import key_convolution as sharding
+from blockdiag.sharding.axes import batch_and_channels
 
 
 def key_convolution(
@@ -40,7 +41,8 @@ def key_convolution(
     `jax.shard_map` and `jax.export`. Forward-mode differentiation raises a TypeError except with
     `implementation="reference"`. The only arrays kept for the backward pass are the arguments.
 
-    On a mesh with explicit axes, `key` may be sharded over batch rows and heads, and each device computes its own.
+    Devices of a mesh, whether its axes are automatic or explicit, divide batch rows, heads and elements of heads as
+    `key` is sharded. The gradient of weights that they share is summed, in float32 (float64), by one all-reduce.
 
     Args:
         key: [B, T, K, H], B sequences of T tokens; or packed [T, K, H], one sequence or what `sequence_offsets`
@@ -80,8 +82,7 @@ def key_convolution(
         key, weights, sequence_offsets=sequence_offsets, activation=activation, residual=residual
     )
     call = prepare_call(problem, implementation)
-    if explicit_axes(key):
-        return _convolve_on_shards(call, key, weights, sequence_offsets, implementation)
+    key = whole_but("key_convolution", key, batch_and_channels)
     return _convolve_tokens(call, key, weights, sequence_offsets)
 
 
@@ -116,30 +117,6 @@ def canonical_arrays(
     return key.reshape(problem.tokens, *key.shape[-2:]), weights[None], tiles
 
 
-def _convolve_on_shards(
-    call: Call,
-    key: Array,
-    weights: Array,
-    sequence_offsets: Array | None,
-    implementation: str | Sequence[str] | None,
-) -> Array:
-    """The public function on each device's batch rows and heads, for a key on a mesh with explicit axes."""
-    spec = operand_spec(key, key.shape[-2], name="key")
-
-    def convolve(key: Array, weights: Array, sequence_offsets: Array | None) -> Array:
-        return key_convolution(
-            key,
-            weights,
-            sequence_offsets=sequence_offsets,
-            activation=call.problem.activation,
-            residual=call.problem.has_residual,
-            implementation=implementation,
-        )
-
-    specs = (spec, P(None, spec[-2], None), replicated(sequence_offsets))
-    return call_on_shards(convolve, (key, weights, sequence_offsets), specs, spec)
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _convolve_tokens(call: Call, key: Array, weights: Array, sequence_offsets: Array | None) -> Array:
     """The array part of the public function, compiled as one program where the caller does not compile it."""
@@ -150,14 +127,14 @@ def _convolve_tokens(call: Call, key: Array, weights: Array, sequence_offsets: A
 def differentiable_convolution(call: Call, key: Array, weights: Array, tiles: Array | None) -> Array:
     """The canonical call with everything that transformations need."""
     if call.is_reference:
-        return call_implementation("forward", call.problem, call.implementations, key, weights, tiles)
+        return _divided_array_code(call, "forward", key, weights, tiles)
     key, weights, tiles = on_common_axes(key, weights, tiles)
     return _convolve(call, reverse_only(key), reverse_only(weights), tiles)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(call: Call, key: Array, weights: Array, tiles: Array | None) -> Array:
-    return _mappable(call, "forward")(key, weights, tiles)
+    return _divisible(call, "forward")(key, weights, tiles)
 
 
 def _convolve_forward(call: Call, key: Array, weights: Array, tiles: Array | None) -> tuple[Array, tuple]:
@@ -167,7 +144,8 @@ def _convolve_forward(call: Call, key: Array, weights: Array, tiles: Array | Non
 
 def _convolve_backward(call: Call, residuals: tuple, cotangent: Array) -> tuple:
     key, weights, tiles = residuals
-    return *convolution_gradients(call, key, weights, tiles, cotangent), None
+    gradients = convolution_gradients(call, key, weights, tiles, cotangent)
+    return *placed_like(gradients, (key, weights)), None
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)
@@ -183,7 +161,8 @@ def convolution_gradients(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(call: Call, key: Array, weights: Array, cotangent: Array, tiles: Array | None) -> tuple[Array, Array]:
-    return _mappable(call, "backward")(key, weights, tiles, cotangent)
+    d_key, d_weights = _divisible(call, "backward")(key, weights, tiles, cotangent)
+    return d_key, d_weights.astype(weights.dtype)
 
 
 def _gradients_forward(
@@ -197,13 +176,56 @@ def _gradients_backward(call: Call, residuals: tuple, cotangents: tuple[Array, A
     *operands, tiles = residuals
 
     def gradients(key: Array, weights: Array, cotangent: Array) -> tuple[Array, Array]:
-        return call_implementation("backward", call.problem, ("xla",), key, weights, tiles, cotangent)
+        given = key, weights, tiles, cotangent
+        d_key, d_weights = _divided_array_code(Call(call.problem, ("xla",)), "backward", *given)
+        return d_key, d_weights.astype(weights.dtype)
 
     _, pull_back = jax.vjp(gradients, *operands)
-    return *pull_back(cotangents), None
+    return *placed_like(pull_back(cotangents), tuple(operands)), None
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+def _divided_array_code(call: Call, method: str, *operands: Any) -> Any:
+    """Array code of the canonical call, which is divided here where axes of a mesh are explicit."""
+
+    def local(part: Part) -> Any:
+        problem = sharding.local_problem(call.problem, method, part)
+        compute = functools.partial(call_implementation, method, problem, call.implementations)
+        return sharding.with_wide_sums(problem, method, compute)
+
+    if call.problem.tokens == 0:
+        return local(Part({}, {}))(*operands)
+    return divide_array_code(sharding.rule(call.problem, call.implementations, method, operands), local, operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
+    """Forward or backward of the canonical call, which devices may divide, mapped over leading axes.
+
+    One function object for each call. Mapped axes stay apart until each device has its own part of the arrays. The
+    gradient of the weights is float32 (float64), so that it is rounded after the devices' sums.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        def local(part: Part) -> Any:
+            problem = sharding.local_problem(call.problem, method, part)
+            return sharding.with_wide_sums(problem, method, _mappable(Call(problem, call.implementations), method))
+
+        if call.problem.tokens == 0:
+            return local(Part({}, {}))(*operands)
+        rule = sharding.rule(call.problem, call.implementations, method, operands)
+        return divide_mapped(rule, local, operands, leads)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
+        results = _divisible(call, method, (lead, *leads))(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return compute
 
 
 @functools.lru_cache(maxsize=1024)

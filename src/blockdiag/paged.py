@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +17,7 @@ from blockdiag._dtypes import accumulation_dtype
 from blockdiag._paged_folding import fold_paged
 from blockdiag._paged_scales import canonical_scales
 from blockdiag._sharding import call_on_shards, check_pages_spec, explicit_axes, operand_spec, replicated
+from blockdiag.common.meshes import explicit_mesh
 from blockdiag.dispatch import PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.packing import count_not_above
 from blockdiag.paged_problem import PagedProblem
@@ -223,7 +225,8 @@ def merge_attention_states(
     With `paged_attention` it joins, say, a prefix that sequences share with what each has of its own; or what several
     devices computed of one long cache. Each set has its keys counted once, and sinks belong into one of the calls only.
 
-    Computed in float32 (float64 for float64 outputs), and plain `jax.numpy`: every transformation applies.
+    Computed in float32 (float64 for float64 outputs), and plain `jax.numpy`: every transformation applies. Devices of a
+    mesh divide every axis but the parts without communication; parts on several devices are summed over them.
 
     Args:
         outputs: normalised outputs of each part, a sequence of arrays [..., V] of one shape and one floating dtype, or
@@ -260,7 +263,7 @@ def merge_attention_states(
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"`{name}` must have a floating dtype, got {array.dtype}; convert it")
     wide = accumulation_dtype(output.dtype)
-    log_sum = log_sum.astype(wide)
+    log_sum = _sharded_beside(log_sum, output).astype(wide)
     is_empty = log_sum == -jnp.inf
     is_all_empty = jnp.all(is_empty, axis=0)
     largest = jnp.where(is_all_empty, 0, jax.lax.stop_gradient(jnp.max(log_sum, axis=0)))
@@ -269,6 +272,19 @@ def merge_attention_states(
     parts = jnp.where(is_empty[..., None], 0, output.astype(wide))
     merged = jnp.sum(parts * (weights / total[None])[..., None], axis=0)
     return merged.astype(output.dtype), jnp.where(is_all_empty, -jnp.inf, jnp.log(total) + largest)
+
+
+def _sharded_beside(log_sum: Array, output: Array) -> Array:
+    """Log-sum-exps sharded as outputs are, where explicit axes of a mesh shard other axes of theirs."""
+    spec, wanted = (tuple(jax.typeof(x).sharding.spec) for x in (log_sum, output))
+    wanted = (*wanted, *[None] * (output.ndim - len(wanted)))
+    used = {name for entry in wanted for name in (entry if isinstance(entry, tuple) else (entry,))} - {None}
+    agrees = all(
+        entry == other or used.isdisjoint(entry if isinstance(entry, tuple) else (entry,))
+        for entry, other in zip(spec, wanted, strict=False)
+    )
+    mesh = explicit_mesh([output])
+    return log_sum if agrees or mesh is None else jax.sharding.reshard(log_sum, NamedSharding(mesh, P(*wanted[:-1])))
 
 
 def _stacked(name: str, parts: Any) -> Array:

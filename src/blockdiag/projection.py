@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag import _validate
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._dtypes import accumulation_dtype
-from blockdiag._sharding import call_on_shards, explicit_axes, input_spec, replicated, rotary_specs
 from blockdiag.block_diagonal import (
     BLOCK_DIAGONAL_OUTPUT,
     Call,
@@ -23,7 +23,9 @@ from blockdiag.block_diagonal import (
     canonical_tables,
     prepare_call,
 )
+from blockdiag.common.meshes import explicit_mesh, placed_like, whole_but
 from blockdiag.rotary import Rotary
+from blockdiag.sharding.axes import batch
 
 BLOCK_DIAGONAL_QKV = "blockdiag_block_diagonal_qkv"
 """Name of the projected query | key | value buffer for rematerialisation policies, beside `BLOCK_DIAGONAL_OUTPUT`.
@@ -67,8 +69,11 @@ def fused_qkv_block_attention(
     the gradients of `x`, `w_qkv` and `bias` from that by one product or sum each, accumulated in float32 and rounded
     once.
 
-    Works under the transformations that `block_diagonal_attention` names. On a mesh with explicit axes `x` may be
-    sharded over batch rows; the weights are gathered.
+    Works under the transformations that `block_diagonal_attention` names. Devices of a mesh divide the batch rows of
+    `x`; the gradients of `w_qkv` and `bias` are summed over them in float32. Heads are not divided, since columns in
+    this order cannot be cut into parts with heads of each kind: of weights that are sharded over columns, an explicit
+    mesh gathers the weights and an automatic one the projected buffer. For tensor parallelism use three products and
+    `block_diagonal_attention`.
 
     Args:
         x: [B, T, D], or packed [T, D]. float16, bfloat16, float32 or float64.
@@ -115,38 +120,9 @@ def fused_qkv_block_attention(
         implementation=implementation,
         is_packed=True,
     )
-    arrays = (x, w_qkv, bias, sequence_offsets, block_lengths, rotary)
-    if explicit_axes(x):
-        return _fused_on_shards(arrays, call, implementation)
+    x = whole_but("fused_qkv_block_attention", x, batch)
+    arrays = (x, *_gathered((w_qkv, bias)), sequence_offsets, block_lengths, rotary)
     return _fused(call, *arrays)
-
-
-def _fused_on_shards(arrays: tuple, call: Call, implementation: str | Sequence[str] | None) -> Array:
-    """The public function on each device's batch rows, on a mesh with explicit axes; weights are gathered."""
-    x, w_qkv, bias, sequence_offsets, block_lengths, rotary = arrays
-    spec = input_spec(x)
-    problem = call.problem
-
-    def project_and_attend(x, w_qkv, bias, sequence_offsets, block_lengths, rotary):
-        return fused_qkv_block_attention(
-            x,
-            w_qkv,
-            bias,
-            query_heads=problem.query_heads,
-            key_heads=problem.key_heads,
-            head_dim=problem.head_dim,
-            block_size=problem.block_size,
-            sequence_offsets=sequence_offsets,
-            block_lengths=block_lengths,
-            rotary=rotary,
-            scale=problem.scale,
-            is_causal=problem.is_causal,
-            implementation=implementation,
-        )
-
-    others = (replicated(array) for array in (w_qkv, bias, sequence_offsets, block_lengths))
-    specs = (spec, *others, rotary_specs(rotary, P(*spec[:-2])))
-    return call_on_shards(project_and_attend, arrays, specs, P(*spec[:-1], None, None))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -203,9 +179,9 @@ def _project_and_attend_backward(call: Call, residuals: tuple, cotangent: Array)
     x, w_qkv, bias, projected, tables, statistics = residuals
     packed = _by_heads(call, projected)
     gradient, _, _ = attention_gradients(call, packed, None, None, tables, cotangent, statistics)
-    gradient = gradient.reshape(projected.shape)
-    x_gradient = _product("tc,dc->td", gradient, w_qkv).astype(x.dtype)
-    w_gradient = _product("td,tc->dc", x, gradient).astype(x.dtype)
+    gradient = placed_like(gradient, packed).reshape(projected.shape)
+    x_gradient = _product("tc,dc->td", gradient, w_qkv, like=x).astype(x.dtype)
+    w_gradient = _product("td,tc->dc", x, gradient, like=w_qkv).astype(x.dtype)
     bias_gradient = None
     if bias is not None:
         bias_gradient = jnp.sum(gradient, axis=0, dtype=accumulation_dtype(x.dtype)).astype(x.dtype)
@@ -221,8 +197,27 @@ def _by_heads(call: Call, projected: Array) -> Array:
     return projected.reshape(problem.tokens, problem.packed_heads, problem.head_dim)
 
 
-def _product(subscripts: str, left: Array, right: Array) -> Array:
-    """A matrix product accumulated in float32 (float64 for float64), in full precision for float32 operands."""
+def _product(subscripts: str, left: Array, right: Array, like: Array | None = None) -> Array:
+    """A matrix product accumulated in float32 (float64 for float64), in full precision for float32 operands.
+
+    Args:
+        subscripts, left, right: as of `jnp.einsum`.
+        like: an array of the product's shape; where axes of a mesh are explicit the product is sharded as it is.
+    """
     wide = accumulation_dtype(left.dtype)
     precision = jax.lax.Precision.HIGHEST if left.dtype == wide else None
-    return jnp.einsum(subscripts, left, right, preferred_element_type=wide, precision=precision)
+    sharding = None if like is None else jax.typeof(like).sharding
+    if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
+        sharding = None
+    return jnp.einsum(subscripts, left, right, preferred_element_type=wide, precision=precision, out_sharding=sharding)
+
+
+def _gathered(arrays: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
+    """Weights, whole on every device of a mesh with explicit axes; their gradients are sharded as they were."""
+
+    def gather(x: Array) -> Array:
+        mesh = explicit_mesh([x])
+        is_sharded = any(entry is not None for entry in jax.typeof(x).sharding.spec)
+        return jax.sharding.reshard(x, NamedSharding(mesh, P())) if mesh is not None and is_sharded else x
+
+    return jax.tree.map(gather, arrays)

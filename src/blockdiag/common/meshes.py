@@ -244,7 +244,9 @@ def _on_explicit_axes(
     results = tuple(spec_of(rule, division, shape, dims) for dims in rule.results)
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
     compute = _on_one_device(rule, local, division, shape)
-    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=axes, check_vma=False)
+    # Within `jax.vmap` the axes that a mapped axis is sharded over are not to be named: none given means all others.
+    names = axes if len(axes) < len(mesh.axis_names) else set()
+    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=names, check_vma=False)
     return list(mapped(*placed))
 
 

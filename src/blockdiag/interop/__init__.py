@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from blockdiag.interop.dlpack import to_jax as to_jax
     from blockdiag.interop.dlpack import to_torch as to_torch
     from blockdiag.interop.jax_call import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
+    from blockdiag.interop.kernel_call import ShardValue as ShardValue
     from blockdiag.interop.kernel_call import TensorDescriptor as TensorDescriptor
     from blockdiag.interop.kernel_call import triton_call as triton_call
     from blockdiag.interop.targets import compile_target as compile_target
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "EXPORT_DISABLED_CHECKS": "blockdiag.interop.jax_call",
+    "ShardValue": "blockdiag.interop.kernel_call",
     "TensorDescriptor": "blockdiag.interop.kernel_call",
     "compile_target": "blockdiag.interop.targets",
     "to_jax": "blockdiag.interop.dlpack",
@@ -28,6 +30,7 @@ _HOMES = {
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
+    "ShardValue",
     "TensorDescriptor",
     "compile_target",
     "to_jax",

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -214,6 +214,20 @@ ad.primitive_jvps[launch_p] = _raise_on_jvp
 batching.primitive_batchers[launch_p] = _raise_on_vmap
 
 
+def without_transformations(spec: KernelSpec, arrays: Iterable[jax.Array]) -> list[jax.Array]:
+    """The same arrays; jvp and vmap raise for them what they raise for the launch of `spec`."""
+    return [operand_p.bind(array, spec=spec) for array in arrays]
+
+
+# In front of what devices divide, whose own errors do not say what to do.
+operand_p = jax.extend.core.Primitive("blockdiag_triton_operand")
+operand_p.def_impl(lambda x, spec: x)
+operand_p.def_abstract_eval(lambda x, spec: x)
+ad.primitive_jvps[operand_p] = _raise_on_jvp
+batching.primitive_batchers[operand_p] = _raise_on_vmap
+mlir.register_lowering(operand_p, lambda ctx, x, spec: [x])
+
+
 def _call_together(*arrays: Any, call_jaxpr: jax.extend.core.ClosedJaxpr) -> list[Any]:
     return jax.extend.core.jaxpr_as_fun(call_jaxpr)(*arrays)
 
@@ -365,7 +379,18 @@ def _lower_elsewhere(ctx: Any, *operands: Any, spec: KernelSpec, target: Target 
 
 def _lower_interpreted(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | None, interpret: bool) -> Any:
     del interpret
+    name = ctx.module_context.module.operation.attributes["sym_name"].value
+    if name == _PARTITIONED_MODULE:
+        # It would be called through a table that this module is not part of: the process would crash.
+        raise NotImplementedError(
+            f"kernel {spec.name!r}: Triton's interpreter cannot run where XLA divides a call over the devices of an "
+            "automatic mesh; use implementation='xla' on CPUs, a mesh with explicit axes, or jax.shard_map"
+        )
     return mlir.lower_fun(functools.partial(_call_interpreter, spec, target), multiple_results=True)(ctx, *operands)
+
+
+# What `jax.experimental.custom_partitioning` calls the module that one device's part is lowered into.
+_PARTITIONED_MODULE = "tmp_xla_computation"
 
 
 def _call_interpreter(spec: KernelSpec, target: Target | None, *arrays: jax.Array) -> Sequence[jax.Array]:

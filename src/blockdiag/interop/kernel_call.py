@@ -1,14 +1,18 @@
 """`triton_call`: a user's own Triton kernel as a JAX function."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from blockdiag.interop.jax_call import launch
+from blockdiag.common.meshes import Part, divide
+from blockdiag.interop.jax_call import launch, without_transformations
+from blockdiag.interop.kernel_rule import OfSizes, function_text, local_shape, parse_rule
 from blockdiag.triton_kernels.plan import (
     Argument,
     CompileOptions,
@@ -56,6 +60,25 @@ class TensorDescriptor:
     layout: Any = None
 
 
+@dataclass(frozen=True)
+class ShardValue:
+    """A number or compile-time value that follows from the sizes of a device's part of the arrays.
+
+    Attributes:
+        function: takes a mapping from each label of `sharding_rule` to how many of its indices the device has.
+
+    References:
+        The local shapes that `jax.shard_map` shows to a function.
+
+    Example:
+        >>> from blockdiag.interop import ShardValue
+        >>> ShardValue(lambda sizes: sizes["b"] * sizes["t"]).function({"b": 2, "t": 8})
+        16
+    """
+
+    function: OfSizes
+
+
 def triton_call(
     *args: Any,
     kernel: Any,
@@ -68,6 +91,8 @@ def triton_call(
     maxnreg: int | None = None,
     input_output_aliases: Mapping[int | str, int] | None = None,
     interpret: bool = False,
+    sharding_rule: str | None = None,
+    divided_labels: str = "",
     **named: Any,
 ) -> Any:
     """Calls a `@triton.jit` or `@gluon.jit` kernel on JAX arrays.
@@ -93,6 +118,14 @@ def triton_call(
         input_output_aliases: maps an array, by parameter name or by its place among the arrays in the kernel's order,
             to the index of a flat output that takes over its buffer. Such an output has no parameter of its own.
         interpret: run in Triton's interpreter on the host, on any platform; slow.
+        sharding_rule: how devices of a mesh may divide the call: labels of the axes of every array, in the kernel's
+            order, and of every output, as in `"b t h, b s h -> b t h"`. `(b t)` is an axis that two labels make up,
+            `_` one that is never divided. `out_shape` remains that of all devices; `grid` must be a function, whose
+            mapping then also has the size of each label on one device; values that depend on sizes must be a
+            `ShardValue`. None: automatic meshes gather the arrays, and every device computes everything; on explicit
+            ones call inside `jax.shard_map`.
+        divided_labels: the labels that devices may divide, with spaces between them. No element of an output may need
+            two indices of one of them, but an output that lacks the label: the devices' outputs are then added up.
         **named: further arguments by parameter name.
 
     Returns:
@@ -100,7 +133,7 @@ def triton_call(
 
     Raises:
         TypeError: for names that are no parameters, missing arguments, or values of unusable types.
-        ValueError: for grids and aliases that make no sense.
+        ValueError: for grids, aliases and sharding rules that make no sense.
 
     References:
         The function of this name in jax-triton (2022).
@@ -132,20 +165,127 @@ def triton_call(
     """
     leaves, tree = jax.tree.flatten(out_shape)
     outputs = tuple(TensorSpec(tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in leaves)
-    options = CompileOptions(num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, maxnreg=maxnreg)
     values = _bind_parameters(kernel, args, named)
-    arrays, arguments = _plan_arguments(kernel, values, outputs, dict(input_output_aliases or {}))
-    spec = _CallSpec(
+    description = _Description(
         name=name or kernel.fn.__name__,
         kernel=kernel,
-        grid=_normal_grid(grid, arguments, options),
-        inputs=tuple(_spec_of(array) for array in arrays.values()),
-        outputs=outputs,
-        arguments=tuple(arguments.items()),
-        options=options,
-        aliases=_alias_pairs(list(arrays), dict(input_output_aliases or {})),
+        grid=grid,
+        options=CompileOptions(num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, maxnreg=maxnreg),
+        aliases=dict(input_output_aliases or {}),
+        values=values,
     )
-    return jax.tree.unflatten(tree, launch(spec, *arrays.values(), interpret=interpret))
+    if sharding_rule is None:
+        if divided_labels:
+            raise ValueError(
+                f"`divided_labels` are labels of `sharding_rule`, got {divided_labels!r} without one; pass "
+                'sharding_rule="b t h, b s h -> b t h", for example'
+            )
+        spec, arrays = description.spec(outputs, None)
+        results = launch(spec, *arrays.values(), interpret=interpret)
+    else:
+        results = _divided(description, outputs, sharding_rule, divided_labels, interpret)
+    return jax.tree.unflatten(tree, results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Description:
+    """A call as it was made, from which the launch of each device follows."""
+
+    name: str
+    kernel: Any
+    grid: Grid
+    options: CompileOptions
+    aliases: dict[int | str, int]
+    values: dict[str, Any]
+
+    def spec(self, outputs: tuple[TensorSpec, ...], sizes: Mapping[str, int] | None) -> tuple["_CallSpec", dict]:
+        """The launch with these outputs, and its arrays by parameter name.
+
+        Args:
+            outputs: of one device.
+            sizes: of the labels of the sharding rule, on one device; None where there is no rule.
+        """
+        values = {name: self._resolve(name, value, sizes) for name, value in self.values.items()}
+        arrays, arguments = _plan_arguments(self.kernel, values, outputs, self.aliases)
+        spec = _CallSpec(
+            name=self.name,
+            kernel=self.kernel,
+            grid=_normal_grid(self.grid, arguments, self.options, sizes or {}),
+            inputs=tuple(_spec_of(array) for array in arrays.values()),
+            outputs=outputs,
+            arguments=tuple(arguments.items()),
+            options=self.options,
+            aliases=_alias_pairs(list(arrays), self.aliases),
+        )
+        return spec, arrays
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> "_Description":
+        """The call of other arrays, by parameter name."""
+        values = dict(self.values)
+        for name, array in arrays.items():
+            old = values[name]
+            is_described = isinstance(old, TensorDescriptor)
+            values[name] = dataclasses.replace(old, array=array) if is_described else array
+        return dataclasses.replace(self, values=values)
+
+    def _resolve(self, name: str, value: Any, sizes: Mapping[str, int] | None) -> Any:
+        if not isinstance(value, ShardValue):
+            return value
+        if sizes is None:
+            raise TypeError(
+                f"kernel {self.name!r}: parameter {name!r} is a ShardValue, which needs the labels of a "
+                "`sharding_rule`; pass one, or the value itself"
+            )
+        return value.function(sizes)
+
+
+def _divided(
+    description: _Description, outputs: tuple[TensorSpec, ...], text: str, labels: str, interpret: bool
+) -> Sequence[jax.Array]:
+    """The outputs of a call that devices of a mesh may divide."""
+    if not callable(description.grid):
+        raise ValueError(
+            f"`grid` must be a function of sizes where there is a `sharding_rule`, got {description.grid}: a device "
+            'with a part of the arrays needs a grid of its own, such as lambda meta: (meta["b"], 1)'
+        )
+    given = {
+        name: jnp.asarray(value.array if isinstance(value, TensorDescriptor) else value)
+        for name, value in description.values.items()
+        if isinstance(value, (TensorDescriptor, jax.Array, np.ndarray))
+    }
+    rule = parse_rule(
+        text,
+        labels,
+        {name: tuple(array.shape) for name, array in given.items()},
+        [output.shape for output in outputs],
+        name=description.name,
+        problem="",
+    )
+    taken = sorted(dict(rule.sizes).keys() & ({x.name for x in description.kernel.params} | set(_OPTIONS)))
+    if taken:
+        raise ValueError(
+            f"`sharding_rule` {text!r} has labels {taken} that are names of parameters or options of kernel "
+            f"{description.name!r}; give them other names"
+        )
+    whole, _ = description.with_arrays(given).spec(outputs, dict(rule.sizes))
+    functions = [description.grid, *(x.function for x in description.values.values() if isinstance(x, ShardValue))]
+    problem = repr((whole, description.kernel.cache_key, [function_text(function) for function in functions]))
+    rule = dataclasses.replace(rule, problem=problem)
+
+    def local(part: Part) -> Callable[..., Sequence[jax.Array]]:
+        own = tuple(
+            dataclasses.replace(output, shape=local_shape(dims, output.shape, part.sizes))
+            for output, dims in zip(outputs, rule.results, strict=True)
+        )
+
+        def compute(*arrays: jax.Array) -> Sequence[jax.Array]:
+            call = description.with_arrays(dict(zip(given, arrays, strict=True)))
+            spec, named = call.spec(own, part.sizes)
+            return launch(spec, *named.values(), interpret=interpret)
+
+        return compute
+
+    return divide(rule, local, without_transformations(whole, given.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +315,7 @@ class _CallSpec:
 
 
 def _bind_parameters(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The caller's value of every parameter that has one, by name."""
+    """The caller's value of every parameter that has one, by name, in the kernel's order."""
     if not hasattr(kernel, "params"):
         raise TypeError(
             f"`kernel` must be a @triton.jit or @gluon.jit function, got {type(kernel).__name__}; "
@@ -265,14 +405,17 @@ def _alias_pairs(names: list[str], aliases: dict[int | str, int]) -> tuple[tuple
     return tuple(pairs)
 
 
-def _normal_grid(grid: Grid, arguments: Mapping[str, Argument], options: CompileOptions) -> tuple[int, int, int]:
+_OPTIONS = ("num_warps", "num_stages", "num_ctas")
+
+
+def _normal_grid(
+    grid: Grid, arguments: Mapping[str, Argument], options: CompileOptions, sizes: Mapping[str, int]
+) -> tuple[int, int, int]:
     if callable(grid):
         meta = {name: argument.value for name, argument in arguments.items() if isinstance(argument, Constexpr)}
-        grid = grid(
-            meta | {"num_warps": options.num_warps, "num_stages": options.num_stages, "num_ctas": options.num_ctas}
-        )
-    sizes = (grid,) if isinstance(grid, int) else tuple(grid)
-    if not 1 <= len(sizes) <= 3 or math.prod(sizes) < 1:
+        grid = grid(meta | {name: getattr(options, name) for name in _OPTIONS} | dict(sizes))
+    programs = (grid,) if isinstance(grid, int) else tuple(grid)
+    if not 1 <= len(programs) <= 3 or math.prod(programs) < 1:
         raise ValueError(f"`grid` must be one to three positive sizes, got {grid}")
-    x, y, z = (*map(int, sizes), 1, 1)[:3]
+    x, y, z = (*map(int, programs), 1, 1)[:3]
     return x, y, z

@@ -11,3 +11,8 @@ def batch_and_heads(axes: int) -> Sequence[int]:
 def batch(axes: int) -> Sequence[int]:
     """Of [*batch, T, D] the first batch axis."""
     return () if axes == 2 else (0,)
+
+
+def batch_and_channels(axes: int) -> Sequence[int]:
+    """Of [*batch, T, K, H] the first batch axis, heads, and elements of heads."""
+    return (-2, -1) if axes == 3 else (0, -2, -1)
