@@ -241,7 +241,9 @@ def _on_explicit_axes(
     results = tuple(spec_of(rule, division, shape, dims) for dims in rule.results)
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
     compute = _on_one_device(rule, local, division, shape)
-    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=axes, check_vma=False)
+    # No names are all axes but those that a `jax.vmap` outside maps, of which an element has nothing.
+    names = axes if len(axes) < len(mesh.axis_names) else set()
+    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=names, check_vma=False)
     return list(mapped(*placed))
 
 
@@ -325,17 +327,24 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
     order: list[str] = []
     whole: set[str] = set()
     compound: set[str] = set()
+    size_of: dict[str, int] = {}
 
-    def factor(label: str) -> str:
-        name = f"l_{label}"
-        if name not in order:
-            order.append(name)
-        return name
+    # What does not decide how a label is divided must not say so to the others.
+    anchored = {label for i in rule.anchors for dim in rule.operands[i] for label in dim} if rule.is_anchored else set()
 
     def words(arrays: Sequence[Sequence[Dim]], prefix: str) -> str:
         texts = []
         for number, dims in enumerate(arrays):
+            is_apart = prefix == "o" and number not in rule.anchors
             axes = []
+
+            def factor(label: str, suffix: str = f"_o{number}" if is_apart else "") -> str:
+                name = f"l_{label}{suffix if label in anchored else ''}"
+                if name not in order:
+                    order.append(name)
+                size_of[name] = sizes[label]
+                return name
+
             for axis, dim in enumerate(dims):
                 # Shardy has no factors of one element beside others.
                 names = [factor(label) for label in dim if len(dim) == 1 or sizes[label] > 1]
@@ -348,12 +357,12 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
         return ", ".join(texts)
 
     text = f"{words(rule.operands, 'o')} -> {words(rule.results, 'r')}"
-    independent = {f"l_{label}" for label in rule.independent}
+    shared = {f"l_{label}" for label in sizes.keys() - rule.independent}
     options: dict[str, Any] = {
         # Shardy wants these in the order in which they appear.
-        "need_replication_factors": tuple(name for name in order if name not in independent),
+        "need_replication_factors": tuple(name for name in order if name.startswith("x_") or name in shared),
     }
-    options |= {f"l_{label}": size for label, size in sizes.items() if f"l_{label}" in compound - whole}
+    options |= {name: size for name, size in size_of.items() if name in compound - whole}
     return text, options
 
 

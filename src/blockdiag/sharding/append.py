@@ -1,7 +1,7 @@
 """How appending to a paged cache divides over devices: by key heads, and a contiguous cache by batch rows too.
 
 Every device that has pages of a pool writes the new tokens of all batch rows to them, so that tokens, which are few,
-are gathered; pages never are. Pages alone decide what is divided.
+are gathered; what is written never is. That alone decides what is divided.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from typing import Any
 
 from blockdiag.append_problem import AppendProblem
 from blockdiag.common.meshes import Dim, Part, Rule
-from blockdiag.rotary import Rotary
 from blockdiag.sharding.pools import check_tokens, full_spec, unfit_pools
 
 OPERANDS = (
@@ -68,7 +67,7 @@ def rule(problem: AppendProblem, implementations: tuple[str, ...] | None, operan
         tuple(labels[name] for name in problem.written),
         tuple(sizes.items()),
         frozenset(("key_heads", *row)),
-        anchors=tuple(list(given).index(name) for name in _POOLS),
+        anchors=tuple(list(given).index(name) for name in problem.written),
         is_anchored=True,
     )
 
