@@ -53,8 +53,9 @@ def append_to_pages(
     `paged_attention`: one that is given, or one that is computed for each token and head.
 
     For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes (each element
-    then has pages of its own), `jax.shard_map` and `jax.export`. On a mesh with explicit axes, `key` may be sharded
-    over heads as the pages are, and over batch rows where the cache is contiguous; each device writes its own.
+    then has pages of its own), `jax.shard_map` and `jax.export`. On a mesh, the pages may be sharded over heads, and a
+    contiguous cache over batch rows too; each device writes its own part, in place where the pages are donated. New
+    tokens that are sharded otherwise are gathered, which explicit axes make a ValueError; pages never are.
 
     Args:
         key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and

@@ -101,8 +101,8 @@ def moba_paged_attention(
 
     Nothing that decides how a call is computed reads a length, so that calls live under `jax.jit` and in CUDA graphs.
     For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes, `jax.shard_map`
-    and `jax.export`. On a mesh with explicit axes, `query` may be sharded over batch rows and heads, the pages and mean
-    keys over heads (a contiguous cache over both); each device computes its own.
+    and `jax.export`. On a mesh, `query` and mean keys may be sharded over batch rows and heads, the pages over heads,
+    and a contiguous cache over both; each device computes its own part, without communication.
 
     Args:
         query: [B, T, N, H], T queries of each sequence, few. float16, bfloat16, float32, float64, float8_e4m3fn or

@@ -114,8 +114,10 @@ def paged_attention(
     lengths, so that calls live under `jax.jit` and in CUDA graphs.
 
     For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes, `jax.shard_map`
-    and `jax.export`. On a mesh with explicit axes, `query` may be sharded over batch rows and heads, the pages over
-    heads (a contiguous cache over both); each device computes its own.
+    and `jax.export`. On a mesh, `query` may be sharded over batch rows and heads, the pages over heads, and a
+    contiguous cache over both; each device computes its own part, without communication. Query heads may be sharded
+    over more devices than there are key heads. Packed queries of a contiguous cache that is sharded over batch rows
+    cost one sum over the devices.
 
     Args:
         query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,
