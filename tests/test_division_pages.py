@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import Rotary, append_to_pages, paged_attention
@@ -282,6 +282,23 @@ def test_append_to_whole_pages_with_heads_of_the_key_sharded_is_refused_on_an_ex
     arrays = {name: shard(mesh, x, specs.get(name, P())) for name, x in call.arrays(2).items()}
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="`key_pages` must be sharded as `key` is"):
         call.bound(None)(**arrays)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_stay_where_they_are_beside_a_larger_query_that_is_sharded_otherwise(kind):
+    arrays, specs = everything_about(4, is_contiguous=False)
+    arrays["query"] = jnp.tile(arrays["query"], (1, 20, 1, 1))
+    assert arrays["query"].size > arrays["key_pages"].size
+    pools = {name: specs[name] for name in ("key_pages", "value_pages", "key_scale")}
+
+    mesh = make_mesh(kind)
+    placed = {name: shard(mesh, x, (pools | {"query": P("model")}).get(name, P())) for name, x in arrays.items()}
+    with jax.set_mesh(mesh):
+        function = jax.jit(paged_attention, out_shardings=NamedSharding(mesh, P(None, None, "model")))
+        compiled = function.lower(**placed).compile()
+    np.testing.assert_allclose(compiled(**placed), jax.jit(paged_attention)(**arrays), rtol=1e-5, atol=1e-5)
+    # The query alone moves.
+    assert count_collectives(compiled.as_text()) == {"all-gather" if kind == "automatic" else "all-to-all": 1}
 
 
 # --- transformations ----------------------------------------------------------------------------------------------
