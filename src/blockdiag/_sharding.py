@@ -96,14 +96,3 @@ def _full_spec(x: jax.Array) -> P:
     """The spec of `x` with one entry for each axis."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return P(*spec, *[None] * (x.ndim - len(spec)))
-
-
-def check_pages_spec(name: str, pages: jax.Array, wanted: P) -> None:
-    """Pages may be sharded as `wanted`, or not at all: anything else would copy a pool between devices."""
-    spec = tuple(jax.typeof(pages).sharding.spec)
-    spec = (*spec, *[None] * (4 - len(spec)))
-    if any(axis is not None and axis != allowed for axis, allowed in zip(spec, wanted, strict=True)):
-        raise ValueError(
-            f"`{name}` must be sharded as `query` is, {wanted}, got {P(*spec)} for shape {pages.shape}; use "
-            "jax.sharding.reshard, or call inside jax.shard_map where each device has a pool of its own"
-        )

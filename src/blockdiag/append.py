@@ -1,5 +1,6 @@
 """Appending to a paged cache of keys and values: the public function and its batching rule."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,17 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag._append_folding import fold_append
 from blockdiag._describe_append import describe_append_call
 from blockdiag._differentiation import not_differentiable, on_common_axes
-from blockdiag._sharding import call_on_shards, explicit_axes, operand_spec, replicated, rotary_specs
 from blockdiag.append_problem import AppendArrays, AppendProblem
+from blockdiag.common.meshes import Lead, Part, Rule, divide_mapped
 from blockdiag.dispatch import APPEND_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.packing import count_not_above
 from blockdiag.rotary import Rotary
+from blockdiag.sharding import append as sharding
 
 
 def append_to_pages(
@@ -52,8 +53,9 @@ def append_to_pages(
     `paged_attention`: one that is given, or one that is computed for each token and head.
 
     For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes (each element
-    then has pages of its own), `jax.shard_map` and `jax.export`. On a mesh with explicit axes, `key` may be sharded
-    over heads as the pages are, and over batch rows where the cache is contiguous; each device writes its own.
+    then has pages of its own), `jax.shard_map` and `jax.export`. On a mesh, the pages may be sharded over heads, and a
+    contiguous cache over batch rows too; each device writes its own part, in place where the pages are donated. New
+    tokens that are sharded otherwise are gathered, which explicit axes make a ValueError; pages never are.
 
     Args:
         key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and
@@ -131,8 +133,6 @@ def append_to_pages(
     resolve(problem, names)
     call = Call(problem, names)
     arrays = {name: x if x is None or name == "rotary" else _as_array(x) for name, x in arrays.items()}
-    if explicit_axes(key):
-        return _append_on_shards(call, arrays, block_size)
     return _append(call, arrays)
 
 
@@ -148,75 +148,63 @@ def _as_array(x: Any) -> Array:
     return jnp.asarray(x, jnp.float32 if isinstance(x, (int, float)) else None)
 
 
-def _append_on_shards(call: Call, arrays: dict[str, Any], block_size: int | None) -> tuple[Array, ...]:
-    """The public function on each device's batch rows and heads, for arrays on a mesh with explicit axes.
-
-    Raises:
-        ValueError: key or pages are sharded over what devices cannot have of their own.
-    """
-    key = arrays["key"]
-    spec = operand_spec(key, key.shape[-2], "key")
-    rows, heads = None if key.ndim == 3 else spec[0], spec[-2]
-    if rows is not None and arrays["page_table"] is not None:
-        raise ValueError(
-            f"`key` must not be sharded over batch rows, {spec}, where sequences share the pages of a table: devices "
-            "would write different tokens into copies of one pool; call inside jax.shard_map where each has its own"
-        )
-    pages = P(rows, None, heads, None)
-    for name in ("key_pages", "value_pages"):
-        _check_pages_spec(name, arrays[name], pages)
-    by_rank = {0: P(), 2: P(rows, heads), 3: P(rows, None, heads)}
-    specs = dict(
-        key=spec,
-        value=spec,
-        key_pages=pages,
-        value_pages=pages,
-        page_table=P(rows, None),
-        kv_lengths=P(rows),
-        query_lengths=P(rows),
-        query_offsets=replicated(arrays["query_offsets"]),
-        rotary=rotary_specs(arrays["rotary"], P(rows)),
-        key_centroids=P(rows, None, heads, None),
-    )
-    for name in ("key_scale", "value_scale"):
-        specs[name] = None if arrays[name] is None else by_rank[arrays[name].ndim]
-    names = tuple(arrays)
-    given = tuple(None if arrays[name] is None else specs[name] for name in names)
-
-    def append(*operands: Any) -> tuple[Array, ...]:
-        named = dict(zip(names, operands, strict=True))
-        return append_to_pages(**named, block_size=block_size, implementation=call.implementations)
-
-    results = tuple(specs[name] for name in call.problem.written)
-    return call_on_shards(append, tuple(arrays[name] for name in names), given, results)
-
-
-def _check_pages_spec(name: str, pages: Array, wanted: P) -> None:
-    """Pages must be sharded as `wanted`: otherwise a pool would be copied between devices."""
-    spec = tuple(jax.typeof(pages).sharding.spec)
-    if (*spec, *[None] * (4 - len(spec))) != tuple(wanted):
-        raise ValueError(
-            f"`{name}` must be sharded as `key` is, {wanted}, got {P(*spec)} for shape {pages.shape}; use "
-            "jax.sharding.reshard once, before the first append"
-        )
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _append(call: Call, arrays: dict[str, Any]) -> tuple[Array, ...]:
     """The array part of the public function, compiled as one program where the caller does not compile it."""
     arrays = jax.tree.map(functools.partial(not_differentiable, name="append_to_pages"), arrays)
-    problem = call.problem
+    rotary = arrays["rotary"] if call.problem.rotary is not None else None
+    tables = {} if rotary is None else {name: getattr(rotary, name) for name in ("cos", "sin", "positions")}
+    operands = {name: (arrays | tables).get(name) for name in sharding.OPERANDS}
+    rule = sharding.rule(call.problem, call.implementations, operands)
+    sharding.check(rule, operands)
+    return _divisible(call, rule)(*on_common_axes(*operands.values()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _divisible(call: Call, rule: Rule, leads: tuple[Lead, ...] = ()) -> Any:
+    """The call, which devices may divide, mapped over leading axes; one function object for each call."""
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> tuple[Array, ...]:
+        return divide_mapped(rule, functools.partial(_on_device, call), operands, leads)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
+        results = _divisible(call, rule, (lead, *leads))(*operands)
+        return results, (True,) * len(results)
+
+    return compute
+
+
+def _on_device(call: Call, part: Part) -> Any:
+    """The call on the arrays of one device."""
+
+    def append(*operands: Any) -> tuple[Array, ...]:
+        arrays = dict(zip(sharding.OPERANDS, operands, strict=True))
+        problem = sharding.local_problem(call.problem, part, arrays)
+        return _mappable(dataclasses.replace(call, problem=problem))(_canonical(problem, part, arrays))
+
+    return append
+
+
+def _canonical(problem: AppendProblem, part: Part, arrays: dict[str, Any]) -> AppendArrays:
+    """The arrays of the canonical call."""
     key, value = (arrays[name].reshape(problem.tokens, *arrays[name].shape[-2:]) for name in ("key", "value"))
     query_lengths, offsets, sequences, first_rows = arrays["query_lengths"], arrays["query_offsets"], None, None
     if offsets is not None:
         offsets = jax.lax.cummax(jnp.clip(offsets, 0, problem.tokens))
+        first = part.starts.get("rows")
+        if first is not None:
+            # Rows of sequences that other devices have are rows of none.
+            offsets = jax.lax.dynamic_slice_in_dim(offsets, first, problem.batch + 1)
         query_lengths, first_rows = jnp.diff(offsets), offsets[:-1]
         row = jnp.arange(problem.tokens, dtype=jnp.int32)
         sequences = count_not_above(offsets, row) - 1
         sequences = jnp.where(sequences < problem.batch, sequences, -1)
-    cos, sin, positions = _canonical_rotary(problem, arrays["rotary"], arrays["key"].shape[:-2])
+    cos, sin, positions = _canonical_rotary(problem, arrays, arrays["key"].shape[:-2])
     by_head = (problem.batch, problem.key_heads)
-    canonical = AppendArrays(
+    return AppendArrays(
         key=key,
         value=value,
         key_pages=arrays["key_pages"],
@@ -233,22 +221,20 @@ def _append(call: Call, arrays: dict[str, Any]) -> tuple[Array, ...]:
         value_scale=_by_head(arrays["value_scale"], by_head),
         key_centroids=arrays["key_centroids"],
     )
-    return _mappable(call)(*on_common_axes(canonical))
 
 
 def _canonical_rotary(
-    problem: AppendProblem, rotary: Rotary | None, tokens_shape: tuple[int, ...]
+    problem: AppendProblem, arrays: dict[str, Any], tokens_shape: tuple[int, ...]
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Tables [rows, H / 2], and the row of each token where it is not its position."""
-    if rotary is None or problem.rotary is None:
+    if problem.rotary is None:
         return None, None, None
-    cos, sin = (jnp.asarray(table).reshape(-1, table.shape[-1]) for table in (rotary.cos, rotary.sin))
+    cos, sin = (arrays[name].reshape(-1, arrays[name].shape[-1]) for name in ("cos", "sin"))
     if problem.rotary.positions == "sequence":
         return cos, sin, None
-    positions = rotary.positions
+    positions = arrays["positions"]
     if positions is None:
-        positions = jnp.arange(cos.shape[0], dtype=jnp.int32).reshape(rotary.cos.shape[:-1])
-    positions = jnp.asarray(positions)
+        positions = jnp.arange(cos.shape[0], dtype=jnp.int32).reshape(arrays["cos"].shape[:-1])
     positions = positions.reshape((1,) * (len(tokens_shape) - positions.ndim) + positions.shape)
     return cos, sin, jnp.broadcast_to(positions, tokens_shape).reshape(-1)
 

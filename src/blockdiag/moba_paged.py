@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag._describe_moba_paged import describe_moba_paged_call
@@ -18,9 +17,10 @@ from blockdiag._dtypes import accumulation_dtype
 from blockdiag._folding import fold_rows
 from blockdiag._paged_folding import fold_paged
 from blockdiag._paged_scales import canonical_scales
-from blockdiag._sharding import call_on_shards, check_pages_spec, explicit_axes, operand_spec
+from blockdiag.common.meshes import Lead, Part, Rule, divide_mapped
 from blockdiag.dispatch import MOBA_PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_paged_problem import MoBAPagedProblem
+from blockdiag.sharding import paged as sharding
 
 
 @overload
@@ -101,8 +101,8 @@ def moba_paged_attention(
 
     Nothing that decides how a call is computed reads a length, so that calls live under `jax.jit` and in CUDA graphs.
     For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes, `jax.shard_map`
-    and `jax.export`. On a mesh with explicit axes, `query` may be sharded over batch rows and heads, the pages and mean
-    keys over heads (a contiguous cache over both); each device computes its own.
+    and `jax.export`. On a mesh, `query` and mean keys may be sharded over batch rows and heads, the pages over heads,
+    and a contiguous cache over both; each device computes its own part, without communication.
 
     Args:
         query: [B, T, N, H], T queries of each sequence, few. float16, bfloat16, float32, float64, float8_e4m3fn or
@@ -168,10 +168,7 @@ def moba_paged_attention(
         name: None if x is None else jnp.asarray(x, jnp.float32 if isinstance(x, (int, float)) else None)
         for name, x in arrays.items()
     }
-    if explicit_axes(query):
-        output, log_sum = _attention_on_shards(call, arrays, options)
-    else:
-        output, log_sum = _attention(call, arrays)
+    output, log_sum = _attention(call, arrays)
     return (output, log_sum) if return_residual else output
 
 
@@ -183,40 +180,6 @@ class Call:
     implementations: tuple[str, ...] | None
 
 
-def _attention_on_shards(call: Call, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Array, Array]:
-    """The public function on each device's batch rows and heads, for arrays on a mesh with explicit axes.
-
-    Raises:
-        ValueError: the query, or the pages, are sharded over what devices cannot have of their own.
-    """
-    spec = operand_spec(arrays["query"], arrays["key_pages"].shape[2])
-    rows, heads = spec[0], spec[-2]
-    pool_rows = rows if arrays["page_table"] is None else None
-    pages = P(pool_rows, None, heads, None)
-    for name in ("key_pages", "value_pages"):
-        check_pages_spec(name, arrays[name], pages)
-    by_rank = {0: P(), 2: P(rows, heads), 3: P(pool_rows, None, heads)}
-    known = dict(
-        query=spec,
-        key_pages=pages,
-        value_pages=pages,
-        page_table=P(rows, None),
-        kv_lengths=P(rows),
-        key_centroids=P(rows, None, heads, None),
-        query_lengths=P(rows),
-    )
-    names = tuple(arrays)
-    specs = tuple(
-        None if arrays[name] is None else known[name] if name in known else by_rank[arrays[name].ndim] for name in names
-    )
-
-    def attend(*operands: Any) -> tuple[Array, Array]:
-        more = options | {"implementation": call.implementations, "return_residual": True}
-        return moba_paged_attention(**dict(zip(names, operands, strict=True)), **more)
-
-    return call_on_shards(attend, tuple(arrays.values()), specs, (spec, P(*spec[:-1])))
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
     """The array part of the public function, compiled as one program where the caller does not compile it."""
@@ -225,18 +188,48 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
     if problem.batch == 0 or problem.query_tokens == 0:
         rows, wide = query.shape[:-1], accumulation_dtype(query.dtype)
         return jnp.zeros((*rows, problem.value_dim), problem.output_dtype), jnp.full(rows, -jnp.inf, wide)
-    scales = canonical_scales(problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale")))
-    operands = (
-        query,
-        arrays["key_pages"],
-        arrays["value_pages"],
-        arrays["page_table"],
-        arrays["kv_lengths"],
-        arrays["query_lengths"],
-        *scales,
-        arrays["key_centroids"],
-    )
-    return _mappable(call)(*on_common_axes(*operands))
+    operands = {name: arrays.get(name) for name in sharding.OPERANDS}
+    rule = sharding.rule(call.problem, call.implementations, "forward", operands)
+    sharding.check(rule, operands)
+    return _divisible(call, rule)(*on_common_axes(*operands.values()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _divisible(call: Call, rule: Rule, leads: tuple[Lead, ...] = ()) -> Any:
+    """The call, which devices may divide, mapped over leading axes; one function object for each call."""
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        return divide_mapped(rule, functools.partial(_on_device, call), operands, leads)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
+        return _divisible(call, rule, (lead, *leads))(*operands), (True, True)
+
+    return compute
+
+
+def _on_device(call: Call, part: Part) -> Any:
+    """The call on the arrays of one device."""
+    paged = sharding.local_problem(call.problem.paged, part)
+    call = dataclasses.replace(call, problem=dataclasses.replace(call.problem, paged=paged))
+
+    def attend(*operands: Any) -> tuple[Array, Array]:
+        arrays = dict(zip(sharding.OPERANDS, operands, strict=True))
+        scales = canonical_scales(paged, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale")))
+        return _mappable(call)(
+            arrays["query"],
+            arrays["key_pages"],
+            arrays["value_pages"],
+            arrays["page_table"],
+            arrays["kv_lengths"],
+            arrays["query_lengths"],
+            *scales,
+            arrays["key_centroids"],
+        )
+
+    return attend
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,5 +1,6 @@
 """Paged attention: few queries against a long cache of keys and values; the public functions and the batching rule."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from blockdiag._differentiation import not_differentiable, on_common_axes
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._paged_folding import fold_paged
 from blockdiag._paged_scales import canonical_scales
-from blockdiag._sharding import call_on_shards, check_pages_spec, explicit_axes, operand_spec, replicated
-from blockdiag.common.meshes import explicit_mesh
+from blockdiag.common.meshes import Lead, Part, Rule, divide_mapped, explicit_mesh
 from blockdiag.dispatch import PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.packing import count_not_above
 from blockdiag.paged_problem import PagedProblem
+from blockdiag.sharding import paged as sharding
 
 type Window = int | tuple[int | None, int | None]
 
@@ -115,8 +116,10 @@ def paged_attention(
     lengths, so that calls live under `jax.jit` and in CUDA graphs.
 
     For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes, `jax.shard_map`
-    and `jax.export`. On a mesh with explicit axes, `query` may be sharded over batch rows and heads, the pages over
-    heads (a contiguous cache over both); each device computes its own.
+    and `jax.export`. On a mesh, `query` may be sharded over batch rows and heads, the pages over heads, and a
+    contiguous cache over both; each device computes its own part, without communication. Query heads may be sharded
+    over more devices than there are key heads. Packed queries of a contiguous cache that is sharded over batch rows
+    cost one sum over the devices.
 
     Args:
         query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,
@@ -209,10 +212,7 @@ def paged_attention(
     resolve(problem, names)
     call = Call(problem, names, chooses_splits=num_splits is None and split_size is None)
     arrays = {name: None if x is None else jnp.asarray(x, _dtype(name, x)) for name, x in arrays.items()}
-    if explicit_axes(query):
-        output, log_sum = _attention_on_shards(call, arrays, options)
-    else:
-        output, log_sum = _attention(call, arrays)
+    output, log_sum = _attention(call, arrays)
     return (output, log_sum) if return_residual else output
 
 
@@ -321,67 +321,65 @@ def _dtype(name: str, x: Any) -> Any:
     return jnp.float32 if is_number or name == "sinks" else None
 
 
-def _attention_on_shards(call: Call, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Array, Array]:
-    """The public function on each device's batch rows and heads, for arrays on a mesh with explicit axes.
-
-    Raises:
-        ValueError: the query, or the pages, are sharded over what devices cannot have of their own.
-    """
-    query, key_pages = arrays["query"], arrays["key_pages"]
-    spec = operand_spec(query, key_pages.shape[2])
-    is_packed = query.ndim == 3
-    rows, heads = None if is_packed else spec[0], spec[-2]
-    pool_rows = rows if arrays["page_table"] is None else None
-    pages = P(pool_rows, None, heads, None)
-    for name in ("key_pages", "value_pages"):
-        check_pages_spec(name, arrays[name], pages)
-    by_rank = {0: P(), 2: P(rows, heads), 3: P(pool_rows, None, heads)}
-    known = dict(
-        query=spec,
-        key_pages=pages,
-        value_pages=pages,
-        page_table=P(rows, None),
-        kv_lengths=P(rows),
-        query_lengths=P(rows),
-        query_offsets=replicated(arrays["query_offsets"]),
-        sinks=P(heads),
-    )
-    names = tuple(arrays)
-    specs = tuple(
-        None if arrays[name] is None else known[name] if name in known else by_rank[arrays[name].ndim] for name in names
-    )
-
-    def attend(*operands: Any) -> tuple[Array, Array]:
-        more = options | {"implementation": call.implementations, "return_residual": True}
-        return paged_attention(**dict(zip(names, operands, strict=True)), **more)
-
-    return call_on_shards(attend, tuple(arrays.values()), specs, (spec, P(*spec[:-1])))
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
     """The array part of the public function, compiled as one program where the caller does not compile it."""
     arrays = jax.tree.map(lambda x: not_differentiable(x, "paged_attention"), arrays)
-    problem, offsets = call.problem, arrays["query_offsets"]
-    query, query_lengths = arrays["query"], arrays["query_lengths"]
+    problem, query = call.problem, arrays["query"]
     if problem.batch == 0 or problem.query_tokens == 0:
         rows, wide = query.shape[:-1], accumulation_dtype(query.dtype)
         return jnp.zeros((*rows, problem.value_dim), problem.output_dtype), jnp.full(rows, -jnp.inf, wide)
-    if offsets is not None:
-        query, query_lengths = _unpack(problem, query, offsets)
-    scales = canonical_scales(problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale")))
-    operands = (
-        query,
-        arrays["key_pages"],
-        arrays["value_pages"],
-        arrays["page_table"],
-        arrays["kv_lengths"],
-        query_lengths,
-        arrays["sinks"],
-        *scales,
-    )
-    output, log_sum = _mappable(call)(*on_common_axes(*operands))
-    return (output, log_sum) if offsets is None else _pack(problem, output, log_sum, arrays["query"].shape[0], offsets)
+    operands = {name: arrays.get(name) for name in sharding.OPERANDS}
+    method = f"chooses_splits={call.chooses_splits}"
+    rule = sharding.rule(problem, call.implementations, method, operands)
+    sharding.check(rule, operands)
+    return _divisible(call, rule)(*on_common_axes(*operands.values()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _divisible(call: Call, rule: Rule, leads: tuple[Lead, ...] = ()) -> Any:
+    """The call, which devices may divide, mapped over leading axes; one function object for each call."""
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        return divide_mapped(rule, functools.partial(_on_device, call), operands, leads)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
+        return _divisible(call, rule, (lead, *leads))(*operands), (True, True)
+
+    return compute
+
+
+def _on_device(call: Call, part: Part) -> Any:
+    """The call on the arrays of one device."""
+    problem = sharding.local_problem(call.problem, part)
+    if part.starts and call.chooses_splits:
+        problem = with_chosen_splits(problem)
+    call = dataclasses.replace(call, problem=problem)
+
+    def attend(*operands: Any) -> tuple[Array, Array]:
+        arrays = dict(zip(sharding.OPERANDS, operands, strict=True))
+        query, query_lengths, offsets = arrays["query"], arrays["query_lengths"], arrays["query_offsets"]
+        rows = query.shape[0]
+        if offsets is not None:
+            offsets = _clipped(offsets, rows)
+            query, query_lengths = _unpack(problem, query, _own(offsets, part))
+        scales = canonical_scales(problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale")))
+        output, log_sum = _mappable(call)(
+            query,
+            arrays["key_pages"],
+            arrays["value_pages"],
+            arrays["page_table"],
+            arrays["kv_lengths"],
+            query_lengths,
+            arrays["sinks"],
+            *scales,
+        )
+        return (output, log_sum) if offsets is None else _pack(problem, output, log_sum, rows, offsets, part)
+
+    return attend
 
 
 def _clipped(offsets: Array, rows: int) -> Array:
@@ -389,29 +387,43 @@ def _clipped(offsets: Array, rows: int) -> Array:
     return jax.lax.cummax(jnp.clip(offsets, 0, rows))
 
 
+def _own(offsets: Array, part: Part) -> Array:
+    """The offsets of the sequences that a device has."""
+    first = part.starts.get("rows")
+    return offsets if first is None else jax.lax.dynamic_slice_in_dim(offsets, first, part.sizes["rows"] + 1)
+
+
 def _unpack(problem: PagedProblem, packed: Array, offsets: Array) -> tuple[Array, Array]:
     """Packed queries [rows, N, H] as [B, T, N, H], and how many each sequence has."""
-    offsets = _clipped(offsets, packed.shape[0])
     row = offsets[:-1, None] + jnp.arange(problem.query_tokens, dtype=jnp.int32)[None, :]
     return packed.at[row].get(mode="clip"), jnp.diff(offsets)
 
 
-def _pack(problem: PagedProblem, output: Array, log_sum: Array, rows: int, offsets: Array) -> tuple[Array, Array]:
-    """Results [B, T, ...] as [rows, ...]; NaN for sequences too long to be computed."""
-    offsets = _clipped(offsets, rows)
+def _pack(
+    problem: PagedProblem, output: Array, log_sum: Array, rows: int, offsets: Array, part: Part
+) -> tuple[Array, Array]:
+    """Results [B, T, ...] of own sequences as [rows, ...], 0 where other devices have the sequence.
+
+    Sequences too long to be computed get NaN. Of rows without a sequence the first device gives what they get.
+    """
+    own = _own(offsets, part)
     row = jnp.arange(rows, dtype=jnp.int32)
-    sequence = count_not_above(offsets, row) - 1
+    sequence = count_not_above(own, row) - 1
     is_outside = (sequence < 0) | (sequence >= problem.batch)
     sequence = jnp.clip(sequence, 0, max(problem.batch - 1, 0))
-    is_too_long = jnp.diff(offsets)[sequence] > problem.query_tokens
-    place = jnp.minimum(row - offsets[sequence], problem.query_tokens - 1)
+    is_too_long = jnp.diff(own)[sequence] > problem.query_tokens
+    place = jnp.minimum(row - own[sequence], problem.query_tokens - 1)
+    blind = jnp.where((row < offsets[0]) | (row >= offsets[-1]), -jnp.inf, 0.0)
+    blind = jnp.where(part.starts.get("rows", 0) == 0, blind, 0.0)
 
-    def packed(x: Array, outside: float) -> Array:
-        is_bad, is_beyond = (mask.reshape(-1, *[1] * (x.ndim - 2)) for mask in (is_too_long, is_outside))
+    def packed(x: Array, outside: Array) -> Array:
+        is_bad, is_beyond, outside = (
+            array.reshape(-1, *[1] * (x.ndim - 2)) for array in (is_too_long, is_outside, outside)
+        )
         values = jnp.where(is_bad, jnp.nan, x[sequence, place])
-        return jnp.where(is_beyond, outside, values).astype(x.dtype)
+        return jnp.where(is_beyond, outside.astype(x.dtype), values).astype(x.dtype)
 
-    return packed(output, 0.0), packed(log_sum, -jnp.inf)
+    return packed(output, jnp.zeros_like(blind)), packed(log_sum, blind)
 
 
 @functools.lru_cache(maxsize=1024)

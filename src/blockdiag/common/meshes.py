@@ -46,6 +46,9 @@ class Rule:
         sizes: the size of each label, as pairs.
         independent: the labels that devices may divide: no element of a result needs two indices of such a label, but
             for results without the label, which are sums over it.
+        anchors: numbers of the operands that must not move, such as a pool of pages: how they are sharded counts before
+            all else.
+        is_anchored: whether labels that anchors have are divided as the anchors are, or not at all.
     """
 
     operation: str
@@ -54,6 +57,8 @@ class Rule:
     results: tuple[tuple[Dim, ...], ...]
     sizes: tuple[tuple[str, int], ...]
     independent: frozenset[str]
+    anchors: tuple[int, ...] = ()
+    is_anchored: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,9 +220,8 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
         return tuple(jax.core.eval_jaxpr(whole.jaxpr, known, *given))
 
     def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        given = zip((*operands, *results), (*rule.operands, *rule.results), strict=True)
-        by_size = sorted(given, key=lambda one: -math.prod(one[0].shape))
-        division = division_of(rule, mesh.shape, [(x.sharding.spec, dims) for x, dims in by_size])
+        given = [(x.shape, x.sharding.spec) for x in (*operands, *results)]
+        division = division_of(rule, mesh.shape, given)
         for x, dims in zip(operands, rule.operands, strict=True):
             _warn_of_gathers(rule, x.sharding.spec, dims)
         shardings = (
@@ -237,9 +241,7 @@ def _on_explicit_axes(
     """The operation as `jax.shard_map` over the explicit axes of a mesh."""
     axes = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     shape = {name: mesh.shape[name] for name in axes}
-    given = zip(arrays, rule.operands, strict=True)
-    by_size = sorted(given, key=lambda one: -one[0].size)
-    division = division_of(rule, shape, [(jax.typeof(x).sharding.spec, dims) for x, dims in by_size])
+    division = division_of(rule, shape, [(x.shape, jax.typeof(x).sharding.spec) for x in arrays])
     specs = tuple(spec_of(rule, division, shape, dims) for dims in rule.operands)
     results = tuple(spec_of(rule, division, shape, dims) for dims in rule.results)
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
@@ -330,17 +332,24 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
     order: list[str] = []
     whole: set[str] = set()
     compound: set[str] = set()
+    size_of: dict[str, int] = {}
 
-    def factor(label: str) -> str:
-        name = f"l_{label}"
-        if name not in order:
-            order.append(name)
-        return name
+    # What does not decide how a label is divided must not say so to the others.
+    anchored = {label for i in rule.anchors for dim in rule.operands[i] for label in dim} if rule.is_anchored else set()
 
     def words(arrays: Sequence[Sequence[Dim]], prefix: str) -> str:
         texts = []
         for number, dims in enumerate(arrays):
+            is_apart = prefix == "o" and number not in rule.anchors
             axes = []
+
+            def factor(label: str, suffix: str = f"_o{number}" if is_apart else "") -> str:
+                name = f"l_{label}{suffix if label in anchored else ''}"
+                if name not in order:
+                    order.append(name)
+                size_of[name] = sizes[label]
+                return name
+
             for axis, dim in enumerate(dims):
                 # Shardy has no factors of one element beside others.
                 names = [factor(label) for label in dim if len(dim) == 1 or sizes[label] > 1]
@@ -353,34 +362,49 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
         return ", ".join(texts)
 
     text = f"{words(rule.operands, 'o')} -> {words(rule.results, 'r')}"
-    independent = {f"l_{label}" for label in rule.independent}
+    shared = {f"l_{label}" for label in sizes.keys() - rule.independent}
     options: dict[str, Any] = {
         # Shardy wants these in the order in which they appear.
-        "need_replication_factors": tuple(name for name in order if name not in independent),
+        "need_replication_factors": tuple(name for name in order if name.startswith("x_") or name in shared),
     }
-    options |= {f"l_{label}": size for label, size in sizes.items() if f"l_{label}" in compound - whole}
+    options |= {name: size for name, size in size_of.items() if name in compound - whole}
     return text, options
 
 
-def division_of(rule: Rule, mesh: Mapping[str, int], arrays: Sequence[tuple[P, Sequence[Dim]]]) -> Division:
-    """How labels are divided, from how arrays are sharded.
+def division_of(rule: Rule, mesh: Mapping[str, int], arrays: Sequence[tuple[Sequence[int], P]]) -> Division:
+    """How labels are divided, from how arrays are sharded: of two that disagree, the larger one counts.
 
     Args:
         rule: the rule.
         mesh: the size of each axis of the mesh.
-        arrays: the spec and the labels of each array; of two that disagree the first one counts.
+        arrays: shape and spec of each operand, or of each operand and result.
     """
     sizes = dict(rule.sizes)
     found: dict[str, tuple[Piece, ...]] = {}
-    used: set[str] = set()
-    for spec, dims in arrays:
-        for entry, dim in zip(tuple(spec) + (None,) * (len(dims) - len(spec)), dims, strict=True):
+    labels = (*rule.operands, *rule.results)[: len(arrays)]
+    anchored = {label for i in rule.anchors for dim in labels[i] for label in dim} if rule.is_anchored else set()
+    order = sorted(range(len(arrays)), key=lambda i: (i not in rule.anchors, -math.prod(arrays[i][0])))
+    for i in order:
+        for entry, dim in zip(tuple(arrays[i][1]), labels[i], strict=False):
             names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            if used.isdisjoint(names) and found.keys().isdisjoint(dim):
+            if i in rule.anchors or anchored.isdisjoint(dim):
                 pieces = _pieces(names, mesh, [(x, sizes[x]) for x in dim], rule.independent)
-                found |= pieces
-                used |= {piece.axis for each in pieces.values() for piece in each}
+                found |= _agreed(pieces, dim, found)
     return found
+
+
+def _agreed(
+    pieces: dict[str, tuple[Piece, ...]], dim: Dim, found: dict[str, tuple[Piece, ...]]
+) -> dict[str, tuple[Piece, ...]]:
+    """The pieces of one axis of an array if they continue what is found, else none.
+
+    An axis of key heads and their query heads, for example, may be divided further than key heads alone.
+    """
+    if any(pieces.get(label) != found[label] for label in dim if label in found):
+        return {}
+    used = {piece.axis for label, each in found.items() if label not in dim for piece in each}
+    is_free = used.isdisjoint(piece.axis for each in pieces.values() for piece in each)
+    return pieces if is_free else {}
 
 
 def _pieces(
