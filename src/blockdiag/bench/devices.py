@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from blockdiag.bench.clock import Subject, interleave, summarise
 from blockdiag.bench.records import DeviceTiming, Environment
 from blockdiag.block_diagonal import block_diagonal_attention
-from blockdiag.context_parallel import ContextParallel, exchange
+from blockdiag.context_parallel import ContextParallel, Strategy, exchange
 from blockdiag.fusion.api import fuse
 from blockdiag.moba import moba_attention
 
@@ -139,7 +139,7 @@ def _measure(
     for subject in subjects:
         compiled, _ = programs[subject.key]
         summary = summarise(subject.samples) if subject.samples else None
-        counts = count_collectives(compiled.as_text())
+        counts = count_collectives(compiled.as_text() or "")
         yield DeviceTiming(
             op=case.op,
             mesh=subject.key[0],
@@ -149,12 +149,12 @@ def _measure(
             tokens=case.tokens,
             heads=case.heads,
             head_dim=case.head_dim,
-            median_ms=summary and summary.median,
-            p20_ms=summary and summary.p20,
-            p80_ms=summary and summary.p80,
+            median_ms=None if summary is None else summary.median,
+            p20_ms=None if summary is None else summary.p20,
+            p80_ms=None if summary is None else summary.p80,
             perfect_ms=perfect,
             collectives=" ".join(f"{name}:{count}" for name, count in counts.items()),
-            temporary_mib=compiled.memory_analysis().temp_size_in_bytes / 2**20,
+            temporary_mib=_temporary_mib(compiled),
             note=subject.failure,
             **asdict(environment),
         )
@@ -222,7 +222,7 @@ def _measure_sequence(
     keys = jax.random.split(jax.random.key(0), 3)
     operands = [jax.random.normal(key, shape, case.dtype) for key, shape in zip(keys, shapes, strict=True)]
     single = jax.jit(_gradients_of(functools.partial(case.attend, None))).lower(*operands).compile()
-    strategies = ["ulysses", "gather"] if case.key_heads % len(devices) == 0 else ["gather"]
+    strategies: list[Strategy] = ["ulysses", "gather"] if case.key_heads % len(devices) == 0 else ["gather"]
     programs: dict[str, tuple[Any, Sequence[jax.Array]]] = {"one device": (single, operands)}
     expected = single(*operands)
     with jax.set_mesh(mesh):
@@ -246,7 +246,7 @@ def _measure_sequence(
     for subject in subjects:
         compiled, _ = programs[subject.key]
         summary = summarise(subject.samples) if subject.samples else None
-        counts = count_collectives(compiled.as_text())
+        counts = count_collectives(compiled.as_text() or "")
         yield DeviceTiming(
             op=case.op,
             mesh=subject.key,
@@ -256,12 +256,12 @@ def _measure_sequence(
             tokens=case.tokens,
             heads=case.heads,
             head_dim=case.head_dim,
-            median_ms=summary and summary.median,
-            p20_ms=summary and summary.p20,
-            p80_ms=summary and summary.p80,
+            median_ms=None if summary is None else summary.median,
+            p20_ms=None if summary is None else summary.p20,
+            p80_ms=None if summary is None else summary.p80,
             perfect_ms=whole if subject is subjects[0] else whole / len(devices),
             collectives=" ".join(f"{name}:{count}" for name, count in counts.items()),
-            temporary_mib=compiled.memory_analysis().temp_size_in_bytes / 2**20,
+            temporary_mib=_temporary_mib(compiled),
             note=subject.failure,
             **asdict(environment),
         )
@@ -330,7 +330,7 @@ def _shared(operands: Sequence[jax.Array], division: str, mesh: Mesh) -> list[ja
     """Operands of which every device has the same part, so that all results are those of one device."""
     axis, copies = (0 if division == "batch" else 2), mesh.devices.size
     sharding = NamedSharding(mesh, DIVISIONS[division])
-    shared = []
+    shared: list[jax.Array] = []
     for x in operands:
         shape = tuple(size * copies if i == axis else size for i, size in enumerate(x.shape))
         parts = [jax.device_put(x, device) for device in mesh.devices]
@@ -358,6 +358,12 @@ def _distance(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The norms of the difference and of the other."""
     wide, wanted = x.astype(jnp.float32), other.astype(jnp.float32)
     return jnp.linalg.norm((wide - wanted).ravel()), jnp.linalg.norm(wanted.ravel())
+
+
+def _temporary_mib(compiled: Any) -> float | None:
+    """Temporary memory of a compiled program, where the platform tells it."""
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes / 2**20
 
 
 def count_collectives(program: str) -> dict[str, int]:

@@ -306,7 +306,7 @@ class FuseTiming:
     note: str = ""
 
 
-type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming | FuseTiming
+type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming | FuseTiming | DeviceTiming
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -315,8 +315,8 @@ def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
         sharding = jax.typeof(x).sharding
         if AxisType.Explicit in sharding.mesh.axis_types:
             # The mesh of devices where the array is concrete, otherwise the abstract one of its type.
-            is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-            mesh = x.sharding.mesh if is_concrete else sharding.mesh
+            placed = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+            mesh = placed.mesh if isinstance(placed, NamedSharding) else sharding.mesh
             if any(entry is not None for entry in sharding.spec):
                 return mesh
             found = found or mesh
