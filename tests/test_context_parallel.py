@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from blockdiag import ContextParallel, moba_attention
+from blockdiag import (
+    ContextParallel,
+    Rotary,
+    block_diagonal_attention,
+    key_convolution,
+    moba_attention,
+    rotary_tables,
+)
 from tests.division_support import count_collectives, make_mesh, shard
 
 KINDS = ("automatic", "explicit", "manual")
@@ -84,22 +92,19 @@ def test_moba_of_shared_tokens(strategy, kind):
     assert_shared(moba, operands(1), P(None, "model"), kind, (1, 4), context, collectives=moves)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+@pytest.mark.parametrize(("kind", "strategy"), [("automatic", "ulysses"), ("explicit", "gather")])
 def test_moba_of_shared_tokens_and_batch_rows(strategy, kind):
     context = ContextParallel("model", strategy, batch_axes=("data",))
     assert_shared(moba, operands(2), P("data", "model"), kind, (2, 2), context)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+@pytest.mark.parametrize(("kind", "strategy"), [("automatic", "gather"), ("explicit", "ulysses")])
 def test_moba_of_shared_tokens_and_heads(strategy, kind):
     context = ContextParallel("data", strategy, head_axes=("model",))
     assert_shared(moba, operands(1), P(None, "data", "model"), kind, (2, 2), context)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+@pytest.mark.parametrize(("kind", "strategy"), [("manual", "gather"), ("automatic", "ulysses"), ("explicit", "gather")])
 def test_moba_of_shared_packed_tokens(strategy, kind):
     context = ContextParallel("model", strategy)
     assert_shared(moba, [*operands(None), OFFSETS], P("model"), kind, (1, 4), context)
@@ -113,8 +118,7 @@ def test_moba_that_is_not_causal_of_shared_tokens(strategy):
     assert_shared(attend, operands(1), P(None, "model"), "explicit", (1, 4), ContextParallel("model", strategy))
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
-@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+@pytest.mark.parametrize(("kind", "strategy"), [("automatic", "gather"), ("explicit", "ulysses")])
 def test_moba_of_shared_tokens_with_a_key_mask(strategy, kind):
     mask = jnp.asarray(np.random.default_rng(1).random((1, TOKENS)) < 0.7)
 
@@ -142,6 +146,103 @@ def test_moba_chooses_the_blocks_of_one_device(strategy):
         context = ContextParallel("model", strategy)
         found = jax.jit(lambda *x: moba(context, *x, implementation="xla"))(*placed)
     np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+TABLES = rotary_tables(TOKENS, WIDTH)
+ROTARIES = {
+    "none": None,
+    "by position": Rotary(*TABLES),
+    "by token": Rotary(*TABLES, per_token=True),
+    "positions": Rotary(*TABLES, positions=jnp.arange(TOKENS, dtype=jnp.int32)[::-1]),
+}
+
+
+def block_diagonal(context, query, key, value, *more, rotary="none", **options):
+    options = {"block_size": BLOCK, "is_causal": True} | options
+    given = ROTARIES[rotary]
+    return block_diagonal_attention(query, key, value, *more, rotary=given, context_parallel=context, **options)
+
+
+@pytest.mark.parametrize(("kind", "rotary"), [*((kind, "by position") for kind in KINDS), ("explicit", "by token"),
+                                              ("explicit", "positions"), ("automatic", "none")])  # fmt: skip
+def test_block_diagonal_of_tokens_that_are_cut_between_blocks_communicates_nothing(kind, rotary):
+    attend = functools.partial(block_diagonal, rotary=rotary)
+    context = ContextParallel("model", batch_axes=("data",))
+    assert_shared(attend, operands(2), P("data", "model"), kind, (2, 2), context, collectives=())
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotary"), [("automatic", "by position"), ("explicit", "by token"), ("explicit", "positions")]
+)
+def test_block_diagonal_of_blocks_that_devices_share(kind, rotary):
+    attend = functools.partial(block_diagonal, rotary=rotary, block_size=TOKENS)
+    assert_shared(attend, operands(1), P(None, "model"), kind, (1, 4), ContextParallel("model"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_diagonal_of_shared_packed_tokens(kind):
+    def attend(context, query, key, value, offsets):
+        return block_diagonal(context, query, key, value, sequence_offsets=offsets, rotary="by position")
+
+    context = ContextParallel("model")
+    moves = {"all-to-all"}
+    assert_shared(attend, [*operands(None), OFFSETS], P("model"), kind, (1, 4), context, collectives=moves)
+
+
+def convolve_three(context, *arrays, weights=None, offsets=None):
+    """Keys at three places of one sum, so that their gradients differ."""
+    weights = random_arrays((4, KEY_HEADS, WIDTH))[0] if weights is None else weights
+    convolved = [key_convolution(x, weights, sequence_offsets=offsets, context_parallel=context) for x in arrays]
+    return convolved[0] + 2 * convolved[1] - convolved[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_key_convolution_of_shared_tokens_takes_the_few_keys_before(kind):
+    arrays = random_arrays(*[(2, TOKENS, KEY_HEADS, WIDTH)] * 3)
+    context = ContextParallel("model", batch_axes=("data",))
+    moves = {"collective-permute"}
+    assert_shared(convolve_three, arrays, P("data", "model"), kind, (2, 2), context, collectives=moves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_key_convolution_of_shared_packed_tokens(kind):
+    def attend(context, *arrays):
+        return convolve_three(context, *arrays[:3], offsets=arrays[3])
+
+    arrays = [*random_arrays(*[(TOKENS, KEY_HEADS, WIDTH)] * 3), OFFSETS]
+    assert_shared(attend, arrays, P("model"), kind, (1, 4), ContextParallel("model"))
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_gradient_of_weights_is_added_up_over_devices_that_share_tokens(kind):
+    key, weights = random_arrays((1, TOKENS, KEY_HEADS, WIDTH), (4, KEY_HEADS, WIDTH))
+    mesh = make_mesh(kind, (1, 4))
+
+    def gradient(context):
+        return jax.grad(lambda w, x: (key_convolution(x, w, context_parallel=context) ** 2).sum())
+
+    expected = gradient(None)(weights, key)
+    context = ContextParallel("model", mesh=mesh if kind == "automatic" else None)
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        found = jax.jit(gradient(context))(shard(mesh, weights, P()), shard(mesh, key, P(None, "model")))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_what_does_not_serve_block_diagonal_attention_is_refused():
+    mesh = make_mesh("explicit", (1, 4))
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match="'gather' does not serve `block_diagonal_attention`"):
+            block_diagonal(ContextParallel("model", "gather"), *(shard(mesh, x, P()) for x in operands(1)))
+        with pytest.raises(ValueError, match="needs key heads that are a multiple of the 4 devices"):
+            few = operands(1, key_heads=2)
+            block_diagonal(ContextParallel("model"), *(shard(mesh, x, P()) for x in few), block_size=TOKENS)
+
+
+def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
+    mesh = make_mesh("explicit", (1, 4))
+    key, weights = random_arrays((1, 8, 1, 8), (4, 1, 8))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="need at least 3 tokens on each device, got 2"):
+        key_convolution(shard(mesh, key, P()), weights, context_parallel=ContextParallel("model"))
 
 
 @pytest.mark.parametrize(

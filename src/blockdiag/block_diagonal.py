@@ -14,7 +14,9 @@ from blockdiag import _validate
 from blockdiag._describe import describe_call
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_mapped_axis
+from blockdiag.block_diagonal_context import attend_to_shared_tokens
 from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
+from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.packing import tiles_from_lengths, tiles_from_offsets
 from blockdiag.problem import BlockDiagonalProblem
@@ -55,6 +57,7 @@ def block_diagonal_attention(
     scale: float | None = None,
     is_causal: bool = False,
     implementation: str | Sequence[str] | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Float[Array, "*batch T N H"]:
     """Self-attention in which every token attends within its own fixed-size block of its own sequence.
 
@@ -92,6 +95,10 @@ def block_diagonal_attention(
         implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
             it supports the call, "xla" otherwise. A name, "reference", "xla", "triton" or "pallas", means that one;
             "triton" and "pallas" on a CPU run in slow interpreters. A sequence means the first that supports the call.
+        context_parallel: the axis of a mesh along which devices share the tokens of each sequence; see
+            `ContextParallel`. Batched sequences that are cut between blocks need no communication; others exchange
+            tokens for heads. Inside `jax.shard_map` operands are then the device's tokens; offsets and lengths are
+            those of all tokens.
 
     Returns:
         The attention output, in the shape and dtype of `query`.
@@ -115,6 +122,25 @@ def block_diagonal_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     _validate.check_operands(query, key, value)
+    if context_parallel is not None:
+        attend = functools.partial(
+            block_diagonal_attention,
+            block_size=block_size,
+            scale=scale,
+            is_causal=is_causal,
+            implementation=implementation,
+        )
+        return attend_to_shared_tokens(
+            context_parallel,
+            attend,
+            query,
+            key,
+            value,
+            sequence_offsets,
+            block_lengths,
+            rotary,
+            block_size=block_size,
+        )
     call = prepare_call(
         query,
         key,

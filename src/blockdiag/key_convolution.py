@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_rows
 from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
+from blockdiag.context_parallel import ContextParallel, on_parts, roles_of, rows_before
 from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
 from blockdiag.packing import tiles_from_offsets
@@ -29,6 +30,7 @@ def key_convolution(
     activation: Activation | None = "silu",
     residual: bool = True,
     implementation: str | Sequence[str] | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Float[Array, "*batch T K H"]:
     """Mix each key with the few keys before it: a short causal convolution, for every channel of every head by itself.
 
@@ -59,6 +61,9 @@ def key_convolution(
         implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
             it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on
             a CPU runs in a slow interpreter. A sequence means the first that supports the call.
+        context_parallel: the axis of a mesh along which devices share the tokens of each sequence: each device is sent
+            the last size - 1 keys of the one before it, whatever the strategy. Inside `jax.shard_map` `key` is then the
+            device's tokens, and `sequence_offsets` those of all tokens.
 
     Returns:
         The convolved keys, in the shape and dtype of `key`.
@@ -78,6 +83,11 @@ def key_convolution(
         (2, 100, 4, 32)
     """
     key, weights = jnp.asarray(key), jnp.asarray(weights)
+    if context_parallel is not None:
+        convolve = functools.partial(
+            key_convolution, activation=activation, residual=residual, implementation=implementation
+        )
+        return _convolve_shared_tokens(context_parallel, convolve, key, weights, sequence_offsets)
     problem = describe_key_convolution(
         key, weights, sequence_offsets=sequence_offsets, activation=activation, residual=residual
     )
@@ -104,6 +114,41 @@ def prepare_call(problem: KeyConvolutionProblem, implementation: str | Sequence[
     names = normalise_implementation(implementation, KEY_CONVOLUTION_IMPLEMENTATIONS)
     resolve(problem, names)
     return Call(problem, names)
+
+
+def _convolve_shared_tokens(
+    context: ContextParallel,
+    convolve: Callable[..., Array],
+    key: Array,
+    weights: Array,
+    sequence_offsets: Array | None,
+) -> Array:
+    """The convolved keys of each device, which is sent the few keys before its own."""
+
+    def on_device(key: Array, weights: Array, offsets: Array | None) -> Array:
+        tokens, before = key.ndim - 3, weights.shape[0] - 1
+        if before == 0:
+            return convolve(key, weights, sequence_offsets=_own_offsets(context, offsets, key.shape[tokens], 0))
+        if before > key.shape[tokens]:
+            raise ValueError(
+                f"`weights` of {before + 1} rows need at least {before} tokens on each device, got {key.shape[tokens]}"
+            )
+        # Of the first device they are 0, as keys before a sequence are.
+        longer = jnp.concatenate([rows_before(key, context.axis, tokens, before), key], axis=tokens)
+        offsets = _own_offsets(context, offsets, key.shape[tokens], before)
+        return jax.lax.slice_in_dim(convolve(longer, weights, sequence_offsets=offsets), before, None, axis=tokens)
+
+    offsets = None if sequence_offsets is None else jnp.asarray(sequence_offsets)
+    heads = roles_of(key, "th.")
+    return on_parts(context, on_device, (key, weights, offsets), (heads, ".h.", "."), heads)
+
+
+def _own_offsets(context: ContextParallel, offsets: Array | None, own: int, before: int) -> Array | None:
+    """Offsets of packed sequences in the rows of a device, `own` ones behind `before` ones of the device before it."""
+    if offsets is None:
+        return None
+    first = jax.lax.axis_index(context.axis).astype(offsets.dtype) * own - before
+    return jnp.clip(offsets - first, 0, own + before)
 
 
 def canonical_arrays(
