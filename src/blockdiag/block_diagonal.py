@@ -72,8 +72,9 @@ def block_diagonal_attention(
     more than 256 rows the output and one float32 number for each row and head. `rotary`, `sequence_offsets` and
     `block_lengths` are constants to differentiation: their gradient is zero.
 
-    On a mesh with explicit axes, operands may be sharded over batch rows and heads, and each device computes its own.
-    On a mesh with automatic axes XLA gathers what a kernel reads; call inside `jax.shard_map` there.
+    Operands may be sharded over batch rows and heads, packed sequences over heads, on meshes with automatic or explicit
+    axes: each device computes its own, without communication. Sharded tokens are gathered, with a warning where axes
+    are explicit, unless `context_parallel` is given. See docs/several_gpus.md.
 
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or

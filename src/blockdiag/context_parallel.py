@@ -27,11 +27,24 @@ class ContextParallel:
     Attributes:
         axis: the mesh's axis that shards the token axis.
         strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads; for as
-            many devices as divide the key heads. "gather": each device gathers keys and values and computes its own
-            queries. None chooses "ulysses" where it can serve.
+            many devices as divide the key heads. "gather", for MoBA only: each device gathers keys and values and
+            computes its own queries. None chooses "ulysses" where it can serve, and nothing is communicated where
+            attention within blocks needs nothing.
         mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
         batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
-            explicit shardings are parts of types.
+            explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered.
+
+    Example:
+        >>> import jax
+        >>> from blockdiag import ContextParallel, moba_attention
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("context",))
+        >>> tokens = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context"))
+        >>> query = jax.random.normal(jax.random.key(0), (1, 32 * jax.device_count(), 4, 16))
+        >>> query = jax.device_put(query, tokens)
+        >>> context = ContextParallel("context", mesh=mesh)
+        >>> output = moba_attention(query, query, query, block_size=16, top_k=2, context_parallel=context)
+        >>> output.sharding.spec[1]
+        'context'
     """
 
     axis: str

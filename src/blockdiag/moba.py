@@ -138,8 +138,8 @@ def moba_attention(
     pass are the arguments, the output, its log-sum-exp, and the routing as lists.
 
     Operands may be sharded over batch rows and heads, on meshes with automatic or explicit axes: each device computes
-    its own, also where there are fewer key heads than devices. Sharded tokens are gathered, with a warning, unless
-    `context_parallel` is given.
+    its own, also where there are fewer key heads than devices. Sharded tokens are gathered, with a warning where axes
+    are explicit, unless `context_parallel` is given. See docs/several_gpus.md.
 
     Args:
         query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets`

@@ -56,8 +56,9 @@ def fuse[**P, R](
 
     Works under `jax.jit` (with donated arguments), `grad` (reverse mode; derivatives of gradients are computed by XLA,
     which keeps all scores for them), `vmap`, `checkpoint`, `scan`, `export`, jitted `shard_map` over batch and heads,
-    and inside modules of Flax; `checkpoint` and `scan` may be in the function, too. On a mesh with explicit axes, call
-    it inside `jax.shard_map`.
+    and inside modules of Flax; `checkpoint` and `scan` may be in the function, too. Devices of a mesh, with automatic
+    or explicit axes, divide the batch axes of the function as its arrays are sharded; gradients of arrays that lack
+    such an axis are summed over them.
 
     Args:
         function: of arrays of any shape and dtype, in pytrees; the Triton kernels take none of 64 bits. Other arguments

@@ -40,9 +40,6 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
     Args:
         leaves: an array for each of the region's leaves, as its source has it.
         value: the values, as their variable has them.
-
-    Raises:
-        ValueError: an array is sharded over explicit axes of a mesh, and "xla" is not the only implementation.
     """
     leaves, value = on_common_axes(tuple(leaves), value)
     floating = [reverse_only(x) for x in _chosen(leaves, _floating(call.region))]
