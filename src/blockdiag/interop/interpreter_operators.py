@@ -76,7 +76,7 @@ def _operator(
         if _semantic is None or _semantic is semantic:
             numbers = _operand(left, right, types)
             if numbers is not None:
-                is_block = left.type.is_block() or (isinstance(right, tl.tensor) and right.type.is_block())
+                is_block = _is_block(left) or _is_block(right)
                 return _tensor(function(left.handle.data, numbers), is_block)
         return method(left, right, _semantic=_semantic)
 
@@ -109,7 +109,7 @@ def _adding_to_pointers(semantic: Any, method: Callable[..., Any]) -> Callable[.
         if is_ours and right.dtype.name in _INTEGERS:
             size = max(1, left.dtype.element_ty.primitive_bitwidth // 8)
             data = left.handle.data + size * right.handle.data.astype(np.uint64)
-            is_block = left.type.is_block() or right.type.is_block()
+            is_block = _is_block(left) or _is_block(right)
             return tl.tensor(TensorHandle(data, left.dtype), _type(left.dtype, data.shape, is_block))
         return method(left, right, _semantic=_semantic)
 
@@ -128,6 +128,11 @@ def _index(semantic: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         return method(tensor, places, _semantic=_semantic)
 
     return call
+
+
+def _is_block(operand: Any) -> bool:
+    kind: Any = operand.type if isinstance(operand, tl.tensor) else None
+    return kind is not None and kind.is_block()
 
 
 def _tensor(data: Any, is_block: bool) -> Any:
