@@ -268,7 +268,8 @@ def warn_of_gather(operation: str, axis: str, names: Any) -> None:
     """Warn that an operand is gathered over axes of a mesh."""
     warnings.warn(
         f"`{operation}`: {axis} of an operand is sharded over {names}, and every device needs all of it: it is "
-        "gathered. Shard batch rows or heads instead (docs/several_gpus.md)",
+        "gathered. Shard batch rows or heads instead; for tokens some operations take `context_parallel` "
+        "(docs/several_gpus.md)",
         stacklevel=2,
     )
 
