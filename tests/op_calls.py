@@ -326,3 +326,14 @@ CALLS = {
 def pairs(names: tuple[str, ...] | None = None) -> list[tuple[str, str | None]]:
     """Names of calls and implementations, None among these; of one implementation that is run None alone."""
     return [(name, x) for name in names or CALLS for x in (None, *CALLS[name].implementations)]
+
+
+@functools.cache
+def expected_results(name: str, size: int, seed: int = 0, *, is_gradient: bool = False) -> Any:
+    """What a call, or its gradients, compute with `arrays(size, seed)` by its first implementation.
+
+    Files compare every implementation and every transformation with these results, which are computed once.
+    """
+    call = CALLS[name]
+    function = (call.gradients if is_gradient else call.bound)(call.implementations[0])
+    return jax.tree.map(np.asarray, jax.jit(function)(**call.arrays(size, seed)))

@@ -126,3 +126,16 @@ def test_tokens_that_are_sharded_are_gathered_with_a_warning(name, kind):
     specs = dict.fromkeys(("query", "key", "value"), P(None, "data"))
     with pytest.warns(UserWarning, match=r"every device needs all of it: it is gathered"):
         assert_divides(call.bound(None), call.arrays(2), specs, kind, {"all-gather": 3})
+
+
+@pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba"])
+def test_keys_made_in_the_program_are_divided_among_more_devices_than_there_are_key_heads(name):
+    """XLA decides how they are sharded, and must not do so by parts of an axis of the mesh: JAX cannot express them."""
+    call = CALLS[name]
+
+    def gradients(query, key, value):
+        compute = call.gradients(None)
+        return compute(query=query, key=2 * key, value=3 * value)
+
+    specs = head_specs(call, "model", ("query",))
+    assert_divides(gradients, call.arrays(2), specs, "automatic", {"all-reduce": 1}, shape=(1, 4))

@@ -34,17 +34,23 @@ class ContextParallel:
         batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
             explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered.
 
+    Raises:
+        ValueError: `strategy` is none of these. What a strategy cannot serve is said by the call that uses it.
+
+    References:
+        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
+
     Example:
         >>> import jax
         >>> from blockdiag import ContextParallel, moba_attention
-        >>> mesh = jax.sharding.Mesh(jax.devices(), ("context",))
-        >>> tokens = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context"))
-        >>> query = jax.random.normal(jax.random.key(0), (1, 32 * jax.device_count(), 4, 16))
-        >>> query = jax.device_put(query, tokens)
-        >>> context = ContextParallel("context", mesh=mesh)
-        >>> output = moba_attention(query, query, query, block_size=16, top_k=2, context_parallel=context)
-        >>> output.sharding.spec[1]
-        'context'
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("sequence",))
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 64 * jax.device_count(), 4, 32))
+        >>> with jax.set_mesh(mesh):
+        ...     shards = [jax.device_put(x, jax.P(None, "sequence")) for x in (query, key, value)]
+        ...     context = ContextParallel("sequence")
+        ...     output = moba_attention(*shards, block_size=16, top_k=3, context_parallel=context)
+        >>> output.sharding.spec[:2] == (None, "sequence")
+        True
     """
 
     axis: str

@@ -224,11 +224,13 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
         division = division_of(rule, mesh.shape, given)
         for x, dims in zip(operands, rule.operands, strict=True):
             _warn_of_gathers(rule, x.sharding.spec, dims)
-        shardings = (
-            tuple(NamedSharding(mesh, spec_of(rule, division, mesh.shape, dims)) for dims in arrays)
-            for arrays in (rule.results, rule.operands)
-        )
-        return mesh, _on_one_device(rule, local, division, mesh.shape, len(constants)), *shardings
+        found = [
+            _wanted_spec(rule, division, mesh.shape, dims, x.sharding.spec)
+            for x, dims in zip(results, rule.results, strict=True)
+        ]
+        specs = (found, [spec_of(rule, division, mesh.shape, dims) for dims in rule.operands])
+        shardings = (tuple(NamedSharding(mesh, spec) for spec in each) for each in specs)
+        return mesh, _on_one_device(rule, local, division, mesh.shape, found, len(constants)), *shardings
 
     text, options = shardy_rule(rule)
     compute.def_partition(partition=partition, sharding_rule=text, **options)
@@ -243,12 +245,14 @@ def _on_explicit_axes(
     shape = {name: mesh.shape[name] for name in axes}
     division = division_of(rule, shape, [(x.shape, jax.typeof(x).sharding.spec) for x in arrays])
     specs = tuple(spec_of(rule, division, shape, dims) for dims in rule.operands)
-    results = tuple(spec_of(rule, division, shape, dims) for dims in rule.results)
+    results = [spec_of(rule, division, shape, dims) for dims in rule.results]
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-    compute = _on_one_device(rule, local, division, shape)
+    compute = _on_one_device(rule, local, division, shape, results)
     # Within `jax.vmap` the axes that a mapped axis is sharded over are not to be named: none given means all others.
     names = axes if len(axes) < len(mesh.axis_names) else set()
-    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=names, check_vma=False)
+    mapped = jax.shard_map(
+        compute, mesh=mesh, in_specs=specs, out_specs=tuple(results), axis_names=names, check_vma=False
+    )
     return list(mapped(*placed))
 
 
@@ -264,7 +268,8 @@ def warn_of_gather(operation: str, axis: str, names: Any) -> None:
     """Warn that an operand is gathered over axes of a mesh."""
     warnings.warn(
         f"`{operation}`: {axis} of an operand is sharded over {names}, and every device needs all of it: it is "
-        "gathered. Shard batch rows or heads instead (docs/several_gpus.md)",
+        "gathered. Shard batch rows or heads instead; for tokens some operations take `context_parallel` "
+        "(docs/several_gpus.md)",
         stacklevel=2,
     )
 
@@ -334,6 +339,11 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
     compound: set[str] = set()
     size_of: dict[str, int] = {}
 
+    # Shardy would pass parts of an axis of a mesh from heads of queries to key heads, of which there may be fewer than
+    # devices, and JAX cannot express parts: arrays that have a label alone do not hear from those that have it in a
+    # compound axis.
+    dims = {dim for array in (*rule.operands, *rule.results) for dim in array}
+    in_compound = {label for dim in dims for label in dim if sum(sizes[x] > 1 for x in dim) > 1}
     # What does not decide how a label is divided must not say so to the others.
     anchored = {label for i in rule.anchors for dim in rule.operands[i] for label in dim} if rule.is_anchored else set()
 
@@ -343,8 +353,10 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
             is_apart = prefix == "o" and number not in rule.anchors
             axes = []
 
-            def factor(label: str, suffix: str = f"_o{number}" if is_apart else "") -> str:
+            def factor(label: str, is_alone: bool, suffix: str = f"_o{number}" if is_apart else "") -> str:
                 name = f"l_{label}{suffix if label in anchored else ''}"
+                if is_alone and label in in_compound and not rule.is_anchored:
+                    name += "_alone"
                 if name not in order:
                     order.append(name)
                 size_of[name] = sizes[label]
@@ -352,7 +364,7 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
 
             for axis, dim in enumerate(dims):
                 # Shardy has no factors of one element beside others.
-                names = [factor(label) for label in dim if len(dim) == 1 or sizes[label] > 1]
+                names = [factor(label, len(dim) == 1) for label in dim if len(dim) == 1 or sizes[label] > 1]
                 if not names:
                     names = [f"x_{prefix}{number}_{axis}"]
                     order.append(names[0])
@@ -444,6 +456,16 @@ def spec_of(rule: Rule, division: Division, mesh: Mapping[str, int], dims: Seque
     return P(*(_names(rule, division, mesh, dim) or None for dim in dims))
 
 
+def _wanted_spec(rule: Rule, division: Division, mesh: Mapping[str, int], dims: Sequence[Dim], wanted: P) -> P:
+    """How a result is sharded; of a sum, which an all-reduce completes, what is wanted whole is made whole by it."""
+    spec = spec_of(rule, division, mesh, dims)
+    own = {label for dim in dims for label in dim}
+    if all(label in own for label in division if _parts(division, label) > 1):
+        return spec
+    entries = (*wanted, *[None] * (len(dims) - len(wanted)))
+    return P(*(entry if other not in (None, ()) else None for entry, other in zip(spec, entries, strict=True)))
+
+
 def _names(rule: Rule, division: Division, mesh: Mapping[str, int], dim: Dim) -> tuple[str, ...]:
     """The axes of a mesh that shard an array's axis exactly as its labels are divided; empty where none do."""
     sizes = dict(rule.sizes)
@@ -470,28 +492,33 @@ def _parts(division: Division, label: str) -> int:
 
 
 def _on_one_device(
-    rule: Rule, local: Local[Sequence[jax.Array]], division: Division, mesh: Mapping[str, int], unused: int = 0
+    rule: Rule,
+    local: Local[Sequence[jax.Array]],
+    division: Division,
+    mesh: Mapping[str, int],
+    results: Sequence[P],
+    unused: int = 0,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The operation on the shards of one device, inside of the mesh."""
+    """The operation on the shards of one device, inside of the mesh; `results` are the specs of its results."""
     sizes = {label: size // _parts(division, label) for label, size in rule.sizes}
 
-    def cut_labels(dims: Sequence[Dim]) -> list[list[str]]:
+    def cut_labels(dims: Sequence[Dim], spec: P) -> list[list[str]]:
         """For every axis the labels that are divided, though the array is not sharded so."""
         return [
-            [] if _names(rule, division, mesh, dim) else [label for label in dim if _parts(division, label) > 1]
-            for dim in dims
+            [] if entry is not None else [label for label in dim if _parts(division, label) > 1]
+            for dim, entry in zip(dims, spec, strict=True)
         ]
 
     def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         own = [
-            _cut(x, dims, cut_labels(dims), rule, division, sizes)
+            _cut(x, dims, cut_labels(dims, spec_of(rule, division, mesh, dims)), rule, division, sizes)
             for x, dims in zip(arrays, rule.operands, strict=True)
         ]
         starts = {label: _index(division, label) * sizes[label] for label in division}
-        results = local(Part(sizes, starts))(*own[: len(own) - unused])
+        found = local(Part(sizes, starts))(*own[: len(own) - unused])
         return tuple(
-            _completed(x, dims, cut_labels(dims), rule, division, sizes)
-            for x, dims in zip(results, rule.results, strict=True)
+            _completed(x, dims, cut_labels(dims, spec), rule, division, sizes)
+            for x, dims, spec in zip(found, rule.results, results, strict=True)
         )
 
     return compute

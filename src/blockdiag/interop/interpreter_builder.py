@@ -37,6 +37,9 @@ _NUMPY = {
     **_EXTENDED,
 }
 _STORAGE = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+# By name, because types of the language take long to hash.
+_EXTENDED_BY_NAME = {dtype.name: numbers for dtype, numbers in _EXTENDED.items()}
+_NUMPY_BY_NAME = {dtype.name: numbers for dtype, numbers in _NUMPY.items()}
 
 
 class Memory:
@@ -120,6 +123,16 @@ class Builder(_PARTS.builder):
         addresses = ptrs.data if mask is None else ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
         self._memory.check(addresses, max(1, bits // 8), is_store=is_store, program=self.grid_idx)
 
+    # Constants. Triton's own make a table of all types for each of them.
+
+    def get_null_value(self, type: Any) -> TensorHandle:
+        return TensorHandle(np.zeros(1, _storage(type)), type)
+
+    def create_splat(self, ret_ty: Any, arg: TensorHandle) -> TensorHandle:
+        return TensorHandle(
+            np.full(tuple(ret_ty.shape), arg.data.reshape(-1)[0], _storage(arg.dtype)), arg.dtype.scalar
+        )
+
     # Arithmetic
 
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
@@ -176,9 +189,18 @@ class Builder(_PARTS.builder):
         return TensorHandle((product + d.data).astype(d.data.dtype, copy=False), d.dtype.scalar)
 
 
+def _storage(dtype: Any) -> np.dtype:
+    """The numpy type that Triton's interpreter stores elements in."""
+    scalar = dtype.scalar
+    if scalar.is_ptr():
+        return np.dtype(np.uint64)
+    numbers = _NUMPY_BY_NAME[scalar.name]
+    return _STORAGE[numbers.itemsize] if scalar.name in _EXTENDED_BY_NAME else numbers
+
+
 def values(handle: TensorHandle) -> np.ndarray:
     """The elements of a handle as numbers that numpy can compute with."""
-    extended = _EXTENDED.get(handle.dtype.scalar)
+    extended = _EXTENDED_BY_NAME.get(handle.dtype.scalar.name)
     if extended is None or handle.data.dtype == np.bool_:
         return handle.data
     return handle.data.view(extended)
@@ -192,13 +214,13 @@ def handle_of(numbers: np.ndarray, dtype: Any) -> TensorHandle:
 def _stored(numbers: np.ndarray, dtype: Any) -> TensorHandle:
     if numbers.dtype == np.bool_:
         return TensorHandle(numbers, tl.int1)
-    wanted = _NUMPY.get(dtype)
+    wanted = _NUMPY_BY_NAME.get(dtype.name)
     if wanted is not None and numbers.dtype != wanted:
         # Signedness follows the operands, as in Triton's builder; width and kind follow the type.
         if numbers.dtype.kind in "iu" and wanted.kind in "iu" and numbers.dtype.itemsize <= wanted.itemsize:
             return TensorHandle(numbers, dtype)
         numbers = numbers.astype(wanted)
-    if dtype in _EXTENDED:
+    if dtype.name in _EXTENDED_BY_NAME:
         numbers = numbers.view(_STORAGE[numbers.dtype.itemsize])
     return TensorHandle(numbers, dtype)
 

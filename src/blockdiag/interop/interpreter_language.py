@@ -25,6 +25,7 @@ import triton.language as tl
 
 from blockdiag.interop import interpreter_reductions as reductions
 from blockdiag.interop.interpreter_builder import Builder, Memory
+from blockdiag.interop.interpreter_operators import operators
 from blockdiag.triton_kernels import private_triton
 
 __all__ = ["Memory", "Session", "lent_to"]
@@ -155,7 +156,7 @@ def lent_to(session: Session) -> Iterator[None]:
                     _replace(restore, cls, name, _choosing(session, member, replacement))
                 elif tl.core.is_builtin(member):
                     _replace(restore, cls, name, _supplying_method(session, member))
-        for name, method in _TENSOR_METHODS.items():
+        for name, method in [*_TENSOR_METHODS.items(), *operators(session.semantic, dict(vars(tl.tensor)))]:
             _replace(restore, tl.tensor, name, method)
         _replace(restore, tl.tensor, "__init__", _initialise_tensor)
         _replace(restore, tl.block_type, "__init__", _initialise_block_type(tl.block_type.__init__))
