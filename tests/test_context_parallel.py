@@ -233,7 +233,7 @@ def test_what_does_not_serve_block_diagonal_attention_is_refused():
     with jax.set_mesh(mesh):
         with pytest.raises(ValueError, match="'gather' does not serve `block_diagonal_attention`"):
             block_diagonal(ContextParallel("model", "gather"), *(shard(mesh, x, P()) for x in operands(1)))
-        with pytest.raises(ValueError, match="needs key heads that are a multiple of the 4 devices"):
+        with pytest.raises(ValueError, match=r"a multiple of the 4 devices .* cut batched sequences"):
             few = operands(1, key_heads=2)
             block_diagonal(ContextParallel("model"), *(shard(mesh, x, P()) for x in few), block_size=TOKENS)
 

@@ -83,7 +83,9 @@ def _on_device(
         if rotary is not None and positions is None and not is_per_token:
             positions = jax.lax.axis_index(context.axis).astype(jnp.int32) * own + jnp.arange(own, dtype=jnp.int32)
         return attend(query, key, value, rotary=with_tables(cos, sin, positions))
-    choose_strategy(dataclasses.replace(context, strategy="ulysses"), key.shape[-2], jax.lax.axis_size(context.axis))
+    exchanging = dataclasses.replace(context, strategy="ulysses")
+    remedy = "cut batched sequences between blocks, which needs no exchange"
+    choose_strategy(exchanging, key.shape[-2], jax.lax.axis_size(context.axis), remedy)
 
     def whole(x: Array | None, from_last: int) -> Array | None:
         return None if x is None else jax.lax.all_gather(x, context.axis, axis=x.ndim - from_last, tiled=True)

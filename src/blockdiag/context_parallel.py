@@ -160,8 +160,10 @@ def exchange(
     return tuple(whole)
 
 
-def choose_strategy(context: ContextParallel, key_heads: int, devices: int) -> Strategy:
-    """The strategy that the user wants, or that suits.
+def choose_strategy(
+    context: ContextParallel, key_heads: int, devices: int, remedy: str = "use strategy='gather'"
+) -> Strategy:
+    """The strategy that the user wants, or that suits; `remedy` says what to do where "ulysses" cannot serve.
 
     Raises:
         ValueError: the devices do not divide the key heads, which "ulysses" needs.
@@ -170,7 +172,7 @@ def choose_strategy(context: ContextParallel, key_heads: int, devices: int) -> S
     if context.strategy == "ulysses" and not is_divided:
         raise ValueError(
             f"strategy 'ulysses' needs key heads that are a multiple of the {devices} devices along {context.axis!r}, "
-            f"got {key_heads} on each; use strategy='gather'"
+            f"got {key_heads} on each; {remedy}"
         )
     return context.strategy or ("ulysses" if is_divided else "gather")
 
