@@ -137,9 +137,6 @@ def _measure(
     interleave(subjects, rounds=rounds, batch_ms=60.0 if is_gpu else 1.0, deadline=deadline)
     perfect = summarise(subjects[0].samples).median
     for subject in subjects:
-        compiled, _ = programs[subject.key]
-        summary = summarise(subject.samples) if subject.samples else None
-        counts = count_collectives(compiled.as_text() or "")
         yield DeviceTiming(
             op=case.op,
             mesh=subject.key[0],
@@ -149,15 +146,25 @@ def _measure(
             tokens=case.tokens,
             heads=case.heads,
             head_dim=case.head_dim,
-            median_ms=None if summary is None else summary.median,
-            p20_ms=None if summary is None else summary.p20,
-            p80_ms=None if summary is None else summary.p80,
             perfect_ms=perfect,
-            collectives=" ".join(f"{name}:{count}" for name, count in counts.items()),
-            temporary_mib=_temporary_mib(compiled),
-            note=subject.failure,
-            **asdict(environment),
+            **_measured(subject, programs[subject.key][0], environment),
         )
+
+
+def _measured(subject: Subject, compiled: Any, environment: Environment) -> dict[str, Any]:
+    """What a row says of a program and of its time."""
+    summary = summarise(subject.samples) if subject.samples else None
+    analysis = compiled.memory_analysis()
+    return {
+        "median_ms": None if summary is None else summary.median,
+        "p20_ms": None if summary is None else summary.p20,
+        "p80_ms": None if summary is None else summary.p80,
+        "collectives": " ".join(f"{name}:{count}" for name, count in count_collectives(compiled.as_text()).items()),
+        # Not every platform tells it.
+        "temporary_mib": None if analysis is None else analysis.temp_size_in_bytes / 2**20,
+        "note": subject.failure,
+        **asdict(environment),
+    }
 
 
 @dataclass(frozen=True)
@@ -244,9 +251,6 @@ def _measure_sequence(
     interleave(subjects, rounds=rounds, batch_ms=60.0 if is_gpu else 1.0, deadline=deadline)
     whole = summarise(subjects[0].samples).median
     for subject in subjects:
-        compiled, _ = programs[subject.key]
-        summary = summarise(subject.samples) if subject.samples else None
-        counts = count_collectives(compiled.as_text() or "")
         yield DeviceTiming(
             op=case.op,
             mesh=subject.key,
@@ -256,14 +260,8 @@ def _measure_sequence(
             tokens=case.tokens,
             heads=case.heads,
             head_dim=case.head_dim,
-            median_ms=None if summary is None else summary.median,
-            p20_ms=None if summary is None else summary.p20,
-            p80_ms=None if summary is None else summary.p80,
             perfect_ms=whole if subject is subjects[0] else whole / len(devices),
-            collectives=" ".join(f"{name}:{count}" for name, count in counts.items()),
-            temporary_mib=_temporary_mib(compiled),
-            note=subject.failure,
-            **asdict(environment),
+            **_measured(subject, programs[subject.key][0], environment),
         )
 
 
@@ -358,12 +356,6 @@ def _distance(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The norms of the difference and of the other."""
     wide, wanted = x.astype(jnp.float32), other.astype(jnp.float32)
     return jnp.linalg.norm((wide - wanted).ravel()), jnp.linalg.norm(wanted.ravel())
-
-
-def _temporary_mib(compiled: Any) -> float | None:
-    """Temporary memory of a compiled program, where the platform tells it."""
-    analysis = compiled.memory_analysis()
-    return None if analysis is None else analysis.temp_size_in_bytes / 2**20
 
 
 def count_collectives(program: str) -> dict[str, int]:
