@@ -285,3 +285,12 @@ def test_digest_depends_on_the_precision_of_products():
     with jax.default_matmul_precision("bfloat16"):
         other = meshes.digest_of(rule)
     assert (meshes.digest_of(rule) != other).any()
+
+
+def test_digest_depends_on_the_edition_of_the_library_where_the_cache_ignores_functions(cache, monkeypatch):
+    del cache
+    rule = meshes.Rule("named", "known", (((),),), (((),),), (), frozenset())
+    digest = meshes.digest_of(rule)
+    np.testing.assert_array_equal(meshes.digest_of(rule), digest)
+    monkeypatch.setattr(meshes, "_library", lambda: ("other", None))
+    assert (meshes.digest_of(rule) != digest).any()

@@ -244,11 +244,13 @@ def digest_of(rule: Rule) -> np.ndarray:
     (`jax_remove_custom_partitioning_ptr_from_cache_key`). The program itself must then say all that this function
     depends on, and say the same in every process: also which edition of this library's kernels it has.
     """
+    # The edition takes tens of milliseconds to find, once, and tells nothing apart where the function itself does.
+    edition = _library() if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key else None
     # Addresses, in the text of objects that equal themselves alone, may be those of other objects in other processes.
     unique = uuid.uuid4().hex if _ADDRESS in rule.problem else ""
     settings = [getattr(jax.config, name) for name in ("jax_default_matmul_precision", "jax_enable_x64")]
     dims = (rule.operands, rule.results, rule.sizes, sorted(rule.independent), rule.anchors, rule.is_anchored)
-    text = repr((_library(), settings, rule.operation, rule.problem, dims, unique))
+    text = repr((edition, settings, rule.operation, rule.problem, dims, unique))
     return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
 
 
