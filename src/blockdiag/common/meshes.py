@@ -15,11 +15,14 @@ devices. A result without the label is a sum over it, which one all-reduce compl
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +33,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blockdiag._sizes import is_symbolic
+from blockdiag.versions import installed_version
+
+_ADDRESS = " at 0x"
 
 type Dim = tuple[str, ...]
 """The labels of one axis of an array, slowest first; an axis without labels is never divided."""
@@ -206,12 +212,8 @@ def _everything(rule: Rule) -> Part:
 def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The operation as one that XLA's partitioner divides, wherever a program with it has several devices."""
     whole = jax.make_jaxpr(local(_everything(rule)))(*arrays)
-    # The compilation cache can be told to ignore which Python function divides a call; the text of the program must
-    # then say all that this function depends on.
-    text = repr((rule.operation, rule.problem, rule.operands, rule.results, rule.sizes, sorted(rule.independent)))
-    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
     # `custom_partitioning` takes no constants but as operands; on several devices they are made anew.
-    constants = [*(jnp.asarray(x) for x in whole.consts), jnp.asarray(digest)]
+    constants = [*(jnp.asarray(x) for x in whole.consts), jnp.asarray(digest_of(rule))]
     rule = dataclasses.replace(rule, operands=(*rule.operands, *(((),) * x.ndim for x in constants)))
 
     @custom_partitioning
@@ -235,6 +237,33 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
     text, options = shardy_rule(rule)
     compute.def_partition(partition=partition, sharding_rule=text, **options)
     return list(compute(*arrays, *constants))
+
+
+def digest_of(rule: Rule) -> np.ndarray:
+    """A number, uint32[8], that programs have for each division, so that it tells apart what they compute.
+
+    JAX's compilation cache can be told to ignore which Python function divides a call
+    (`jax_remove_custom_partitioning_ptr_from_cache_key`). The program itself must then say all that this function
+    depends on, and say the same in every process: also which edition of this library's kernels it has.
+    """
+    # The edition takes tens of milliseconds to find, once, and tells nothing apart where the function itself does.
+    edition = _library() if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key else None
+    # Addresses, in the text of objects that equal themselves alone, may be those of other objects in other processes.
+    unique = uuid.uuid4().hex if _ADDRESS in rule.problem else ""
+    settings = [getattr(jax.config, name) for name in ("jax_default_matmul_precision", "jax_enable_x64")]
+    dims = (rule.operands, rule.results, rule.sizes, sorted(rule.independent), rule.anchors, rule.is_anchored)
+    text = repr((edition, settings, rule.operation, rule.problem, dims, unique))
+    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
+
+
+@functools.cache
+def _library() -> tuple[str, str | None]:
+    """What differs where another edition of this library, or of Triton, would compile other kernels."""
+    folder = Path(__file__).parent.parent
+    content = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return content.hexdigest(), installed_version("triton")
 
 
 def _on_explicit_axes(

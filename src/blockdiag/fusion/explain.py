@@ -18,12 +18,13 @@ from blockdiag.fusion.inner import OPENED
 from blockdiag.fusion.kernels import Tile
 from blockdiag.fusion.live import Live, live_tiles
 from blockdiag.fusion.op import region_p
+from blockdiag.fusion.sharding import backward_rule
 from blockdiag.fusion.shared import shared
 from blockdiag.fusion.tiles import leaf_array, value_columns
 from blockdiag.fusion.trace import aval_of, bind, has_effects, loop_with_attention, read
 from blockdiag.fusion.tree import WITH_FEATURES, NotFusible, Region, nodes_of
 
-__all__ = ["Explanation", "LeafReport", "RegionReport", "explain"]
+__all__ = ["Explanation", "LeafReport", "RegionReport", "SummedGradient", "explain"]
 
 _VISITED_COLOUR, _SKIPPED_COLOUR = (0.0, 0.447, 0.698), (0.92, 0.92, 0.92)
 
@@ -59,6 +60,32 @@ class LeafReport:
 
 
 @dataclass(frozen=True)
+class SummedGradient:
+    """The gradient of an array that devices share, where they divide batch axes that it lacks.
+
+    Attributes:
+        role: that of the leaf (see `LeafReport`), or "value".
+        shape, dtype: of the array, as it lies in memory.
+        over: the axes that it lacks; devices that divide one of them sum their gradients.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import explain
+        >>> def attention(query, key, value):
+        ...     return jax.nn.softmax(jnp.einsum("bqh,kh->bqk", query, key)) @ value
+        >>> query, key = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(2, 64, 16), (64, 16)])
+        >>> region = explain(attention)(query, key, query).regions[0]
+        >>> region.divided, [(x.role, x.over) for x in region.summed]
+        (('b0',), [('key', ('b0',))])
+    """
+
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    over: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RegionReport:
     """An attention that becomes kernels.
 
@@ -77,6 +104,8 @@ class RegionReport:
         kernels: source of each kernel by name, after it what Hopper gets in its place; empty where the kernels cannot
             compute the region, see `declined`.
         declined: why the kernels cannot; None where they can.
+        divided: the batch axes that devices of a mesh may divide; each device has all of the other axes.
+        summed: the arrays whose gradients are then summed over devices, since they lack some of these axes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -101,6 +130,8 @@ class RegionReport:
     read_bytes: int
     kernels: Mapping[str, str]
     declined: str | None
+    divided: tuple[str, ...]
+    summed: tuple[SummedGradient, ...]
 
     @functools.cached_property
     def live(self) -> np.ndarray | None:
@@ -145,7 +176,21 @@ class RegionReport:
         lines.append(f"tiles of {self.tile[0]} queries by {self.tile[1]} keys, {self.skipped:.0%} skipped")
         lines.append(f"forward: {self.flops / 1e9:.4g} GFLOP of products, {self.read_bytes / 1e6:.4g} MB read")
         lines.append(f"kernels: {', '.join(self.kernels) or self.declined}")
+        lines.append(f"devices: {self._division()}")
         return "\n".join(lines)
+
+    def _division(self) -> str:
+        """How devices of a mesh divide the region, in words."""
+        if not self.divided:
+            return "each computes all of it, as there is no batch axis to divide"
+        arrays: dict[tuple[str, ...], list[str]] = {}
+        for x in self.summed:
+            arrays.setdefault(x.over, []).append(f"{x.role} {x.dtype}{list(x.shape)}")
+        parts = [f"batch axes {', '.join(self.divided)} may be divided"]
+        for over, names in arrays.items():
+            subject, verb = ("the gradient", "is") if len(names) == 1 else ("gradients", "are")
+            parts.append(f"{subject} of {', '.join(names)} {verb} summed over {', '.join(over)}")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -323,7 +368,21 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
         read_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in {x.key: x for x in arrays}.values()),
         kernels={source.name: source.text for kernel in kernels for source in kernel.sources},
         declined=declined,
+        divided=tuple(label for label in region.batch if region.sizes[label] > 1),
+        summed=tuple(_summed(region)),
     )
+
+
+def _summed(region: Region) -> Iterator[SummedGradient]:
+    """The gradients that are summed over devices, where all are asked for."""
+    rule = backward_rule(region, None, has_log_sum_cotangent=False)
+    leaves = [(leaf.role, leaf.source) for leaf in region.leaves if leaf.has_gradient]
+    for (role, source), dims in zip([*leaves, ("value", region.value)], rule.results, strict=True):
+        own = {label for dim in dims for label in dim}
+        over = tuple(x for x in region.batch if x in rule.independent - own and region.sizes[x] > 1)
+        is_known = source.key is None or source.constant is not None
+        if over and not is_known and jax.dtypes.issubdtype(source.dtype, np.floating):
+            yield SummedGradient(role, source.shape, source.dtype.name, over)
 
 
 def _tables(region: Region, tile: Tile, known: Mapping[Any, Any]) -> Live | None:
