@@ -15,7 +15,15 @@ from blockdiag._describe import describe_call
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_mapped_axis
 from blockdiag.block_diagonal_context import attend_to_shared_tokens
-from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
+from blockdiag.common.meshes import (
+    Lead,
+    Part,
+    divide_array_code,
+    divide_mapped,
+    keep_mapped_axes,
+    placed_like,
+    whole_but,
+)
 from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.packing import tiles_from_lengths, tiles_from_offsets
@@ -361,7 +369,6 @@ def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
     One function object for each call. Mapped axes stay apart until each device has its own part of the arrays.
     """
 
-    @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         problem = call.problem
 
@@ -372,13 +379,7 @@ def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
             return call_implementation(method, problem, call.implementations, *operands)
         return divide_mapped(sharding.rule(problem, call.implementations, method, operands), local, operands, leads)
 
-    @compute.def_vmap
-    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
-        results = _divisible(call, method, (lead, *leads))(*operands)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return compute
+    return keep_mapped_axes(compute, leads, functools.partial(_divisible, call, method))
 
 
 @functools.lru_cache(maxsize=1024)

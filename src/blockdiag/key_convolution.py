@@ -13,7 +13,15 @@ from jaxtyping import Array, Float, Int
 from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_rows
-from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
+from blockdiag.common.meshes import (
+    Lead,
+    Part,
+    divide_array_code,
+    divide_mapped,
+    keep_mapped_axes,
+    placed_like,
+    whole_but,
+)
 from blockdiag.context_parallel import ContextParallel, on_parts, roles_of, rows_before
 from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
@@ -253,7 +261,6 @@ def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
     gradient of the weights is float32 (float64), so that it is rounded after the devices' sums.
     """
 
-    @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         def local(part: Part) -> Any:
             problem = sharding.local_problem(call.problem, method, part)
@@ -264,13 +271,7 @@ def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
         rule = sharding.rule(call.problem, call.implementations, method, operands)
         return divide_mapped(rule, local, operands, leads)
 
-    @compute.def_vmap
-    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
-        results = _divisible(call, method, (lead, *leads))(*operands)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return compute
+    return keep_mapped_axes(compute, leads, functools.partial(_divisible, call, method))
 
 
 @functools.lru_cache(maxsize=1024)

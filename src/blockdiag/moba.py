@@ -15,7 +15,15 @@ from blockdiag._describe_moba import check_moba_operands, describe_moba_call
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._moba_folding import fold_moba, unfold_moba
-from blockdiag.common.meshes import Lead, Part, divide_array_code, divide_mapped, placed_like, whole_but
+from blockdiag.common.meshes import (
+    Lead,
+    Part,
+    divide_array_code,
+    divide_mapped,
+    keep_mapped_axes,
+    placed_like,
+    whole_but,
+)
 from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_context import attend_to_shared_tokens
@@ -496,7 +504,6 @@ def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
     One function object for each call. Mapped axes stay apart until each device has its own part of the arrays.
     """
 
-    @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         def local(part: Part) -> Any:
             problem = sharding.local_problem(call.problem, part)
@@ -505,13 +512,7 @@ def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
         rule = sharding.rule(call.problem, call.implementations, call.sequences, method, operands)
         return divide_mapped(rule, local, operands, leads)
 
-    @compute.def_vmap
-    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
-        results = _divisible(call, method, (lead, *leads))(*operands)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return compute
+    return keep_mapped_axes(compute, leads, functools.partial(_divisible, call, method))
 
 
 @functools.lru_cache(maxsize=1024)

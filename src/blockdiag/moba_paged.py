@@ -17,7 +17,7 @@ from blockdiag._dtypes import accumulation_dtype
 from blockdiag._folding import fold_rows
 from blockdiag._paged_folding import fold_paged
 from blockdiag._paged_scales import canonical_scales
-from blockdiag.common.meshes import Lead, Part, Rule, divide_mapped
+from blockdiag.common.meshes import Lead, Part, Rule, divide_mapped, keep_mapped_axes
 from blockdiag.dispatch import MOBA_PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.sharding import paged as sharding
@@ -198,16 +198,10 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
 def _divisible(call: Call, rule: Rule, leads: tuple[Lead, ...] = ()) -> Any:
     """The call, which devices may divide, mapped over leading axes; one function object for each call."""
 
-    @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         return divide_mapped(rule, functools.partial(_on_device, call), operands, leads)
 
-    @compute.def_vmap
-    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
-        return _divisible(call, rule, (lead, *leads))(*operands), (True, True)
-
-    return compute
+    return keep_mapped_axes(compute, leads, functools.partial(_divisible, call, rule))
 
 
 def _on_device(call: Call, part: Part) -> Any:

@@ -194,6 +194,27 @@ def divide_mapped(rule: Rule, local: Local[Any], operands: Any, leads: Sequence[
     return jax.tree.unflatten(found[0], results)
 
 
+def keep_mapped_axes(
+    compute: Callable[..., Any], leads: tuple[Lead, ...], with_leads: Callable[[tuple[Lead, ...]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A function whose mapped axes stay apart, in front, until each device has its own part of the arrays.
+
+    Args:
+        compute: the function, of operands that have the leading axes `leads`.
+        leads: those axes.
+        with_leads: from leading axes to the same function, of operands that have these.
+    """
+    function = jax.custom_batching.custom_vmap(compute)
+
+    @function.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
+        results = with_leads((lead, *leads))(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return function
+
+
 def divide_array_code(rule: Rule, local: Local[Any], operands: Any) -> Any:
     """Compute an operation that is array code, which XLA divides and JAX transforms by itself.
 
