@@ -235,12 +235,14 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
     whole = jax.make_jaxpr(local(_everything(rule)))(*arrays)
     # `custom_partitioning` takes no constants but as operands; on several devices they are made anew.
     constants = [*(jnp.asarray(x) for x in whole.consts), jnp.asarray(digest_of(rule))]
+    # Functions that live as long as a program must not hold arrays of its trace.
+    jaxpr, count = whole.jaxpr, len(constants)
     rule = dataclasses.replace(rule, operands=(*rule.operands, *(((),) * x.ndim for x in constants)))
 
     @custom_partitioning
     def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given, known = arrays[: -len(constants)], arrays[-len(constants) : -1]
-        return tuple(jax.core.eval_jaxpr(whole.jaxpr, known, *given))
+        given, known = arrays[:-count], arrays[-count:-1]
+        return tuple(jax.core.eval_jaxpr(jaxpr, known, *given))
 
     def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         given = [(x.shape, x.sharding.spec) for x in (*operands, *results)]
@@ -253,7 +255,7 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
         ]
         specs = (found, [spec_of(rule, division, mesh.shape, dims) for dims in rule.operands])
         shardings = (tuple(NamedSharding(mesh, spec) for spec in each) for each in specs)
-        return mesh, _on_one_device(rule, local, division, mesh.shape, found, len(constants)), *shardings
+        return mesh, _on_one_device(rule, local, division, mesh.shape, found, count), *shardings
 
     text, options = shardy_rule(rule)
     compute.def_partition(partition=partition, sharding_rule=text, **options)
@@ -391,7 +393,7 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
 
     # Shardy would pass parts of an axis of a mesh from heads of queries to key heads, of which there may be fewer than
     # devices, and JAX cannot express parts: arrays that have a label alone do not hear from those that have it in a
-    # compound axis.
+    # compound axis. Of anchors all others hear; they are arguments of a program, as a rule, and not made in it.
     dims = {dim for array in (*rule.operands, *rule.results) for dim in array}
     in_compound = {label for dim in dims for label in dim if sum(sizes[x] > 1 for x in dim) > 1}
     # What does not decide how a label is divided must not say so to the others.
@@ -405,7 +407,7 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
 
             def factor(label: str, is_alone: bool, suffix: str = f"_o{number}" if is_apart else "") -> str:
                 name = f"l_{label}{suffix if label in anchored else ''}"
-                if is_alone and label in in_compound and not rule.is_anchored:
+                if is_alone and label in in_compound and not rule.anchors:
                     name += "_alone"
                 if name not in order:
                     order.append(name)

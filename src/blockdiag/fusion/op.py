@@ -226,8 +226,10 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None) -
             output = jnp.zeros(shape_of(region.out_dims, sizes), region.dtype)
             return output, jnp.full([sizes[label] for label in (*region.batch, ROWS)], -jnp.inf, jnp.float32)
 
+        apart = region.once(_apart)
+
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
-            own = local_region(region, part.sizes)
+            own = local_region(apart, part.sizes)
             return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
 
         output, log_sum = divide(region.once(forward_rule, implementations), on_device, operands)
@@ -257,8 +259,10 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
                 map(jnp.zeros_like, (*_chosen(operands[: count - 1], _with_gradient(region)), operands[count - 1]))
             )
 
+        apart = region.once(_apart)
+
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
-            own = local_region(region, part.sizes)
+            own = local_region(apart, part.sizes)
 
             def gradients(*given: Any) -> Sequence[Any]:
                 leaves, value, rest = given[: count - 1], given[count - 1], given[count:]
@@ -285,6 +289,15 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
         return grads, (True,) * len(grads)
 
     return compute
+
+
+def _apart(region: Region) -> Region:
+    """The same region for programs, which must not hold what is derived of the other one.
+
+    JAX keeps programs as long as the functions that they are of, and those are derived of the other one: it would live
+    for ever if its programs held it.
+    """
+    return dataclasses.replace(region)
 
 
 def _is_empty(region: Region) -> bool:

@@ -37,7 +37,8 @@ def rule(
     given += [output, output, log_sum][: len(rest)]
     gradients = (query,) if problem.is_packed else (query, key, key)
     results = {"forward": (output,), "forward_with_log_sum": (output, log_sum), "backward": gradients}[method]
-    sequences = problem.tokens // problem.sequence_length if problem.sequence_length else 1
+    has_sequences = problem.sequence_length is not None and problem.tokens != 0
+    sequences = problem.tokens // (problem.sequence_length or 1) if has_sequences else 1
     sizes = {
         "sequences": sequences,
         "tokens": problem.tokens // sequences,
