@@ -40,6 +40,7 @@ def test_heads_are_divided(name, kind):
     assert_divides(computed(call), call.arrays(2), head_specs(call, "model"), kind)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHED)
 def test_batch_and_heads_are_divided(name, kind):
