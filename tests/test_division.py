@@ -129,6 +129,12 @@ def test_tokens_that_are_sharded_are_gathered_with_a_warning(name, kind):
         assert_divides(call.bound(None), call.arrays(2), specs, kind, {"all-gather": 3})
 
 
+def test_queries_of_a_fused_region_on_an_explicit_mesh_are_gathered_with_a_warning():
+    call = CALLS["fuse"]
+    with pytest.warns(UserWarning, match=r"`fuse`: axis `q` of an operand is sharded over data"):
+        assert_divides(call.bound(None), call.arrays(2), {"query": P(None, "data")}, "explicit", {"all-gather": 1})
+
+
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba"])
 def test_keys_made_in_the_program_are_divided_among_more_devices_than_there_are_key_heads(name):
     """XLA decides how they are sharded, and must not do so by parts of an axis of the mesh: JAX cannot express them."""

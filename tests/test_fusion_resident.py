@@ -137,6 +137,7 @@ def test_parts_of_a_biass_gradient_fill_the_gpu():
     assert joint_launch(inner).plan(Target.for_arch(90)).grid[0] == joint.on_hopper.tiles * parts
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("arch", "expected"), [(90, ("rows_and_pairs_resident", "columns_resident")), (100, None)])
 def test_who_computes_gradients_is_chosen_when_lowered(arch, expected, monkeypatch):
     case = CASES["evoformer"]

@@ -295,7 +295,10 @@ def _on_explicit_axes(
     """The operation as `jax.shard_map` over the explicit axes of a mesh."""
     axes = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     shape = {name: mesh.shape[name] for name in axes}
-    division = division_of(rule, shape, [(x.shape, jax.typeof(x).sharding.spec) for x in arrays])
+    given = [(x.shape, jax.typeof(x).sharding.spec) for x in arrays]
+    division = division_of(rule, shape, given)
+    for (_, spec), dims in zip(given, rule.operands, strict=True):
+        _warn_of_gathers(rule, spec, dims)
     specs = tuple(spec_of(rule, division, shape, dims) for dims in rule.operands)
     results = [spec_of(rule, division, shape, dims) for dims in rule.results]
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
