@@ -1,8 +1,6 @@
 """Calls on arrays that four devices share, compared with the same calls on one device."""
 
 import contextlib
-import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from blockdiag.bench.devices import count_collectives
 from tests.op_calls import OpCall
 
 KINDS = ("automatic", "explicit")
@@ -21,8 +20,6 @@ HEAD_AXES = {
     "key_pages": -2, "value_pages": -2, "pages": -2,
 }  # fmt: skip
 """Which axis of the arrays of `op_calls` heads are, by the array's name."""
-
-_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
 def make_mesh(kind: str, shape: tuple[int, int] = (2, 2)) -> Mesh:
@@ -35,12 +32,6 @@ def make_mesh(kind: str, shape: tuple[int, int] = (2, 2)) -> Mesh:
 def shard(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
     """An array that the mesh's devices share."""
     return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def count_collectives(program: str) -> Counter[str]:
-    """How often each collective occurs in the text of a compiled program."""
-    counts = {name: len(re.findall(rf"= .*\b{name}(?:-start)?\(", program)) for name in _COLLECTIVES}
-    return Counter({name: count for name, count in counts.items() if count})
 
 
 def assert_divides(
@@ -76,7 +67,7 @@ def assert_divides(
         finite = np.where(np.isfinite(other), other, 0)
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=atol * np.abs(finite).max())
     counts = count_collectives(compiled.as_text())
-    assert counts == (collectives or {}), f"{dict(counts)} in the compiled program"
+    assert counts == (collectives or {}), f"{counts} in the compiled program"
     return found
 
 

@@ -152,7 +152,7 @@ def _measure(
 
 
 def _measured(subject: Subject, compiled: Any, environment: Environment) -> dict[str, Any]:
-    """What a row says of a program and of its time."""
+    """Return the columns of a row that describe a program, its time and the machine."""
     summary = summarise(subject.samples) if subject.samples else None
     analysis = compiled.memory_analysis()
     return {

@@ -82,7 +82,7 @@ class Piece:
 
 
 type Division = Mapping[str, tuple[Piece, ...]]
-"""What divides each label, the slowest first."""
+"""The pieces of mesh axes that divide each label, the slowest first."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def digest_of(rule: Rule) -> np.ndarray:
 
 @functools.cache
 def _library() -> tuple[str, str | None]:
-    """What differs where another edition of this library, or of Triton, would compile other kernels."""
+    """Return a hash of this library's sources and Triton's version, on which compiled kernels depend."""
     folder = Path(__file__).parent.parent
     content = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -477,7 +477,7 @@ def _agreed(
 def _pieces(
     names: Sequence[str], mesh: Mapping[str, int], labels: Sequence[tuple[str, int]], independent: frozenset[str]
 ) -> dict[str, tuple[Piece, ...]]:
-    """What axes of a mesh, slowest first, divide of an array's axis that has these labels of these sizes.
+    """Return how axes of a mesh, slowest first, divide an array's axis that has these labels of these sizes.
 
     Axes count up to the first one that cannot be used as a whole, since it does not divide the sizes.
     """

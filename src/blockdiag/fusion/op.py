@@ -292,10 +292,10 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
 
 
 def _apart(region: Region) -> Region:
-    """The same region for programs, which must not hold what is derived of the other one.
+    """Return a copy of a region for traced programs to hold.
 
-    JAX keeps programs as long as the functions that they are of, and those are derived of the other one: it would live
-    for ever if its programs held it.
+    JAX keeps a traced program as long as the function that was traced, and that function is stored in the region: a
+    program that held the region itself would never be freed.
     """
     return dataclasses.replace(region)
 

@@ -215,7 +215,7 @@ batching.primitive_batchers[launch_p] = _raise_on_vmap
 
 
 def without_transformations(spec: KernelSpec, arrays: Iterable[jax.Array]) -> list[jax.Array]:
-    """The same arrays; jvp and vmap raise for them what they raise for the launch of `spec`."""
+    """Return the arrays unchanged; `jvp` and `vmap` of them raise the errors of a launch of `spec`."""
     return [operand_p.bind(array, spec=spec) for array in arrays]
 
 

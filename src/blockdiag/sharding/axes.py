@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 
 def batch_and_heads(axes: int) -> Sequence[int]:
-    """Of [*batch, T, N, H] the first batch axis, with which others and tokens are merged, and heads."""
+    """Return the first batch axis and the heads of [*batch, T, N, H]; other axes before heads are merged into it."""
     return (-2,) if axes == 3 else (0, -2)
 
 
 def batch(axes: int) -> Sequence[int]:
-    """Of [*batch, T, D] the first batch axis."""
+    """Return the first batch axis of [*batch, T, D]."""
     return () if axes == 2 else (0,)
 
 
