@@ -120,7 +120,8 @@ def exchange(
 ) -> tuple[Array, ...]:
     """Attention over whole sequences of each device's heads, between exchanges of tokens for heads (Ulysses).
 
-    Heads move in groups: one group is on its way while another one is computed.
+    Heads move in groups: while one group is computed, the next one is on its way to it, and the results of the one
+    before on their way back.
 
     Args:
         axis: of the mesh, manual here.
@@ -134,30 +135,50 @@ def exchange(
     """
     devices = jax.lax.axis_size(axis)
     groups = choose_groups(keys[0].shape[-2], devices)
+    tokens = query.ndim - 3
 
-    def of_group(x: Array, group: int) -> Array:
-        # Of every device's heads the group's.
-        parts = x.reshape(*x.shape[:-2], devices, groups, -1, x.shape[-1])[..., group, :, :]
-        parts = parts.reshape(*x.shape[:-2], -1, x.shape[-1])
-        return jax.lax.all_to_all(parts, axis, parts.ndim - 2, parts.ndim - 3, tiled=True)
+    def packed(x: Array, group: int) -> Array:
+        """Of every device's heads the group's, [devices, .., t, n, H]."""
+        x = x.reshape(*x.shape[:-2], devices, groups, -1, x.shape[-1])[..., group, :, :]
+        return jnp.moveaxis(x, tokens + 1, 0)
 
-    def to_tokens(x: Array, heads: int) -> Array:
-        """[.., T, n, ..] to [.., t, devices, n, ..], where n is axis `heads`."""
-        x = jax.lax.all_to_all(x, axis, heads - 1, heads, tiled=True)
-        return x.reshape(*x.shape[:heads], devices, -1, *x.shape[heads + 1 :])
+    def whole_sequences(x: Array) -> Array:
+        """[devices, .., t, n, H] to [.., T, n, H]."""
+        x = jnp.moveaxis(x, 0, tokens)
+        return x.reshape(*x.shape[:tokens], -1, *x.shape[tokens + 2 :])
 
+    def parts(x: Array) -> Array:
+        """[.., T, n, ..] to [devices, .., t, n, ..]."""
+        x = x.reshape(*x.shape[:tokens], devices, -1, *x.shape[tokens + 1 :])
+        return jnp.moveaxis(x, tokens, 0)
+
+    waiting = [[packed(x, group) for x in (query, *keys)] for group in range(groups)]
+    here = _swap(axis, waiting[0])
     results: list[list[Array]] = [[] for _ in head_axes]
     for group in range(groups):
-        found = compute(*(of_group(x, group) for x in (query, *keys)))
-        for own, x, place in zip(results, found, head_axes, strict=True):
-            own.append(to_tokens(x, x.ndim - place))
+        # XLA would make all exchanges first. A barrier holds the next group's back until this one can be computed, and
+        # another one keeps them beside it; their derivatives are barriers of the backward pass.
+        if group + 1 < groups:
+            here, leaving = jax.lax.optimization_barrier((here, waiting[group + 1]))
+            following = _swap(axis, leaving)
+        found = compute(*map(whole_sequences, here))
+        if group + 1 < groups:
+            found, here = jax.lax.optimization_barrier((found, following))
+        for own, x in zip(results, found, strict=True):
+            own.extend(_swap(axis, [parts(x)]))
     whole = []
     for own, place in zip(results, head_axes, strict=True):
-        # [.., t, devices, groups, n, ..]
-        stacked = jnp.stack(own, own[0].ndim - place)
-        first = stacked.ndim - place - 2
-        whole.append(stacked.reshape(*stacked.shape[:first], -1, *stacked.shape[first + 3 :]))
+        heads = own[0].ndim - 1 - place
+        # [devices, .., t, n, ..] of each group, to [.., t, devices, groups, n, ..]
+        stacked = jnp.stack(own, heads + 1)
+        stacked = jnp.moveaxis(stacked, 0, heads)
+        whole.append(stacked.reshape(*stacked.shape[:heads], -1, *stacked.shape[heads + 3 :]))
     return tuple(whole)
+
+
+def _swap(axis: str, arrays: Sequence[Array]) -> list[Array]:
+    """Of arrays [devices, ..], a part for each device, what each device has for this one."""
+    return [jax.lax.all_to_all(x, axis, 0, 0) for x in arrays]
 
 
 def choose_strategy(

@@ -120,6 +120,22 @@ def test_aliases_reach_the_custom_call():
     assert "output_operand_alias<output_tuple_indices = [1], operand_index = 0" in text
 
 
+def test_launches_say_how_long_they_take():
+    """XLA plans transfers between devices beside a launch by this."""
+
+    def nanoseconds(tokens):
+        x = jax.ShapeDtypeStruct((tokens, 1, 64), jnp.bfloat16)
+        with compile_target(90):
+            attend = jax.jit(lambda x: blockdiag.block_diagonal_attention(x, x, x, block_size=8192))
+            text = attend.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        (found,) = re.findall(r'latency_metadata = "(\d+)"', text)
+        return int(found)
+
+    # Two products of 8192 x 8192 x 64, of which causal attention needs half, at 400 TFLOP/s.
+    assert nanoseconds(8192) == pytest.approx(1000 + 2 * 2 * 8192 * 4096 * 64 / 4e5 + 4.2e6 / 3e3, rel=0.01)
+    assert nanoseconds(4 * 8192) == pytest.approx(4 * nanoseconds(8192) - 3000, rel=0.01)
+
+
 def test_output_used_by_two_parameters():
     x = jnp.ones((80, 64), jnp.float16)
     text = lowered_text(lambda x: launch(HalvesSpec(80), x), x)

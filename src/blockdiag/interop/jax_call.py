@@ -312,7 +312,24 @@ def _lower_plan(
         jaxlib_launcher.CALL_TARGET, api_version=4, operand_output_aliases=layout.aliases, has_side_effect=False
     )
     results = rule(reordered, *operands, opaque=jaxlib_launcher.build_opaque(plan, compiled))
+    _say_how_long(results[0], plan, (*ctx.avals_in, *ctx.avals_out))
     return [results[layout.results.index(index)] for index in range(len(plan.outputs))]
+
+
+def _say_how_long(result: Any, plan: LaunchPlan, arrays: Sequence[Any]) -> None:
+    """Tell XLA about how long a launch takes, so that transfers between devices are put beside it.
+
+    XLA takes a call of foreign code for one microsecond. It reads this attribute where it plans the order of a program,
+    and nowhere else.
+    """
+    moved = sum(x.size * x.dtype.itemsize for x in arrays)
+    nanoseconds = 1000 + int(moved / _BYTES_PER_NS + plan.flops / _FLOPS_PER_NS)
+    attributes = result.owner.attributes
+    attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"latency_metadata": str(nanoseconds)})
+
+
+# About what an H100 reaches: 3 TB/s and 400 TFLOP/s.
+_BYTES_PER_NS, _FLOPS_PER_NS = 3e3, 4e5
 
 
 def _assemble_ahead(plan: LaunchPlan, target: Target) -> None:

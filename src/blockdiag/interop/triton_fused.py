@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from blockdiag.fusion.tiles import (
     value_columns,
     value_labels,
 )
-from blockdiag.fusion.tree import Leaf, Region, nodes_of, with_leaves
+from blockdiag.fusion.tree import FEATURES, Leaf, Region, nodes_of, with_leaves
 from blockdiag.fusion.tree import Source as ArraySource
 from blockdiag.interop import jax_call
 from blockdiag.interop.by_target import by_target
@@ -106,6 +107,7 @@ class FusedLaunch:
         num_stages: at most; fewer where shared memory is small.
         shared: about how many bytes of it the kernel needs once, and for each stage.
         on_hopper: what is launched in its place on Hopper; with the same source, nothing is launched elsewhere.
+        flops: floating-point operations of its products, about.
     """
 
     source: Source
@@ -114,6 +116,7 @@ class FusedLaunch:
     num_stages: int
     shared: tuple[int, int]
     on_hopper: HopperKernel | None = None
+    flops: float = 0.0
 
     @property
     def name(self) -> str:
@@ -146,6 +149,7 @@ class FusedLaunch:
             options=CompileOptions(
                 num_warps=self.num_warps if target.arch >= 90 else 8, num_stages=self._stages(target)
             ),
+            flops=self.flops,
         )
 
     def _hopper_plan(self, kernel: HopperKernel, target: Target) -> LaunchPlan:
@@ -174,6 +178,7 @@ class FusedLaunch:
             outputs=self.outputs,
             arguments=arguments,
             options=CompileOptions(num_warps=4),
+            flops=self.flops,
         )
 
     def _stages(self, target: Target) -> int:
@@ -288,6 +293,7 @@ class Kernel:
         shared: bytes of shared memory that it needs once, and for each stage.
         live: the lists of tiles that it reads, by name.
         on_hopper: what is launched in its place on Hopper.
+        flops: floating-point operations of its products, about.
     """
 
     source: Source
@@ -297,6 +303,7 @@ class Kernel:
     shared: tuple[int, int]
     live: Mapping[str, Any]
     on_hopper: HopperKernel | None = None
+    flops: float = 0.0
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -310,7 +317,9 @@ class Kernel:
 
     def launch(self, specs: Sequence[TensorSpec]) -> FusedLaunch:
         """One launch on arrays of these shapes and dtypes."""
-        return FusedLaunch(self.source, tuple(specs), self.num_warps, self.num_stages, self.shared, self.on_hopper)
+        return FusedLaunch(
+            self.source, tuple(specs), self.num_warps, self.num_stages, self.shared, self.on_hopper, self.flops
+        )
 
 
 def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
@@ -382,7 +391,10 @@ def joint_kernel(region: Region) -> Kernel | None:
     except NotPrintable:
         # Gluon lacks words that Triton has.
         return None
-    return None if found is None else Kernel(found.source, Tile(OWN, CHUNK), 4, 1, (0, 0), {}, found)
+    if found is None:
+        return None
+    tile = Tile(OWN, CHUNK)
+    return Kernel(found.source, tile, 4, 1, (0, 0), {}, found, _flops(region, "pairs", tile, None))
 
 
 def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None, joint: Kernel) -> list[Kernel]:
@@ -408,7 +420,19 @@ def _on_hopper(kernel: Kernel, make: Callable[[], HopperKernel | None]) -> Kerne
 def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Live | None) -> Kernel:
     own = {} if live is None else {name: x for name, x in live.arrays.items() if name in source.inputs}
     shared = shared_bytes(region, kind, config)
-    return Kernel(source, config.tile, config.num_warps, config.num_stages, shared, own)
+    flops = _flops(region, kind, config.tile, live)
+    return Kernel(source, config.tile, config.num_warps, config.num_stages, shared, own, flops=flops)
+
+
+def _flops(region: Region, kind: Kind, tile: Tile, live: Live | None) -> float:
+    """About how many floating-point operations the products of a kernel have, in tiles that are known to be needed."""
+    sizes = region.sizes
+    pairs = math.prod(sizes[label] for label in (*region.batch, "q", "k"))
+    features = sum(size for label, size in sizes.items() if label.startswith(FEATURES))
+    is_known = live is not None and not isinstance(live.arrays["live_counts"], jax.core.Tracer)
+    share = live.share(-(-sizes["k"] // tile.columns)) if is_known else 1.0
+    # Two products forward. Backward the weights are computed again, and each kernel has two or three of the gradients.
+    return 2.0 * pairs * features * share * (1.0 if kind == "forward" else 2.0)
 
 
 def kernels(region: Region) -> list[Kernel]:

@@ -247,7 +247,15 @@ class BlockDiagonalLaunch:
             arguments={name: arguments[name] for name in kernel.arg_names},
             options=options,
             aliases=((len(self._operands) + len(_STATISTICS), 0),) if self._continues_gradients else (),
+            flops=self._flops(),
         )
+
+    def _flops(self) -> float:
+        """Floating-point operations of the products, two of scores and values forward, five backward."""
+        problem = self.problem
+        products = {"forward": 2, "backward": 5, "query_gradient": 3, "key_gradient": 4}[self.kind]
+        seen = problem.block_size * (0.5 if problem.is_causal else 1.0)
+        return 2.0 * products * problem.tokens * problem.query_heads * problem.head_dim * seen
 
     def _tile_plan(self, target: Target) -> LaunchPlan:
         from blockdiag.triton_kernels.block_diagonal_backward import block_diagonal_backward

@@ -164,7 +164,26 @@ class MoBALaunch:
                 for index, name in enumerate(self.input_names)
                 if name in self.output_names
             ),
+            flops=self._flops(),
         )
+
+    def _flops(self) -> float:
+        """Floating-point operations of the products."""
+        problem = self.problem
+        rows = problem.query_tokens * self._query_heads * problem.head_dim
+        seen = 0.5 if problem.is_causal else 1.0
+        own = seen * problem.block_size
+        match self.kind:
+            case "choose":
+                # Products of a query with all parts of the mean keys.
+                return 2.0 * rows * seen * problem.num_blocks * self._array_spec("centroids").shape[2]
+            case "blocks_forward":
+                return 4.0 * rows * problem.slots * problem.block_size
+            case "merge_forward":
+                return 4.0 * rows * own
+            case "blocks_backward":
+                return 10.0 * rows * (problem.slots * problem.block_size + own)
+        return 0.0
 
     @property
     def _continued(self) -> tuple[str, ...]:

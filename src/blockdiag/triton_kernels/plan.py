@@ -215,6 +215,7 @@ class LaunchPlan:
         arguments: every parameter of the kernel by name, in the kernel's own order.
         options: compile options.
         aliases: (input index, output index) pairs that are one buffer: the output starts as the input's content.
+        flops: floating-point operations of its products, about; 0 where the arrays' bytes say how long it takes.
 
     Example:
         >>> import triton, triton.language as tl
@@ -244,6 +245,7 @@ class LaunchPlan:
     arguments: Mapping[str, Argument]
     options: CompileOptions = field(default_factory=CompileOptions)
     aliases: tuple[tuple[int, int], ...] = ()
+    flops: float = 0.0
 
 
 def named_arguments(
