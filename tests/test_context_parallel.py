@@ -185,8 +185,35 @@ def test_block_diagonal_of_shared_packed_tokens(kind):
         return block_diagonal(context, query, key, value, sequence_offsets=offsets, rotary="by position")
 
     context = ContextParallel("model")
-    moves = {"all-to-all"}
+    moves = {"collective-permute"}
     assert_shared(attend, [*operands(None), OFFSETS], P("model"), kind, (1, 4), context, collectives=moves)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotary", "is_causal"),
+    [
+        ("automatic", "by position", True),
+        ("manual", "none", False),
+        ("explicit", "by token", False),
+        ("explicit", "positions", True),
+    ],
+)
+def test_block_diagonal_of_blocks_that_cuts_divide_takes_the_rows_beside(kind, rotary, is_causal):
+    """Two key heads, which four devices do not divide."""
+    attend = functools.partial(block_diagonal, rotary=rotary, block_size=20, is_causal=is_causal)
+    context, moves = ContextParallel("model"), {"collective-permute"}
+    assert_shared(attend, operands(2, 2), P(None, "model"), kind, (1, 4), context, collectives=moves)
+
+
+@pytest.mark.parametrize("rotary", ["by position", "by token"])
+def test_block_diagonal_of_shared_blocks_of_given_lengths(rotary):
+    def attend(context, query, key, value, lengths):
+        return block_diagonal(context, query, key, value, block_lengths=lengths, rotary=rotary, is_causal=False)
+
+    # One longer than a block may be, whose other rows belong to none.
+    lengths = jnp.asarray([5, 16, 16, 0, 9, 30, 1, 16, 11], jnp.int32)
+    context, moves = ContextParallel("model"), {"collective-permute"}
+    assert_shared(attend, [*operands(None), lengths], P("model"), "explicit", (1, 4), context, collectives=moves)
 
 
 def convolve_three(context, *arrays, weights=None, offsets=None):
@@ -233,7 +260,7 @@ def test_what_does_not_serve_block_diagonal_attention_is_refused():
     with jax.set_mesh(mesh):
         with pytest.raises(ValueError, match="'gather' does not serve `block_diagonal_attention`"):
             block_diagonal(ContextParallel("model", "gather"), *(shard(mesh, x, P()) for x in operands(1)))
-        with pytest.raises(ValueError, match=r"a multiple of the 4 devices .* cut batched sequences"):
+        with pytest.raises(ValueError, match=r"a multiple of the 4 devices .* share among fewer devices"):
             few = operands(1, key_heads=2)
             block_diagonal(ContextParallel("model"), *(shard(mesh, x, P()) for x in few), block_size=TOKENS)
 

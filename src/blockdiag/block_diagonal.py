@@ -105,8 +105,9 @@ def block_diagonal_attention(
             it supports the call, "xla" otherwise. A name, "reference", "xla", "triton" or "pallas", means that one;
             "triton" and "pallas" on a CPU run in slow interpreters. A sequence means the first that supports the call.
         context_parallel: the axis of a mesh along which devices share the tokens of each sequence; see
-            `ContextParallel`. Batched sequences that are cut between blocks need no communication; others exchange
-            tokens for heads. Inside `jax.shard_map` operands are then the device's tokens; offsets and lengths are
+            `ContextParallel`. Sequences that are cut between blocks need no communication. Devices that share a block
+            send each other rows, at most `block_size - 1`, or exchange tokens for heads where a device has fewer
+            than that. Inside `jax.shard_map` operands are then the device's tokens; offsets and lengths are
             those of all tokens.
 
     Returns:
@@ -149,6 +150,7 @@ def block_diagonal_attention(
             block_lengths,
             rotary,
             block_size=block_size,
+            is_causal=is_causal,
         )
     call = prepare_call(
         query,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from blockdiag.context_parallel import ContextParallel, choose_strategy, exchange, on_parts, roles_of
+from blockdiag.context_parallel import (
+    ContextParallel,
+    choose_strategy,
+    exchange,
+    on_parts,
+    roles_of,
+    rows_after,
+    rows_before,
+)
 from blockdiag.rotary import Rotary
 
 
@@ -24,16 +33,19 @@ def attend_to_shared_tokens(
     rotary: Rotary | None,
     *,
     block_size: int,
+    is_causal: bool,
 ) -> Array:
     """The output of each device's tokens.
 
-    Batched sequences whose cuts lie between blocks need nothing of each other; all others exchange tokens for heads.
+    Batched sequences whose cuts lie between blocks need nothing of each other. Of blocks that a cut divides, a device
+    is sent the rows that the devices beside it have: at most `block_size - 1` on each side, and none of later rows
+    where attention is causal. Where a device has fewer rows than that, tokens are exchanged for heads.
 
     Args:
         context: which devices share the tokens.
         attend: `block_diagonal_attention` with everything but these arrays.
-        query, key, value, sequence_offsets, block_lengths, rotary, block_size: of the call; offsets, lengths and tables
-            of positions are those of all tokens, tables of tokens and positions those of the device's.
+        query, key, value, sequence_offsets, block_lengths, rotary, block_size, is_causal: of the call; offsets, lengths
+            and tables of positions are those of all tokens, tables of tokens and positions those of the device's.
 
     Raises:
         ValueError: the strategy cannot serve.
@@ -49,7 +61,7 @@ def attend_to_shared_tokens(
         positions_roles = "" if positions is None else roles_of(jnp.asarray(positions), "t")
     has_equal_sequences = sequence_offsets is None and block_lengths is None
     compute = functools.partial(
-        _on_device, context, attend, rotary, "t" in tables_roles, block_size, has_equal_sequences
+        _on_device, context, attend, rotary, "t" in tables_roles, block_size, is_causal, has_equal_sequences
     )
     cos, sin = (None, None) if tables is None else tables
     arrays = (query, key, value, sequence_offsets, block_lengths, cos, sin, positions)
@@ -63,6 +75,7 @@ def _on_device(
     rotary: Rotary | None,
     is_per_token: bool,
     block_size: int,
+    is_causal: bool,
     has_equal_sequences: bool,
     query: Array,
     key: Array,
@@ -83,8 +96,29 @@ def _on_device(
         if rotary is not None and positions is None and not is_per_token:
             positions = jax.lax.axis_index(context.axis).astype(jnp.int32) * own + jnp.arange(own, dtype=jnp.int32)
         return attend(query, key, value, rotary=with_tables(cos, sin, positions))
+    if context.strategy is None and block_size - 1 <= own:
+        after = 0 if is_causal else block_size - 1
+        rows = _Rows(context.axis, own, block_size - 1, after, query.shape[:-3])
+        offsets = sequence_offsets if block_lengths is None else _edges(block_lengths)
+        if offsets is None:
+            offsets = jnp.asarray([0, own * jax.lax.axis_size(context.axis)], jnp.int32)
+        if is_per_token:
+            cos, sin = (rows.longer(x, 2) for x in (cos, sin))
+        if positions is not None:
+            positions = rows.longer(positions, 1)
+        elif rotary is not None and not is_per_token:
+            positions = rows.flat(rows.places(offsets), 1)
+        longer = [rows.longer(x, 3) for x in (query, key, value)]
+        whole_offsets = rows.offsets(offsets, block_size)
+        output = attend(*longer, sequence_offsets=whole_offsets, rotary=with_tables(cos, sin, positions))
+        output = rows.own_rows(output)
+        if block_lengths is None:
+            return output
+        # Rows of a block beyond `block_size` belong to no block.
+        is_inside = rows.places(offsets)[rows.before : rows.before + own] < block_size
+        return jnp.where(is_inside[:, None, None], output, 0)
     exchanging = dataclasses.replace(context, strategy="ulysses")
-    remedy = "cut batched sequences between blocks, which needs no exchange"
+    remedy = f"share among fewer devices, so that each has the {block_size - 1} rows of a block but one"
     choose_strategy(exchanging, key.shape[-2], jax.lax.axis_size(context.axis), remedy)
 
     def whole(x: Array | None, from_last: int) -> Array | None:
@@ -99,3 +133,69 @@ def _on_device(
     }
     (output,) = exchange(context.axis, lambda *x: (attend(*x, **options),), query, (key, value))
     return output
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """A device's rows with those of its neighbours that its blocks reach.
+
+    Attributes:
+        axis: of the mesh, manual here.
+        own: rows of the device.
+        before, after: rows of the device before it and after it.
+        batch: sizes of the batch axes of operands. Batch rows lie one after the other, as packed sequences.
+    """
+
+    axis: str
+    own: int
+    before: int
+    after: int
+    batch: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return self.before + self.own + self.after
+
+    @property
+    def first(self) -> Array:
+        """Where the first row is among those of all devices; below 0 on the first device."""
+        return jax.lax.axis_index(self.axis).astype(jnp.int32) * self.own - self.before
+
+    def longer(self, x: Array, from_last: int) -> Array:
+        """An array [.., own, ..] as [rows, ..], with its neighbours' rows; its tokens are axis -`from_last`."""
+        tokens = x.ndim - from_last
+        rows = [rows_before(x, self.axis, tokens, self.before), x, rows_after(x, self.axis, tokens, self.after)]
+        return self.flat(jnp.concatenate(rows, tokens), from_last)
+
+    def flat(self, x: Array, from_last: int) -> Array:
+        """[.., length, ..] as [rows, ..], the same for all batch rows where it has none."""
+        rest = x.shape[x.ndim - from_last :]
+        return jnp.broadcast_to(x, (*self.batch, *rest)).reshape(-1, *rest[1:])
+
+    def own_rows(self, x: Array) -> Array:
+        """[rows, ..] as [.., own, ..]."""
+        x = x.reshape(*self.batch, self.length, *x.shape[1:])
+        return jax.lax.slice_in_dim(x, self.before, self.before + self.own, axis=len(self.batch))
+
+    def offsets(self, offsets: Array, block_size: int) -> Array:
+        """Offsets of the sequences in these rows, so that blocks lie where they lie among all rows."""
+        first = self.first
+        # A sequence that began before these rows goes on with its first block that begins within them.
+        begun = offsets + -(-(first - offsets) // block_size) * block_size
+        ends = jnp.maximum(jnp.concatenate([offsets[1:], offsets[-1:]]), first)
+        starts = jnp.where(offsets < first, jnp.minimum(begun, ends), offsets)
+        starts = jnp.clip(starts - first, 0, self.length).astype(jnp.int32)
+        count = math.prod(self.batch)
+        return (jnp.arange(count, dtype=jnp.int32)[:, None] * self.length + starts[None]).reshape(-1)
+
+    def places(self, offsets: Array) -> Array:
+        """int32 [length]: the place of each row in its sequence."""
+        first = self.first
+        at = jnp.clip(offsets - first, 0, self.length)
+        starts = jnp.zeros(self.length + 1, jnp.int32).at[at].max(offsets.astype(jnp.int32))
+        return jnp.maximum(first + jnp.arange(self.length, dtype=jnp.int32) - jax.lax.cummax(starts)[:-1], 0)
+
+
+def _edges(block_lengths: Array) -> Array:
+    """Offsets of blocks that lie one after the other, each as a sequence of its own."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(block_lengths, dtype=jnp.int32)])

@@ -231,6 +231,13 @@ def rows_before(x: Array, axis: str, tokens: int, count: int) -> Array:
     return jax.lax.ppermute(last, axis, [(device, device + 1) for device in range(devices - 1)])
 
 
+def rows_after(x: Array, axis: str, tokens: int, count: int) -> Array:
+    """The first `count` rows of the device after this one, 0 on the last device."""
+    devices = jax.lax.axis_size(axis)
+    first = jax.lax.slice_in_dim(x, 0, count, axis=tokens)
+    return jax.lax.ppermute(first, axis, [(device + 1, device) for device in range(devices - 1)])
+
+
 def choose_groups(key_heads: int, devices: int) -> int:
     """Groups of heads that an exchange moves: up to four, as they divide each device's key heads."""
     own = key_heads // devices
