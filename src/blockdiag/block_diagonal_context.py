@@ -103,7 +103,7 @@ def _on_device(
         if offsets is None:
             offsets = jnp.asarray([0, own * jax.lax.axis_size(context.axis)], jnp.int32)
         if is_per_token:
-            cos, sin = (rows.longer(x, 2) for x in (cos, sin))
+            cos, sin = (None if x is None else rows.longer(x, 2) for x in (cos, sin))
         if positions is not None:
             positions = rows.longer(positions, 1)
         elif rotary is not None and not is_per_token:

@@ -153,7 +153,7 @@ def exchange(
         return jnp.moveaxis(x, tokens, 0)
 
     waiting = [[packed(x, group) for x in (query, *keys)] for group in range(groups)]
-    here = _swap(axis, waiting[0])
+    here, following = _swap(axis, waiting[0]), list[Array]()
     results: list[list[Array]] = [[] for _ in head_axes]
     for group in range(groups):
         # XLA would make all exchanges first. A barrier holds the next group's back until this one can be computed, and

@@ -429,8 +429,9 @@ def _flops(region: Region, kind: Kind, tile: Tile, live: Live | None) -> float:
     sizes = region.sizes
     pairs = math.prod(sizes[label] for label in (*region.batch, "q", "k"))
     features = sum(size for label, size in sizes.items() if label.startswith(FEATURES))
-    is_known = live is not None and not isinstance(live.arrays["live_counts"], jax.core.Tracer)
-    share = live.share(-(-sizes["k"] // tile.columns)) if is_known else 1.0
+    share = 1.0
+    if live is not None and not isinstance(live.arrays["live_counts"], jax.core.Tracer):
+        share = live.share(-(-sizes["k"] // tile.columns))
     # Two products forward. Backward the weights are computed again, and each kernel has two or three of the gradients.
     return 2.0 * pairs * features * share * (1.0 if kind == "forward" else 2.0)
 
