@@ -295,7 +295,7 @@ class LanguageModel(nnx.Module):
             return nnx.merge(graph, parameters)(hidden, tables, attend), None
 
         hidden = jax.lax.with_sharding_constraint(self.embed(tokens), self.placement.tokens)
-        # On CPUs, XLA may run collectives of a loop beside those that follow it, each device in an order of its own, and
+        # On CPUs, XLA may run collectives of a loop beside those that follow it, each device in its own order, and
         # they wait for each other forever. There the layers are no loop.
         is_unrolled = self.placement.mesh.devices.flat[0].platform == "cpu"
         return jax.lax.scan(run, hidden, parameters, unroll=is_unrolled)[0]

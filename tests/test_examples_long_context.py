@@ -151,7 +151,7 @@ def test_served_text_is_that_of_the_model_without_a_cache(example, settings, tra
     example.main.print_served(example.main.Console(), served)
     assert "100.0% of the bytes written" in capsys.readouterr().out
     eight = server.write(prompts, 24, "float8_e4m3fn")
-    assert 1e-5 < eight.logit_difference < 0.2
+    assert 1e-5 < eight.logit_difference < 0.5
     assert eight.cache_bytes < served.cache_bytes
     with pytest.raises(ValueError, match="prompts of 1 to 37 bytes and 40 new ones"):
         server.write(prompts, 40)
