@@ -198,12 +198,17 @@ def draw_losses(trainings: Sequence[Training], settings: Settings, device: str, 
         f"bytes. MoBA sees {settings.top_k} blocks of {settings.block_size} keys.",
         note=f"examples/long_context.py, {device}, jax {jax.__version__}",
     )
-    styles = ({"linewidth": 2.4, "color": theme.ours}, {"linewidth": 1.4, "color": theme.ink, "linestyle": "--"})
+    styles = {
+        "moba": {"linewidth": 2.4, "color": theme.ours},
+        "dense": {"linewidth": 1.4, "color": theme.ink, "linestyle": "--"},
+    }
     width = max(1, settings.steps // 40)
-    for training, style in zip(trainings, styles, strict=True):
+    for training in trainings:
         bits = np.asarray(training.losses) / math.log(2.0)
         smooth = np.convolve(bits, np.ones(width) / width, mode="valid")
-        axis.plot(np.arange(len(smooth)) + (width + 1) / 2, smooth, label=training.attention, **style)
+        axis.plot(
+            np.arange(len(smooth)) + (width + 1) / 2, smooth, label=training.attention, **styles[training.attention]
+        )
     axis.set_xlabel("training step")
     axis.grid()
     axis.legend()
@@ -276,9 +281,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         server = Server(settings, sparse, jax.devices()[0])
         served = server.write(make_prompts(settings, chosen.new_tokens), chosen.new_tokens, chosen.cache_dtype)
         print_served(console, served)
-    if chosen.plot is not None:
-        path, where = chosen.plot, f"{chosen.devices[0]} x {kind}"
-        save_picture(lambda theme: draw_losses(trainings, settings, where, theme), path.parent, path.stem)
     if chosen.json is not None:
         numbers = None if served is None else {k: x for k, x in dataclasses.asdict(served).items() if k != "texts"}
         found = {
@@ -288,6 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "served": numbers,
         }
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+    if chosen.plot is not None:
+        path, where = chosen.plot, f"{chosen.devices[0]} x {kind}"
+        save_picture(lambda theme: draw_losses(trainings, settings, where, theme), path.parent, path.stem)
 
 
 if __name__ == "__main__":

@@ -206,6 +206,8 @@ def test_losses_are_drawn(example, tmp_path):
     (axis,) = draw(plot_style.LIGHT).axes
     assert [line.get_label() for line in axis.lines] == ["moba", "dense"]
     np.testing.assert_allclose(axis.lines[0].get_ydata(), np.array([5, 4, 3]) / np.log(2))
+    (axis,) = example.main.draw_losses(trainings[1:], example.model.Settings(), "GPU", plot_style.DARK).axes
+    assert [line.get_label() for line in axis.lines] == ["dense"]
     assert all(path.exists() for path in plot_style.save_picture(draw, tmp_path, "losses"))
 
 
