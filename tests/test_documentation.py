@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Those that tests/test_examples_*.py run, in processes of their own.
-LONG_EXAMPLES = ("*ranking*", "decode.py", "*language*", "*evoformer*")
+LONG_EXAMPLES = ("*ranking*", "decode.py", "*language*", "*evoformer*", "long_context*")
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").glob("*.py") if not any(path.match(pattern) for pattern in LONG_EXAMPLES)
 )

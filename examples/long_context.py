@@ -1,0 +1,299 @@
+"""A language model with contexts of 65,536 bytes, trained by however many devices there are, and served from a cache.
+
+    python examples/long_context.py
+    JAX_NUM_CPU_DEVICES=4 python examples/long_context.py --steps 40
+    python examples/long_context.py --sequence-devices 2 --batch-size 2 --checkpoints states --plot losses.png
+    python examples/long_context.py --devices 1 2 4 --attention moba none --steps 16 --new-tokens 0
+
+Devices share the tokens of each sequence (`ContextParallel`) and the parameters (FSDP). Every query sees its own block
+of keys and the few earlier ones that suit it best (MoBA); keys go through a short convolution first. The text is the
+documentation and the source of Python itself, as bytes. The same model is trained again with dense causal attention,
+with equal parameters. Then the first one writes, from a paged cache. The defaults are about 101 million parameters on
+GPUs, and a tiny model elsewhere.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import long_context_data as data
+import numpy as np
+from flax import nnx
+from long_context_model import ATTENTIONS, ON_GPUS, Placement, Settings, count_parameters
+from long_context_serve import Served, Server
+from long_context_train import Checkpoints, Trainer, keep_programs, train
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from blockdiag.bench.devices import count_collectives
+from blockdiag.bench.plot_style import Theme, frame, new_figure, save_picture
+from blockdiag.bench.records import environment
+
+PROMPTS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What came out of a training.
+
+    Attributes:
+        attention: one of `ATTENTIONS`.
+        devices, sequence_devices: how many there were, and how many of them shared each sequence.
+        parameters: how many numbers were trained.
+        losses: of each step before its update, in nats per byte.
+        held_out: loss of held-out text, in nats per byte; None where it was not asked for.
+        step_ms: median time of a step; None of fewer than five steps.
+        tokens_per_second: at that time.
+        program_bytes: memory of a device that a step needs.
+        peak_bytes: most memory that the process has had on a device so far; None where the device does not say.
+        collectives: of the program of a step, by name. Those of a layer count once.
+        compile_seconds: until a step was compiled.
+    """
+
+    attention: str
+    devices: int
+    sequence_devices: int
+    parameters: int
+    losses: list[float]
+    held_out: float | None
+    step_ms: float | None
+    tokens_per_second: float | None
+    program_bytes: int
+    peak_bytes: int | None
+    collectives: dict[str, int]
+    compile_seconds: float
+
+
+def run_training(
+    trainer: Trainer, checkpoints: Checkpoints | None, chosen: argparse.Namespace, progress: Progress
+) -> tuple[Training, nnx.State]:
+    """Train with a progress bar; return what came out and the parameters."""
+    settings, mesh = trainer.settings, trainer.placement.mesh
+    name = trainer.attention if mesh.size == 1 else f"{trainer.attention}, {mesh.size} devices"
+    task = progress.add_task(name, total=settings.steps, said="compiling")
+    began = time.perf_counter()
+    program = trainer.program
+    compile_seconds = time.perf_counter() - began
+
+    def report(loss: float) -> None:
+        progress.update(task, advance=1, said=f"{_bits(loss)} bits per byte")
+
+    state, seconds = train(trainer, checkpoints, chosen.save_every, report=report)
+    progress.update(task, completed=settings.steps)
+    batches = chosen.evaluation_batches
+    training = Training(
+        attention=trainer.attention,
+        devices=mesh.size,
+        sequence_devices=mesh.shape["sequence"],
+        parameters=count_parameters(state.parameters),
+        losses=np.asarray(state.losses).tolist(),
+        held_out=trainer.evaluate(state.parameters, batches) if batches else None,
+        step_ms=None if seconds is None else 1e3 * seconds,
+        tokens_per_second=None if seconds is None else settings.batch_size * settings.context / seconds,
+        program_bytes=trainer.program_bytes,
+        peak_bytes=(mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        collectives=dict(count_collectives(program.as_text())),
+        compile_seconds=compile_seconds,
+    )
+    return training, state.parameters
+
+
+def make_prompts(settings: Settings, new_tokens: int) -> list[bytes]:
+    """Return pieces of held-out text of different lengths that leave room for what is to be written."""
+    _, held_out = data.load_text()
+    rows, _ = data.crop(held_out, PROMPTS, settings.context, settings.seed + 2, 0)
+    longest = settings.context - new_tokens
+    return [bytes(row[: longest * (index + 1) // PROMPTS].astype(np.uint8)) for index, row in enumerate(rows)]
+
+
+def _bits(nats: float | None) -> str:
+    return "" if nats is None else f"{nats / math.log(2):.3f}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def of_perfect(training: Training, trainings: Sequence[Training]) -> float | None:
+    """Return the time that perfect scaling from the first training with this attention would take, over its own."""
+    first = next(other for other in trainings if other.attention == training.attention)
+    if first.step_ms is None or training.step_ms is None:
+        return None
+    return first.step_ms * first.devices / (training.step_ms * training.devices)
+
+
+def print_trainings(console: Console, trainings: Sequence[Training], settings: Settings, device: str) -> None:
+    """Print what the trainings learned and what they cost, one column each."""
+    tokens = settings.batch_size * settings.context
+    table = Table(title=f"{device}, {settings.batch_size} x {settings.context:,} tokens in a step")
+    table.add_column("losses in bits per byte")
+    for training in trainings:
+        table.add_column(training.attention, justify="right")
+    counts = [
+        f"{x.devices}" if x.sequence_devices == x.devices else f"{x.devices}, {x.sequence_devices} a sequence"
+        for x in trainings
+    ]
+    scaling = [of_perfect(x, trainings) for x in trainings]
+    rows: dict[str, list[str]] = {
+        "devices": counts,
+        "parameters": [f"{x.parameters:,}" for x in trainings],
+        "loss of the first step": [_bits(x.losses[0]) for x in trainings],
+        "of the last five": [_bits(float(np.mean(x.losses[-5:]))) for x in trainings],
+        "of held-out text": [_bits(x.held_out) for x in trainings],
+        f"step of {tokens:,} tokens": ["" if x.step_ms is None else f"{x.step_ms:.1f} ms" for x in trainings],
+        "tokens/s": ["" if x.tokens_per_second is None else f"{x.tokens_per_second:,.0f}" for x in trainings],
+        "of perfect scaling": ["" if x is None else f"{100 * x:.0f}%" for x in scaling],
+        "memory of a device": [_size(x.program_bytes) for x in trainings],
+        "compilation": [f"{x.compile_seconds:.0f} s" for x in trainings],
+    }
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console.print(table)
+    peak = trainings[-1].peak_bytes
+    if peak is not None:
+        console.print(f"The most memory that the process has had on a device: {_size(peak)}.")
+    rest = {x.devices: x.step_ms for x in trainings if x.attention == "none"}
+    for x in trainings:
+        without = rest.get(x.devices)
+        if x.attention != "none" and without is not None and x.step_ms is not None:
+            console.print(
+                f"{x.attention}, {x.devices} device(s): of {x.step_ms:.1f} ms, {x.step_ms - without:.1f} ms are "
+                "attention, its exchanges, key convolution and rotary embedding: what a step takes longer than without."
+            )
+
+
+def print_served(console: Console, served: Served) -> None:
+    """Print what was written and at what speed."""
+    console.print(
+        f"Served from a cache of {served.cache_dtype}, {_size(served.cache_bytes)}: {len(served.texts)} prompts of "
+        f"{' and '.join(f'{length:,}' for length in served.prompt_lengths)} bytes read at "
+        f"{served.read_per_second:,.0f} tokens/s, {served.written_per_second:,.0f} tokens/s written."
+    )
+    console.print(
+        f"{100 * served.same_bytes:.1f}% of the bytes written are those of the model without a cache; logits differ by "
+        f"{served.logit_difference:.2g} at most."
+    )
+    for text, length in zip(served.texts, served.prompt_lengths, strict=True):
+        before, after = text[max(0, length - 120) : length], text[length:]
+        console.rule()
+        console.print(before.decode(errors="replace"), markup=False, highlight=False, style="dim", end="")
+        console.print(after.decode(errors="replace"), markup=False, highlight=False)
+    console.rule()
+
+
+def draw_losses(trainings: Sequence[Training], settings: Settings, device: str, theme: Theme) -> Any:
+    """Draw the losses of the trainings, each the mean of the steps around."""
+    figure, (axis,) = new_figure(1, 6.4, 3.6)
+    frame(
+        figure,
+        "Sparse and dense attention, equal parameters",
+        below=f"Training loss in bits per byte of Python's documentation and source, contexts of {settings.context:,} "
+        f"bytes. MoBA sees {settings.top_k} blocks of {settings.block_size} keys.",
+        note=f"examples/long_context.py, {device}, jax {jax.__version__}",
+    )
+    styles = {
+        "moba": {"linewidth": 2.4, "color": theme.ours},
+        "dense": {"linewidth": 1.4, "color": theme.ink, "linestyle": "--"},
+    }
+    width = max(1, settings.steps // 40)
+    for training in trainings:
+        bits = np.asarray(training.losses) / math.log(2.0)
+        smooth = np.convolve(bits, np.ones(width) / width, mode="valid")
+        axis.plot(
+            np.arange(len(smooth)) + (width + 1) / 2, smooth, label=training.attention, **styles[training.attention]
+        )
+    axis.set_xlabel("training step")
+    axis.grid()
+    axis.legend()
+    return figure
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
+    """Parse the options; those of the model are the fields of `Settings`."""
+    parser = argparse.ArgumentParser(
+        description="Train a language model with long contexts over several devices, and serve it from a paged cache."
+    )
+    add = parser.add_argument
+    add("--devices", type=int, nargs="+", help="how many to use; several numbers show the scaling; all unless given")
+    add("--sequence-devices", type=int, help="devices that share each sequence; all unless given")
+    add("--attention", nargs="+", choices=ATTENTIONS, default=["moba", "dense"], help="of the models to be trained")
+    add("--checkpoints", type=Path, metavar="FOLDER", help="where to save states, and to resume from")
+    add("--save-every", type=int, default=50, help="steps between states")
+    add("--evaluation-batches", type=int, default=4, help="of held-out text; 0 evaluates nothing")
+    add("--plot", type=Path, metavar="FILE.png", help="where to draw the losses; FILE-dark.png too")
+    add("--json", type=Path, metavar="FILE.json", help="where to write figures and losses")
+    add("--new-tokens", type=int, default=200, help="bytes to write after each prompt; 0 serves nothing")
+    add("--cache-dtype", help="of served keys and values, for example float8_e4m3fn")
+    sizes = parser.add_argument_group("model and training")
+    defaults = Settings() if jax.default_backend() == "cpu" else ON_GPUS
+    for field in dataclasses.fields(Settings):
+        value = getattr(defaults, field.name)
+        option = "--" + field.name.replace("_", "-")
+        sizes.add_argument(option, type=type(value), default=value, help=f"{value} unless given")
+    chosen = parser.parse_args(arguments)
+    chosen.devices = chosen.devices or [jax.device_count()]
+    if chosen.plot is not None and (len(chosen.devices) > 1 or "none" in chosen.attention):
+        parser.error("--plot compares moba and dense on one number of --devices")
+    if chosen.checkpoints is not None and len(chosen.devices) > 1:
+        parser.error("--checkpoints are for one number of --devices; with several, each would resume the one before")
+    if not all(1 <= count <= jax.device_count() for count in chosen.devices):
+        parser.error(f"--devices must be from 1 to {jax.device_count()}, got {chosen.devices}")
+    try:
+        settings = Settings(**{field.name: getattr(chosen, field.name) for field in dataclasses.fields(Settings)})
+        for count in chosen.devices:
+            Placement.over(jax.devices()[:count], chosen.sequence_devices).check(settings)
+    except ValueError as error:
+        parser.error(str(error))
+    return chosen, settings
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, compare, serve."""
+    chosen, settings = parse(arguments)
+    console, kind = Console(), jax.devices()[0].device_kind
+    if chosen.checkpoints is not None:
+        keep_programs(chosen.checkpoints / "programs")
+    trainings: list[Training] = []
+    sparse: nnx.State | None = None
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, TextColumn("{task.fields[said]}"), console=console) as progress:
+        for count in chosen.devices:
+            placement = Placement.over(jax.devices()[:count], chosen.sequence_devices)
+            for attention in dict.fromkeys(chosen.attention):
+                trainer = Trainer(settings, placement, attention)
+                folder = chosen.checkpoints
+                checkpoints = None if folder is None else Checkpoints(folder / attention, settings)
+                training, parameters = run_training(trainer, checkpoints, chosen, progress)
+                trainings.append(training)
+                sparse = parameters if attention == "moba" else sparse
+                if checkpoints is not None:
+                    checkpoints.close()
+    print_trainings(console, trainings, settings, kind)
+    served = None
+    if sparse is not None and chosen.new_tokens > 0:
+        server = Server(settings, sparse, jax.devices()[0])
+        served = server.write(make_prompts(settings, chosen.new_tokens), chosen.new_tokens, chosen.cache_dtype)
+        print_served(console, served)
+    if chosen.json is not None:
+        numbers = None if served is None else {k: x for k, x in dataclasses.asdict(served).items() if k != "texts"}
+        found = {
+            "environment": dataclasses.asdict(environment(kind)),
+            "settings": dataclasses.asdict(settings),
+            "trainings": [dataclasses.asdict(training) for training in trainings],
+            "served": numbers,
+        }
+        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+    if chosen.plot is not None:
+        path, where = chosen.plot, f"{chosen.devices[0]} x {kind}"
+        save_picture(lambda theme: draw_losses(trainings, settings, where, theme), path.parent, path.stem)
+
+
+if __name__ == "__main__":
+    main()
