@@ -1,46 +1,19 @@
 """What each of two processes runs for test_sharding: functions of the process's rank, on CPU tensors through gloo."""
 
-import importlib
-import os
-import traceback
-from multiprocessing.connection import Connection
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from blockdiag.interop import private_torch
 from blockdiag.torch import (
     Rotary,
-    _sharding,
     block_diagonal_attention,
     fused_qkv_block_attention,
-    moba_attention,
     rotary_tables,
 )
 
 BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 4, 40, 8, 4, 16
-
-
-def serve(rank: int, world_size: int, store: str, requests: Connection) -> None:
-    """Answer each `module.function` of this package that arrives with None, or with what went wrong in it."""
-    torch.set_num_threads(1)
-    # gloo would look the host name up, which need not be known; and most of the time here is compilation.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    while (request := requests.recv()) is not None:
-        name, arguments = request
-        try:
-            module, function = name.split(".")
-            getattr(importlib.import_module(f"{__package__}.{module}"), function)(*arguments)
-            requests.send(None)
-        except Exception:
-            requests.send(f"process {rank}: {traceback.format_exc()}")
-    dist.destroy_process_group()
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -242,25 +215,3 @@ def check_compiled() -> None:
     for actual, whole in zip((output, *gradients), expected, strict=True):
         torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
 
-
-def check_unknown_strategies() -> None:
-    """A torch whose classes of strategies are unknown: DTensors are gathered, and the results are the same."""
-    private_torch._dtensor = lambda: None
-    _sharding.register.cache_clear()
-    _sharding.register()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for is_packed, kind in ((False, "positions"), (True, "offsets")):
-        inputs = operands(batch=None if is_packed else BATCH)
-        call = options(kind)
-        expected = whole_results(inputs, **call)
-        placements = [Shard(1 if is_packed else 0)]
-        *leaves, cotangent = (distribute_tensor(x, mesh, placements) for x in inputs)
-        leaves = [x.requires_grad_() for x in leaves]
-        output = block_diagonal_attention(*leaves, block_size=16, **call)
-        assert output.placements == (Replicate(),)
-        for actual, whole in zip((output, *torch.autograd.grad(output, leaves, cotangent)), expected, strict=True):
-            torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
-    query, key, value, _ = operands()
-    routed = moba_attention(query, key, value, block_size=16, top_k=2)
-    shards = (distribute_tensor(x, mesh, [Shard(0)]) for x in (query, key, value))
-    torch.testing.assert_close(moba_attention(*shards, block_size=16, top_k=2).full_tensor(), routed)

@@ -8,7 +8,7 @@ import torch
 from blockdiag import _validate
 from blockdiag._describe_append import describe_append_call
 from blockdiag.append_problem import AppendProblem
-from blockdiag.torch import _nested, _ops  # noqa: F401 - _ops defines the library that this one adds to
+from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
 from blockdiag.torch._paged_call import (
     as_tensor_scale,
     check_devices,
@@ -129,6 +129,8 @@ def append_to_pages(
         if is_native and isinstance(key, torch.Tensor) and key.is_cuda and _append_natively(arguments):
             return arguments.written
         arguments = _checked(arguments, implementation)
+    if type(key) is not torch.Tensor:
+        _sharding.prepare(key)
     if is_native and key.is_cuda:
         is_native = _takes(arguments)
     scales = {name: as_tensor_scale(getattr(arguments, name), key) for name in ("key_scale", "value_scale")}

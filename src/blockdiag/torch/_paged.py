@@ -7,7 +7,7 @@ import torch
 
 from blockdiag import _validate
 from blockdiag._describe_paged import check_soft_cap, check_window
-from blockdiag.torch import _nested, _paged_ops  # noqa: F401 - _paged_ops registers the operators
+from blockdiag.torch import _nested, _paged_ops, _sharding  # noqa: F401 - _paged_ops registers the operators
 from blockdiag.torch._paged_call import (
     PagedArguments,
     as_tensor_scale,
@@ -195,6 +195,8 @@ def paged_attention(
             if results is not None:
                 return results if return_residual else results[0]
         arguments = _checked(arguments, implementation)
+    if type(query) is not torch.Tensor:
+        _sharding.prepare(query)
     if is_native and query.is_cuda:
         is_native = takes(query, key_pages, value_pages)
     scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}
