@@ -1,7 +1,6 @@
 """What each of several processes runs for tests of division: any even number of them, on CPUs or GPUs."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +39,14 @@ ATTEND: dict[str, Callable[..., Any]] = {
     "block_diagonal": functools.partial(block_diagonal_attention, block_size=BLOCK),
     "moba": functools.partial(moba_attention, block_size=BLOCK, top_k=2),
 }
+
+
 ROW_AXIS, HEAD_AXIS = 0, 2
+
+
+def implementation() -> dict[str, Any]:
+    """The fastest to compile on CPUs, and the kernels on GPUs."""
+    return {"implementation": "reference" if device() == "cpu" else None}
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -101,7 +107,8 @@ def check_few_key_heads(name: str, key_heads: int, is_compiled: bool) -> None:
     count = dist.get_world_size()
     mesh, inputs = mesh_of(count), heads_of(key_heads, 2 * count)
     parts = [spread(x, mesh, axis) for x, axis in zip(inputs, (HEAD_AXIS, None, None, HEAD_AXIS), strict=True)]
-    attend = torch.compile(ATTEND[name], fullgraph=True, backend="aot_eager") if is_compiled else ATTEND[name]
+    attend = functools.partial(ATTEND[name], **implementation())
+    attend = torch.compile(attend, fullgraph=True, backend="aot_eager") if is_compiled else attend
     if is_compiled:
         differentiated(attend, parts)
     with CommDebugMode() as communication:
@@ -120,7 +127,7 @@ def check_rows_and_few_key_heads(name: str) -> None:
     axes = ((ROW_AXIS, HEAD_AXIS), (ROW_AXIS, None), (ROW_AXIS, None), (ROW_AXIS, HEAD_AXIS))
     parts = [spread(x, mesh, *each) for x, each in zip(inputs, axes, strict=True)]
     with CommDebugMode() as communication:
-        results = differentiated(ATTEND[name], parts)
+        results = differentiated(functools.partial(ATTEND[name], **implementation()), parts)
     assert communication.get_total_counts() == 0, communication.get_comm_counts()
     query, key = (Shard(ROW_AXIS), Shard(HEAD_AXIS)), (Shard(ROW_AXIS), Partial())
     for x, whole, placements in zip(results, expected_of(name, inputs), (query, query, key, key), strict=True):
@@ -132,7 +139,7 @@ def check_heads_that_do_not_divide() -> None:
     mesh, inputs = mesh_of(dist.get_world_size()), heads_of(1, 3)
     parts = [spread(x, mesh, axis) for x, axis in zip(inputs, (HEAD_AXIS, None, None, HEAD_AXIS), strict=True)]
     with pytest.warns(UserWarning, match=r"`block_diagonal_attention`: axis 2 \(`key_heads group`\) of an operand"):
-        results = differentiated(ATTEND["block_diagonal"], parts)
+        results = differentiated(functools.partial(ATTEND["block_diagonal"], **implementation()), parts)
     for x, whole in zip(results, expected_of("block_diagonal", inputs), strict=True):
         close(x, whole)
 
@@ -142,11 +149,11 @@ def check_channels() -> None:
     count = dist.get_world_size()
     inputs = [random(*shape, seed=seed) for seed, shape in enumerate(((ROWS, TOKENS, 1, 4 * count), (3, 1, 4 * count)))]
     whole = [x.clone().requires_grad_() for x in inputs]
-    expected = key_convolution(*whole)
+    expected = key_convolution(*whole, **implementation())
     gradients = torch.autograd.grad(expected.sum(), whole)
     mesh = mesh_of(count)
     leaves = [spread(inputs[0], mesh, 3).requires_grad_(), spread(inputs[1], mesh, None).requires_grad_()]
-    output = key_convolution(*leaves)
+    output = key_convolution(*leaves, **implementation())
     actual = torch.autograd.grad(output.sum(), leaves)
     close(output, expected.detach(), Shard(3))
     close(actual[0], gradients[0], Shard(3))
@@ -158,10 +165,12 @@ def step(arrays: dict[str, torch.Tensor], rotary: Rotary) -> tuple[torch.Tensor,
     cache = {name: arrays[name] for name in ("key_pages", "value_pages", "page_table", "kv_lengths")}
     append_to_pages(
         arrays["key"], arrays["value"], *cache.values(), rotary=rotary, key_centroids=arrays["centroids"],
-        block_size=BLOCK,
+        block_size=BLOCK, **implementation(),
     )  # fmt: skip
-    output, log_sum = paged_attention(arrays["query"], *cache.values(), return_residual=True)
-    chosen = moba_paged_attention(arrays["query"], *cache.values(), arrays["centroids"], block_size=BLOCK, top_k=2)
+    query, centroids = arrays["query"], arrays["centroids"]
+    output, log_sum = paged_attention(query, *cache.values(), return_residual=True, **implementation())
+    choice = {"block_size": BLOCK, "top_k": 2}
+    chosen = moba_paged_attention(query, *cache.values(), centroids, **choice, **implementation())
     return output, log_sum, chosen
 
 
@@ -219,11 +228,11 @@ def check_one_key_head_in_a_cache() -> None:
     for name in ("key_pages", "value_pages"):
         cache[name] = cache[name][:, :, :1].contiguous()
     query = random(2, 1, 2 * count, HEAD_DIM, seed=6)
-    expected = paged_attention(query, *cache.values())
+    expected = paged_attention(query, *cache.values(), **implementation())
     parts = {name: spread(x, mesh, None) if name.endswith("pages") else x for name, x in cache.items()}
     query = spread(query, mesh, HEAD_AXIS)
     with CommDebugMode() as communication:
-        output = paged_attention(query, *parts.values())
+        output = paged_attention(query, *parts.values(), **implementation())
     assert communication.get_total_counts() == 0, communication.get_comm_counts()
     close(output, expected, Shard(HEAD_AXIS))
 
@@ -294,8 +303,8 @@ class Attention(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         projections = (self.query, self.key, self.value)
         query, key, value = (project(x).unflatten(-1, (-1, HEAD_DIM)) for project in projections)
-        key = key_convolution(key, self.weights)
-        return self.out(ATTEND[self.name](query, key, value).flatten(-2))
+        key = key_convolution(key, self.weights, **implementation())
+        return self.out(ATTEND[self.name](query, key, value, **implementation()).flatten(-2))
 
 
 class Block(torch.nn.Module):
@@ -337,7 +346,7 @@ def assert_trains_alike(model: torch.nn.Module, whole: torch.nn.Module, width: i
     for (name, actual), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert isinstance(actual.grad, DTensor), name
         gradient = actual.grad.full_tensor()
-        torch.testing.assert_close(gradient, expected.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(gradient, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def check_tensor_parallel(name: str) -> None:
@@ -363,7 +372,7 @@ def check_modules_with_fsdp() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        heads: dict[str, Any] = {"num_key_heads": 1, "head_dim": HEAD_DIM, "block_size": BLOCK}
+        heads: dict[str, Any] = {"num_key_heads": 1, "head_dim": HEAD_DIM, "block_size": BLOCK, **implementation()}
         blocks = BlockDiagonalSelfAttention(width, 2, rotary_max_position=TOKENS, **heads)
         chosen = MoBASelfAttention(width, 2, top_k=2, key_convolution_size=3, **heads)
         torch.nn.init.normal_(chosen.key_convolution_weight)

@@ -8,24 +8,16 @@ if not torch.distributed.is_available():
 
 from tests.torch.process_support import several_processes  # noqa: E402
 
-# Name of a function of the worker, its arguments.
+# Checks that need more than two processes; the others are in test_sharding, and all are in test_torch_division_on_gpu.
 CHECKS = (
     ("check_few_key_heads", "block_diagonal", 1, False),
     ("check_few_key_heads", "moba", 2, False),
-    ("check_few_key_heads", "moba", 1, True),
     ("check_rows_and_few_key_heads", "block_diagonal"),
     ("check_rows_and_few_key_heads", "moba"),
-    ("check_heads_that_do_not_divide",),
-    ("check_channels",),
     ("check_cache", True, False),
-    ("check_cache", False, True),
-    ("check_one_key_head_in_a_cache",),
     ("check_caches_that_would_move",),
     ("check_merged_states",),
-    ("check_fuse_is_refused",),
-    ("check_tensor_parallel", "block_diagonal"),
     ("check_tensor_parallel", "moba"),
-    ("check_modules_with_fsdp",),
 )
 
 

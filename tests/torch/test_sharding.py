@@ -65,8 +65,8 @@ def test_replicated_cotangent(both, dim):
 
 @pytest.mark.parametrize(
     ("key_heads", "query_dim", "key_dim"),
-    [(1, HEADS, None), (4, 1, 1), (4, 3, 3), (4, BATCH, HEADS)],
-    ids=["one key head", "tokens", "head dimension", "batch and heads"],
+    [(4, 1, 1), (4, 3, 3), (4, BATCH, HEADS)],
+    ids=["tokens", "head dimension", "batch and heads"],
 )
 def test_shards_that_cannot_stay_are_gathered(both, key_heads, query_dim, key_dim):
     both("check_what_cannot_stay", key_heads, query_dim, key_dim)
@@ -80,11 +80,24 @@ def test_compiled_functions_of_dtensors(both):
     both("check_compiled")
 
 
-def test_fully_shard_equals_one_process(both):
-    both("check_fully_shard")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("check_few_key_heads", ("moba", 1, True)),
+        ("check_heads_that_do_not_divide", ()),
+        ("check_channels", ()),
+        ("check_cache", (False, True)),
+        ("check_one_key_head_in_a_cache", ()),
+        ("check_fuse_is_refused", ()),
+        ("check_modules_with_fsdp", ()),
+    ],
+    ids=str,
+)
+def test_division_over_two_processes(both, name, arguments):
+    both(name, *arguments, module="division_worker")
 
 
-def test_strategies_are_registered_without_importing_dtensor_early():
+def test_division_is_registered_without_importing_dtensor_early():
     code = """
 import sys
 import blockdiag.torch
@@ -157,7 +170,3 @@ def test_operators_of_moba_without_the_public_functions(both_moba):
 )
 def test_key_convolution_of_shards(both_moba, dims, is_packed, rows):
     both_moba("check_key_convolution", dims, is_packed, rows)
-
-
-def test_fully_shard_of_a_moba_module(both_moba):
-    both_moba("check_fully_shard")

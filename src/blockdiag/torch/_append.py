@@ -62,8 +62,8 @@ def append_to_pages(
     ``position % page_size`` of page ``page_table[b, position // page_size]``. Nothing else changes. Two tokens must not
     have one place.
 
-    For inference: a tensor that autograd follows raises a TypeError at once. DTensors are not taken; call it on the
-    heads that a device has.
+    For inference: a tensor that autograd follows raises a TypeError at once. Of DTensors, heads may be sharded, and
+    batch rows of a contiguous cache. Each process writes to what it holds; new tokens that lie otherwise are gathered.
 
     Args:
         key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and

@@ -4,6 +4,8 @@ A call runs in four steps. The rule and the placements of the operands say how l
 JAX's meshes use, too). Operands that lie otherwise are redistributed. What no placement can say is cut out on each
 process: the key heads that it needs, where there are fewer of them than processes. The operator runs on plain tensors,
 and its results become DTensors; those that lack a divided label are `Partial`.
+
+Importing this module registers all that.
 """
 
 import dataclasses
@@ -18,7 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from blockdiag.common.meshes import Dim, Division, Rule, division_of, spec_of
-from blockdiag.torch._rules import Operand, OperatorRule, RuleOf
+from blockdiag.torch import _ops
+from blockdiag.torch._rules import RULES, Operand, OperatorRule, RuleOf
 
 type Placements = tuple[Placement, ...]
 
@@ -136,9 +139,7 @@ def call(rule_of: RuleOf, operator: Any, arguments: Sequence[Any]) -> Any:
         if results is None:
             return None
         one = isinstance(results, torch.Tensor)
-        placed = [
-            _placed(x, how, mesh) for x, how in zip((results,) if one else results, plan.results, strict=True)
-        ]
+        placed = [_placed(x, how, mesh) for x, how in zip((results,) if one else results, plan.results, strict=True)]
     return placed[0] if one else tuple(placed)
 
 
@@ -153,7 +154,8 @@ def _own(plan: Plan, mesh: Any, tensors: Sequence[torch.Tensor]) -> list[torch.T
             x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
         if x.placements != placements:
             # Detached: the operators are below autograd, and `redistribute` is not.
-            x = x.detach().redistribute(placements=placements)
+            detached: Any = x.detach()
+            x = detached.redistribute(placements=placements)
         own = x.to_local()
         for cut in cuts:
             own = cut.of(own)
@@ -170,9 +172,7 @@ def _placed(x: torch.Tensor, how: Result, mesh: Any) -> torch.Tensor:
         shape[axis] = size
     # Results are contiguous.
     stride = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return DTensor.from_local(
-        x, mesh, how.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
+    return DTensor.from_local(x, mesh, how.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -277,10 +277,11 @@ class _Division:
         for axis in self._axes:
             one = self.given[number][axis]
             if isinstance(one, Shard) and wanted[axis] != one:
+                labels = f" (`{' '.join(dims[one.dim])}`)" if dims[one.dim] else ""
                 warnings.warn(
-                    f"`{self._rule.operation}`: axis {one.dim} (`{' '.join(dims[one.dim])}`) of an operand is sharded "
-                    f"over axis {axis} of the mesh, and is gathered; shard all operands over the same batch rows or "
-                    "heads instead, by numbers of devices that divide the heads",
+                    f"`{self._rule.operation}`: axis {one.dim}{labels} of an operand is sharded over axis {axis} of "
+                    "the mesh, and is gathered; shard all operands over the same batch rows or heads instead, by "
+                    "numbers of devices that divide the heads",
                     stacklevel=2,
                 )
 
@@ -331,3 +332,17 @@ class _Division:
                     found[axis] = label[0]
                     break
         return found
+
+
+def _dispatched(rule_of: RuleOf, _: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What torch calls in the place of an operator that has a DTensor among its arguments."""
+    del types
+    names = [argument.name for argument in operator._schema.arguments[len(args) :]]
+    return call(rule_of, operator, (*args, *((kwargs or {})[name] for name in names)))
+
+
+for _name, _rule_of in RULES.items():
+    for _suffix in ("", "_through_jax"):
+        torch.library.register_torch_dispatch(
+            f"blockdiag::{_name}{_suffix}", DTensor, functools.partial(_dispatched, _rule_of), lib=_ops._library
+        )

@@ -105,7 +105,7 @@ def moba_paged_attention(
     a call reads new lengths, tables, pages and mean keys with every replay. It is a registered operator:
     `torch.compile` with full graphs and dynamic shapes works. Repeatable bit by bit. Autocast changes nothing.
 
-    For inference: a derivative raises a TypeError. DTensors are not taken; call it on the heads that a device has.
+    For inference: a derivative raises a TypeError. DTensors as in `paged_attention`.
 
     Args:
         query: [B, T, N, H], T queries of each sequence, few; see `paged_attention` for dtypes and devices.

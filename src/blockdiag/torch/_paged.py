@@ -113,7 +113,8 @@ def paged_attention(
     replay. It is a registered operator: `torch.compile` with full graphs and dynamic shapes works. Repeatable bit by
     bit. Autocast changes nothing: caches have dtypes of their own.
 
-    For inference: a derivative raises a TypeError. DTensors are not taken; call it on the heads that a device has.
+    For inference: a derivative raises a TypeError. Of DTensors batch rows and heads may be sharded, those of the cache
+    as those of `query`; a cache is never moved, and a ValueError says how it has to lie.
 
     Args:
         query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,

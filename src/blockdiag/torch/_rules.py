@@ -1,7 +1,7 @@
 """The rules by which each torch operator divides over the devices of a mesh: those of `blockdiag.sharding`.
 
 The rules of `blockdiag.sharding` describe canonical calls, whose batch rows and tokens are one axis. Operators have
-them as two. So nothing but the place of labels changes here, with one exception: the tables of MoBA, see `_moba`.
+them as two. So nothing but the place of labels changes here, but for the tables of MoBA (see `_list_labels`).
 """
 
 import dataclasses
@@ -68,12 +68,12 @@ type RuleOf = Callable[..., OperatorRule]
 
 _ROWS = "sequences"
 _CACHE = (
-    "distribute the cache once, and its heads as those of the query; where devices are more than key heads, keep each key "
-    "head as often in the cache as devices need it"
+    "distribute the cache once, its heads as those of the query; where there are more devices than key heads, keep "
+    "each key head in the cache as often as devices need it"
 )
 _LISTS = (
-    "tables and lists must be sharded over the same batch rows: pass what torch.ops.blockdiag.moba_lists returns, as it "
-    "is, since its numbers count within what a process holds"
+    "tables and lists must be sharded over the same batch rows: pass what torch.ops.blockdiag.moba_lists returns, as "
+    "it is, since its numbers count within what a process holds"
 )
 _SHARED = frozenset((
     "sequence_offsets", "block_lengths", "key_sequence_offsets", "cos", "sin", "positions", "key_mask", "indices",
@@ -87,7 +87,7 @@ _COTANGENT = ("cotangent",)
 
 def _block_diagonal(method: str, *values: Any) -> OperatorRule:
     cotangent = _COTANGENT if method == "backward" else ()
-    arguments = Arguments(*values[len(cotangent) :])
+    arguments: Any = Arguments(*values[len(cotangent) :])
     query, key, _, offsets, lengths, cos, _, positions = arguments[:8]
     is_uniform = offsets is None and lengths is None
     *lead, heads, head_dim = query.shape
@@ -124,7 +124,7 @@ def _block_diagonal(method: str, *values: Any) -> OperatorRule:
 
 def _key_convolution(method: str, *values: Any) -> OperatorRule:
     cotangent = _COTANGENT if method == "backward" else ()
-    arguments = KeyConvolutionArguments(*values[len(cotangent) :])
+    arguments: Any = KeyConvolutionArguments(*values[len(cotangent) :])
     key, weights = arguments[:2]
     *lead, heads, head_dim = key.shape
     problem = KeyConvolutionProblem(
@@ -186,7 +186,8 @@ def _list_labels(rule: Rule) -> dict[str, tuple[Dim, ...]]:
 
 def _moba_choice(method: str, *values: Any) -> OperatorRule:
     """The rule of `moba_routing` and `moba_lists`."""
-    arguments = ListArguments(*(values if method == "lists" else (*values[:5], None, 0, 0, *values[5:])))
+    without_routing: Any = (*values[:5], None, 0, 0, *values[5:])
+    arguments: Any = ListArguments(*(values if method == "lists" else without_routing))
     query, key, key_mask, _, _, indices = arguments[:6]
     is_batched = query.ndim == 4
     longest = count_sequence_blocks(key.shape[-3], max(arguments.block_size, 1))
@@ -206,14 +207,12 @@ def _moba_choice(method: str, *values: Any) -> OperatorRule:
     if indices is None or not arguments.is_causal:
         lists["own"] = _WHOLE
     alike = frozenset(i for i, dims in enumerate(lists.values()) if dims[0] != lists["offsets"][0])
-    return dataclasses.replace(
-        found, rule=dataclasses.replace(found.rule, results=tuple(lists.values())), alike=alike
-    )
+    return dataclasses.replace(found, rule=dataclasses.replace(found.rule, results=tuple(lists.values())), alike=alike)
 
 
 def _moba_attention(method: str, *values: Any) -> OperatorRule:
     results = _RESULTS if method == "backward" else ()
-    arguments = AttentionArguments(*values[len(results) :])
+    arguments: Any = AttentionArguments(*values[len(results) :])
     query, key = arguments[:2]
     tokens = max(math.prod(query.shape[:-2]), 1)
     slots = arguments.entries.shape[-1] // tokens
@@ -231,29 +230,30 @@ def _moba_attention(method: str, *values: Any) -> OperatorRule:
     )
 
 
-def _paged_problem(query: Operand, key_pages: Operand, value_pages: Operand, page_table: Any, batch: Any) -> Any:
+def _paged_problem(arguments: Any) -> PagedProblem:
+    pages = arguments.key_pages
     return PagedProblem(
-        batch=batch,
+        batch=arguments.kv_lengths.shape[0],
         query_tokens=0,
-        query_heads=query.shape[-2],
-        key_heads=key_pages.shape[2],
-        head_dim=query.shape[-1],
-        value_dim=value_pages.shape[-1],
+        query_heads=arguments.query.shape[-2],
+        key_heads=pages.shape[2],
+        head_dim=pages.shape[-1],
+        value_dim=arguments.value_pages.shape[-1],
         query_dtype="",
         key_dtype="",
         value_dtype="",
         output_dtype="",
-        num_pages=key_pages.shape[0],
-        page_size=key_pages.shape[1],
+        num_pages=pages.shape[0],
+        page_size=pages.shape[1],
         max_pages=0,
         scale=1.0,
-        has_page_table=page_table is not None,
+        has_page_table=arguments.page_table is not None,
     )
 
 
 def _paged(*values: Any) -> OperatorRule:
-    arguments = PagedArguments(*values)
-    problem = _paged_problem(*arguments[:4], arguments.kv_lengths.shape[0])
+    arguments: Any = PagedArguments(*values)
+    problem = _paged_problem(arguments)
     found = _pool_rule(_given(PagedArguments._fields, values), functools.partial(paged.rule, problem, None, ""))
     if arguments.query_offsets is None:
         return found
@@ -264,9 +264,9 @@ def _paged(*values: Any) -> OperatorRule:
 
 
 def _moba_paged(*values: Any) -> OperatorRule:
-    arguments = MoBAPagedArguments(*values)
+    arguments: Any = MoBAPagedArguments(*values)
     problem = MoBAPagedProblem(
-        paged=_paged_problem(*arguments[:4], arguments.kv_lengths.shape[0]),
+        paged=_paged_problem(arguments),
         block_size=arguments.block_size,
         max_blocks=arguments.key_centroids.shape[1],
         slots=0,
@@ -275,7 +275,7 @@ def _moba_paged(*values: Any) -> OperatorRule:
 
 
 def _append(*values: Any) -> OperatorRule:
-    arguments = AppendArguments(*values)
+    arguments: Any = AppendArguments(*values)
     key, pages = arguments.key, arguments.key_pages
     problem = AppendProblem(
         tokens=0,

@@ -4,11 +4,8 @@ Importing torch.distributed.tensor takes about as long as a third of torch itsel
 it already; so nothing here imports it before.
 """
 
-import functools
 import sys
 from typing import Any
-
-import torch
 
 
 def prepare(*operands: Any) -> None:
@@ -24,29 +21,7 @@ def register_where_imported() -> None:
         register()
 
 
-# torch.compile calls it while it traces, and does not look into it.
-@torch.compiler.assume_constant_result
 def register() -> None:
     """Tell torch how each operator is called with DTensors."""
-    _register()
-
-
-@functools.cache
-def _register() -> None:
-    from torch.distributed.tensor import DTensor
-
-    from blockdiag.torch import _ops
-    from blockdiag.torch._rules import RULES
-
-    for name, rule_of in RULES.items():
-        for suffix in ("", "_through_jax"):
-            torch.library.register_torch_dispatch(
-                f"blockdiag::{name}{suffix}", DTensor, functools.partial(_call, rule_of), lib=_ops._library
-            )
-
-
-def _call(rule_of: Any, _mode: Any, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    from blockdiag.torch import _division
-
-    names = [argument.name for argument in operator._schema.arguments[len(args) :]]
-    return _division.call(rule_of, operator, (*args, *((kwargs or {})[name] for name in names)))
+    # A statement that registers, because torch.compile runs imports as they are, and would trace a function.
+    from blockdiag.torch import _division  # noqa: F401
