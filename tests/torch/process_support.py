@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
@@ -32,14 +32,24 @@ def several_processes(folder: Path, count: int, device: str = "cpu") -> Iterator
     def run(name: str, *arguments: object) -> None:
         for pipe in ours:
             pipe.send((name, arguments))
-        for pipe in ours:
-            assert pipe.poll(180), "a process hangs"
-        problems = [problem for problem in (pipe.recv() for pipe in ours) if problem is not None]
+        waiting, problems = set(ours), []
+        while waiting:
+            # Where one process failed, others may wait for it.
+            ready = wait(waiting, timeout=10 if problems else 180)
+            if not ready:
+                problems.append(f"{len(waiting)} processes hang")
+                break
+            waiting -= set(ready)
+            problems += [problem for problem in (pipe.recv() for pipe in ready) if problem is not None]
+        if waiting:
+            for process in processes:
+                process.terminate()
         assert not problems, "\n".join(problems)
 
     yield run
-    for pipe in ours:
-        pipe.send(None)
+    for pipe, process in zip(ours, processes, strict=True):
+        if process.is_alive():
+            pipe.send(None)
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
