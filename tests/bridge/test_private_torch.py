@@ -38,7 +38,6 @@ def forget() -> None:
         private_torch._observer_flags,
         private_torch._stream_reader,
         private_torch._fake_tensors,
-        private_torch._dtensor,
     ):
         probe.cache_clear()
 
@@ -74,7 +73,7 @@ def features() -> dict[str, bool]:
 
 def test_private_torch_features_are_fast_in_the_installed_torch():
     expected = {"observers of a call", "transforms and forward-mode levels", "functional tensors"}
-    assert expected | {"tensors without data", "DTensor strategies"} <= features().keys()
+    assert expected | {"tensors without data"} <= features().keys()
     assert all(features().values()), private_torch.describe_features()
 
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from blockdiag.torch import MoBASelfAttention, Routing, key_convolution, moba_attention, moba_routing
+from blockdiag.torch import Routing, key_convolution, moba_attention, moba_routing
 from tests.torch.sharding_worker import random
 
 BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 4, 40, 4, 2, 16
@@ -193,8 +192,7 @@ def check_operators_directly() -> None:
     gradients = torch.ops.blockdiag.moba_backward(*outputs, *cotangents, *arguments)
     assert_equal([*outputs, *gradients], whole_results(inputs))
     gathered = lists[0].redistribute(placements=[Replicate()])
-    # DTensor raises an error of its own with the strategy's message in it.
-    with pytest.raises(RuntimeError, match="tables and lists must be sharded over the same batch rows"):
+    with pytest.raises(ValueError, match="tables and lists must be sharded over the same batch rows"):
         torch.ops.blockdiag.moba_forward(*arguments[:4], gathered, *arguments[5:])
 
 
@@ -221,25 +219,3 @@ def check_key_convolution(dims: tuple[int | None, ...], is_packed: bool, rows: i
     sums = [Partial() if dim == 0 != heads else one for dim, one in zip(dims, weight_placements, strict=True)]
     assert list(gradients[1].placements) == sums, gradients[1].placements
     assert_equal([output, *gradients], [expected.detach(), *expected_gradients])
-
-
-def check_fully_shard() -> None:
-    """FSDP over the module's parameters and batch: gradients of the mean loss equal those of one process."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def new_model() -> torch.nn.Module:
-        torch.manual_seed(0)
-        heads = {"num_key_heads": KEY_HEADS, "head_dim": HEAD_DIM}
-        model = MoBASelfAttention(32, HEADS, key_convolution_size=3, **heads, **CHOICE, **REFERENCE)
-        torch.nn.init.normal_(model.key_convolution_weight)
-        return model
-
-    inputs, target = (random(BATCH, TOKENS, 32, seed=seed) for seed in (1, 2))
-    whole = new_model()
-    torch.nn.functional.mse_loss(whole(inputs), target).backward()
-    model = fully_shard(new_model())
-    rows = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    torch.nn.functional.mse_loss(model(inputs[rows]), target[rows]).backward()
-    for (name, actual), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert isinstance(actual.grad, DTensor), name
-        torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6, msg=name)

@@ -1,46 +1,19 @@
 """What each of two processes runs for test_sharding: functions of the process's rank, on CPU tensors through gloo."""
 
-import importlib
-import os
-import traceback
-from multiprocessing.connection import Connection
-
+import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from blockdiag.interop import private_torch
 from blockdiag.torch import (
     Rotary,
-    _sharding,
     block_diagonal_attention,
     fused_qkv_block_attention,
-    moba_attention,
     rotary_tables,
 )
 
 BATCH, TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 4, 40, 8, 4, 16
-
-
-def serve(rank: int, world_size: int, store: str, requests: Connection) -> None:
-    """Answer each `module.function` of this package that arrives with None, or with what went wrong in it."""
-    torch.set_num_threads(1)
-    # gloo would look the host name up, which need not be known; and most of the time here is compilation.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    while (request := requests.recv()) is not None:
-        name, arguments = request
-        try:
-            module, function = name.split(".")
-            getattr(importlib.import_module(f"{__package__}.{module}"), function)(*arguments)
-            requests.send(None)
-        except Exception:
-            requests.send(f"process {rank}: {traceback.format_exc()}")
-    dist.destroy_process_group()
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -156,7 +129,7 @@ def check_what_cannot_stay(key_heads: int, query_dim: int, key_dim: int | None) 
         for x, dim in zip(inputs, dims, strict=True)
     )
     leaves = [x.requires_grad_() for x in leaves]
-    with CommDebugMode() as communication:
+    with CommDebugMode() as communication, pytest.warns(UserWarning, match="of an operand is sharded .* is gathered"):
         output = block_diagonal_attention(*leaves, block_size=16)
     assert communication.get_total_counts() > 0
     for actual, whole in zip((output, *torch.autograd.grad(output, leaves, cotangent)), expected, strict=True):
@@ -185,42 +158,6 @@ def check_fused_projection() -> None:
         torch.testing.assert_close(actual.full_tensor(), right, rtol=1e-5, atol=1e-4)
 
 
-class Block(torch.nn.Module):
-    """Attention and a residual, as a model has many of them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(width, 3 * width)
-        self.out = torch.nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).chunk(3, dim=-2)
-        rotary = Rotary(*rotary_tables(TOKENS, HEAD_DIM))
-        return x + self.out(block_diagonal_attention(*heads, block_size=16, rotary=rotary).flatten(-2))
-
-
-def check_fully_shard() -> None:
-    """FSDP over parameters and batch: gradients of the mean loss equal those of one process on the whole batch."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def new_model() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(Block(2 * HEAD_DIM), Block(2 * HEAD_DIM))
-
-    inputs, target = (random(BATCH, TOKENS, 2 * HEAD_DIM, seed=seed) for seed in (1, 2))
-    whole = new_model()
-    torch.nn.functional.mse_loss(whole(inputs), target).backward()
-    model = new_model()
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    rows = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    torch.nn.functional.mse_loss(model(inputs[rows]), target[rows]).backward()
-    for (name, actual), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert isinstance(actual.grad, DTensor), name
-        torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
-
-
 def check_compiled() -> None:
     """A compiled function of DTensors: the same results, and nothing communicated."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
@@ -241,26 +178,3 @@ def check_compiled() -> None:
     assert communication.get_total_counts() == 0, communication.get_comm_counts()
     for actual, whole in zip((output, *gradients), expected, strict=True):
         torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
-
-
-def check_unknown_strategies() -> None:
-    """A torch whose classes of strategies are unknown: DTensors are gathered, and the results are the same."""
-    private_torch._dtensor = lambda: None
-    _sharding.register.cache_clear()
-    _sharding.register()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for is_packed, kind in ((False, "positions"), (True, "offsets")):
-        inputs = operands(batch=None if is_packed else BATCH)
-        call = options(kind)
-        expected = whole_results(inputs, **call)
-        placements = [Shard(1 if is_packed else 0)]
-        *leaves, cotangent = (distribute_tensor(x, mesh, placements) for x in inputs)
-        leaves = [x.requires_grad_() for x in leaves]
-        output = block_diagonal_attention(*leaves, block_size=16, **call)
-        assert output.placements == (Replicate(),)
-        for actual, whole in zip((output, *torch.autograd.grad(output, leaves, cotangent)), expected, strict=True):
-            torch.testing.assert_close(actual.full_tensor().detach(), whole, rtol=1e-5, atol=2e-6)
-    query, key, value, _ = operands()
-    routed = moba_attention(query, key, value, block_size=16, top_k=2)
-    shards = (distribute_tensor(x, mesh, [Shard(0)]) for x in (query, key, value))
-    torch.testing.assert_close(moba_attention(*shards, block_size=16, top_k=2).full_tensor(), routed)

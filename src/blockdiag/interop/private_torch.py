@@ -7,8 +7,8 @@ the same results runs, and `describe_features` says so. This module does not imp
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -148,74 +148,6 @@ def without_data() -> Iterator[None]:
         raise DataDependentShape(str(error)) from error
 
 
-# --- DTensor
-
-
-class DTensorTypes(NamedTuple):
-    """The classes that sharding strategies of operators are made of."""
-
-    DTensorSpec: Any
-    OpSpec: Any
-    OpStrategy: Any
-
-
-@functools.cache
-def _dtensor() -> tuple[DTensorTypes, Any, Any] | None:
-    """Return the classes of strategies, RuntimeSchemaInfo, and what registers strategies; None if unknown."""
-    try:
-        # Statements, because torch.compile can trace these and not importlib.
-        import torch.distributed.tensor._dtensor_spec as spec
-        import torch.distributed.tensor._op_schema as schema
-        from torch.distributed.tensor import DTensor
-
-        propagator: Any = DTensor._op_dispatcher.sharding_propagator
-        types = DTensorTypes(spec.DTensorSpec, schema.OpSpec, schema.OpStrategy)
-        types.OpStrategy([types.OpSpec(None, (), [])])
-        schema.RuntimeSchemaInfo(static_argnum=1)
-        return types, schema.RuntimeSchemaInfo, propagator.register_op_strategy
-    except (ImportError, AttributeError, TypeError):
-        return None
-
-
-def dtensor_types() -> DTensorTypes:
-    """Return the classes of sharding strategies; only strategies that were registered ask for them."""
-    found = _dtensor()
-    assert found is not None, "strategies are registered only where their classes are known"
-    return found[0]
-
-
-def register_strategy(operator: Any, strategy: Callable[[Any], Any], num_tensors: int) -> None:
-    """Tell DTensor how to shard an operator.
-
-    Where DTensor's strategies are unknown, the public function for them serves: each process then gathers the
-    operands and computes the whole call.
-
-    Args:
-        operator: an overload, such as `torch.ops.blockdiag.moba_lists.default`.
-        strategy: takes an OpSchema and returns an OpStrategy.
-        num_tensors: how many tensors stand first among the arguments. The placements of results may depend on all
-            others.
-    """
-    found = _dtensor()
-    if found is None:
-        _register_replication(operator)
-        return
-    _, schema_info, register_op_strategy = found
-    register_op_strategy(operator, strategy, schema_info(static_argnum=num_tensors))
-
-
-def _register_replication(operator: Any) -> None:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.experimental import register_sharding
-
-    num_results = len(operator._schema.returns)
-
-    @register_sharding(operator)
-    def replicate(*arguments: Any) -> Sequence[tuple[list[Any], list[Any]]]:
-        inputs = [Replicate() if hasattr(argument, "placements") else None for argument in arguments]
-        return [([Replicate()] * num_results, inputs)]
-
-
 # --- Options of torch's compiler, for benchmarks
 
 
@@ -274,7 +206,7 @@ def describe_features() -> tuple[Feature, ...]:
             "wrap_torch finds shapes by a run on zeros",
         ),
     ]
-    # Builds without CUDA or torch.distributed have no use for these.
+    # Builds without CUDA have no use for it.
     if torch.version.cuda is not None:
         features.append(
             _feature(
@@ -282,15 +214,6 @@ def describe_features() -> tuple[Feature, ...]:
                 callable(getattr(torch._C, "_cuda_getCurrentRawStream", None)),
                 "read as a number",
                 "read as an object",
-            )
-        )
-    if torch.distributed.is_available():
-        features.append(
-            _feature(
-                "DTensor strategies",
-                _dtensor() is not None,
-                "batch rows and heads stay where they are",
-                "DTensors are gathered, and every process computes the whole call",
             )
         )
     return tuple(features)

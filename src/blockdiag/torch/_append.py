@@ -8,7 +8,7 @@ import torch
 from blockdiag import _validate
 from blockdiag._describe_append import describe_append_call
 from blockdiag.append_problem import AppendProblem
-from blockdiag.torch import _nested, _ops  # noqa: F401 - _ops defines the library that this one adds to
+from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
 from blockdiag.torch._paged_call import (
     as_tensor_scale,
     check_devices,
@@ -62,8 +62,8 @@ def append_to_pages(
     ``position % page_size`` of page ``page_table[b, position // page_size]``. Nothing else changes. Two tokens must not
     have one place.
 
-    For inference: a tensor that autograd follows raises a TypeError at once. DTensors are not taken; call it on the
-    heads that a device has.
+    For inference: a tensor that autograd follows raises a TypeError at once. Of DTensors, heads may be sharded, and
+    batch rows of a contiguous cache. Each process writes to what it holds; new tokens that lie otherwise are gathered.
 
     Args:
         key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and
@@ -129,6 +129,8 @@ def append_to_pages(
         if is_native and isinstance(key, torch.Tensor) and key.is_cuda and _append_natively(arguments):
             return arguments.written
         arguments = _checked(arguments, implementation)
+    if type(key) is not torch.Tensor:
+        _sharding.prepare(key)
     if is_native and key.is_cuda:
         is_native = _takes(arguments)
     scales = {name: as_tensor_scale(getattr(arguments, name), key) for name in ("key_scale", "value_scale")}

@@ -250,8 +250,7 @@ def _call(
         _refuse_tangents(operands)
     (cos, sin, positions), letters = rotary_of(rotary)
     if type(operands[0]) is not torch.Tensor:
-        tables: Any = (sequence_offsets, block_lengths, cos, sin, positions)
-        sequence_offsets, block_lengths, cos, sin, positions = _sharding.prepare_sharded(operands[0], tables)
+        _sharding.prepare(operands[0])
     arguments = Arguments(
         *operands, sequence_offsets, block_lengths, cos, sin, positions, key_heads, *options, letters, ",".join(names)
     )

@@ -95,8 +95,7 @@ def key_convolution(
     if may_have_tangents():
         _refuse_tangents(key, weights)
     if type(key) is not torch.Tensor:
-        (sequence_offsets,) = _sharding.prepare_sharded(key, (sequence_offsets,))
-        arguments = arguments._replace(sequence_offsets=sequence_offsets)
+        _sharding.prepare(key)
     # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
     is_native = via is None and (not names or names[0] == "triton")
     if key.is_cuda:

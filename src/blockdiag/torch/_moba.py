@@ -151,7 +151,8 @@ def moba_attention(
         block_size, top_k, is_causal, names,
     )  # fmt: skip
     arguments, scale = _checked(arguments, value, scale)
-    arguments = _prepare_sharded(arguments)
+    if type(query) is not torch.Tensor:
+        _sharding.prepare(query)
     operators = torch.ops.blockdiag
     *lists, own = (operators.moba_lists if is_native else operators.moba_lists_through_jax)(*arguments)
     has_own = is_causal and routing is not None
@@ -231,7 +232,8 @@ def moba_routing(
         block_size, top_k, is_causal, names,
     )  # fmt: skip
     arguments, _ = _checked(arguments)
-    arguments = _prepare_sharded(arguments)
+    if type(query) is not torch.Tensor:
+        _sharding.prepare(query)
     operator = torch.ops.blockdiag.moba_routing if is_native else torch.ops.blockdiag.moba_routing_through_jax
     indices = operator(*arguments[:5], *arguments[8:])
     return Routing(indices, arguments.block_size, count_sequence_blocks(key.shape[-3], arguments.block_size))
@@ -254,15 +256,6 @@ def _checked(
         block_size=problem.block_size, top_k=int(arguments.top_k), is_causal=problem.is_causal
     )
     return arguments, problem.scale
-
-
-def _prepare_sharded(arguments: ListArguments) -> ListArguments:
-    """The same; for DTensors with everything else in DTensors as well."""
-    if type(arguments.query) is torch.Tensor:
-        return arguments
-    names = ListArguments._fields[2:6]
-    tables = _sharding.prepare_sharded(arguments.query, arguments[2:6])
-    return arguments._replace(**dict(zip(names, tables, strict=True)))
 
 
 def _who_computes(

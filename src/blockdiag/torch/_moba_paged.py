@@ -9,7 +9,7 @@ from blockdiag import _validate
 from blockdiag._describe_moba import check_moba_block_size
 from blockdiag._describe_moba_paged import describe_moba_paged_call
 from blockdiag.moba_paged_problem import MoBAPagedProblem
-from blockdiag.torch import _nested
+from blockdiag.torch import _nested, _sharding
 from blockdiag.torch._paged import Scale, takes
 from blockdiag.torch._paged_call import (
     as_tensor_scale,
@@ -105,7 +105,7 @@ def moba_paged_attention(
     a call reads new lengths, tables, pages and mean keys with every replay. It is a registered operator:
     `torch.compile` with full graphs and dynamic shapes works. Repeatable bit by bit. Autocast changes nothing.
 
-    For inference: a derivative raises a TypeError. DTensors are not taken; call it on the heads that a device has.
+    For inference: a derivative raises a TypeError. DTensors as in `paged_attention`.
 
     Args:
         query: [B, T, N, H], T queries of each sequence, few; see `paged_attention` for dtypes and devices.
@@ -161,6 +161,8 @@ def moba_paged_attention(
             if results is not None:
                 return results if return_residual else results[0]
         arguments = _checked(arguments, implementation)
+    if type(query) is not torch.Tensor:
+        _sharding.prepare(query)
     if is_native and query.is_cuda:
         is_native = takes(query, key_pages, value_pages)
     scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}

@@ -7,7 +7,7 @@ import torch
 
 from blockdiag import _validate
 from blockdiag._describe_paged import check_soft_cap, check_window
-from blockdiag.torch import _nested, _paged_ops  # noqa: F401 - _paged_ops registers the operators
+from blockdiag.torch import _nested, _paged_ops, _sharding  # noqa: F401 - _paged_ops registers the operators
 from blockdiag.torch._paged_call import (
     PagedArguments,
     as_tensor_scale,
@@ -113,7 +113,8 @@ def paged_attention(
     replay. It is a registered operator: `torch.compile` with full graphs and dynamic shapes works. Repeatable bit by
     bit. Autocast changes nothing: caches have dtypes of their own.
 
-    For inference: a derivative raises a TypeError. DTensors are not taken; call it on the heads that a device has.
+    For inference: a derivative raises a TypeError. Of DTensors batch rows and heads may be sharded, those of the cache
+    as those of `query`; a cache is never moved, and a ValueError says how it has to lie.
 
     Args:
         query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,
@@ -195,6 +196,8 @@ def paged_attention(
             if results is not None:
                 return results if return_residual else results[0]
         arguments = _checked(arguments, implementation)
+    if type(query) is not torch.Tensor:
+        _sharding.prepare(query)
     if is_native and query.is_cuda:
         is_native = takes(query, key_pages, value_pages)
     scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}

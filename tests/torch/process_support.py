@@ -1,0 +1,78 @@
+"""Processes that run checks of DTensors together, through gloo on CPUs or NCCL on GPUs."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def several_processes(folder: Path, count: int, device: str = "cpu") -> Iterator[Callable[..., None]]:
+    """Yields a function that runs `module.function` of this package in all processes at once.
+
+    It raises what one of them raised.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(count)]
+    processes = [
+        context.Process(target=_serve, args=(rank, count, str(folder / "file"), theirs, device), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    ours = [own for own, _ in pipes]
+
+    def run(name: str, *arguments: object) -> None:
+        for pipe in ours:
+            pipe.send((name, arguments))
+        waiting, problems = set(ours), []
+        while waiting:
+            # Where one process failed, others may wait for it.
+            ready = wait(waiting, timeout=10 if problems else 180)
+            if not ready:
+                problems.append(f"{len(waiting)} processes hang")
+                break
+            waiting -= set(ready)
+            problems += [problem for problem in (pipe.recv() for pipe in ready) if problem is not None]
+        if waiting:
+            for process in processes:
+                process.terminate()
+        assert not problems, "\n".join(problems)
+
+    yield run
+    for pipe, process in zip(ours, processes, strict=True):
+        if process.is_alive():
+            pipe.send(None)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+
+
+def _serve(rank: int, world_size: int, store: str, requests: Connection, device: str) -> None:
+    """Answer each `module.function` of this package that arrives with None, or with what went wrong in it."""
+    torch.set_num_threads(1)
+    # gloo would look the host name up, which need not be known; and most of the time here is compilation.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while (request := requests.recv()) is not None:
+        name, arguments = request
+        try:
+            module, function = name.split(".")
+            getattr(importlib.import_module(f"{__package__}.{module}"), function)(*arguments)
+            requests.send(None)
+        except Exception:
+            requests.send(f"process {rank}: {traceback.format_exc()}")
+    dist.destroy_process_group()
