@@ -15,7 +15,7 @@ from blockdiag.common.meshes import Part, divide
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
-from blockdiag.fusion.sharding import backward_rule, forward_rule, local_region
+from blockdiag.fusion.sharding import backward_rule, forward_rule, local_region, scatter_gradients, with_whole_keys
 from blockdiag.fusion.tree import FEATURES, ROWS, Dim, Leaf, Region, Source, with_leaves
 
 
@@ -25,11 +25,13 @@ class Call:
 
     Attributes:
         has_log_sum: whether the log-sum-exp is a result, too, with a gradient.
+        shares_tokens: whether devices may divide queries, and gather what has keys.
     """
 
     region: Region = dataclasses.field(repr=False)
     implementations: tuple[str, ...] | None
     has_log_sum: bool = False
+    shares_tokens: bool = False
 
 
 def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
@@ -132,7 +134,7 @@ def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tup
     cotangent = jnp.zeros_like(output) if cotangent is None else cotangent
     region = call.region
     if tuple(leaf.is_constant for leaf in region.leaves) != tuple(constant.leaves):
-        call = Call(region.once(_marked, constant.leaves), call.implementations)
+        call = dataclasses.replace(call, region=region.once(_marked, constant.leaves))
     grads, value_grad = _gradients(call, leaves, value, output, log_sum, cotangent, log_sum_cotangent)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value_grad = None
@@ -214,10 +216,10 @@ def _replaced(arrays: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool
 
 def _forward(call: Call) -> Any:
     """What computes result and log-sum-exp of leaves and values: one function of a region, which JAX traces once."""
-    return call.region.once(_forward_function, call.implementations)
+    return call.region.once(_forward_function, call.implementations, call.shares_tokens)
 
 
-def _forward_function(region: Region, implementations: tuple[str, ...] | None) -> Any:
+def _forward_function(region: Region, implementations: tuple[str, ...] | None, shares_tokens: bool) -> Any:
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         if _is_empty(region):
@@ -230,15 +232,19 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None) -
 
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
             own = local_region(apart, part.sizes)
-            return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
 
-        output, log_sum = divide(region.once(forward_rule, implementations), on_device, operands)
+            def results(*x: Any) -> Sequence[Any]:
+                return call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
+
+            return with_whole_keys(apart, part, results) if shares_tokens else results
+
+        output, log_sum = divide(region.once(forward_rule, implementations, shares_tokens), on_device, operands)
         return output, log_sum
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
         mapped = region.once(map_region, axis_size, tuple(is_mapped))
-        output, log_sum = _forward(Call(mapped, implementations))(*operands)
+        output, log_sum = _forward(Call(mapped, implementations, shares_tokens=shares_tokens))(*operands)
         return (output, log_sum), (True, True)
 
     return compute
@@ -246,10 +252,10 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None) -
 
 def _backward(call: Call) -> Any:
     """What computes gradients of leaves and values: one function of a region, too."""
-    return call.region.once(_backward_function, call.implementations)
+    return call.region.once(_backward_function, call.implementations, call.shares_tokens)
 
 
-def _backward_function(region: Region, implementations: tuple[str, ...] | None) -> Any:
+def _backward_function(region: Region, implementations: tuple[str, ...] | None, shares_tokens: bool) -> Any:
     count = len(region.leaves) + 1
 
     @jax.custom_batching.custom_vmap
@@ -267,13 +273,15 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
             def gradients(*given: Any) -> Sequence[Any]:
                 leaves, value, rest = given[: count - 1], given[count - 1], given[count:]
                 grads, value_grad = call_implementation("backward", own, implementations, leaves, value, *rest)
-                return *[x for x, leaf in zip(grads, own.leaves, strict=True) if leaf.has_gradient], value_grad
+                wanted = [*[x for x, leaf in zip(grads, own.leaves, strict=True) if leaf.has_gradient], value_grad]
+                return scatter_gradients(apart, part, wanted) if shares_tokens else wanted
 
-            return gradients
+            return with_whole_keys(apart, part, gradients) if shares_tokens else gradients
 
         # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
         has_log_sum_cotangent = len(operands) == count + 4
-        return tuple(divide(region.once(backward_rule, implementations, has_log_sum_cotangent), on_device, operands))
+        rule = region.once(backward_rule, implementations, has_log_sum_cotangent, shares_tokens)
+        return tuple(divide(rule, on_device, operands))
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
@@ -285,7 +293,7 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
         )
         flags = tuple(flag or is_needed for flag, is_needed in zip(is_mapped, needed, strict=True))
         mapped = region.once(map_region, axis_size, flags[:count])
-        grads = _backward(Call(mapped, implementations))(*operands)
+        grads = _backward(Call(mapped, implementations, shares_tokens=shares_tokens))(*operands)
         return grads, (True,) * len(grads)
 
     return compute
