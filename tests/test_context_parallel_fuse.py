@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from blockdiag import ContextParallel, explain, fuse, inverse_zigzag_order, zigzag_order
+from blockdiag import ContextParallel, fuse
 from tests.division_support import KINDS, count_collectives, make_mesh, shard
 
 TOKENS, HEADS, KEY_HEADS, WIDTH = 64, 8, 4, 8

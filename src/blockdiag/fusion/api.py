@@ -101,6 +101,11 @@ def fuse[**P, R](
         (1, 64, 2, 16)
     """
     if implementation == "reference":
+        if context_parallel is not None:
+            raise ValueError(
+                "implementation='reference' is the function as it stands, which `context_parallel` does not divide; "
+                "leave out one of them, or use implementation='xla'"
+            )
         return function
     if is_fused(function):
         # Its kernels are chosen anew.

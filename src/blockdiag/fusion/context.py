@@ -99,8 +99,8 @@ def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
         mesh = context.mesh or current
     if context.axis not in mesh.shape:
         raise ValueError(
-            f"`context_parallel` names the axis {context.axis!r}, and the mesh has {sorted(mesh.shape) or 'none'}; call "
-            "inside `jax.set_mesh(mesh)` or pass ContextParallel(axis, mesh=mesh)"
+            f"`context_parallel` names the axis {context.axis!r}, and the mesh has {sorted(mesh.shape) or 'none'}; "
+            "call inside `jax.set_mesh(mesh)` or pass ContextParallel(axis, mesh=mesh)"
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return Sharing(context, mesh, kinds[context.axis] == AxisType.Explicit)
@@ -128,7 +128,7 @@ def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any],
         ValueError: the strategy cannot serve the region, or the devices do not divide its tokens.
     """
     region, arrays = call.region, [*leaves, value]
-    chosen = choose(sharing, region, arrays)
+    chosen = choose(sharing, region, [jax.typeof(x) for x in arrays])
     move = _Moves(sharing, region, chosen)
     labels: list[tuple[Dim, ...]] = [*(leaf.dims for leaf in region.leaves), region.value_dims]
     if chosen.strategy == "gather":
@@ -141,11 +141,11 @@ def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any],
     return output, log_sum
 
 
-def choose(sharing: Sharing, region: Region, arrays: Sequence[Any]) -> Chosen:
+def choose(sharing: Sharing, region: Region, types: Sequence[Any]) -> Chosen:
     """How devices work together on a region.
 
     Args:
-        arrays: of its leaves and values; only their types count.
+        types: of its leaves and values: shapes, dtypes and shardings.
 
     Raises:
         ValueError: see `attend_to_shared_tokens`.
@@ -157,7 +157,7 @@ def choose(sharing: Sharing, region: Region, arrays: Sequence[Any]) -> Chosen:
                 f"{name} must be a multiple of the {devices} devices along {context.axis!r}, got "
                 f"{region.sizes[label]}; pad them, and mask what is padded"
             )
-    left = _left(sharing, region, arrays)
+    left = _left(sharing, region, types)
     able = [label for label in reversed(region.batch) if left.get(label, 1) % devices == 0]
     obstacle = _obstacle(region)
     if able and context.strategy in (None, "ulysses"):
@@ -180,13 +180,11 @@ def choose(sharing: Sharing, region: Region, arrays: Sequence[Any]) -> Chosen:
     return Chosen("gather", is_zigzag=is_zigzag)
 
 
-def _left(sharing: Sharing, region: Region, arrays: Sequence[Any]) -> dict[str, int]:
+def _left(sharing: Sharing, region: Region, types: Sequence[Any]) -> dict[str, int]:
     """Batch labels that devices may divide in place of tokens, and how many indices other devices leave of them."""
     shared = _shared_labels(region)
     if sharing.is_explicit:
-        specs = [
-            (x.shape, P(*(_without(e, sharing.axis) or None for e in jax.typeof(x).sharding.spec))) for x in arrays
-        ]
+        specs = [(x.shape, P(*(_without(e, sharing.axis) or None for e in x.sharding.spec))) for x in types]
         division = division_of(forward_rule(region, None), dict(sharing.mesh.shape), specs)
         parts = {label: math.prod(x.count for x in pieces) for label, pieces in division.items()}
     else:
@@ -297,7 +295,7 @@ class _Moves:
             x = self._placed(x, before)
         kind = AxisType.Explicit if self.sharing.is_explicit else AxisType.Auto
         manual = {name for name, own in zip(mesh.axis_names, mesh.axis_types, strict=True) if own == kind}
-        # Within `jax.vmap` the axes that a mapped axis is sharded over are not to be named: none given means all others.
+        # Within `jax.vmap` the axes that a mapped axis is sharded over are not to be named: none given means all.
         names = manual if len(manual) < len(mesh.axis_names) else set()
         return jax.shard_map(compute, mesh=mesh, in_specs=before, out_specs=after, axis_names=names)(x)
 

@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from blockdiag._differentiation import on_common_axes, reverse_only
-from blockdiag.common.meshes import Part, divide
+from blockdiag.common.meshes import Part, divide, placed_like
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
@@ -160,7 +160,8 @@ def _gradients(
     like = _chosen(leaves, _with_gradient(call.region))
     if jnp.issubdtype(value.dtype, jnp.floating):
         value_grad = value_grad.astype(value.dtype)
-    return [grad.astype(x.dtype) for grad, x in zip(grads, like, strict=True)], value_grad
+    grads = [grad.astype(x.dtype) for grad, x in zip(grads, like, strict=True)]
+    return placed_like((grads, value_grad), (like, value))
 
 
 def _gradients_forward(call: Call, *operands: Any) -> tuple[Any, Any]:
