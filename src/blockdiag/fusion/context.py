@@ -25,8 +25,9 @@ from blockdiag.common.meshes import division_of, explicit_mesh
 from blockdiag.context_parallel import ContextParallel, Strategy
 from blockdiag.fusion.live import needs_balance
 from blockdiag.fusion.op import Call, attend
+from blockdiag.fusion.rows import axis_of
 from blockdiag.fusion.sharding import forward_rule, is_known
-from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Region, Source
+from blockdiag.fusion.tree import COLUMNS, DISTANCE, ROWS, Dim, Region, Source
 from blockdiag.zigzag import from_zigzag, to_zigzag, zigzag_order
 
 
@@ -132,7 +133,7 @@ def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any],
     move = _Moves(sharing, region, chosen)
     labels: list[tuple[Dim, ...]] = [*(leaf.dims for leaf in region.leaves), region.value_dims]
     if chosen.strategy == "gather":
-        call = dataclasses.replace(call, shares_tokens=True)
+        call = dataclasses.replace(call, order="zigzag" if chosen.is_zigzag else "consecutive")
     *leaves, value = (move.there(*each) for each in zip(arrays, region.sources, labels, strict=True))
     output, log_sum = attend(call, leaves, value)
     output = move.back(output, region.out_dims)
@@ -151,12 +152,11 @@ def choose(sharing: Sharing, region: Region, types: Sequence[Any]) -> Chosen:
         ValueError: see `attend_to_shared_tokens`.
     """
     context, devices = sharing.context, sharing.devices
-    for label, name in ((ROWS, "queries"), (COLUMNS, "keys")):
-        if region.sizes[label] % devices:
-            raise ValueError(
-                f"{name} must be a multiple of the {devices} devices along {context.axis!r}, got "
-                f"{region.sizes[label]}; pad them, and mask what is padded"
-            )
+    if region.sizes[ROWS] % devices:
+        raise ValueError(
+            f"queries must be a multiple of the {devices} devices along {context.axis!r}, got {region.sizes[ROWS]}; "
+            "pad them, and leave out what comes of the padding"
+        )
     left = _left(sharing, region, types)
     able = [label for label in reversed(region.batch) if left.get(label, 1) % devices == 0]
     obstacle = _obstacle(region)
@@ -171,7 +171,7 @@ def choose(sharing: Sharing, region: Region, types: Sequence[Any]) -> Chosen:
     if obstacle is not None:
         other = "use strategy='ulysses'" if able else "nor does 'ulysses', as the devices divide no axis of key heads"
         raise ValueError(f"strategy 'gather' does not serve this attention, as {obstacle}; {other}")
-    is_zigzag = needs_balance(region, devices)
+    is_zigzag = region.once(needs_balance, devices)
     if is_zigzag and region.sizes[ROWS] % (2 * devices):
         raise ValueError(
             f"strategy 'gather' of a causal mask needs tokens that are a multiple of twice the {devices} devices along "
@@ -200,7 +200,7 @@ def _shared_labels(region: Region) -> list[str]:
         label
         for label in region.batch
         if region.sizes[label] > 1
-        if all(_axis_of(dims, label) is not None and _is_first(region, dims, label) for dims in arrays)
+        if all(axis_of(dims, label) is not None and _is_first(region, dims, label) for dims in arrays)
     ]
 
 
@@ -214,13 +214,10 @@ def _is_first(region: Region, dims: Sequence[Dim], label: str) -> bool:
 
 def _obstacle(region: Region) -> str | None:
     """Why "gather" cannot serve a region; None where it can."""
-    if region.sizes[ROWS] != region.sizes[COLUMNS]:
-        return f"there are {region.sizes[ROWS]} queries and {region.sizes[COLUMNS]} keys"
-    if any(leaf.role == "distance" for leaf in region.leaves):
-        return "a bias is a function of the distance between queries and keys"
-    every = [*(leaf.dims for leaf in region.leaves), region.value_dims, region.out_dims]
-    for dims in every:
-        label = ROWS if any(ROWS in dim for dim in dims if not isinstance(dim, int)) else COLUMNS
+    if any(leaf.role == "distance" and (DISTANCE,) not in leaf.dims for leaf in region.leaves):
+        return "a bias of distances has no axis of these alone"
+    for dims in (*(leaf.dims for leaf in region.leaves), region.value_dims, region.out_dims):
+        label = COLUMNS if axis_of(dims, ROWS) is None else ROWS
         if not _is_first(region, dims, label):
             return "tokens have no axis of their own"
     return None
@@ -248,28 +245,34 @@ class _Moves:
 
     def there(self, x: Any, source: Source, dims: Sequence[Dim]) -> Any:
         """An operand of the region."""
-        rows, tokens = _axis_of(dims, ROWS), _token_axis(dims)
-        if self.chosen.label is not None:
-            heads = _axis_of(dims, self.chosen.label)
-            if tokens is None or heads is None or not _is_first(self.region, dims, self.chosen.label):
-                # Read as a whole, or where its heads are.
-                return x if is_known(source) else self._placed(x, self._spec(x, dims))
-            return self._exchanged(x, dims, tokens, heads)
-        if tokens is None or (rows is None and is_known(source)):
+        rows, columns = axis_of(dims, ROWS), axis_of(dims, COLUMNS)
+        if is_known(source) and (rows is None or self.chosen.strategy == "ulysses"):
             return x
-        if rows is None or not self.chosen.is_zigzag:
-            return self._placed(x, self._spec(x, dims, tokens))
+        region, devices = self.region, self.sharing.devices
+        if self.chosen.label is not None:
+            tokens, heads = columns if rows is None else rows, axis_of(dims, self.chosen.label)
+            is_divided = tokens is not None and x.shape[tokens] % devices == 0
+            if is_divided and heads is not None and _is_first(region, dims, self.chosen.label):
+                return self._exchanged(x, dims, tokens, heads)
+            # Read as a whole, or where its heads are.
+            return self._placed(x, self._spec(x, dims))
+        if rows is None:
+            # Keys are divided where there are as many as queries.
+            shared = columns if region.sizes[ROWS] == region.sizes[COLUMNS] else None
+            return self._placed(x, self._spec(x, dims, shared))
+        if not self.chosen.is_zigzag:
+            return self._placed(x, self._spec(x, dims, rows))
         if source.key is None:
-            order = zigzag_order(source.shape[0], self.sharing.devices)
-            return self._placed(jnp.asarray(order.astype(source.dtype)), self._spec(x, dims, tokens))
+            order = zigzag_order(source.shape[0], devices)
+            return self._placed(jnp.asarray(order.astype(source.dtype)), self._spec(x, dims, rows))
         return self._reordered(to_zigzag, x, dims, rows)
 
     def back(self, x: Any, dims: Sequence[Dim]) -> Any:
         """A result of the region, its rows sharded in their order."""
-        rows = _axis_of(dims, ROWS)
+        rows = axis_of(dims, ROWS)
         assert rows is not None, "results have rows"
         if self.chosen.label is not None:
-            heads = _axis_of(dims, self.chosen.label)
+            heads = axis_of(dims, self.chosen.label)
             assert heads is not None, "results have all batch labels"
             return self._exchanged(x, dims, heads, rows)
         if self.chosen.is_zigzag:
@@ -319,17 +322,6 @@ class _Moves:
                 others[axis] = () if label is None else _names(self.sharing, self.region, label)
         own = self.sharing.axis
         return P(*((*names, own) if axis == place else names or None for axis, names in enumerate(others)))
-
-
-def _axis_of(dims: Sequence[Dim], label: str) -> int | None:
-    """The axis of an array that has a label."""
-    return next((axis for axis, dim in enumerate(dims) if not isinstance(dim, int) and label in dim), None)
-
-
-def _token_axis(dims: Sequence[Dim]) -> int | None:
-    """The axis of an array that has rows, or else columns."""
-    rows = _axis_of(dims, ROWS)
-    return _axis_of(dims, COLUMNS) if rows is None else rows
 
 
 def _without(entry: Any, axis: str) -> tuple[str, ...]:

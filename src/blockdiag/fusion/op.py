@@ -15,8 +15,10 @@ from blockdiag.common.meshes import Part, divide, placed_like
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
-from blockdiag.fusion.sharding import backward_rule, forward_rule, local_region, scatter_gradients, with_whole_keys
-from blockdiag.fusion.tree import FEATURES, ROWS, Dim, Leaf, Region, Source, with_leaves
+from blockdiag.fusion.mapping import map_region
+from blockdiag.fusion.rows import Order, Rows
+from blockdiag.fusion.sharding import backward_rule, forward_rule, local_region
+from blockdiag.fusion.tree import FEATURES, ROWS, Region, with_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +27,13 @@ class Call:
 
     Attributes:
         has_log_sum: whether the log-sum-exp is a result, too, with a gradient.
-        shares_tokens: whether devices may divide queries, and gather what has keys.
+        order: that of queries, where devices may divide them, and gather what has keys; None where they may not.
     """
 
     region: Region = dataclasses.field(repr=False)
     implementations: tuple[str, ...] | None
     has_log_sum: bool = False
-    shares_tokens: bool = False
+    order: Order | None = None
 
 
 def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
@@ -217,10 +219,10 @@ def _replaced(arrays: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool
 
 def _forward(call: Call) -> Any:
     """What computes result and log-sum-exp of leaves and values: one function of a region, which JAX traces once."""
-    return call.region.once(_forward_function, call.implementations, call.shares_tokens)
+    return call.region.once(_forward_function, call.implementations, call.order)
 
 
-def _forward_function(region: Region, implementations: tuple[str, ...] | None, shares_tokens: bool) -> Any:
+def _forward_function(region: Region, implementations: tuple[str, ...] | None, order: Order | None) -> Any:
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         if _is_empty(region):
@@ -232,20 +234,20 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, s
         apart = region.once(_apart)
 
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
-            own = local_region(apart, part.sizes)
+            def results_of(own: Region) -> Callable[..., Sequence[Any]]:
+                return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
 
-            def results(*x: Any) -> Sequence[Any]:
-                return call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
+            if order is not None:
+                return Rows(apart, part, order).results(results_of)
+            return results_of(local_region(apart, part.sizes))
 
-            return with_whole_keys(apart, part, results) if shares_tokens else results
-
-        output, log_sum = divide(region.once(forward_rule, implementations, shares_tokens), on_device, operands)
+        output, log_sum = divide(region.once(forward_rule, implementations, order is not None), on_device, operands)
         return output, log_sum
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
         mapped = region.once(map_region, axis_size, tuple(is_mapped))
-        output, log_sum = _forward(Call(mapped, implementations, shares_tokens=shares_tokens))(*operands)
+        output, log_sum = _forward(Call(mapped, implementations, order=order))(*operands)
         return (output, log_sum), (True, True)
 
     return compute
@@ -253,10 +255,10 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, s
 
 def _backward(call: Call) -> Any:
     """What computes gradients of leaves and values: one function of a region, too."""
-    return call.region.once(_backward_function, call.implementations, call.shares_tokens)
+    return call.region.once(_backward_function, call.implementations, call.order)
 
 
-def _backward_function(region: Region, implementations: tuple[str, ...] | None, shares_tokens: bool) -> Any:
+def _backward_function(region: Region, implementations: tuple[str, ...] | None, order: Order | None) -> Any:
     count = len(region.leaves) + 1
 
     @jax.custom_batching.custom_vmap
@@ -269,19 +271,21 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
         apart = region.once(_apart)
 
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
-            own = local_region(apart, part.sizes)
+            def gradients_of(own: Region) -> Callable[..., Sequence[Any]]:
+                def gradients(*given: Any) -> Sequence[Any]:
+                    leaves, value, rest = given[: count - 1], given[count - 1], given[count:]
+                    grads, value_grad = call_implementation("backward", own, implementations, leaves, value, *rest)
+                    return *[x for x, leaf in zip(grads, own.leaves, strict=True) if leaf.has_gradient], value_grad
 
-            def gradients(*given: Any) -> Sequence[Any]:
-                leaves, value, rest = given[: count - 1], given[count - 1], given[count:]
-                grads, value_grad = call_implementation("backward", own, implementations, leaves, value, *rest)
-                wanted = [*[x for x, leaf in zip(grads, own.leaves, strict=True) if leaf.has_gradient], value_grad]
-                return scatter_gradients(apart, part, wanted) if shares_tokens else wanted
+                return gradients
 
-            return with_whole_keys(apart, part, gradients) if shares_tokens else gradients
+            if order is not None:
+                return Rows(apart, part, order).gradients(gradients_of)
+            return gradients_of(local_region(apart, part.sizes))
 
         # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
         has_log_sum_cotangent = len(operands) == count + 4
-        rule = region.once(backward_rule, implementations, has_log_sum_cotangent, shares_tokens)
+        rule = region.once(backward_rule, implementations, has_log_sum_cotangent, order is not None)
         return tuple(divide(rule, on_device, operands))
 
     @compute.def_vmap
@@ -294,7 +298,7 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
         )
         flags = tuple(flag or is_needed for flag, is_needed in zip(is_mapped, needed, strict=True))
         mapped = region.once(map_region, axis_size, flags[:count])
-        grads = _backward(Call(mapped, implementations, shares_tokens=shares_tokens))(*operands)
+        grads = _backward(Call(mapped, implementations, order=order))(*operands)
         return grads, (True,) * len(grads)
 
     return compute
@@ -312,34 +316,3 @@ def _apart(region: Region) -> Region:
 def _is_empty(region: Region) -> bool:
     """Whether there are no queries, or no keys."""
     return any(size == 0 for label, size in region.sizes.items() if not label.startswith(FEATURES))
-
-
-def map_region(region: Region, axis_size: int, is_mapped: Sequence[bool]) -> Region:
-    """The region of a mapped call: one more batch label, the first axis of what is mapped."""
-    label = f"m{len(region.batch)}"
-    leaves: dict[Leaf, Leaf] = {}
-    *flags, is_value_mapped = is_mapped
-
-    def mapped_source(source: Source) -> Source:
-        return Source((label, source.key), (axis_size, *source.shape), source.dtype)
-
-    for leaf, flag in zip(region.leaves, flags, strict=True):
-        leaves[leaf] = leaf
-        if flag:
-            leaves[leaf] = dataclasses.replace(
-                leaf,
-                source=mapped_source(leaf.source),
-                dims=((label,), *leaf.dims),
-                labels=(label, *leaf.labels),
-            )
-    value_dims: tuple[Dim, ...] = ((label,), *region.value_dims) if is_value_mapped else region.value_dims
-    value = mapped_source(region.value) if is_value_mapped else region.value
-    return with_leaves(
-        region,
-        leaves,
-        sizes=region.sizes | {label: axis_size},
-        batch=(label, *region.batch),
-        value=value,
-        value_dims=value_dims,
-        out_dims=((label,), *region.out_dims),
-    )

@@ -1,21 +1,17 @@
 """How a fused region divides over the devices of a mesh: its batch labels are independent, all else stays whole.
 
 Where devices share tokens, and each gathers what has keys, queries are independent as well. In memory keys then are
-divided as queries are: rules name both by one label, and the device's own code gathers keys before the kernels, and
-adds up their gradients after them.
+divided as queries are: rules name both by one label, and the code of one device (`rows.py`) gathers keys before the
+kernels, and adds up their gradients after them.
 """
 
 import dataclasses
-import functools
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from blockdiag.common.meshes import Dim as Labels
-from blockdiag.common.meshes import Part, Rule
+from blockdiag.common.meshes import Rule
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.shared import key_of
 from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Leaf, Region, Source, with_leaves
@@ -72,55 +68,18 @@ def _local_region(region: Region, sizes: tuple[tuple[str, int], ...]) -> Region:
     return with_leaves(region, leaves, sizes=found, value=local(region.value, region.value_dims))
 
 
-def with_whole_keys(region: Region, part: Part, compute: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """A pass whose operands, and the gradients among its results, have the keys of one device, from one of all keys.
-
-    Args:
-        region: of all devices.
-        part: of one device, whose label of rows tells which axes of the mesh share tokens.
-        compute: the pass, of leaves, values and more, to the gradients of leaves that have one and of the values; or
-            to the result and the log-sum-exp, which have no keys.
-    """
-    names = part.axes.get(ROWS, ())
-    if not names:
-        return compute
-    places = _gathered_axes(region)
-
-    def whole(*operands: Any) -> Sequence[Any]:
-        own, rest = operands[: len(places)], operands[len(places) :]
-        gather = functools.partial(jax.lax.all_gather, axis_name=names, tiled=True)
-        return compute(*(x if i is None else gather(x, axis=i) for x, i in zip(own, places, strict=True)), *rest)
-
-    return whole
-
-
-def scatter_gradients(region: Region, part: Part, gradients: Sequence[Any]) -> list[Any]:
-    """Gradients of all keys, of one device's rows, as those of one device's keys, of all rows; added up in float32.
-
-    Args:
-        region, part: see `with_whole_keys`.
-        gradients: of leaves that have one, and of the values.
-    """
-    names = part.axes.get(ROWS, ())
-    *leaves, of_values = _gathered_axes(region)
-    places = [*(x for x, leaf in zip(leaves, region.leaves, strict=True) if leaf.has_gradient), of_values]
-
-    def scattered(x: Any, place: int | None) -> Any:
-        if place is None or not names:
-            return x
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return jax.lax.psum_scatter(wide, names, scatter_dimension=place, tiled=True).astype(x.dtype)
-
-    return [scattered(x, place) for x, place in zip(gradients, places, strict=True)]
-
-
 def is_known(source: Source) -> bool:
     """Whether every device has all numbers of an array, since they are known while tracing."""
     return source.key is None or source.constant is not None
 
 
-def _gathered_axes(region: Region) -> list[int | None]:
-    """Of each leaf, and of the values, the axis of keys that devices share; None where there is none."""
+def gathered_axes(region: Region) -> list[int | None]:
+    """Of each leaf, and of the values, the axis of keys that devices share; None where there is none.
+
+    Keys are divided as queries are, so that there must be as many.
+    """
+    if region.sizes[ROWS] != region.sizes[COLUMNS]:
+        return [None] * (len(region.leaves) + 1)
     pairs = [*((leaf.source, leaf.dims) for leaf in region.leaves), (region.value, region.value_dims)]
     return [None if is_known(source) else _key_axis(dims) for source, dims in pairs]
 
@@ -145,7 +104,7 @@ def _rule(region: Region, method: Any, operands: Any, results: Any, shares_token
 def _operands(region: Region, shares_tokens: bool) -> tuple[tuple[Labels, ...], ...]:
     """Labels of leaves and values; where devices share tokens, their keys are divided as rows are."""
     found = [*(_labels(leaf.dims) for leaf in region.leaves), _labels(region.value_dims)]
-    for i, place in enumerate(_gathered_axes(region) if shares_tokens else ()):
+    for i, place in enumerate(gathered_axes(region) if shares_tokens else ()):
         if place is not None:
             keys = tuple(ROWS if label == COLUMNS else label for label in found[i][place])
             found[i] = (*found[i][:place], keys, *found[i][place + 1 :])
