@@ -92,13 +92,14 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
 def needs_balance(region: Region, devices: int) -> bool:
     """Whether devices have unequal work where each has consecutive rows, and less so in zigzag order.
 
-    Only masks that numbers decide count, such as causal ones.
+    Masks that arrays decide, such as prefixes, are taken to be unequal.
     """
     # Some hundred tiles along either side tell enough.
     size = max(16, 1 << (max(region.sizes["q"], region.sizes["k"]) // 256).bit_length())
     tile = Tile(size, size)
-    if region.once(_masks, tile) is None:
-        return False
+    masks = region.once(_masks, tile)
+    if masks is None or not masks.is_known:
+        return masks is not None
     states = mask_states(region, tile, {})
     row_tiles, key_tiles = states.tiling.counts
     found = states.at(np.arange(row_tiles)[:, None], np.arange(key_tiles)[None, :])
