@@ -74,12 +74,17 @@ def fuse[**P, R](
             function as it stands.
         fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons. Without
             `implementation` so does a function of arrays whose sizes are symbolic, as `jax.export` has them.
+        context_parallel: devices along an axis of the mesh share the tokens of each sequence; see `ContextParallel`.
+            The function is written for whole sequences, and results are those of one device. Its arguments are sharded
+            along tokens as usual. `explain` says which strategy is chosen.
 
     Returns:
         A function of the same arguments, with the shapes and dtypes of the results that `function` has.
 
     Raises:
-        ValueError: `implementation` has an unknown name.
+        ValueError: `implementation` has an unknown name, or is "reference" with `context_parallel`; (when called) the
+            mesh has no such axis, the devices do not divide the queries, the strategy of `context_parallel` cannot
+            serve, or the call is inside of a `jax.shard_map`. The message has the remedy.
         NotFusible: (when called) there is no attention in it, or one that breaks a rule, or the function changes what
             is in an argument; the message names the rule and the line.
         NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
