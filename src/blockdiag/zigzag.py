@@ -59,7 +59,7 @@ def inverse_zigzag_order(tokens: int, devices: int) -> np.ndarray:
         ValueError: see `zigzag_order`.
 
     References:
-        See `zigzag_order`.
+        Pairs of an early and a late part: the context parallelism of Llama 3 (2024).
 
     Example:
         >>> import numpy as np

@@ -97,7 +97,7 @@ class Part:
 
     sizes: Mapping[str, int]
     starts: Mapping[str, jax.Array]
-    axes: Mapping[str, tuple[str, ...]]
+    axes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 type Local[R] = Callable[[Part], Callable[..., R]]
@@ -229,7 +229,7 @@ def divide_array_code(rule: Rule, local: Local[Any], operands: Any) -> Any:
 
 def _everything(rule: Rule) -> Part:
     """The part of a device that computes all of an operation."""
-    return Part(dict(rule.sizes), {}, {})
+    return Part(dict(rule.sizes), {})
 
 
 def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -61,6 +61,7 @@ class Rows:
                 grads = gradients_of(self._local())(*own, output, log_sum, *cotangents)
                 return self._scattered(grads)
             of_output, of_log_sum = axis_of(self.region.out_dims, ROWS), len(self.region.batch)
+            assert of_output is not None, "results have rows"
             places = [of_output, of_log_sum, of_output, of_log_sum]
             rest = [self._split(x, place) for x, place in zip((output, log_sum, *cotangents), places, strict=False)]
             grads = gradients_of(map_region(self._local(), self._runs, self._in_runs))(*self._cut(own), *rest)
