@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import ContextParallel, explain, fuse, inverse_zigzag_order, zigzag_order
@@ -240,6 +240,9 @@ def test_calls_where_tokens_cannot_be_shared_are_refused():
         jax.shard_map(attend_shared, mesh=mesh, in_specs=T, out_specs=T)(*operands())
     with pytest.raises(ValueError, match=r"the mesh has none; call inside `jax.set_mesh"):
         fuse(causal, context_parallel=ContextParallel("model"))(*operands())
+    mixed = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mixed), pytest.raises(ValueError, match="axes are of one kind: 'model' is automatic"):
+        fuse(causal, context_parallel=ContextParallel("model"))(*(shard(mixed, x, P()) for x in operands()))
     with pytest.raises(ValueError, match="implementation='reference' is the function as it stands"):
         fuse(causal, implementation="reference", context_parallel=ContextParallel("model", mesh=mesh))
     with pytest.raises(ValueError, match=r"'gather' MoBA and `fuse`"):

@@ -32,7 +32,9 @@ class ContextParallel:
             where attention within blocks needs nothing.
         mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
         batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
-            explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered.
+            explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered. Of
+            `fuse`, batch rows are the first batch axis of the attention, and heads the last one that queries, keys and
+            values share.
 
     Raises:
         ValueError: `strategy` is none of these. What a strategy cannot serve is said by the call that uses it.

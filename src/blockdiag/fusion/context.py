@@ -104,6 +104,11 @@ def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
             "call inside `jax.set_mesh(mesh)` or pass ContextParallel(axis, mesh=mesh)"
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds[context.axis] == AxisType.Auto and AxisType.Explicit in kinds.values():
+        raise ValueError(
+            f"`context_parallel` of `fuse` needs a mesh whose axes are of one kind: {context.axis!r} is automatic, and "
+            "others are explicit; make it explicit, too"
+        )
     return Sharing(context, mesh, kinds[context.axis] == AxisType.Explicit)
 
 
