@@ -192,6 +192,23 @@ def test_fewer_keys_than_queries_are_whole_on_every_device(strategy):
     assert_shared(everything, arrays, [T, P(), P()], "explicit", ContextParallel("model", strategy))
 
 
+def test_heads_and_tokens_in_one_axis_are_shared():
+    def folded(query, key, value):
+        query, key, value = (x.reshape(1, HEADS, TOKENS, WIDTH).transpose(0, 2, 1, 3) for x in (query, key, value))
+        return causal(query, key, value).transpose(0, 2, 1, 3).reshape(HEADS * TOKENS, WIDTH)
+
+    arrays, mesh = random_arrays(*[(HEADS * TOKENS, WIDTH)] * 3), make_mesh("automatic", (1, 4))
+    attend_shared = fuse(folded, context_parallel=ContextParallel("model", mesh=mesh))
+    found = jax.jit(attend_shared)(*(shard(mesh, x, P("model")) for x in arrays))
+    np.testing.assert_allclose(found, folded(*arrays), atol=1e-5)
+
+
+def test_axis_of_one_device_shares_nothing():
+    odd = operands(key_heads=1, tokens=33)
+    context = ContextParallel("data", "ulysses")
+    assert_shared(causal, odd, [P(None, "data")] * 3, "explicit", context, collectives={})
+
+
 def test_triton_kernels_share_tokens():
     assert_shared(
         causal, operands(), [T] * 3, "explicit", ContextParallel("model", "gather"), implementation="triton",

@@ -72,6 +72,8 @@ class Chosen:
 
     def described(self, sharing: Sharing) -> str:
         """In words."""
+        if sharing.devices == 1:
+            return f"one device along {sharing.axis!r} has all tokens"
         shared = f"{sharing.devices} devices share tokens along {sharing.axis!r}"
         if self.label is not None:
             return f"{shared}; 'ulysses': they exchange tokens for {self.label}"
@@ -157,13 +159,15 @@ def choose(sharing: Sharing, region: Region, types: Sequence[Any]) -> Chosen:
         ValueError: see `attend_to_shared_tokens`.
     """
     context, devices = sharing.context, sharing.devices
+    if devices == 1:
+        return Chosen("gather")
     if region.sizes[ROWS] % devices:
         raise ValueError(
             f"queries must be a multiple of the {devices} devices along {context.axis!r}, got {region.sizes[ROWS]}; "
             "pad them, and leave out what comes of the padding"
         )
     left = _left(sharing, region, types)
-    able = [label for label in reversed(region.batch) if left.get(label, 1) % devices == 0]
+    able = [label for label in reversed(left) if left[label] % devices == 0]
     obstacle = _obstacle(region)
     if able and context.strategy in (None, "ulysses"):
         return Chosen("ulysses", able[0])
@@ -236,8 +240,10 @@ def _names(sharing: Sharing, region: Region, label: str) -> tuple[str, ...]:
 
 
 def _heads(region: Region) -> str | None:
-    """The label of heads: the last one that queries, keys and values share, or else the last one."""
-    return next(iter(reversed(_shared_labels(region) or region.batch)), None)
+    """The label of heads: the last one after batch rows that queries, keys and values share, or else the last one."""
+    own = region.batch[1:] or region.batch
+    shared = [label for label in own if label in _shared_labels(region)]
+    return next(iter(reversed(shared or own)), None)
 
 
 @dataclass(frozen=True)
@@ -286,6 +292,9 @@ class _Moves:
 
     def _exchanged(self, x: Any, dims: Sequence[Dim], before: int, after: int) -> Any:
         """An array of which the devices share one axis before and another one after."""
+        if before == after:
+            # Heads are one axis with tokens, and slower: parts of this axis are heads.
+            return self._placed(x, self._spec(x, dims, after))
         exchange = functools.partial(
             jax.lax.all_to_all, axis_name=self.sharing.axis, split_axis=after, concat_axis=before, tiled=True
         )
