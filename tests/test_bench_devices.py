@@ -12,7 +12,7 @@ from blockdiag.bench.records import DeviceTiming, environment, read_rows
 from blockdiag.cli import bench_devices
 
 SHARED = devices.SMALL_CASES[0]
-(SEQUENCE,) = devices.SMALL_SEQUENCE_CASES
+SEQUENCE, FUSED = devices.SMALL_SEQUENCE_CASES
 
 
 def test_every_mesh_and_division_has_a_row_without_collectives():
@@ -29,6 +29,12 @@ def test_strategies_and_their_exchanges_have_rows():
     assert list(rows) == ["one device", "ulysses", "gather", "exchanges alone"]
     assert rows["one device"].collectives == ""
     assert "all-to-all" in rows["ulysses"].collectives
+
+
+def test_fused_sequence_with_groups_of_query_heads_has_the_same_rows():
+    rows = {row.mesh: row for row in devices.measure_sequences(environment("cpu"), [FUSED], rounds=1)}
+    assert list(rows) == ["one device", "ulysses", "gather", "exchanges alone"]
+    assert rows["ulysses"].collectives == rows["exchanges alone"].collectives == "all-to-all:8"
 
 
 def test_wrong_results_are_refused():

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from blockdiag.rotary import apply_rotary as apply_rotary
     from blockdiag.rotary import rotary_tables as rotary_tables
     from blockdiag.routing import Routing as Routing
+    from blockdiag.zigzag import inverse_zigzag_order as inverse_zigzag_order
+    from blockdiag.zigzag import zigzag_order as zigzag_order
 
 _HOMES = {
     "BLOCK_DIAGONAL_OUTPUT": "blockdiag.block_diagonal",
@@ -45,6 +47,7 @@ _HOMES = {
     "explain": "blockdiag.fusion.explain",
     "fuse": "blockdiag.fusion.api",
     "fused_qkv_block_attention": "blockdiag.projection",
+    "inverse_zigzag_order": "blockdiag.zigzag",
     "key_convolution": "blockdiag.key_convolution",
     "merge_attention_states": "blockdiag.paged",
     "moba_attention": "blockdiag.moba",
@@ -52,6 +55,7 @@ _HOMES = {
     "moba_routing": "blockdiag.moba",
     "paged_attention": "blockdiag.paged",
     "rotary_tables": "blockdiag.rotary",
+    "zigzag_order": "blockdiag.zigzag",
 }
 
 __all__ = [
@@ -69,6 +73,7 @@ __all__ = [
     "explain",
     "fuse",
     "fused_qkv_block_attention",
+    "inverse_zigzag_order",
     "key_convolution",
     "merge_attention_states",
     "moba_attention",
@@ -76,6 +81,7 @@ __all__ = [
     "moba_routing",
     "paged_attention",
     "rotary_tables",
+    "zigzag_order",
 ]
 
 

@@ -27,12 +27,14 @@ class ContextParallel:
     Attributes:
         axis: the mesh's axis that shards the token axis.
         strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads; for as
-            many devices as divide the key heads. "gather", for MoBA only: each device gathers keys and values and
-            computes its own queries. None chooses "ulysses" where it can serve, and nothing is communicated where
-            attention within blocks needs nothing.
+            many devices as divide the key heads. "gather", for MoBA and `fuse`: each device gathers keys and values
+            and computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated
+            where attention within blocks needs nothing.
         mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
         batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
-            explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered.
+            explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered. Of
+            `fuse`, batch rows are the first batch axis of the attention, and heads the last one that queries, keys and
+            values share.
 
     Raises:
         ValueError: `strategy` is none of these. What a strategy cannot serve is said by the call that uses it.
@@ -61,7 +63,10 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         if self.strategy not in (None, "ulysses", "gather"):
-            raise ValueError(f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}")
+            raise ValueError(
+                f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}; 'ulysses' serves attention "
+                "whose key heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads"
+            )
 
 
 type Parts = Callable[..., Any]

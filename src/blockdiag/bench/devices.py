@@ -191,12 +191,29 @@ def _moba_of_sequence(context: ContextParallel | None, query: jax.Array, key: ja
     return moba_attention(query, key, value, block_size=128, top_k=8, context_parallel=context)
 
 
+def _fuse_of_sequence(context: ContextParallel | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return fuse(_grouped_causal, context_parallel=context)(query, key, value)
+
+
+def _grouped_causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    batch, tokens, heads, width = query.shape
+    grouped = query.reshape(batch, tokens, key.shape[2], -1, width)
+    row = jnp.arange(tokens, dtype=jnp.int32)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(row[:, None] >= row[None, :], scores, -jnp.inf), axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(batch, tokens, heads, width)
+
+
 SEQUENCE_CASES = (
+    SequenceCase("fuse causal", _fuse_of_sequence, 131_072, 64, 8, 128),
     SequenceCase("moba", _moba_of_sequence, 262_144, 16, 16, 128),
     SequenceCase("moba, 2 key heads", _moba_of_sequence, 262_144, 16, 2, 128),
     SequenceCase("moba", _moba_of_sequence, 1_048_576, 16, 16, 128),
 )
-SMALL_SEQUENCE_CASES = (SequenceCase("moba", _moba_of_sequence, 2048, 8, 8, 16, jnp.float32),)
+SMALL_SEQUENCE_CASES = (
+    SequenceCase("moba", _moba_of_sequence, 2048, 8, 8, 16, jnp.float32),
+    SequenceCase("fuse causal", _fuse_of_sequence, 256, 8, 4, 16, jnp.float32),
+)
 
 
 def measure_sequences(
@@ -270,7 +287,11 @@ def _exchanges(mesh: Mesh) -> Callable[..., Any]:
 
     def compute(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         def there_and_back(*arrays: jax.Array) -> jax.Array:
-            output, *_ = exchange("devices", lambda q, k, v: (q + k + v,), arrays[0], arrays[1:])
+            def of_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array]:
+                # Equal gradients of key and value would be exchanged once.
+                return (query + jnp.repeat(key + 2 * value, query.shape[-2] // key.shape[-2], axis=-2),)
+
+            output, *_ = exchange("devices", of_heads, arrays[0], arrays[1:])
             return output
 
         output, pull_back = jax.vjp(there_and_back, query, key, value)

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.apart import taken_apart
 from blockdiag.fusion.chosen import with_chosen
+from blockdiag.fusion.context import Sharing, attend_to_shared_tokens, sharing_of, whole_type
 from blockdiag.fusion.coordinates import with_places
 from blockdiag.fusion.diagnosis import diagnosis, softmax_in
 from blockdiag.fusion.dims import place_of, producers_of
@@ -42,7 +44,11 @@ type _Compute = Callable[[Region, bool, list[Any], Any], tuple[Any, Any]]
 
 
 def fuse[**P, R](
-    function: Callable[P, R], *, implementation: str | Sequence[str] | None = None, fallback: bool = False
+    function: Callable[P, R],
+    *,
+    implementation: str | Sequence[str] | None = None,
+    fallback: bool = False,
+    context_parallel: ContextParallel | None = None,
 ) -> Callable[P, R]:
     """A function whose attention is computed by fused kernels: the same results to rounding, and gradients.
 
@@ -68,12 +74,17 @@ def fuse[**P, R](
             function as it stands.
         fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons. Without
             `implementation` so does a function of arrays whose sizes are symbolic, as `jax.export` has them.
+        context_parallel: devices along an axis of the mesh share the tokens of each sequence; see `ContextParallel`.
+            The function is written for whole sequences, and results are those of one device. Its arguments are sharded
+            along tokens as usual. `explain` says which strategy is chosen.
 
     Returns:
         A function of the same arguments, with the shapes and dtypes of the results that `function` has.
 
     Raises:
-        ValueError: `implementation` has an unknown name.
+        ValueError: `implementation` has an unknown name, or is "reference" with `context_parallel`; (when called) the
+            mesh has no such axis, the devices do not divide the queries, the strategy of `context_parallel` cannot
+            serve, or the call is inside of a `jax.shard_map`. The message has the remedy.
         NotFusible: (when called) there is no attention in it, or one that breaks a rule, or the function changes what
             is in an argument; the message names the rule and the line.
         NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
@@ -95,6 +106,11 @@ def fuse[**P, R](
         (1, 64, 2, 16)
     """
     if implementation == "reference":
+        if context_parallel is not None:
+            raise ValueError(
+                "implementation='reference' is the function as it stands, which `context_parallel` does not divide; "
+                "leave out one of them, or use implementation='xla'"
+            )
         return function
     if is_fused(function):
         # Its kernels are chosen anew.
@@ -105,7 +121,7 @@ def fuse[**P, R](
     @functools.wraps(function)
     def fused(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            program = trace(function, args, kwargs)
+            program = trace(function, args, kwargs, context_parallel)
         except NotFusible as failure:
             has_choice = names is None and isinstance(failure, SymbolicSizes)
             if not fallback and not has_choice:
@@ -115,6 +131,7 @@ def fuse[**P, R](
         return program.run(names)
 
     fused.fallbacks = reasons  # pyrefly: ignore[missing-attribute]
+    fused.context_parallel = context_parallel  # pyrefly: ignore[missing-attribute]
     return marked(fused)
 
 
@@ -146,7 +163,10 @@ class Program:
         refused: what is said against attention outside of these, where none is found there.
         arguments: the arrays of the call, or their shapes and dtypes.
         structure: of its results.
+        sharing: the devices that share tokens; None where each sequence is on one device.
     """
+
+    sharing: Sharing | None = None
 
     def __init__(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], structure: Any) -> None:
         self.arguments = arguments
@@ -234,7 +254,10 @@ class Program:
         """The results."""
 
         def compute(region: Region, has_log_sum: bool, leaves: list[Any], value: Any) -> tuple[Any, Any]:
-            return attend(Call(region, names, has_log_sum), leaves, value)
+            call = Call(region, names, has_log_sum)
+            if self.sharing is not None:
+                return attend_to_shared_tokens(self.sharing, call, leaves, value)
+            return attend(call, leaves, value)
 
         return jax.tree.unflatten(self.structure, self.evaluate(self.arguments, compute))
 
@@ -352,15 +375,33 @@ def _with_checkpoints(closed: core.ClosedJaxpr, arrays: Sequence[Any], structure
     return kept if len(found) >= len(expected) and _pairs(found) <= _pairs(expected) else opened
 
 
-def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+def trace(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: ContextParallel | None = None,
+) -> Program:
     """The program of a call, with its regions.
 
     Args:
         args, kwargs: arrays, or `jax.ShapeDtypeStruct` in place of them for a program that is not run.
+        context: which devices share tokens.
 
     Raises:
         NotFusible: it has none, or one that breaks a rule, or a size that is not a number.
+        ValueError: there are no such devices.
     """
+    arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
+    sharing = None if context is None else sharing_of(context, arrays)
+    program = _traced(function, args, kwargs, sharing)
+    program.sharing = sharing
+    return program
+
+
+def _traced(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharing: Sharing | None
+) -> Program:
+    """The program of a call; see `trace`."""
     flat, tree = jax.tree.flatten((args, kwargs))
     places = [place for place, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
 
@@ -387,7 +428,8 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 f"`fuse` chooses tiles by sizes that are numbers, got an array of shape {array.shape}; export for each "
                 "size, or without `implementation`, which exports the function as it stands"
             )
-    jaxpr, structure = flat_jaxpr(of_arrays, *arrays, keep=CHECKPOINTS)
+    types = arrays if sharing is None else [whole_type(sharing, x) for x in arrays]
+    jaxpr, structure = flat_jaxpr(of_arrays, *types, keep=CHECKPOINTS)
     try:
         if has_checkpoints(jaxpr.jaxpr):
             return _with_checkpoints(jaxpr, arrays, structure)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.fusion.api import UNOPENED, Program, is_fused, trace
+from blockdiag.fusion.context import Sharing, choose
 from blockdiag.fusion.dims import MOVES, place_of, producers_of
 from blockdiag.fusion.guards import CASTS
 from blockdiag.fusion.inner import OPENED
@@ -26,6 +27,7 @@ from blockdiag.fusion.tree import WITH_FEATURES, NotFusible, Region, nodes_of
 
 __all__ = ["Explanation", "LeafReport", "RegionReport", "SummedGradient", "explain"]
 
+_WHOLE = "each computes all of it, as there is no batch axis to divide"
 _VISITED_COLOUR, _SKIPPED_COLOUR = (0.0, 0.447, 0.698), (0.92, 0.92, 0.92)
 
 
@@ -106,6 +108,7 @@ class RegionReport:
         declined: why the kernels cannot; None where they can.
         divided: the batch axes that devices of a mesh may divide; each device has all of the other axes.
         summed: the arrays whose gradients are then summed over devices, since they lack some of these axes.
+        shared: how devices share the tokens, in words; None without `context_parallel`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -132,6 +135,7 @@ class RegionReport:
     declined: str | None
     divided: tuple[str, ...]
     summed: tuple[SummedGradient, ...]
+    shared: str | None = None
 
     @functools.cached_property
     def live(self) -> np.ndarray | None:
@@ -181,12 +185,13 @@ class RegionReport:
 
     def _division(self) -> str:
         """How devices of a mesh divide the region, in words."""
+        sharing = [] if self.shared is None else [self.shared]
         if not self.divided:
-            return "each computes all of it, as there is no batch axis to divide"
+            return "; ".join([*sharing, "there is no batch axis to divide"]) if sharing else _WHOLE
         arrays: dict[tuple[str, ...], list[str]] = {}
         for x in self.summed:
             arrays.setdefault(x.over, []).append(f"{x.role} {x.dtype}{list(x.shape)}")
-        parts = [f"batch axes {', '.join(self.divided)} may be divided"]
+        parts = [*sharing, f"batch axes {', '.join(self.divided)} may be divided"]
         for over, names in arrays.items():
             subject, verb = ("the gradient", "is") if len(names) == 1 else ("gradients", "are")
             parts.append(f"{subject} of {', '.join(names)} {verb} summed over {', '.join(over)}")
@@ -272,11 +277,12 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
     """
 
     plain = function.__wrapped__ if is_fused(function) else function  # pyrefly: ignore[missing-attribute]
+    context = getattr(function, "context_parallel", None) if is_fused(function) else None
 
     @functools.wraps(function)
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
         try:
-            program = trace(plain, args, kwargs)
+            program = trace(plain, args, kwargs, context)
         except NotFusible as failure:
             return Explanation((), {}, str(failure))
         reports: list[RegionReport] = []
@@ -285,7 +291,7 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         for inner in program.programs():
             known, needed = _masks(inner), inner.needed()
             found = [region for var, regions in inner.regions.items() if var in needed for region in regions]
-            reports += [_report(region, known) for region in found]
+            reports += [_report(region, known, program.sharing) for region in found]
             computed = inner.regions.keys() | inner.log_sums.keys() | inner.inner.keys()
             outside += collections.Counter(
                 equation.primitive.name
@@ -330,7 +336,7 @@ def _scores_outside(program: Program, regions: Sequence[Region]) -> Iterator[str
             yield f"{aval.dtype}{list(aval.shape)}, {place_of(equation)}"
 
 
-def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
+def _report(region: Region, known: Mapping[Any, Any], sharing: Sharing | None) -> RegionReport:
     from blockdiag.interop import triton_fused
 
     common = shared(region)
@@ -370,7 +376,15 @@ def _report(region: Region, known: Mapping[Any, Any]) -> RegionReport:
         declined=declined,
         divided=tuple(label for label in region.batch if region.sizes[label] > 1),
         summed=tuple(_summed(region)),
+        shared=None if sharing is None else choose(sharing, region, _types(region)).described(sharing),
     )
+
+
+def _types(region: Region) -> list[Any]:
+    """The types of a region's arrays, with the shardings that they were traced with."""
+    return [
+        jax.core.ShapedArray(x.shape, x.dtype) if x.key is None else getattr(x.key, "aval", x) for x in region.sources
+    ]
 
 
 def _summed(region: Region) -> Iterator[SummedGradient]:

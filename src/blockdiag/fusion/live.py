@@ -15,7 +15,7 @@ from blockdiag.fusion.factors import unmasked
 from blockdiag.fusion.intervals import tile_extent
 from blockdiag.fusion.kernels import Tile, Writer
 from blockdiag.fusion.lists import Lists
-from blockdiag.fusion.mask_states import MaskStates
+from blockdiag.fusion.mask_states import DEAD, MaskStates
 from blockdiag.fusion.refine import decided_blocks, offset_states
 from blockdiag.fusion.tile_tables import Table, dynamic_tables, expanded, tables_of_blocks, tables_of_offsets
 from blockdiag.fusion.tiles import leaf_array
@@ -87,6 +87,28 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
             x = jnp.asarray(x)
             made[f"live_{what}{way}"] = x if x.ndim == 1 else x.reshape(*shape, -1, x.shape[-1])
     return Live(Lists(masks.labels, has_full, tuple(table.form for table in tables.values())), made)
+
+
+def needs_balance(region: Region, devices: int) -> bool:
+    """Whether devices have unequal work where each has consecutive rows, and less so in zigzag order.
+
+    Masks that arrays decide, such as prefixes, are taken to be unequal.
+    """
+    # Some hundred tiles along either side tell enough.
+    size = max(16, 1 << (max(region.sizes["q"], region.sizes["k"]) // 256).bit_length())
+    tile = Tile(size, size)
+    masks = region.once(_masks, tile)
+    if masks is None or not masks.is_known:
+        return masks is not None
+    states = mask_states(region, tile, {})
+    row_tiles, key_tiles = states.tiling.counts
+    found = states.at(np.arange(row_tiles)[:, None], np.arange(key_tiles)[None, :])
+    is_alive = np.broadcast_to(np.asarray(found) != DEAD, (*np.shape(found)[:-2], row_tiles, key_tiles))
+    work = np.cumsum(is_alive.reshape(-1, row_tiles, key_tiles).sum((0, 2)))
+    edges = np.linspace(0, row_tiles, 2 * devices + 1)
+    parts = np.diff(np.interp(edges, np.arange(row_tiles + 1), [0, *work]))
+    zigzag = parts[:devices] + parts[devices:][::-1]
+    return bool(parts.reshape(devices, 2).sum(-1).max() > 1.02 * zigzag.max())
 
 
 @dataclass(frozen=True)

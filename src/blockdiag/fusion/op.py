@@ -11,12 +11,14 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from blockdiag._differentiation import on_common_axes, reverse_only
-from blockdiag.common.meshes import Part, divide
+from blockdiag.common.meshes import Part, divide, placed_like
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
+from blockdiag.fusion.mapping import map_region
+from blockdiag.fusion.rows import Order, Rows
 from blockdiag.fusion.sharding import backward_rule, forward_rule, local_region
-from blockdiag.fusion.tree import FEATURES, ROWS, Dim, Leaf, Region, Source, with_leaves
+from blockdiag.fusion.tree import FEATURES, ROWS, Region, with_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Call:
 
     Attributes:
         has_log_sum: whether the log-sum-exp is a result, too, with a gradient.
+        order: that of queries, where devices may divide them, and gather what has keys; None where they may not.
     """
 
     region: Region = dataclasses.field(repr=False)
     implementations: tuple[str, ...] | None
     has_log_sum: bool = False
+    order: Order | None = None
 
 
 def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
@@ -132,7 +136,7 @@ def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tup
     cotangent = jnp.zeros_like(output) if cotangent is None else cotangent
     region = call.region
     if tuple(leaf.is_constant for leaf in region.leaves) != tuple(constant.leaves):
-        call = Call(region.once(_marked, constant.leaves), call.implementations)
+        call = dataclasses.replace(call, region=region.once(_marked, constant.leaves))
     grads, value_grad = _gradients(call, leaves, value, output, log_sum, cotangent, log_sum_cotangent)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value_grad = None
@@ -158,7 +162,8 @@ def _gradients(
     like = _chosen(leaves, _with_gradient(call.region))
     if jnp.issubdtype(value.dtype, jnp.floating):
         value_grad = value_grad.astype(value.dtype)
-    return [grad.astype(x.dtype) for grad, x in zip(grads, like, strict=True)], value_grad
+    grads = [grad.astype(x.dtype) for grad, x in zip(grads, like, strict=True)]
+    return placed_like((grads, value_grad), (like, value))
 
 
 def _gradients_forward(call: Call, *operands: Any) -> tuple[Any, Any]:
@@ -214,10 +219,10 @@ def _replaced(arrays: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool
 
 def _forward(call: Call) -> Any:
     """What computes result and log-sum-exp of leaves and values: one function of a region, which JAX traces once."""
-    return call.region.once(_forward_function, call.implementations)
+    return call.region.once(_forward_function, call.implementations, call.order)
 
 
-def _forward_function(region: Region, implementations: tuple[str, ...] | None) -> Any:
+def _forward_function(region: Region, implementations: tuple[str, ...] | None, order: Order | None) -> Any:
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         if _is_empty(region):
@@ -229,16 +234,20 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None) -
         apart = region.once(_apart)
 
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
-            own = local_region(apart, part.sizes)
-            return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
+            def results_of(own: Region) -> Callable[..., Sequence[Any]]:
+                return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
 
-        output, log_sum = divide(region.once(forward_rule, implementations), on_device, operands)
+            if order is not None:
+                return Rows(apart, part, order).results(results_of)
+            return results_of(local_region(apart, part.sizes))
+
+        output, log_sum = divide(region.once(forward_rule, implementations, order is not None), on_device, operands)
         return output, log_sum
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
         mapped = region.once(map_region, axis_size, tuple(is_mapped))
-        output, log_sum = _forward(Call(mapped, implementations))(*operands)
+        output, log_sum = _forward(Call(mapped, implementations, order=order))(*operands)
         return (output, log_sum), (True, True)
 
     return compute
@@ -246,10 +255,10 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None) -
 
 def _backward(call: Call) -> Any:
     """What computes gradients of leaves and values: one function of a region, too."""
-    return call.region.once(_backward_function, call.implementations)
+    return call.region.once(_backward_function, call.implementations, call.order)
 
 
-def _backward_function(region: Region, implementations: tuple[str, ...] | None) -> Any:
+def _backward_function(region: Region, implementations: tuple[str, ...] | None, order: Order | None) -> Any:
     count = len(region.leaves) + 1
 
     @jax.custom_batching.custom_vmap
@@ -262,18 +271,22 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
         apart = region.once(_apart)
 
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
-            own = local_region(apart, part.sizes)
+            def gradients_of(own: Region) -> Callable[..., Sequence[Any]]:
+                def gradients(*given: Any) -> Sequence[Any]:
+                    leaves, value, rest = given[: count - 1], given[count - 1], given[count:]
+                    grads, value_grad = call_implementation("backward", own, implementations, leaves, value, *rest)
+                    return *[x for x, leaf in zip(grads, own.leaves, strict=True) if leaf.has_gradient], value_grad
 
-            def gradients(*given: Any) -> Sequence[Any]:
-                leaves, value, rest = given[: count - 1], given[count - 1], given[count:]
-                grads, value_grad = call_implementation("backward", own, implementations, leaves, value, *rest)
-                return *[x for x, leaf in zip(grads, own.leaves, strict=True) if leaf.has_gradient], value_grad
+                return gradients
 
-            return gradients
+            if order is not None:
+                return Rows(apart, part, order).gradients(gradients_of)
+            return gradients_of(local_region(apart, part.sizes))
 
         # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
         has_log_sum_cotangent = len(operands) == count + 4
-        return tuple(divide(region.once(backward_rule, implementations, has_log_sum_cotangent), on_device, operands))
+        rule = region.once(backward_rule, implementations, has_log_sum_cotangent, order is not None)
+        return tuple(divide(rule, on_device, operands))
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
@@ -285,7 +298,7 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None) 
         )
         flags = tuple(flag or is_needed for flag, is_needed in zip(is_mapped, needed, strict=True))
         mapped = region.once(map_region, axis_size, flags[:count])
-        grads = _backward(Call(mapped, implementations))(*operands)
+        grads = _backward(Call(mapped, implementations, order=order))(*operands)
         return grads, (True,) * len(grads)
 
     return compute
@@ -303,34 +316,3 @@ def _apart(region: Region) -> Region:
 def _is_empty(region: Region) -> bool:
     """Whether there are no queries, or no keys."""
     return any(size == 0 for label, size in region.sizes.items() if not label.startswith(FEATURES))
-
-
-def map_region(region: Region, axis_size: int, is_mapped: Sequence[bool]) -> Region:
-    """The region of a mapped call: one more batch label, the first axis of what is mapped."""
-    label = f"m{len(region.batch)}"
-    leaves: dict[Leaf, Leaf] = {}
-    *flags, is_value_mapped = is_mapped
-
-    def mapped_source(source: Source) -> Source:
-        return Source((label, source.key), (axis_size, *source.shape), source.dtype)
-
-    for leaf, flag in zip(region.leaves, flags, strict=True):
-        leaves[leaf] = leaf
-        if flag:
-            leaves[leaf] = dataclasses.replace(
-                leaf,
-                source=mapped_source(leaf.source),
-                dims=((label,), *leaf.dims),
-                labels=(label, *leaf.labels),
-            )
-    value_dims: tuple[Dim, ...] = ((label,), *region.value_dims) if is_value_mapped else region.value_dims
-    value = mapped_source(region.value) if is_value_mapped else region.value
-    return with_leaves(
-        region,
-        leaves,
-        sizes=region.sizes | {label: axis_size},
-        batch=(label, *region.batch),
-        value=value,
-        value_dims=value_dims,
-        out_dims=((label,), *region.out_dims),
-    )

@@ -1,35 +1,44 @@
-"""How a fused region divides over the devices of a mesh: its batch labels are independent, all else stays whole."""
+"""How a fused region divides over the devices of a mesh: its batch labels are independent, all else stays whole.
+
+Where devices share tokens, and each gathers what has keys, queries are independent as well. In memory keys then are
+divided as queries are: rules name both by one label, and the code of one device (`rows.py`) gathers keys before the
+kernels, and adds up their gradients after them.
+"""
 
 import dataclasses
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blockdiag.common.meshes import Dim as Labels
 from blockdiag.common.meshes import Rule
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.shared import key_of
-from blockdiag.fusion.tree import ROWS, Dim, Leaf, Region, Source, with_leaves
+from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Leaf, Region, Source, with_leaves
 
 type Implementations = tuple[str, ...] | None
 
 
-def forward_rule(region: Region, implementations: Implementations) -> Rule:
+def forward_rule(region: Region, implementations: Implementations, shares_tokens: bool = False) -> Rule:
     """The rule of a forward pass: leaves and values to the result and the log-sum-exp."""
     method = ("forward", implementations)
-    return _rule(region, method, _operands(region), (_labels(region.out_dims), _row_labels(region)))
+    results = (_labels(region.out_dims), _row_labels(region))
+    return _rule(region, method, _operands(region, shares_tokens), results, shares_tokens)
 
 
-def backward_rule(region: Region, implementations: Implementations, has_log_sum_cotangent: bool) -> Rule:
+def backward_rule(
+    region: Region, implementations: Implementations, has_log_sum_cotangent: bool, shares_tokens: bool = False
+) -> Rule:
     """The rule of a backward pass: leaves, values, result, log-sum-exp and cotangents to the gradients.
 
-    A gradient is a sum over the batch labels that its array does not have.
+    A gradient is a sum over the divided labels that its array does not have.
     """
     rows, output = _row_labels(region), _labels(region.out_dims)
-    operands = (*_operands(region), output, rows, output, *([rows] if has_log_sum_cotangent else []))
-    gradients = [_labels(leaf.dims) for leaf in region.leaves if leaf.has_gradient]
+    read = _operands(region, shares_tokens)
+    operands = (*read, output, rows, output, *([rows] if has_log_sum_cotangent else []))
+    gradients = [x for x, leaf in zip(read, region.leaves, strict=False) if leaf.has_gradient]
     method = ("backward", implementations, has_log_sum_cotangent)
-    return _rule(region, method, operands, (*gradients, _labels(region.value_dims)))
+    return _rule(region, method, operands, (*gradients, read[-1]), shares_tokens)
 
 
 def local_region(region: Region, sizes: Mapping[str, int]) -> Region:
@@ -59,17 +68,50 @@ def _local_region(region: Region, sizes: tuple[tuple[str, int], ...]) -> Region:
     return with_leaves(region, leaves, sizes=found, value=local(region.value, region.value_dims))
 
 
-def _rule(region: Region, method: Any, operands: Any, results: Any) -> Rule:
+def is_known(source: Source) -> bool:
+    """Whether every device has all numbers of an array, since they are known while tracing."""
+    return source.key is None or source.constant is not None
+
+
+def gathered_axes(region: Region) -> list[int | None]:
+    """Of each leaf, and of the values, the axis of keys that devices share; None where there is none.
+
+    Keys are divided as queries are, so that there must be as many.
+    """
+    if region.sizes[ROWS] != region.sizes[COLUMNS]:
+        return [None] * (len(region.leaves) + 1)
+    pairs = [*((leaf.source, leaf.dims) for leaf in region.leaves), (region.value, region.value_dims)]
+    return [None if is_known(source) else _key_axis(dims) for source, dims in pairs]
+
+
+def _key_axis(dims: Sequence[Dim]) -> int | None:
+    """The axis of keys of an array that has no rows."""
+    labels = _labels(dims)
+    if any(ROWS in dim for dim in labels):
+        return None
+    return next((axis for axis, dim in enumerate(labels) if COLUMNS in dim), None)
+
+
+def _rule(region: Region, method: Any, operands: Any, results: Any, shares_tokens: bool) -> Rule:
     # Of a region that cannot be compared with others, no other process has the text.
-    problem = repr((method, region.once(key_of) or uuid.uuid4()))
-    return Rule("fuse", problem, tuple(operands), tuple(results), tuple(region.sizes.items()), frozenset(region.batch))
+    problem = repr((method, shares_tokens, region.once(key_of) or uuid.uuid4()))
+    independent = frozenset(region.batch)
+    if shares_tokens:
+        independent |= {ROWS}
+    return Rule("fuse", problem, tuple(operands), tuple(results), tuple(region.sizes.items()), independent)
 
 
-def _operands(region: Region) -> tuple[tuple[Labels, ...], ...]:
-    return (*(_labels(leaf.dims) for leaf in region.leaves), _labels(region.value_dims))
+def _operands(region: Region, shares_tokens: bool) -> tuple[tuple[Labels, ...], ...]:
+    """Labels of leaves and values; where devices share tokens, their keys are divided as rows are."""
+    found = [*(_labels(leaf.dims) for leaf in region.leaves), _labels(region.value_dims)]
+    for i, place in enumerate(gathered_axes(region) if shares_tokens else ()):
+        if place is not None:
+            keys = tuple(ROWS if label == COLUMNS else label for label in found[i][place])
+            found[i] = (*found[i][:place], keys, *found[i][place + 1 :])
+    return tuple(found)
 
 
-def _labels(dims: tuple[Dim, ...]) -> tuple[Labels, ...]:
+def _labels(dims: Sequence[Dim]) -> tuple[Labels, ...]:
     return tuple(() if isinstance(dim, int) else dim for dim in dims)
 
 
