@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from blockdiag import moba_attention, moba_routing
-from tests.division_support import KINDS, assert_divides, batch_specs, both, head_specs
+from blockdiag import explain, fuse, moba_attention, moba_routing
+from blockdiag.common.meshes import spec_on
+from tests.division_support import KINDS, assert_divides, batch_specs, both, head_specs, make_mesh, shard
 from tests.op_calls import CALLS
 
 ALL = ("data", "model")
@@ -133,6 +135,43 @@ def test_queries_of_a_fused_region_on_an_explicit_mesh_are_gathered_with_a_warni
     call = CALLS["fuse"]
     with pytest.warns(UserWarning, match=r"`fuse`: axis `q` of an operand is sharded over data"):
         assert_divides(call.bound(None), call.arrays(2), {"query": P(None, "data")}, "explicit", {"all-gather": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_of_shards_draws_what_one_device_draws(kind):
+    """On an explicit mesh bits are resharded as weights are, and no array of them is in memory."""
+    arrays = CALLS["fuse"].arrays(2)
+
+    def dropped(query, key, value, rng):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
+        keep = jax.random.bernoulli(rng, 0.7, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights, 0.0), value)
+
+    def gradients(query, key, value, rng):
+        return jax.grad(lambda *x: (fuse(dropped)(*x, rng) ** 2).sum(), (0, 1, 2))(query, key, value)
+
+    specs = dict.fromkeys(arrays, P("data", None, "model"))
+    assert_divides(gradients, arrays | {"rng": jax.random.key(0)}, specs, kind)
+    mesh = make_mesh(kind)
+    placed = [shard(mesh, x, specs[name]) for name, x in arrays.items()]
+    with jax.set_mesh(mesh):
+        (region,) = explain(dropped)(*placed, jax.random.key(0)).regions
+    assert "score" not in {leaf.role for leaf in region.leaves}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((2, 2), P("data", None, "model")),
+        ((2, 2), P(("data", "model"), None, None)),
+        ((2, 2), P(None, ("model", "data"), None)),
+        ((1, 4), P(None, None, "model")),
+        ((2, 2), P(None, None, None)),
+    ],
+)
+def test_spec_of_a_sharding_is_found_from_where_devices_have_their_parts(shape, spec):
+    mesh = make_mesh("automatic", shape)
+    assert spec_on(mesh, NamedSharding(mesh, spec), 3) == spec
 
 
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba"])

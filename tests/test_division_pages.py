@@ -361,3 +361,25 @@ def test_decoding_in_a_scan_is_divided(is_contiguous, kind):
     rows = heads if is_contiguous else P(None, None, "model")
     specs = {x: specs[x] for x in ("key_pages", "value_pages")} | {"query": rows}
     assert_divides(decode, arrays, specs, kind)
+
+
+@pytest.mark.parametrize("new", ["given", "made of queries"])
+def test_decoding_in_a_scan_with_fewer_key_heads_than_devices_is_divided(new):
+    """Pages are on all devices, in the carry. XLA divides new tokens that are made of queries by parts of an axis."""
+    arrays, _ = everything_about(4, is_contiguous=False)
+    arrays = {x: arrays[x] for x in ("query", "key_pages", "page_table")}
+    arrays["new_tokens"] = arrays["query"][:, :, :KEY_HEADS]
+    arrays["lengths"] = jnp.asarray([20, 0, 25, 7], jnp.int32)
+
+    def decode(query, key_pages, page_table, new_tokens, lengths):
+        def step(carry, _):
+            query, pages, lengths = carry
+            lengths = lengths + 3
+            tokens = new_tokens if new == "given" else query.reshape(*query.shape[:2], KEY_HEADS, -1, WIDTH).sum(3)
+            pages = append_to_pages(tokens, 2 * tokens, *pages, page_table, lengths)
+            return (paged_attention(query, *pages, page_table, lengths), pages, lengths), None
+
+        return jax.lax.scan(step, (query, (key_pages, 2 * key_pages), lengths), None, length=2)[0]
+
+    collectives = {} if new == "given" else {"all-gather": 2, "all-reduce": 1}
+    assert_divides(decode, arrays, {"query": P(None, None, "model")}, "automatic", collectives, shape=(1, 4))

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blockdiag._sizes import is_symbolic
-from blockdiag.common.meshes import explicit_mesh, warn_of_gather
+from blockdiag.common.meshes import explicit_mesh, spec_on, warn_of_gather
 from blockdiag.common.rule import Dim, Rule, digest_of, shardy_rule
 from blockdiag.common.shards import Local, Part, division_of, on_one_device, spec_of, wanted_spec
 
@@ -177,20 +177,25 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
         return tuple(jax.core.eval_jaxpr(jaxpr, known, *given))
 
     def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        given = [(x.shape, x.sharding.spec) for x in (*operands, *results)]
+        given = [(x.shape, spec_on(mesh, x.sharding, len(x.shape))) for x in (*operands, *results)]
+        specs = [spec for _, spec in given]
         division = division_of(rule, mesh.shape, given)
-        for x, dims in zip(operands, rule.operands, strict=True):
-            _warn_of_gathers(rule, x.sharding.spec, dims)
+        for spec, dims in zip(specs, rule.operands, strict=False):
+            _warn_of_gathers(rule, spec, dims)
         found = [
-            wanted_spec(rule, division, mesh.shape, dims, x.sharding.spec)
-            for x, dims in zip(results, rule.results, strict=True)
+            wanted_spec(rule, division, mesh.shape, dims, spec)
+            for spec, dims in zip(specs[len(operands) :], rule.results, strict=True)
         ]
-        specs = (found, [spec_of(rule, division, mesh.shape, dims) for dims in rule.operands])
-        shardings = (tuple(NamedSharding(mesh, spec) for spec in each) for each in specs)
+        wanted = (found, [spec_of(rule, division, mesh.shape, dims) for dims in rule.operands])
+        shardings = (tuple(NamedSharding(mesh, spec) for spec in each) for each in wanted)
         return mesh, on_one_device(rule, local, division, mesh.shape, found, count), *shardings
 
-    text, options = shardy_rule(rule)
-    compute.def_partition(partition=partition, sharding_rule=text, **options)
+    # Shardings are decoded by `spec_on`: JAX raises an error where XLA has a sharding that it cannot express.
+    compute.def_partition(
+        partition=partition,
+        sharding_rule=lambda mesh, *_: shardy_rule(rule, mesh.shape),
+        decode_shardings=False,
+    )
     return list(compute(*arrays, *constants))
 
 

@@ -1,12 +1,14 @@
-"""Arrays on meshes with explicit axes, whose shardings are parts of their types."""
+"""How arrays are sharded over meshes, above all over explicit axes, where shardings are parts of types."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -62,6 +64,42 @@ def whole_but(operation: str, arrays: Any, kept: Callable[[int], Sequence[int]])
         return jax.sharding.reshard(x, NamedSharding(explicit_mesh([x]), wanted)) if lost else x
 
     return jax.tree.map(gather, arrays) if explicit_mesh(jax.tree.leaves(arrays)) is not None else arrays
+
+
+def spec_on(mesh: Mesh, sharding: Sharding, rank: int) -> P:
+    """How an array is sharded over a mesh, by whatever sharding XLA found for it.
+
+    XLA may divide an axis of an array by a part of an axis of a mesh: two heads among four devices, of which two have
+    the same head each. No `PartitionSpec` says so. Such an axis counts as whole, and XLA gathers it.
+
+    Args:
+        mesh: the mesh.
+        sharding: over the devices of the mesh.
+        rank: how many axes the array has.
+    """
+    # Any number of parts divides the number of devices.
+    places = sharding.devices_indices_map((mesh.size,) * rank)
+    starts = [[index.start or 0 for index in places[device]] for device in mesh.devices.flat]
+    axes = np.asarray(starts, np.int64).reshape(*mesh.devices.shape, rank)
+    return P(*(_names(mesh, axes[..., axis]) for axis in range(rank)))
+
+
+def _names(mesh: Mesh, starts: np.ndarray) -> str | tuple[str, ...] | None:
+    """The axes of a mesh that divide an axis of an array, slowest first, from where the part of each device starts."""
+    sizes = starts.shape
+    # Where the second device along each axis of the mesh starts, if there is one.
+    second = np.minimum(np.eye(len(sizes), dtype=int), np.asarray(sizes) - 1)
+    steps = [int(starts[tuple(place)]) for place in second]
+    order = sorted((axis for axis, step in enumerate(steps) if step), key=lambda axis: -steps[axis])
+    parts = math.prod(sizes[axis] for axis in order)
+    number = np.zeros_like(starts)
+    for axis in order:
+        place = np.arange(sizes[axis]).reshape(-1, *[1] * (starts.ndim - axis - 1))
+        number = number * sizes[axis] + place
+    if not order or not np.array_equal(number * (mesh.size // parts), starts):
+        return None
+    names = tuple(mesh.axis_names[axis] for axis in order)
+    return names[0] if len(names) == 1 else names
 
 
 def warn_of_gather(operation: str, axis: str, names: Any) -> None:

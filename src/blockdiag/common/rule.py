@@ -7,7 +7,7 @@ among themselves. One rule serves every kind of mesh (`division.py`).
 import functools
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,14 @@ class Rule:
     is_anchored: bool = False
 
 
-def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
+def shardy_rule(rule: Rule, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
     """The text of a rule for Shardy, and what `def_partition` takes besides it.
 
     Axes that have no label, or no divisible one, get factors of their own that need replication.
+
+    Args:
+        rule: the rule.
+        mesh: the size of each axis of the mesh.
     """
     sizes = dict(rule.sizes)
     order: list[str] = []
@@ -60,9 +64,10 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
     compound: set[str] = set()
     size_of: dict[str, int] = {}
 
+    lengths = [length for length in mesh.values() if length > 1]
     # Shardy would pass parts of an axis of a mesh from heads of queries to key heads, of which there may be fewer than
     # devices, and JAX cannot express parts: arrays that have a label alone do not hear from those that have it in a
-    # compound axis. Of anchors all others hear; they are arguments of a program, as a rule, and not made in it.
+    # compound axis. Of anchors all others hear on meshes where no axis would be cut.
     dims = {dim for array in (*rule.operands, *rule.results) for dim in array}
     in_compound = {label for dim in dims for label in dim if sum(sizes[x] > 1 for x in dim) > 1}
     # What does not decide how a label is divided must not say so to the others.
@@ -76,7 +81,7 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
 
             def factor(label: str, is_alone: bool, suffix: str = f"_o{number}" if is_apart else "") -> str:
                 name = f"l_{label}{suffix if label in anchored else ''}"
-                if is_alone and label in in_compound and not rule.anchors:
+                if is_alone and label in in_compound and not (rule.anchors and _cuts_no_axis(sizes[label], lengths)):
                     name += "_alone"
                 if name not in order:
                     order.append(name)
@@ -102,6 +107,14 @@ def shardy_rule(rule: Rule) -> tuple[str, dict[str, Any]]:
     }
     options |= {name: size for name, size in size_of.items() if name in compound - whole}
     return text, options
+
+
+def _cuts_no_axis(size: int, axes: Sequence[int]) -> bool:
+    """Return whether axes of a mesh of these sizes, in any order, are used up whole until each element is apart."""
+    return size == 1 or all(
+        size % axis == 0 and _cuts_no_axis(size // axis, [*axes[:place], *axes[place + 1 :]])
+        for place, axis in enumerate(axes)
+    )
 
 
 def digest_of(rule: Rule) -> np.ndarray:
