@@ -86,6 +86,7 @@ def moba(context, query, key, value, offsets=None, mask=None, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+@pytest.mark.division("tokens", "gradients", operation="moba")
 def test_moba_of_shared_tokens(strategy, kind):
     context = ContextParallel("model", strategy)
     moves = {"ulysses": {"all-to-all"}, "gather": {"all-gather", "reduce-scatter", "all-reduce"}}[strategy]
@@ -165,6 +166,7 @@ def block_diagonal(context, query, key, value, *more, rotary="none", **options):
 
 @pytest.mark.parametrize(("kind", "rotary"), [*((kind, "by position") for kind in KINDS), ("explicit", "by token"),
                                               ("explicit", "positions"), ("automatic", "none")])  # fmt: skip
+@pytest.mark.division("tokens", "gradients", operation="block_diagonal")
 def test_block_diagonal_of_tokens_that_are_cut_between_blocks_communicates_nothing(kind, rotary):
     attend = functools.partial(block_diagonal, rotary=rotary)
     context = ContextParallel("model", batch_axes=("data",))
@@ -197,6 +199,7 @@ def convolve_three(context, *arrays, weights=None, offsets=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.division("tokens", "gradients", operation="key_convolution")
 def test_key_convolution_of_shared_tokens_takes_the_few_keys_before(kind):
     arrays = random_arrays(*[(2, TOKENS, KEY_HEADS, WIDTH)] * 3)
     context = ContextParallel("model", batch_axes=("data",))

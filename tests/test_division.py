@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +31,7 @@ def computed(call, *, is_checkpointed=False):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.division("batch", "gradients")
 def test_batch_is_divided(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(4), batch_specs(call, ALL), kind)
@@ -37,6 +39,7 @@ def test_batch_is_divided(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WITH_HEADS)
+@pytest.mark.division("heads", "gradients")
 def test_heads_are_divided(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(2), head_specs(call, "model"), kind)
@@ -45,6 +48,7 @@ def test_heads_are_divided(name, kind):
 @pytest.mark.versions
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.division("batch", "heads", "gradients")
 def test_batch_and_heads_are_divided(name, kind):
     call = CALLS[name]
     specs = both(batch_specs(call, "data"), head_specs(call, "model"))
@@ -53,6 +57,7 @@ def test_batch_and_heads_are_divided(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "moba, offsets"])
+@pytest.mark.division("fewer key heads", "gradients")
 def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(name, kind):
     """Gradients of keys and values are summed over the devices that share a key head; an explicit mesh also wants
     them where keys and values are, on all devices."""
@@ -99,6 +104,7 @@ TRANSFORMED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", TRANSFORMED)
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "fuse"])
+@pytest.mark.division("{change}")
 def test_transformed_call_is_divided(name, change, kind):
     call, (transform, spec, stacked) = CALLS[name], TRANSFORMED[change]
     arrays = {name: x for name, x in call.arrays(4).items()}
@@ -119,6 +125,27 @@ def test_transformed_call_is_divided(name, change, kind):
         return jax.grad(lambda *x: (compute(*x) ** 2).sum(), (0, 1, 2))(query, key, value)
 
     assert_divides(gradients, arrays, specs, kind)
+
+
+@pytest.mark.division("export", kind="explicit")
+@pytest.mark.parametrize("name", ["block_diagonal", "moba", "fuse", "paged"])
+def test_program_for_an_explicit_mesh_is_exported(name):
+    call, mesh = CALLS[name], make_mesh("explicit")
+    specs = both(batch_specs(call, "data", ("key_pages", "value_pages")), head_specs(call, "model"))
+    arrays = call.arrays(2)
+    with jax.set_mesh(mesh):
+        placed = {name: shard(mesh, x, specs.get(name, P())) for name, x in arrays.items()}
+        exported = jax.export.export(jax.jit(call.bound(None)))(**placed)
+        found = jax.jit(jax.export.deserialize(exported.serialize()).call)(**placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(call.bound(None)(**arrays)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_program_for_an_automatic_mesh_cannot_be_exported():
+    call, mesh = CALLS["block_diagonal"], make_mesh("automatic")
+    placed = {name: shard(mesh, x, P("data")) for name, x in call.arrays(2).items()}
+    with pytest.raises(NotImplementedError, match="serialization of host_callbacks is not yet implemented"):
+        jax.export.export(jax.jit(call.bound(None)))(**placed)
 
 
 @pytest.mark.parametrize(
