@@ -59,12 +59,10 @@ def test_batch_and_heads_are_divided(name, kind):
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "moba, offsets"])
 @pytest.mark.division("fewer key heads", "gradients")
 def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(name, kind):
-    """Gradients of keys and values are summed over the devices that share a key head; an explicit mesh also wants
-    them where keys and values are, on all devices."""
+    """Gradients of keys and values are summed over the devices that share a key head, and are then on all devices."""
     call = CALLS[name]
     specs = head_specs(call, ALL, ("query",))
-    collectives = {"all-reduce": 1} | ({"all-gather": 2} if kind == "explicit" else {})
-    assert_divides(computed(call), call.arrays(2), specs, kind, collectives)
+    assert_divides(computed(call), call.arrays(2), specs, kind, {"all-reduce": 1})
 
 
 @pytest.mark.parametrize("name", ["block_diagonal", "moba", "moba_routing"])
@@ -149,7 +147,7 @@ def test_program_for_an_automatic_mesh_cannot_be_exported():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("block_diagonal", "explicit"), ("moba", "explicit"), ("fuse", "automatic")]
+    ("name", "kind"), [*((name, kind) for name in ("block_diagonal", "moba") for kind in KINDS), ("fuse", "automatic")]
 )
 def test_tokens_that_are_sharded_are_gathered_with_a_warning(name, kind):
     call = CALLS[name]

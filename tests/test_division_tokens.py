@@ -137,10 +137,11 @@ def test_scanned_key_convolution_is_divided(kind):
     assert_divides(gradients, call.arrays(4), specs, kind, SUM)
 
 
-def test_sharded_tokens_of_key_convolution_are_gathered_with_a_warning():
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_tokens_of_key_convolution_are_gathered_with_a_warning(kind):
     call = CALLS["key_convolution"]
-    with pytest.warns(UserWarning, match=r"`key_convolution`: axis 1 of an operand is sharded over data"):
-        assert_divides(call.bound(None), call.arrays(4), {"key": P(None, "data")}, "explicit", {"all-gather": 1})
+    with pytest.warns(UserWarning, match=r"`key_convolution`: axis (1|`tokens`) of an operand is sharded over data"):
+        assert_divides(call.bound(None), call.arrays(4), {"key": P(None, "data")}, kind, {"all-gather": 1})
 
 
 def test_interpreter_on_an_automatic_mesh_is_refused():

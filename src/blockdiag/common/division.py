@@ -23,7 +23,17 @@ from jax.sharding import PartitionSpec as P
 from blockdiag._sizes import is_symbolic
 from blockdiag.common.meshes import explicit_mesh, spec_on, warn_of_gather
 from blockdiag.common.rule import Dim, Rule, digest_of, shardy_rule
-from blockdiag.common.shards import Local, Part, division_of, on_one_device, spec_of, wanted_spec
+from blockdiag.common.shards import (
+    Local,
+    Part,
+    axes_of,
+    division_of,
+    join_axes,
+    on_one_device,
+    spec_of,
+    split_axes,
+    wanted_spec,
+)
 
 type Plan = Callable[..., tuple[Rule, Local[Any]]]
 """From what is static of a call, and its operands, to its rule and to what computes a part of it."""
@@ -164,6 +174,9 @@ def _everything(rule: Rule) -> Part:
 
 def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The operation as one that XLA's partitioner divides, wherever a program with it has several devices."""
+    joined = rule
+    rule, local = _apart(rule, local)
+    arrays = [split_axes(x, dims, joined, dict(joined.sizes)) for x, dims in zip(arrays, joined.operands, strict=True)]
     whole = jax.make_jaxpr(local(_everything(rule)))(*arrays)
     # `custom_partitioning` takes no constants but as operands; on several devices they are made anew.
     constants = [*(jnp.asarray(x) for x in whole.consts), jnp.asarray(digest_of(rule))]
@@ -196,7 +209,31 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
         sharding_rule=lambda mesh, *_: shardy_rule(rule, mesh.shape),
         decode_shardings=False,
     )
-    return list(compute(*arrays, *constants))
+    results = compute(*arrays, *constants)
+    return [join_axes(x, dims, joined) for x, dims in zip(results, joined.results, strict=True)]
+
+
+def _apart(rule: Rule, local: Local[Sequence[jax.Array]]) -> tuple[Rule, Local[Sequence[jax.Array]]]:
+    """A rule whose labels have axes of their own where devices may divide some labels of an axis and not others.
+
+    Sequences and tokens of one axis, above all. XLA tells how tokens are sharded only where they have an axis: it
+    cancels the reshapes that join axes against those that split them.
+    """
+
+    def on_device(part: Part) -> Callable[..., Sequence[jax.Array]]:
+        compute = local(part)
+
+        def compute_apart(*arrays: jax.Array) -> Sequence[jax.Array]:
+            results = compute(*(join_axes(x, dims, rule) for x, dims in zip(arrays, rule.operands, strict=True)))
+            return [split_axes(x, dims, rule, part.sizes) for x, dims in zip(results, rule.results, strict=True)]
+
+        return compute_apart
+
+    operands, results = (
+        tuple(tuple(one for dim in dims for one in axes_of(dim, rule)) for dims in arrays)
+        for arrays in (rule.operands, rule.results)
+    )
+    return dataclasses.replace(rule, operands=operands, results=results), on_device
 
 
 def _on_explicit_axes(
@@ -210,7 +247,14 @@ def _on_explicit_axes(
     for (_, spec), dims in zip(given, rule.operands, strict=True):
         _warn_of_gathers(rule, spec, dims)
     specs = tuple(spec_of(rule, division, shape, dims) for dims in rule.operands)
-    results = [spec_of(rule, division, shape, dims) for dims in rule.results]
+    # A sum is a gradient, as a rule: of the operand that has its axes, and it is to be sharded as this is.
+    wanted = {
+        dims: P(*spec, *[None] * (len(dims) - len(spec))) for dims, (_, spec) in zip(rule.operands, given, strict=True)
+    }
+    results = [
+        wanted_spec(rule, division, shape, dims, wanted.get(dims, spec_of(rule, division, shape, dims)))
+        for dims in rule.results
+    ]
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
     compute = on_one_device(rule, local, division, shape, results)
     # Within `jax.vmap` the axes that a mapped axis is sharded over are not to be named: none given means all others.
@@ -223,7 +267,9 @@ def _on_explicit_axes(
 
 def _warn_of_gathers(rule: Rule, spec: P, dims: Sequence[Dim]) -> None:
     """Warn where an axis is sharded of which every device needs all."""
+    sizes = dict(rule.sizes)
     for entry, dim in zip(tuple(spec), dims, strict=False):
         # Axes without labels are those of small tables.
-        if entry not in (None, ()) and dim and rule.independent.isdisjoint(dim):
-            warn_of_gather(rule.operation, f"axis `{' '.join(dim)}`", entry)
+        labels = [label for label in dim if sizes[label] > 1]
+        if entry not in (None, ()) and labels and rule.independent.isdisjoint(labels):
+            warn_of_gather(rule.operation, f"axis `{' '.join(labels)}`", entry)

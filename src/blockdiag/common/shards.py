@@ -159,6 +159,31 @@ def _parts(division: Division, label: str) -> int:
     return math.prod(piece.count for piece in division.get(label, ()))
 
 
+def axes_of(dim: Dim, rule: Rule) -> tuple[Dim, ...]:
+    """The axes that the labels of one axis get: one each, if devices may divide some of them and not others."""
+    sizes = dict(rule.sizes)
+    labels = {label for label in dim if sizes[label] > 1}
+    return tuple((label,) for label in dim) if labels & rule.independent and labels - rule.independent else (dim,)
+
+
+def split_axes(x: jax.Array, dims: Sequence[Dim], rule: Rule, sizes: Mapping[str, int]) -> jax.Array:
+    """An array with the axes of `axes_of`, where labels have these sizes."""
+    shape: list[int] = []
+    for size, dim in zip(x.shape, dims, strict=True):
+        shape += [size] if len(axes_of(dim, rule)) == 1 else [sizes[label] for label in dim]
+    return x.reshape(shape) if len(shape) != x.ndim else x
+
+
+def join_axes(x: jax.Array, dims: Sequence[Dim], rule: Rule) -> jax.Array:
+    """The array from which `split_axes` made this one."""
+    left, shape = list(x.shape), []
+    for dim in dims:
+        count = len(axes_of(dim, rule))
+        shape.append(math.prod(left[:count]))
+        del left[:count]
+    return x.reshape(shape) if len(shape) != x.ndim else x
+
+
 def on_one_device(
     rule: Rule,
     local: Local[Sequence[jax.Array]],
