@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from blockdiag.context_parallel import ContextParallel, choose_strategy, exchange, on_parts, roles_of
+from blockdiag.context_parallel import ContextParallel, choose_strategy, exchange, next_multiple, on_parts, roles_of
 from blockdiag.rotary import Rotary
 
 
@@ -84,8 +84,10 @@ def _on_device(
             positions = jax.lax.axis_index(context.axis).astype(jnp.int32) * own + jnp.arange(own, dtype=jnp.int32)
         return attend(query, key, value, rotary=with_tables(cos, sin, positions))
     exchanging = dataclasses.replace(context, strategy="ulysses")
-    remedy = "cut batched sequences between blocks, which needs no exchange"
-    choose_strategy(exchanging, key.shape[-2], jax.lax.axis_size(context.axis), remedy)
+    devices = jax.lax.axis_size(context.axis)
+    length = next_multiple(own, block_size) * devices
+    remedy = f"batched sequences of {length} tokens, {own * devices} here, are cut between blocks and need no exchange"
+    choose_strategy(exchanging, key.shape[-2], devices, remedy)
 
     def whole(x: Array | None, from_last: int) -> Array | None:
         return None if x is None else jax.lax.all_gather(x, context.axis, axis=x.ndim - from_last, tiled=True)

@@ -134,7 +134,8 @@ def _convolve_shared_tokens(
             return convolve(key, weights, sequence_offsets=_own_offsets(context, offsets, key.shape[tokens], 0))
         if before > key.shape[tokens]:
             raise ValueError(
-                f"`weights` of {before + 1} rows need at least {before} tokens on each device, got {key.shape[tokens]}"
+                f"`weights` of {before + 1} rows need at least {before} tokens on each device, got "
+                f"{key.shape[tokens]}; pad them, to {before * jax.lax.axis_size(context.axis)} in all"
             )
         # Of the first device they are 0, as keys before a sequence are.
         longer = jnp.concatenate([rows_before(key, context.axis, tokens, before), key], axis=tokens)

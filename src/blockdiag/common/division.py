@@ -169,7 +169,7 @@ def divide_array_code(rule: Rule, local: Local[Any], operands: Any) -> Any:
 
 def _everything(rule: Rule) -> Part:
     """The part of a device that computes all of an operation."""
-    return Part(dict(rule.sizes), {})
+    return Part(dict(rule.sizes), {}, {})
 
 
 def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:

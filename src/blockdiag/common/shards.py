@@ -41,10 +41,12 @@ class Part:
     Attributes:
         sizes: how many indices of each label the device has.
         starts: the first index of each divided label, int32.
+        axes: the axes of the mesh that divide a label, the slowest first.
     """
 
     sizes: Mapping[str, int]
     starts: Mapping[str, jax.Array]
+    axes: Mapping[str, tuple[str, ...]]
 
 
 type Local[R] = Callable[[Part], Callable[..., R]]
@@ -208,7 +210,8 @@ def on_one_device(
             for x, dims in zip(arrays, rule.operands, strict=True)
         ]
         starts = {label: _index(division, label) * sizes[label] for label in division}
-        found = local(Part(sizes, starts))(*own[: len(own) - unused])
+        axes = {label: tuple(dict.fromkeys(x.axis for x in pieces)) for label, pieces in division.items()}
+        found = local(Part(sizes, starts, axes))(*own[: len(own) - unused])
         return tuple(
             _completed(x, dims, cut_labels(dims, spec), rule, division, sizes)
             for x, dims, spec in zip(found, rule.results, results, strict=True)
