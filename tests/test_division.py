@@ -147,13 +147,19 @@ def test_program_for_an_automatic_mesh_cannot_be_exported():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, kind) for name in ("block_diagonal", "moba") for kind in KINDS), ("fuse", "automatic")]
+    ("name", "kind"),
+    [
+        *((name, kind) for name in ("block_diagonal", "moba") for kind in KINDS),
+        ("block_diagonal, offsets", "automatic"),
+        ("fuse", "automatic"),
+    ],
 )
 def test_tokens_that_are_sharded_are_gathered_with_a_warning(name, kind):
     call = CALLS[name]
-    specs = dict.fromkeys(("query", "key", "value"), P(None, "data"))
+    arrays = call.arrays(2)
+    specs = {name: P(*[None] * (arrays[name].ndim - 3), "data") for name in ("query", "key", "value")}
     with pytest.warns(UserWarning, match=r"every device needs all of it: it is gathered"):
-        assert_divides(call.bound(None), call.arrays(2), specs, kind, {"all-gather": 3})
+        assert_divides(call.bound(None), arrays, specs, kind, {"all-gather": 3})
 
 
 def test_queries_of_a_fused_region_on_an_explicit_mesh_are_gathered_with_a_warning():
