@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from blockdiag.common import meshes
+from blockdiag.common import division
+from blockdiag.common.rule import Rule, digest_of
 from tests.division_support import batch_specs, make_mesh, shard
 from tests.op_calls import CALLS
 
@@ -40,23 +41,22 @@ def run_programs() -> dict[str, Any]:
 def all_digests() -> dict[str, list[str]]:
     """The digests of each call, in the order of tracing."""
     found: dict[str, list[str]] = {}
-    digest_of = meshes.digest_of
 
-    def record(name: str, rule: meshes.Rule) -> np.ndarray:
+    def record(name: str, rule: Rule) -> np.ndarray:
         assert " at 0x" not in rule.problem, rule.problem
         digest = digest_of(rule)
         found.setdefault(name, []).append(digest.tobytes().hex())
         return digest
 
     for name, call in CALLS.items():
-        meshes.digest_of = functools.partial(record, name)
+        division.digest_of = functools.partial(record, name)
         function = call.gradients(None) if call.differentiated else call.bound(None)
         jax.clear_caches()
         jax.eval_shape(function, **call.types(4))
     if importlib.util.find_spec("triton") is not None:
         from tests.test_division_triton_call import arrays, weighted
 
-        meshes.digest_of = functools.partial(record, "triton_call")
+        division.digest_of = functools.partial(record, "triton_call")
         jax.eval_shape(weighted, **arrays())
     return found
 

@@ -331,6 +331,7 @@ def test_differentiation_is_refused():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.division("batch", "heads", operation="append", kind="manual")
 def test_shard_map_over_pools_and_heads(implementation):
     case = CASES["centroids, packed, rotary, computed scales"]
     both = [case.arguments(seed) for seed in (0, 1)]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,7 @@ def moba(context, query, key, value, offsets=None, mask=None, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+@pytest.mark.division("tokens", "gradients", operation="moba")
 def test_moba_of_shared_tokens(strategy, kind):
     context = ContextParallel("model", strategy)
     moves = {"ulysses": {"all-to-all"}, "gather": {"all-gather", "reduce-scatter", "all-reduce"}}[strategy]
@@ -165,6 +167,7 @@ def block_diagonal(context, query, key, value, *more, rotary="none", **options):
 
 @pytest.mark.parametrize(("kind", "rotary"), [*((kind, "by position") for kind in KINDS), ("explicit", "by token"),
                                               ("explicit", "positions"), ("automatic", "none")])  # fmt: skip
+@pytest.mark.division("tokens", "gradients", operation="block_diagonal")
 def test_block_diagonal_of_tokens_that_are_cut_between_blocks_communicates_nothing(kind, rotary):
     attend = functools.partial(block_diagonal, rotary=rotary)
     context = ContextParallel("model", batch_axes=("data",))
@@ -224,6 +227,7 @@ def convolve_three(context, *arrays, weights=None, offsets=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.division("tokens", "gradients", operation="key_convolution")
 def test_key_convolution_of_shared_tokens_takes_the_few_keys_before(kind):
     arrays = random_arrays(*[(2, TOKENS, KEY_HEADS, WIDTH)] * 3)
     context = ContextParallel("model", batch_axes=("data",))
@@ -255,12 +259,23 @@ def test_gradient_of_weights_is_added_up_over_devices_that_share_tokens(kind):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+@pytest.mark.parametrize("attend", [moba, block_diagonal, convolve_three], ids=lambda function: function.__name__)
+def test_tokens_that_devices_do_not_divide_are_refused_with_the_length_to_pad_to(attend, kind):
+    """JAX itself refuses to shard such an axis, so that no result could have their shape."""
+    mesh = make_mesh(kind, (1, 4))
+    context = ContextParallel("model", mesh=mesh if kind == "automatic" else None)
+    message = r"must be a multiple of the 4 devices along 'model', got 126; pad them to 128"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        attend(context, *(shard(mesh, x[:, :126, :KEY_HEADS], P()) for x in operands(1)))
+
+
 def test_what_does_not_serve_block_diagonal_attention_is_refused():
     mesh = make_mesh("explicit", (1, 4))
     with jax.set_mesh(mesh):
         with pytest.raises(ValueError, match="'gather' does not serve `block_diagonal_attention`"):
             block_diagonal(ContextParallel("model", "gather"), *(shard(mesh, x, P()) for x in operands(1)))
-        with pytest.raises(ValueError, match=r"a multiple of the 4 devices .* share among fewer devices"):
+        with pytest.raises(ValueError, match=r"the 4 devices .* batched sequences of 512 tokens, 128 here"):
             few = operands(1, key_heads=2)
             block_diagonal(ContextParallel("model"), *(shard(mesh, x, P()) for x in few), block_size=TOKENS)
 
@@ -268,7 +283,7 @@ def test_what_does_not_serve_block_diagonal_attention_is_refused():
 def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
     mesh = make_mesh("explicit", (1, 4))
     key, weights = random_arrays((1, 8, 1, 8), (4, 1, 8))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="need at least 3 tokens on each device, got 2"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"need at least 3 tokens .* got 2; pad .* to 12"):
         key_convolution(shard(mesh, key, P()), weights, context_parallel=ContextParallel("model"))
 
 
@@ -281,11 +296,11 @@ def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
             {"key_heads": 2},
             r"needs key heads that are a multiple of the 4 devices",
         ),
-        (ContextParallel("model", "gather"), {"block_size": 48}, r"must be a multiple of `block_size`=48"),
+        (ContextParallel("model", "gather"), {"block_size": 48}, r"`block_size`=48; pad the 128 tokens to 192"),
         (
             ContextParallel("model"),
             {"tokens": 126},
-            r"tokens must be a multiple of the 4 devices along 'model', got 126",
+            r"tokens must be a multiple of the 4 devices along 'model', got 126; pad them to 128",
         ),
     ],
 )
@@ -296,6 +311,22 @@ def test_what_cannot_be_shared_is_refused(context, change, message):
     mesh = make_mesh("explicit", (1, 4))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         moba(context, *(shard(mesh, x[:, :tokens], P()) for x in arrays), **change)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"), [(P("data", "model"), "batch_axes"), (P(None, "model", "data"), "head_axes")]
+)
+def test_sharded_axes_of_an_automatic_mesh_that_nobody_names_are_gathered_with_a_warning(spec, field):
+    """Within `jax.jit` nobody knows."""
+    mesh = make_mesh("automatic")
+    arrays = [shard(mesh, x, spec) for x in operands(2)]
+    context = ContextParallel("model", mesh=mesh)
+    with pytest.warns(UserWarning, match=rf"gathered over \['data'\]: name them in `{field}`"):
+        found = block_diagonal(context, *arrays)
+    np.testing.assert_allclose(found, block_diagonal(None, *operands(2)), rtol=1e-5, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block_diagonal(dataclasses.replace(context, **{field: ("data",)}), *arrays)
 
 
 def test_automatic_mesh_that_nobody_names_is_refused():

@@ -4,11 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from blockdiag import moba_attention, moba_routing
-from tests.division_support import KINDS, assert_divides, batch_specs, both, head_specs
+from blockdiag import explain, fuse, moba_attention, moba_routing
+from blockdiag.common.meshes import spec_on
+from tests.division_support import KINDS, assert_divides, batch_specs, both, head_specs, make_mesh, shard
 from tests.op_calls import CALLS
 
 ALL = ("data", "model")
@@ -28,6 +31,7 @@ def computed(call, *, is_checkpointed=False):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.division("batch", "gradients")
 def test_batch_is_divided(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(4), batch_specs(call, ALL), kind)
@@ -35,6 +39,7 @@ def test_batch_is_divided(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WITH_HEADS)
+@pytest.mark.division("heads", "gradients")
 def test_heads_are_divided(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(2), head_specs(call, "model"), kind)
@@ -43,6 +48,7 @@ def test_heads_are_divided(name, kind):
 @pytest.mark.versions
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.division("batch", "heads", "gradients")
 def test_batch_and_heads_are_divided(name, kind):
     call = CALLS[name]
     specs = both(batch_specs(call, "data"), head_specs(call, "model"))
@@ -51,13 +57,12 @@ def test_batch_and_heads_are_divided(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "moba, offsets"])
+@pytest.mark.division("fewer key heads", "gradients")
 def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(name, kind):
-    """Gradients of keys and values are summed over the devices that share a key head; an explicit mesh also wants
-    them where keys and values are, on all devices."""
+    """Gradients of keys and values are summed over the devices that share a key head, and are then on all devices."""
     call = CALLS[name]
     specs = head_specs(call, ALL, ("query",))
-    collectives = {"all-reduce": 1} | ({"all-gather": 2} if kind == "explicit" else {})
-    assert_divides(computed(call), call.arrays(2), specs, kind, collectives)
+    assert_divides(computed(call), call.arrays(2), specs, kind, {"all-reduce": 1})
 
 
 @pytest.mark.parametrize("name", ["block_diagonal", "moba", "moba_routing"])
@@ -97,6 +102,7 @@ TRANSFORMED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", TRANSFORMED)
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "fuse"])
+@pytest.mark.division("{change}")
 def test_transformed_call_is_divided(name, change, kind):
     call, (transform, spec, stacked) = CALLS[name], TRANSFORMED[change]
     arrays = {name: x for name, x in call.arrays(4).items()}
@@ -119,20 +125,84 @@ def test_transformed_call_is_divided(name, change, kind):
     assert_divides(gradients, arrays, specs, kind)
 
 
+@pytest.mark.division("export", kind="explicit")
+@pytest.mark.parametrize("name", ["block_diagonal", "moba", "fuse", "paged"])
+def test_program_for_an_explicit_mesh_is_exported(name):
+    call, mesh = CALLS[name], make_mesh("explicit")
+    specs = both(batch_specs(call, "data", ("key_pages", "value_pages")), head_specs(call, "model"))
+    arrays = call.arrays(2)
+    with jax.set_mesh(mesh):
+        placed = {name: shard(mesh, x, specs.get(name, P())) for name, x in arrays.items()}
+        exported = jax.export.export(jax.jit(call.bound(None)))(**placed)
+        found = jax.jit(jax.export.deserialize(exported.serialize()).call)(**placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(call.bound(None)(**arrays)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_program_for_an_automatic_mesh_cannot_be_exported():
+    call, mesh = CALLS["block_diagonal"], make_mesh("automatic")
+    placed = {name: shard(mesh, x, P("data")) for name, x in call.arrays(2).items()}
+    with pytest.raises(NotImplementedError, match="serialization of host_callbacks is not yet implemented"):
+        jax.export.export(jax.jit(call.bound(None)))(**placed)
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"), [("block_diagonal", "explicit"), ("moba", "explicit"), ("fuse", "automatic")]
+    ("name", "kind"),
+    [
+        *((name, kind) for name in ("block_diagonal", "moba") for kind in KINDS),
+        ("block_diagonal, offsets", "automatic"),
+        ("fuse", "automatic"),
+    ],
 )
 def test_tokens_that_are_sharded_are_gathered_with_a_warning(name, kind):
     call = CALLS[name]
-    specs = dict.fromkeys(("query", "key", "value"), P(None, "data"))
+    arrays = call.arrays(2)
+    specs = {name: P(*[None] * (arrays[name].ndim - 3), "data") for name in ("query", "key", "value")}
     with pytest.warns(UserWarning, match=r"every device needs all of it: it is gathered"):
-        assert_divides(call.bound(None), call.arrays(2), specs, kind, {"all-gather": 3})
+        assert_divides(call.bound(None), arrays, specs, kind, {"all-gather": 3})
 
 
 def test_queries_of_a_fused_region_on_an_explicit_mesh_are_gathered_with_a_warning():
     call = CALLS["fuse"]
     with pytest.warns(UserWarning, match=r"`fuse`: axis `q` of an operand is sharded over data"):
         assert_divides(call.bound(None), call.arrays(2), {"query": P(None, "data")}, "explicit", {"all-gather": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_of_shards_draws_what_one_device_draws(kind):
+    """On an explicit mesh bits are resharded as weights are, and no array of them is in memory."""
+    arrays = CALLS["fuse"].arrays(2)
+
+    def dropped(query, key, value, rng):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
+        keep = jax.random.bernoulli(rng, 0.7, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights, 0.0), value)
+
+    def gradients(query, key, value, rng):
+        return jax.grad(lambda *x: (fuse(dropped)(*x, rng) ** 2).sum(), (0, 1, 2))(query, key, value)
+
+    specs = dict.fromkeys(arrays, P("data", None, "model"))
+    assert_divides(gradients, arrays | {"rng": jax.random.key(0)}, specs, kind)
+    mesh = make_mesh(kind)
+    placed = [shard(mesh, x, specs[name]) for name, x in arrays.items()]
+    with jax.set_mesh(mesh):
+        (region,) = explain(dropped)(*placed, jax.random.key(0)).regions
+    assert "score" not in {leaf.role for leaf in region.leaves}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((2, 2), P("data", None, "model")),
+        ((2, 2), P(("data", "model"), None, None)),
+        ((2, 2), P(None, ("model", "data"), None)),
+        ((1, 4), P(None, None, "model")),
+        ((2, 2), P(None, None, None)),
+    ],
+)
+def test_spec_of_a_sharding_is_found_from_where_devices_have_their_parts(shape, spec):
+    mesh = make_mesh("automatic", shape)
+    assert spec_on(mesh, NamedSharding(mesh, spec), 3) == spec
 
 
 @pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba"])

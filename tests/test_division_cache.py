@@ -32,7 +32,8 @@ from blockdiag import (
     moba_paged_attention,
     moba_routing,
 )
-from blockdiag.common import meshes
+from blockdiag.common import rule as rules
+from blockdiag.common.rule import Rule, digest_of
 from tests.division_support import batch_specs, make_mesh, shard
 from tests.op_calls import CALLS, HEADS, KEY_HEADS, WIDTH
 
@@ -261,10 +262,10 @@ def test_digests_of_all_operations_are_the_same_in_another_process(tmp_path):
 
 def test_digest_of_a_problem_with_an_address_is_never_the_same():
     """Objects that equal themselves alone are shown by their address, which says nothing in another process."""
-    rule = meshes.Rule("named", repr(object()), (((),),), (((),),), (), frozenset())
-    assert (meshes.digest_of(rule) != meshes.digest_of(rule)).any()
+    rule = Rule("named", repr(object()), (((),),), (((),),), (), frozenset())
+    assert (digest_of(rule) != digest_of(rule)).any()
     known = dataclasses.replace(rule, problem="known")
-    np.testing.assert_array_equal(meshes.digest_of(known), meshes.digest_of(known))
+    np.testing.assert_array_equal(digest_of(known), digest_of(known))
 
 
 CHANGES = {
@@ -273,24 +274,24 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(meshes.Rule)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Rule)])
 def test_digest_depends_on_every_field_of_a_rule(field):
-    rule = meshes.Rule("named", "known", (((),),), (((),),), (), frozenset())
+    rule = Rule("named", "known", (((),),), (((),),), (), frozenset())
     other = dataclasses.replace(rule, **{field: CHANGES[field]})
-    assert (meshes.digest_of(rule) != meshes.digest_of(other)).any()
+    assert (digest_of(rule) != digest_of(other)).any()
 
 
 def test_digest_depends_on_the_precision_of_products():
-    rule = meshes.Rule("named", "known", (((),),), (((),),), (), frozenset())
+    rule = Rule("named", "known", (((),),), (((),),), (), frozenset())
     with jax.default_matmul_precision("bfloat16"):
-        other = meshes.digest_of(rule)
-    assert (meshes.digest_of(rule) != other).any()
+        other = digest_of(rule)
+    assert (digest_of(rule) != other).any()
 
 
 def test_digest_depends_on_the_edition_of_the_library_where_the_cache_ignores_functions(cache, monkeypatch):
     del cache
-    rule = meshes.Rule("named", "known", (((),),), (((),),), (), frozenset())
-    digest = meshes.digest_of(rule)
-    np.testing.assert_array_equal(meshes.digest_of(rule), digest)
-    monkeypatch.setattr(meshes, "_library", lambda: ("other", None))
-    assert (meshes.digest_of(rule) != digest).any()
+    rule = Rule("named", "known", (((),),), (((),),), (), frozenset())
+    digest = digest_of(rule)
+    np.testing.assert_array_equal(digest_of(rule), digest)
+    monkeypatch.setattr(rules, "_library", lambda: ("other", None))
+    assert (digest_of(rule) != digest).any()

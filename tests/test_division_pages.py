@@ -37,6 +37,7 @@ def whole_pools(name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.division("batch")
 def test_batch_is_divided(name, implementation, kind):
     call = CALLS[name]
     specs = batch_specs(call, ALL, whole_pools(name))
@@ -46,6 +47,7 @@ def test_batch_is_divided(name, implementation, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", EVERY)
+@pytest.mark.division("heads")
 def test_heads_are_divided(name, implementation, kind):
     call = CALLS[name]
     assert_divides(call.bound(implementation), call.arrays(2), head_specs(call, "model"), kind)
@@ -54,6 +56,7 @@ def test_heads_are_divided(name, implementation, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.division("batch", "heads")
 def test_batch_and_heads_are_divided(name, implementation, kind):
     call = CALLS[name]
     specs = both(batch_specs(call, "data", whole_pools(name)), head_specs(call, "model"))
@@ -73,6 +76,7 @@ def test_heads_of_pages_divide_a_call_whose_other_arrays_are_on_all_devices(name
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sharded_pools", [False, True])
 @pytest.mark.parametrize("name", [*ATTENTION, "paged, packed"])
+@pytest.mark.division("fewer key heads")
 def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(name, sharded_pools, kind):
     call = CALLS[name]
     specs = head_specs(call, ALL, ("query",))
@@ -171,6 +175,7 @@ def append(page_table=None, cos=None, sin=None, **arrays):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["table", "contiguous", "table, packed", "contiguous, packed"])
+@pytest.mark.division("batch", "heads", operation="append")
 def test_all_forms_of_append_are_divided(form, kind):
     """Of packed tokens each device of a contiguous cache writes those of its own sequences."""
     arrays, specs = appended(4, form)
@@ -318,6 +323,7 @@ def test_vmap_over_a_sharded_axis_is_divided(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", EVERY)
+@pytest.mark.division("vmap")
 def test_vmap_of_a_call_whose_rows_and_heads_are_sharded_is_divided(name, kind):
     """Mapped queries, or new keys, and one cache for all elements but where it is written; the last axis is mapped."""
     call = CALLS[name]
@@ -340,6 +346,8 @@ def test_vmap_of_a_call_whose_rows_and_heads_are_sharded_is_divided(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_contiguous", [False, True])
+@pytest.mark.division("scan", operation="paged")
+@pytest.mark.division("scan", operation="append")
 def test_decoding_in_a_scan_is_divided(is_contiguous, kind):
     """Steps append a token and attend to all, with pages in the carry."""
     arrays, specs = everything_about(4, is_contiguous)
@@ -361,3 +369,25 @@ def test_decoding_in_a_scan_is_divided(is_contiguous, kind):
     rows = heads if is_contiguous else P(None, None, "model")
     specs = {x: specs[x] for x in ("key_pages", "value_pages")} | {"query": rows}
     assert_divides(decode, arrays, specs, kind)
+
+
+@pytest.mark.parametrize("new", ["given", "made of queries"])
+def test_decoding_in_a_scan_with_fewer_key_heads_than_devices_is_divided(new):
+    """Pages are on all devices, in the carry. XLA divides new tokens that are made of queries by parts of an axis."""
+    arrays, _ = everything_about(4, is_contiguous=False)
+    arrays = {x: arrays[x] for x in ("query", "key_pages", "page_table")}
+    arrays["new_tokens"] = arrays["query"][:, :, :KEY_HEADS]
+    arrays["lengths"] = jnp.asarray([20, 0, 25, 7], jnp.int32)
+
+    def decode(query, key_pages, page_table, new_tokens, lengths):
+        def step(carry, _):
+            query, pages, lengths = carry
+            lengths = lengths + 3
+            tokens = new_tokens if new == "given" else query.reshape(*query.shape[:2], KEY_HEADS, -1, WIDTH).sum(3)
+            pages = append_to_pages(tokens, 2 * tokens, *pages, page_table, lengths)
+            return (paged_attention(query, *pages, page_table, lengths), pages, lengths), None
+
+        return jax.lax.scan(step, (query, (key_pages, 2 * key_pages), lengths), None, length=2)[0]
+
+    collectives = {} if new == "given" else {"all-gather": 2, "all-reduce": 1}
+    assert_divides(decode, arrays, {"query": P(None, None, "model")}, "automatic", collectives, shape=(1, 4))

@@ -32,6 +32,7 @@ CONVOLVED = {
 
 @pytest.mark.parametrize(("kind", "implementation"), IMPLEMENTED)
 @pytest.mark.parametrize("case", CONVOLVED)
+@pytest.mark.division("{case}", "gradients", "checkpoint", operation="key_convolution")
 def test_key_convolution_is_divided(case, kind, implementation):
     call, (key, weights, sums) = CALLS["key_convolution"], CONVOLVED[case]
     specs = {"key": key, "weights": weights}
@@ -96,6 +97,7 @@ STACKED = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", STACKED)
+@pytest.mark.division("vmap", operation="key_convolution")
 def test_mapped_key_convolution_is_divided(case, kind):
     """Keys are mapped over their second axis, weights over the first one, or not at all."""
     call, (key, weights, sums) = CALLS["key_convolution"], STACKED[case]
@@ -120,6 +122,7 @@ def test_mapped_key_convolution_is_divided(case, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.division("scan", operation="key_convolution")
 def test_scanned_key_convolution_is_divided(kind):
     call = CALLS["key_convolution"]
 
@@ -134,10 +137,11 @@ def test_scanned_key_convolution_is_divided(kind):
     assert_divides(gradients, call.arrays(4), specs, kind, SUM)
 
 
-def test_sharded_tokens_of_key_convolution_are_gathered_with_a_warning():
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_tokens_of_key_convolution_are_gathered_with_a_warning(kind):
     call = CALLS["key_convolution"]
-    with pytest.warns(UserWarning, match=r"`key_convolution`: axis 1 of an operand is sharded over data"):
-        assert_divides(call.bound(None), call.arrays(4), {"key": P(None, "data")}, "explicit", {"all-gather": 1})
+    with pytest.warns(UserWarning, match=r"`key_convolution`: axis (1|`tokens`) of an operand is sharded over data"):
+        assert_divides(call.bound(None), call.arrays(4), {"key": P(None, "data")}, kind, {"all-gather": 1})
 
 
 def test_interpreter_on_an_automatic_mesh_is_refused():
@@ -149,6 +153,7 @@ def test_interpreter_on_an_automatic_mesh_is_refused():
 
 @pytest.mark.parametrize(("kind", "implementation"), IMPLEMENTED)
 @pytest.mark.parametrize("axes", ["data", ALL])
+@pytest.mark.division("batch", "gradients", "checkpoint", operation="fused_qkv")
 def test_batch_of_fused_projection_is_divided(axes, kind, implementation):
     call, specs = CALLS["fused_qkv"], {"x": P(axes)}
     assert_divides(call.bound(implementation), call.arrays(4), specs, kind)
@@ -204,6 +209,7 @@ def test_reference_of_fused_projection_is_divided_on_an_explicit_mesh():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", ["vmap", "scan"])
+@pytest.mark.division("{change}", operation="fused_qkv")
 def test_transformed_fused_projection_is_divided(change, kind):
     call, project = CALLS["fused_qkv"], CALLS["fused_qkv"].bound(None)
     arrays = call.arrays(4)
@@ -226,13 +232,14 @@ def test_transformed_fused_projection_is_divided(change, kind):
 MERGED = {
     "batch": (P(None, "data"), P(None, "data")),
     "batch over all devices": (P(None, ALL), P(None, ALL)),
-    "rows": (P(None, None, None, "model"), P(None, None, None, "model")),
+    "tokens": (P(None, None, None, "model"), P(None, None, None, "model")),
     "batch and heads": (P(None, "data", None, "model"), P(None, "data", None, "model")),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", MERGED)
+@pytest.mark.division("{case}", "gradients", operation="merge")
 def test_merged_states_are_divided(case, kind):
     call, (outputs, log_sums) = CALLS["merge"], MERGED[case]
     specs = {"outputs": outputs, "log_sums": log_sums}

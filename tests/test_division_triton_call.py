@@ -123,6 +123,7 @@ def as_array_code(compute):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", DIVIDED)
+@pytest.mark.division("{case}", operation="triton_call")
 def test_each_device_launches_the_kernel_of_its_part(monkeypatch, case, kind):
     """With array code in the place of the kernel, which the interpreter cannot run within XLA's partitioner."""
     launch, launched = as_array_code(weighted_by_hand)
@@ -164,6 +165,7 @@ def test_labels_whose_sizes_are_unknown_are_named():
         )  # fmt: skip
 
 
+@pytest.mark.division("batch", operation="triton_call", kind="manual")
 def test_one_device_and_shard_map_compute_the_same():
     given = arrays()
     expected = weighted_by_hand(**given)

@@ -74,6 +74,7 @@ EACH_DEVICE = P("rows", None, "heads")
 
 @EACH
 @pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.division("batch", "heads", "gradients", operation="fuse", kind="manual")
 def test_shard_map_over_rows_and_heads(implementation, is_checked):
     """The bias has no axis of rows: its gradient is added up over the devices that share it."""
     sharded = jax.shard_map(

@@ -322,6 +322,7 @@ def test_kernel_launches_of_a_training_step(dtype, expected):
     assert lowered.count("triton_kernel_call_ffi") == expected
 
 
+@pytest.mark.division("batch", "gradients", operation="key_convolution", kind="manual")
 def test_shard_map_with_replicated_weights():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     key, weights, cotangent = arrays((4, 20, 2, 8), (3, 2, 8), (4, 20, 2, 8))

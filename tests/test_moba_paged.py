@@ -324,6 +324,7 @@ def test_explicit_mesh(is_contiguous):
         np.testing.assert_allclose(np.asarray(actual), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.division("batch", operation="moba_paged", kind="manual")
 def test_export_and_shard_map():
     arguments, expected = last_rows_of_moba(4)
     attend = functools.partial(moba_paged_attention, block_size=16, top_k=3, return_residual=True)

@@ -306,6 +306,7 @@ def test_concrete_offsets_do_not_change_the_program():
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.division("batch", "gradients", operation="moba", kind="manual")
 def test_shard_map_with_replicated_key_and_value(packed):
     query, key, value, cotangent = random_arrays((4, 40, 4, 8), (1, 40, 2, 8), (1, 40, 2, 8), (4, 40, 4, 8))
     offsets = jnp.asarray([0, 3, 37], jnp.int32)
@@ -332,6 +333,7 @@ def test_shard_map_with_replicated_key_and_value(packed):
     )
 
 
+@pytest.mark.division("heads", operation="moba", kind="manual")
 def test_shard_map_of_heads_with_a_routing():
     query, key, value = random_arrays((1, 40, 4, 8), (1, 40, 4, 8), (1, 40, 4, 8))
     spec = P(None, None, "x")

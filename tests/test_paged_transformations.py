@@ -174,6 +174,7 @@ def test_what_is_not_differentiated_may_stand_beside_it():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference", "triton"])
+@pytest.mark.division("batch", operation="paged", kind="manual")
 def test_shard_map_with_shared_pages(implementation):
     """Sequences on several devices read replicated pages."""
     arguments = simple_arguments(batch=4)

@@ -44,6 +44,7 @@ def computed(call, implementation):
 
 
 @pytest.mark.parametrize(("name", "implementation"), [x for x in pairs() if x[1] != "triton"])
+@pytest.mark.division("batch", "gradients", kind="partly manual")
 def test_operation_in_a_partly_manual_shard_map_computes_each_shard(name, implementation):
     function, arrays = computed(CALLS[name], implementation), stacked(CALLS[name])
     assert_equal_to_each(on_shards(function, {"data"})(arrays), name)

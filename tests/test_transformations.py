@@ -399,6 +399,7 @@ def cpu_mesh() -> jax.sharding.Mesh:
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.division("batch", "gradients", operation="block_diagonal", kind="manual")
 def test_shard_map_with_replicated_key_and_value(packed):
     query, key, value, cotangent = random_arrays((4, 20, 4, 8), (1, 20, 2, 8), (1, 20, 2, 8), (4, 20, 4, 8))
     offsets = jnp.asarray([0, 3, 17], jnp.int32)
@@ -429,6 +430,7 @@ def test_shard_map_with_replicated_key_and_value(packed):
     )
 
 
+@pytest.mark.division("heads", "gradients", operation="block_diagonal", kind="manual")
 def test_shard_map_of_heads_and_second_derivative():
     query, key, value = random_arrays((2, 20, 4, 8), (2, 20, 4, 8), (2, 20, 4, 8))
     spec = P(None, None, "x")

@@ -153,6 +153,7 @@ def test_a_map_outside_of_a_gradient_outside_of_a_map(implementation):
     assert_close(found, in_a_loop(compiled_quickly(each(of_distances)), axes, queries, key, value, tables))
 
 
+@pytest.mark.division("vmap", operation="fuse", kind="manual")
 def test_inside_shard_map():
     """The checks of a mesh see sums over devices where operands are the same on all, as the function's own have."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])

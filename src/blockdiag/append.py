@@ -14,7 +14,9 @@ from blockdiag._append_folding import fold_append
 from blockdiag._describe_append import describe_append_call
 from blockdiag._differentiation import not_differentiable, on_common_axes
 from blockdiag.append_problem import AppendArrays, AppendProblem
-from blockdiag.common.meshes import Lead, Part, Rule, divide_mapped
+from blockdiag.common.division import divisible
+from blockdiag.common.rule import Rule
+from blockdiag.common.shards import Local, Part
 from blockdiag.dispatch import APPEND_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.packing import count_not_above
 from blockdiag.rotary import Rotary
@@ -157,24 +159,13 @@ def _append(call: Call, arrays: dict[str, Any]) -> tuple[Array, ...]:
     operands = {name: (arrays | tables).get(name) for name in sharding.OPERANDS}
     rule = sharding.rule(call.problem, call.implementations, operands)
     sharding.check(rule, operands)
-    return _divisible(call, rule)(*on_common_axes(*operands.values()))
+    return divisible(_plan, call, rule)(*on_common_axes(*operands.values()))
 
 
-@functools.lru_cache(maxsize=1024)
-def _divisible(call: Call, rule: Rule, leads: tuple[Lead, ...] = ()) -> Any:
-    """The call, which devices may divide, mapped over leading axes; one function object for each call."""
-
-    @jax.custom_batching.custom_vmap
-    def compute(*operands: Any) -> tuple[Array, ...]:
-        return divide_mapped(rule, functools.partial(_on_device, call), operands, leads)
-
-    @compute.def_vmap
-    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        lead = Lead(axis_size, tuple(jax.tree.leaves(is_mapped)))
-        results = _divisible(call, rule, (lead, *leads))(*operands)
-        return results, (True,) * len(results)
-
-    return compute
+def _plan(call: Call, rule: Rule, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
+    """The rule of a call, and what computes a part of it."""
+    del operands
+    return rule, functools.partial(_on_device, call)
 
 
 def _on_device(call: Call, part: Part) -> Any:

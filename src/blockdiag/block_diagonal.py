@@ -15,15 +15,10 @@ from blockdiag._describe import describe_call
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_mapped_axis
 from blockdiag.block_diagonal_context import attend_to_shared_tokens
-from blockdiag.common.meshes import (
-    Lead,
-    Part,
-    divide_array_code,
-    divide_mapped,
-    keep_mapped_axes,
-    placed_like,
-    whole_but,
-)
+from blockdiag.common.division import divide_array_code, divisible
+from blockdiag.common.meshes import placed_like, whole_but
+from blockdiag.common.rule import Rule
+from blockdiag.common.shards import Local, Part
 from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.packing import tiles_from_lengths, tiles_from_offsets
@@ -279,8 +274,8 @@ def _attend(
 ) -> tuple[Array, Array | None]:
     """Output, and of long blocks the log-sum-exp, which has no derivative."""
     if call.problem.is_long:
-        return _divisible(call, "forward_with_log_sum")(query, key, value, *tables)
-    return _divisible(call, "forward")(query, key, value, *tables), None
+        return divisible(_plan, call, "forward_with_log_sum")(query, key, value, *tables)
+    return divisible(_plan, call, "forward")(query, key, value, *tables), None
 
 
 def _attend_forward(
@@ -331,7 +326,7 @@ def _gradients(
     tables: tuple,
     statistics: Statistics,
 ) -> Gradients:
-    return _divisible(call, "backward")(query, key, value, *tables, cotangent, *statistics)
+    return divisible(_plan, call, "backward")(query, key, value, *tables, cotangent, *statistics)
 
 
 def _gradients_forward(
@@ -364,24 +359,13 @@ def _gradients_backward(call: Call, residuals: tuple, cotangents: Gradients) -> 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
-@functools.lru_cache(maxsize=1024)
-def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
-    """Forward or backward of the canonical call, which devices may divide, mapped over leading axes.
+def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
+    """The rule of forward or backward of a canonical call, and what computes a part of it."""
 
-    One function object for each call. Mapped axes stay apart until each device has its own part of the arrays.
-    """
+    def local(part: Part) -> Any:
+        return _mappable(Call(sharding.local_problem(call.problem, part), call.implementations), method)
 
-    def compute(*operands: Any) -> Any:
-        problem = call.problem
-
-        def local(part: Part) -> Any:
-            return _mappable(Call(sharding.local_problem(problem, part), call.implementations), method)
-
-        if problem.tokens == 0:
-            return call_implementation(method, problem, call.implementations, *operands)
-        return divide_mapped(sharding.rule(problem, call.implementations, method, operands), local, operands, leads)
-
-    return keep_mapped_axes(compute, leads, functools.partial(_divisible, call, method))
+    return sharding.rule(call.problem, call.implementations, method, operands), local
 
 
 @functools.lru_cache(maxsize=1024)

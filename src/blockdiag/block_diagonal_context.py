@@ -14,6 +14,7 @@ from blockdiag.context_parallel import (
     ContextParallel,
     choose_strategy,
     exchange,
+    next_multiple,
     on_parts,
     roles_of,
     rows_after,
@@ -118,8 +119,12 @@ def _on_device(
         is_inside = rows.places(offsets)[rows.before : rows.before + own] < block_size
         return jnp.where(is_inside[:, None, None], output, 0)
     exchanging = dataclasses.replace(context, strategy="ulysses")
-    remedy = f"share among fewer devices, so that each has the {block_size - 1} rows of a block but one"
-    choose_strategy(exchanging, key.shape[-2], jax.lax.axis_size(context.axis), remedy)
+    devices = jax.lax.axis_size(context.axis)
+    length = next_multiple(own, block_size) * devices
+    remedy = f"batched sequences of {length} tokens, {own * devices} here, are cut between blocks and need no exchange"
+    if not has_equal_sequences:
+        remedy = f"share among fewer devices, so that each has {block_size - 1} tokens or more, {own} here"
+    choose_strategy(exchanging, key.shape[-2], devices, remedy)
 
     def whole(x: Array | None, from_last: int) -> Array | None:
         return None if x is None else jax.lax.all_gather(x, context.axis, axis=x.ndim - from_last, tiled=True)

@@ -5,13 +5,14 @@ runs inside of `jax.shard_map`.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -99,6 +100,7 @@ def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], ro
         shape = dict(mesh.shape)
         names = {"b": context.batch_axes, "h": context.head_axes}
         manual = set(mesh.axis_names)
+        _warn_of_unnamed_axes(arrays, roles, names)
     if context.axis not in shape:
         raise ValueError(
             f"`context_parallel` names the axis {context.axis!r}, and the mesh has {sorted(shape) or 'none'}; call "
@@ -106,10 +108,11 @@ def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], ro
         )
     names["t"] = (context.axis,)
     for x, axes in zip(arrays, roles, strict=True):
-        if x is not None and "t" in axes and x.shape[axes.index("t")] % shape[context.axis]:
+        tokens, devices = 0 if x is None or "t" not in axes else x.shape[axes.index("t")], shape[context.axis]
+        if tokens % devices:
             raise ValueError(
-                f"tokens must be a multiple of the {shape[context.axis]} devices along {context.axis!r}, got "
-                f"{x.shape[axes.index('t')]}; pad them"
+                f"tokens must be a multiple of the {devices} devices along {context.axis!r}, got {tokens}; pad them to "
+                f"{next_multiple(tokens, devices)}"
             )
     spec = functools.partial(_spec, names)
     specs = tuple(None if x is None else spec(axes) for x, axes in zip(arrays, roles, strict=True))
@@ -203,6 +206,11 @@ def choose_strategy(
     return context.strategy or ("ulysses" if is_divided else "gather")
 
 
+def next_multiple(size: int, of: int) -> int:
+    """The least multiple of a number that is not less than a size."""
+    return -(-size // of) * of
+
+
 def roles_of(x: Array, last: str) -> str:
     """The roles of an array's axes for `on_parts`: batch axes, and then `last`."""
     batch = x.ndim - len(last)
@@ -251,6 +259,24 @@ def choose_groups(key_heads: int, devices: int) -> int:
 
 def _kinds(mesh: Any) -> dict[str, AxisType]:
     return {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def _warn_of_unnamed_axes(arrays: Sequence[Any], roles: Sequence[str], names: dict[str, tuple[str, ...]]) -> None:
+    """Warn of arrays whose batch rows or heads are gathered; only those outside of `jax.jit` tell."""
+    fields = {"b": "batch_axes", "h": "head_axes"}
+    for x, axes in zip(arrays, roles, strict=True):
+        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        for role, entry in zip(axes, sharding.spec, strict=False):
+            found = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            unnamed = [axis for axis in found if sharding.mesh.shape[axis] > 1 and axis not in names.get(role, found)]
+            if unnamed:
+                warnings.warn(
+                    f"an array of shape {x.shape} is sharded as {sharding.spec}, and is gathered over {unnamed}: name "
+                    f"them in `{fields[role]}` of ContextParallel, as explicit axes need not be",
+                    stacklevel=2,
+                )
 
 
 def _sharded_by(x: Array, roles: str, role: str) -> tuple[str, ...]:

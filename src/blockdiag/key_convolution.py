@@ -13,15 +13,10 @@ from jaxtyping import Array, Float, Int
 from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._folding import fold_rows
-from blockdiag.common.meshes import (
-    Lead,
-    Part,
-    divide_array_code,
-    divide_mapped,
-    keep_mapped_axes,
-    placed_like,
-    whole_but,
-)
+from blockdiag.common.division import divide_array_code, divisible
+from blockdiag.common.meshes import placed_like, whole_but
+from blockdiag.common.rule import Rule
+from blockdiag.common.shards import Local, Part
 from blockdiag.context_parallel import ContextParallel, on_parts, roles_of, rows_before
 from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
@@ -139,7 +134,8 @@ def _convolve_shared_tokens(
             return convolve(key, weights, sequence_offsets=_own_offsets(context, offsets, key.shape[tokens], 0))
         if before > key.shape[tokens]:
             raise ValueError(
-                f"`weights` of {before + 1} rows need at least {before} tokens on each device, got {key.shape[tokens]}"
+                f"`weights` of {before + 1} rows need at least {before} tokens on each device, got "
+                f"{key.shape[tokens]}; pad them, to {before * jax.lax.axis_size(context.axis)} in all"
             )
         # Of the first device they are 0, as keys before a sequence are.
         longer = jnp.concatenate([rows_before(key, context.axis, tokens, before), key], axis=tokens)
@@ -187,7 +183,7 @@ def differentiable_convolution(call: Call, key: Array, weights: Array, tiles: Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(call: Call, key: Array, weights: Array, tiles: Array | None) -> Array:
-    return _divisible(call, "forward")(key, weights, tiles)
+    return divisible(_plan, call, "forward")(key, weights, tiles)
 
 
 def _convolve_forward(call: Call, key: Array, weights: Array, tiles: Array | None) -> tuple[Array, tuple]:
@@ -214,7 +210,7 @@ def convolution_gradients(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(call: Call, key: Array, weights: Array, cotangent: Array, tiles: Array | None) -> tuple[Array, Array]:
-    d_key, d_weights = _divisible(call, "backward")(key, weights, tiles, cotangent)
+    d_key, d_weights = divisible(_plan, call, "backward")(key, weights, tiles, cotangent)
     return d_key, d_weights.astype(weights.dtype)
 
 
@@ -248,30 +244,20 @@ def _divided_array_code(call: Call, method: str, *operands: Any) -> Any:
         compute = functools.partial(call_implementation, method, problem, call.implementations)
         return sharding.with_wide_sums(problem, method, compute)
 
-    if call.problem.tokens == 0:
-        return local(Part({}, {}))(*operands)
     return divide_array_code(sharding.rule(call.problem, call.implementations, method, operands), local, operands)
 
 
-@functools.lru_cache(maxsize=1024)
-def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
-    """Forward or backward of the canonical call, which devices may divide, mapped over leading axes.
+def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
+    """The rule of forward or backward of a canonical call, and what computes a part of it.
 
-    One function object for each call. Mapped axes stay apart until each device has its own part of the arrays. The
-    gradient of the weights is float32 (float64), so that it is rounded after the devices' sums.
+    The gradient of the weights is float32 (float64), so that it is rounded after the devices' sums.
     """
 
-    def compute(*operands: Any) -> Any:
-        def local(part: Part) -> Any:
-            problem = sharding.local_problem(call.problem, method, part)
-            return sharding.with_wide_sums(problem, method, _mappable(Call(problem, call.implementations), method))
+    def local(part: Part) -> Any:
+        problem = sharding.local_problem(call.problem, method, part)
+        return sharding.with_wide_sums(problem, method, _mappable(Call(problem, call.implementations), method))
 
-        if call.problem.tokens == 0:
-            return local(Part({}, {}))(*operands)
-        rule = sharding.rule(call.problem, call.implementations, method, operands)
-        return divide_mapped(rule, local, operands, leads)
-
-    return keep_mapped_axes(compute, leads, functools.partial(_divisible, call, method))
+    return sharding.rule(call.problem, call.implementations, method, operands), local
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,15 +15,10 @@ from blockdiag._describe_moba import check_moba_operands, describe_moba_call
 from blockdiag._differentiation import on_common_axes, reverse_only
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._moba_folding import fold_moba, unfold_moba
-from blockdiag.common.meshes import (
-    Lead,
-    Part,
-    divide_array_code,
-    divide_mapped,
-    keep_mapped_axes,
-    placed_like,
-    whole_but,
-)
+from blockdiag.common.division import divide_array_code, divisible
+from blockdiag.common.meshes import placed_like, whole_but
+from blockdiag.common.rule import Rule
+from blockdiag.common.shards import Local, Part
 from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_context import attend_to_shared_tokens
@@ -402,7 +397,7 @@ def _choose(call: Call, query: Array, key: Array, key_mask: Array | None, tables
     if problem.slots == 0:
         return jnp.zeros((problem.query_heads, problem.query_tokens, 0), jnp.int32)
     query, key = jax.lax.stop_gradient((query, key))
-    return _divisible(call, "route")(query, key, key_mask, *tables)
+    return divisible(_plan, call, "route")(query, key, key_mask, *tables)
 
 
 def _make_lists(call: Call, chosen: Array) -> Lists:
@@ -412,7 +407,7 @@ def _make_lists(call: Call, chosen: Array) -> Lists:
         empty = jnp.zeros((problem.query_heads, problem.num_blocks), jnp.int32)
         degrees = jnp.zeros((problem.query_heads, problem.query_tokens), jnp.int32)
         return Lists(empty, empty, chosen[:, :, 0:0].reshape(problem.query_heads, 0), degrees)
-    return _divisible(call, "make_lists")(chosen)
+    return divisible(_plan, call, "make_lists")(chosen)
 
 
 def differentiable_moba(call: Call, query: Array, key: Array, value: Array, constants: tuple) -> tuple[Array, Array]:
@@ -449,7 +444,7 @@ def _array_code(call: Call, method: str, compute: Callable[..., Any], *operands:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, query: Array, key: Array, value: Array, constants: tuple) -> tuple[Array, Array]:
-    return _divisible(call, "forward")(query, key, value, *constants)
+    return divisible(_plan, call, "forward")(query, key, value, *constants)
 
 
 def _attend_forward(
@@ -476,7 +471,7 @@ type Gradients = tuple[Array, Array, Array]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(call: Call, operands: tuple, constants: tuple) -> Gradients:
     query, key, value, *more = operands
-    return _divisible(call, "backward")(query, key, value, *constants, *more)
+    return divisible(_plan, call, "backward")(query, key, value, *constants, *more)
 
 
 def _gradients_forward(call: Call, operands: tuple, constants: tuple) -> tuple[Gradients, tuple]:
@@ -497,22 +492,14 @@ def _gradients_backward(call: Call, residuals: tuple, cotangents: Gradients) -> 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
-@functools.lru_cache(maxsize=1024)
-def _divisible(call: Call, method: str, leads: tuple[Lead, ...] = ()) -> Any:
-    """A function of the canonical call, which devices may divide, mapped over leading axes.
+def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
+    """The rule of a canonical call, and what computes a part of it."""
 
-    One function object for each call. Mapped axes stay apart until each device has its own part of the arrays.
-    """
+    def local(part: Part) -> Any:
+        problem = sharding.local_problem(call.problem, part)
+        return sharding.renumbered(problem, method, part, _mappable(Call(problem, call.implementations), method))
 
-    def compute(*operands: Any) -> Any:
-        def local(part: Part) -> Any:
-            problem = sharding.local_problem(call.problem, part)
-            return sharding.renumbered(problem, method, part, _mappable(Call(problem, call.implementations), method))
-
-        rule = sharding.rule(call.problem, call.implementations, call.sequences, method, operands)
-        return divide_mapped(rule, local, operands, leads)
-
-    return keep_mapped_axes(compute, leads, functools.partial(_divisible, call, method))
+    return sharding.rule(call.problem, call.implementations, call.sequences, method, operands), local
 
 
 @functools.lru_cache(maxsize=1024)

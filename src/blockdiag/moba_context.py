@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from blockdiag.context_parallel import ContextParallel, choose_strategy, exchange, gather_tokens, on_parts, roles_of
+from blockdiag.context_parallel import (
+    ContextParallel,
+    choose_strategy,
+    exchange,
+    gather_tokens,
+    next_multiple,
+    on_parts,
+    roles_of,
+)
 
 
 def attend_to_shared_tokens(
@@ -70,7 +78,8 @@ def _on_device(
     if own % block_size:
         raise ValueError(
             f"strategy 'gather' cuts between blocks: the {own} tokens of a device must be a multiple of "
-            f"`block_size`={block_size}; pad the tokens, or use strategy='ulysses'"
+            f"`block_size`={block_size}; pad the {own * devices} tokens to "
+            f"{next_multiple(own, block_size) * devices}, or use strategy='ulysses'"
         )
     key, value = (gather_tokens(x, context.axis, x.ndim - 3) for x in (key, value))
     first = jax.lax.axis_index(context.axis).astype(jnp.int32) * own

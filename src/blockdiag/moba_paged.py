@@ -17,7 +17,9 @@ from blockdiag._dtypes import accumulation_dtype
 from blockdiag._folding import fold_rows
 from blockdiag._paged_folding import fold_paged
 from blockdiag._paged_scales import canonical_scales
-from blockdiag.common.meshes import Lead, Part, Rule, divide_mapped, keep_mapped_axes
+from blockdiag.common.division import divisible
+from blockdiag.common.rule import Rule
+from blockdiag.common.shards import Local, Part
 from blockdiag.dispatch import MOBA_PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.sharding import paged as sharding
@@ -191,17 +193,13 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
     operands = {name: arrays.get(name) for name in sharding.OPERANDS}
     rule = sharding.rule(call.problem, call.implementations, "forward", operands)
     sharding.check(rule, operands)
-    return _divisible(call, rule)(*on_common_axes(*operands.values()))
+    return divisible(_plan, call, rule)(*on_common_axes(*operands.values()))
 
 
-@functools.lru_cache(maxsize=1024)
-def _divisible(call: Call, rule: Rule, leads: tuple[Lead, ...] = ()) -> Any:
-    """The call, which devices may divide, mapped over leading axes; one function object for each call."""
-
-    def compute(*operands: Any) -> Any:
-        return divide_mapped(rule, functools.partial(_on_device, call), operands, leads)
-
-    return keep_mapped_axes(compute, leads, functools.partial(_divisible, call, rule))
+def _plan(call: Call, rule: Rule, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
+    """The rule of a call, and what computes a part of it."""
+    del operands
+    return rule, functools.partial(_on_device, call)
 
 
 def _on_device(call: Call, part: Part) -> Any:

@@ -1,6 +1,7 @@
 """Kernels on shards of two GPUs, over automatic and explicit meshes."""
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.division_support import KINDS, assert_divides, batch_specs, head_specs
 from tests.op_calls import CALLS
@@ -28,6 +29,14 @@ def test_batch_is_divided(name, kind):
 def test_heads_are_divided(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(2), head_specs(call, "model"), kind, shape=(1, 2))
+
+
+@pytest.mark.parametrize("name", ["block_diagonal", "moba"])
+def test_sharded_tokens_are_gathered_with_a_warning(name):
+    call = CALLS[name]
+    specs = dict.fromkeys(("query", "key", "value"), P(None, "data"))
+    with pytest.warns(UserWarning, match=r"every device needs all of it: it is gathered"):
+        assert_divides(call.bound("triton"), call.arrays(2), specs, "automatic", {"all-gather": 3}, shape=(2, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

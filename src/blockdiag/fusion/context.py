@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from blockdiag.common.meshes import division_of, explicit_mesh
+from blockdiag.common.meshes import explicit_mesh
+from blockdiag.common.shards import division_of
 from blockdiag.context_parallel import ContextParallel, Strategy
 from blockdiag.fusion.live import needs_balance
 from blockdiag.fusion.op import Call, attend

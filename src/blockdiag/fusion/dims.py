@@ -13,7 +13,7 @@ from blockdiag.fusion.trace import aval_of, kept
 from blockdiag.fusion.tree import ELEMENTWISE, Dim, Unpullable
 
 # The same value, seen otherwise.
-SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary", "sharding_constraint"})
+SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary", "reshard", "sharding_constraint"})
 
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 

@@ -18,7 +18,7 @@ from blockdiag.fusion.pull import Puller
 from blockdiag.fusion.trace import aval_of, kept
 from blockdiag.fusion.tree import COLUMNS, Dim, Unpullable
 
-CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision", "sharding_constraint")
+CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision", "reshard", "sharding_constraint")
 PASSES = (*CASTS, "stop_gradient")
 POWERS = ("exp", "exp2")
 # What softmaxes may go through before they meet values.

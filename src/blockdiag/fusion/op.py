@@ -11,7 +11,9 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from blockdiag._differentiation import on_common_axes, reverse_only
-from blockdiag.common.meshes import Part, divide, placed_like
+from blockdiag.common.division import divide
+from blockdiag.common.meshes import placed_like
+from blockdiag.common.shards import Part
 from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from blockdiag.common.meshes import Part
+from blockdiag.common.shards import Part
 from blockdiag.fusion.mapping import map_region
 from blockdiag.fusion.sharding import gathered_axes, local_region
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ROWS, Dim, Region

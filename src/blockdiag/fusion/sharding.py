@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from blockdiag.common.meshes import Dim as Labels
-from blockdiag.common.meshes import Rule
+from blockdiag.common.rule import Dim as Labels
+from blockdiag.common.rule import Rule
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.shared import key_of
 from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Leaf, Region, Source, with_leaves

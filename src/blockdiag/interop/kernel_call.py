@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockdiag.common.meshes import Part, divide
+from blockdiag.common.division import divide
+from blockdiag.common.shards import Part
 from blockdiag.interop.jax_call import launch, without_transformations
 from blockdiag.interop.kernel_rule import OfSizes, function_text, local_shape, parse_rule
 from blockdiag.triton_kernels.plan import (

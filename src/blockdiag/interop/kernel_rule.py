@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from blockdiag.common.meshes import Dim, Rule
+from blockdiag.common.rule import Dim, Rule
 
 type Shape = tuple[int, ...]
 

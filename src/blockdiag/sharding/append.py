@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockdiag.append_problem import AppendProblem
-from blockdiag.common.meshes import Dim, Part, Rule
+from blockdiag.common.rule import Dim, Rule
+from blockdiag.common.shards import Part
 from blockdiag.sharding.pools import check_tokens, full_spec, unfit_pools
 
 OPERANDS = (

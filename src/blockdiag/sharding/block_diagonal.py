@@ -6,7 +6,8 @@ Packed sequences, which a tile table describes, stay whole: their heads alone ar
 import dataclasses
 from typing import Any
 
-from blockdiag.common.meshes import Dim, Part, Rule
+from blockdiag.common.rule import Dim, Rule
+from blockdiag.common.shards import Part
 from blockdiag.problem import BlockDiagonalProblem
 
 _ROWS: Dim = ("sequences", "tokens")
@@ -70,7 +71,7 @@ def local_problem(problem: BlockDiagonalProblem, part: Part) -> BlockDiagonalPro
     return dataclasses.replace(
         problem,
         tokens=tokens,
-        num_tiles=problem.num_tiles * tokens // problem.tokens,
+        num_tiles=problem.num_tiles * tokens // max(problem.tokens, 1),
         query_heads=sizes["key_heads"] * sizes["group"],
         key_heads=sizes["key_heads"],
         rotary=rotary,

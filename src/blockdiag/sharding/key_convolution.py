@@ -11,7 +11,8 @@ from typing import Any
 from jax import Array
 
 from blockdiag._dtypes import accumulation_dtype
-from blockdiag.common.meshes import Dim, Part, Rule
+from blockdiag.common.rule import Dim, Rule
+from blockdiag.common.shards import Part
 from blockdiag.key_convolution_problem import KeyConvolutionProblem
 
 _CHANNELS: tuple[Dim, Dim] = (("heads",), ("features",))
@@ -32,7 +33,8 @@ def rule(
     key = (("sequences", "tokens"), *_CHANNELS)
     weights = ((), (), *_CHANNELS)
     _, _, tiles, *cotangent = operands
-    sequences = problem.tokens // problem.sequence_length if problem.sequence_length else 1
+    has_sequences = problem.sequence_length is not None and problem.tokens != 0
+    sequences = problem.tokens // (problem.sequence_length or 1) if has_sequences else 1
     sizes = {
         "sequences": sequences,
         "tokens": problem.tokens // sequences,
@@ -59,7 +61,7 @@ def local_problem(problem: KeyConvolutionProblem, method: str, part: Part) -> Ke
     return dataclasses.replace(
         problem,
         tokens=tokens,
-        num_tiles=problem.num_tiles * tokens // problem.tokens,
+        num_tiles=problem.num_tiles * tokens // max(problem.tokens, 1),
         key_heads=sizes["heads"],
         head_dim=sizes["features"],
         # Weights of a narrower dtype have a gradient that is rounded, once: after the sum over devices.

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockdiag.common.meshes import Dim, Part, Rule
+from blockdiag.common.rule import Dim, Rule
+from blockdiag.common.shards import Part
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.moba_tables import moba_tables

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from blockdiag.common.meshes import Dim, Part, Rule
+from blockdiag.common.rule import Dim, Rule
+from blockdiag.common.shards import Part
 from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.paged_problem import PagedProblem
 from blockdiag.sharding.pools import check_tokens, unfit_pools

@@ -7,7 +7,9 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from blockdiag.common.meshes import Rule, division_of, explicit_mesh, spec_of
+from blockdiag.common.meshes import explicit_mesh
+from blockdiag.common.rule import Rule
+from blockdiag.common.shards import division_of, spec_of
 
 
 def check_tokens(name: str, x: jax.Array) -> None:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from blockdiag.common.meshes import Dim, Division, Rule, division_of, spec_of
+from blockdiag.common.rule import Dim, Rule
+from blockdiag.common.shards import Division, division_of, spec_of
 from blockdiag.torch import _ops
 from blockdiag.torch._rules import RULES, Operand, OperatorRule, RuleOf
 

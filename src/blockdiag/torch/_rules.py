@@ -15,7 +15,7 @@ import torch
 
 from blockdiag._describe_moba import count_sequence_blocks
 from blockdiag.append_problem import AppendProblem
-from blockdiag.common.meshes import Dim, Rule
+from blockdiag.common.rule import Dim, Rule
 from blockdiag.key_convolution_problem import KeyConvolutionProblem
 from blockdiag.moba_paged_problem import MoBAPagedProblem
 from blockdiag.moba_problem import MoBAProblem
