@@ -90,7 +90,8 @@ def moba(context, query, key, value, offsets=None, mask=None, **options):
 @pytest.mark.division("tokens", "gradients", operation="moba")
 def test_moba_of_shared_tokens(strategy, kind):
     context = ContextParallel("model", strategy)
-    moves = {"ulysses": {"all-to-all"}, "gather": {"all-gather", "reduce-scatter", "all-reduce"}}[strategy]
+    gathers = {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}
+    moves = {"ulysses": {"all-to-all"}, "gather": gathers}[strategy]
     assert_shared(moba, operands(1), P(None, "model"), kind, (1, 4), context, collectives=moves)
 
 
@@ -130,8 +131,15 @@ def test_moba_of_shared_tokens_with_a_key_mask(strategy, kind):
     assert_shared(attend, [*operands(1), mask], P(None, "model"), kind, (1, 4), ContextParallel("model", strategy))
 
 
-def test_moba_without_a_strategy_gathers_where_devices_do_not_divide_key_heads():
+def test_moba_gathers_for_consecutive_queries_where_devices_have_an_odd_number_of_blocks():
+    attend = functools.partial(moba, block_size=TOKENS // 4)
     moves = {"all-gather", "reduce-scatter", "all-reduce"}
+    context = ContextParallel("model", "gather")
+    assert_shared(attend, operands(1), P(None, "model"), "explicit", (1, 4), context, collectives=moves)
+
+
+def test_moba_without_a_strategy_gathers_where_devices_do_not_divide_key_heads():
+    moves = {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}
     context = ContextParallel("model")
     assert_shared(moba, operands(1, key_heads=2), P(None, "model"), "explicit", (1, 4), context, collectives=moves)
     assert_shared(moba, operands(1), P(None, "model"), "explicit", (1, 4), context, collectives={"all-to-all"})

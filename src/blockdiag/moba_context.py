@@ -17,6 +17,7 @@ from blockdiag.context_parallel import (
     on_parts,
     roles_of,
 )
+from blockdiag.zigzag import from_zigzag, to_zigzag
 
 
 def attend_to_shared_tokens(
@@ -81,16 +82,32 @@ def _on_device(
             f"`block_size`={block_size}; pad the {own * devices} tokens to "
             f"{next_multiple(own, block_size) * devices}, or use strategy='ulysses'"
         )
-    key, value = (gather_tokens(x, context.axis, x.ndim - 3) for x in (key, value))
-    first = jax.lax.axis_index(context.axis).astype(jnp.int32) * own
     edges = jnp.asarray([0, own * devices], jnp.int32) if offsets is None else offsets
-    # Of a sequence that goes on, the device's last query stands beside the last key that it may see.
-    key_offsets = jnp.minimum(edges, first + own) if is_causal else edges
-    compute: Any = functools.partial(
-        attend, sequence_offsets=jnp.clip(edges - first, 0, own), key_sequence_offsets=key_offsets
+    tokens, place = query.ndim - 3, jax.lax.axis_index(context.axis).astype(jnp.int32)
+
+    def attended(query: Array, key: Array, value: Array, first: Array) -> tuple[Array, Array]:
+        """Queries that follow each other, the first of which has this place."""
+        count = query.shape[tokens]
+        # Of a sequence that goes on, the last query stands beside the last key that it may see.
+        key_offsets = jnp.minimum(edges, first + count) if is_causal else edges
+        compute: Any = functools.partial(
+            attend, sequence_offsets=jnp.clip(edges - first, 0, count), key_sequence_offsets=key_offsets
+        )
+        function = lambda q, k, v, mask: compute(q, k, v, key_mask=mask)  # noqa: E731
+        for _ in range(tokens):
+            function = jax.vmap(function, in_axes=(0, 0, 0, None if whole_mask is None else 0))
+        return function(query, key, value, whole_mask)
+
+    if not is_causal or own % (2 * block_size):
+        (key,), (value,) = (gather_tokens(x, context.axis, tokens) for x in (key, value))
+        return attended(query, key, value, place * own)
+    # Late queries look at more blocks to choose from than early ones: each device has some of both.
+    part = own // 2
+    keys, values = (gather_tokens(x, context.axis, tokens, 2) for x in (key, value))
+    queries = jnp.split(to_zigzag(query, context.axis, tokens), 2, axis=tokens)
+    starts = (place * part, (2 * devices - 1 - place) * part)
+    results = [attended(*each) for each in zip(queries, keys, values, starts, strict=True)]
+    output, log_sum = (
+        from_zigzag(jnp.concatenate(halves, axis=tokens), context.axis, tokens) for halves in zip(*results, strict=True)
     )
-    function = lambda q, k, v, mask: compute(q, k, v, key_mask=mask)  # noqa: E731
-    for _ in range(query.ndim - 3):
-        function = jax.vmap(function, in_axes=(0, 0, 0, None if whole_mask is None else 0))
-    output, log_sum = function(query, key, value, whole_mask)
     return output, log_sum
