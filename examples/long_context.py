@@ -215,6 +215,30 @@ def draw_losses(trainings: Sequence[Training], settings: Settings, device: str, 
     return figure
 
 
+def draw_scaling(trainings: Sequence[Training], settings: Settings, kind: str, theme: Theme) -> Any:
+    """Draw the time of a step by the number of devices, beside the time that perfect scaling would take."""
+    figure, (axis,) = new_figure(1, 6.4, 3.6)
+    frame(
+        figure,
+        "A training step over several devices",
+        below=f"Milliseconds by the number of devices, {settings.batch_size} x {settings.context:,} tokens. Dashed: "
+        "the first number of devices, scaled perfectly.",
+        note=f"examples/long_context.py, {kind}, jax {jax.__version__}",
+    )
+    labels = {"moba": "with MoBA", "dense": "with dense attention", "none": "without attention"}
+    for index, attention in enumerate(dict.fromkeys(x.attention for x in trainings)):
+        found = [x for x in trainings if x.attention == attention and x.step_ms is not None]
+        counts, times = np.asarray([x.devices for x in found]), np.asarray([x.step_ms for x in found])
+        axis.plot(counts, times, "o-", color=theme.series[index], linewidth=2.0, label=labels[attention])
+        axis.plot(counts, times[:1] * counts[:1] / counts, "--", color=theme.series[index], linewidth=1.0)
+        axis.set_xticks(counts, [str(count) for count in counts])
+    axis.set_xlabel("devices that share the sequence")
+    axis.set_ylim(bottom=0)
+    axis.grid()
+    axis.legend()
+    return figure
+
+
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Parse the options; those of the model are the fields of `Settings`."""
     parser = argparse.ArgumentParser(
@@ -227,7 +251,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
     add("--checkpoints", type=Path, metavar="FOLDER", help="where to save states, and to resume from")
     add("--save-every", type=int, default=50, help="steps between states")
     add("--evaluation-batches", type=int, default=4, help="of held-out text; 0 evaluates nothing")
-    add("--plot", type=Path, metavar="FILE.png", help="where to draw the losses; FILE-dark.png too")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="where to draw losses, or times by --devices; FILE-dark.png too",
+    )
     add("--json", type=Path, metavar="FILE.json", help="where to write figures and losses")
     add("--new-tokens", type=int, default=200, help="bytes to write after each prompt; 0 serves nothing")
     add("--cache-dtype", help="of served keys and values, for example float8_e4m3fn")
@@ -239,8 +268,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings
         sizes.add_argument(option, type=type(value), default=value, help=f"{value} unless given")
     chosen = parser.parse_args(arguments)
     chosen.devices = chosen.devices or [jax.device_count()]
-    if chosen.plot is not None and (len(chosen.devices) > 1 or "none" in chosen.attention):
-        parser.error("--plot compares moba and dense on one number of --devices")
+    if chosen.plot is not None and len(chosen.devices) == 1 and "none" in chosen.attention:
+        parser.error("--plot compares the losses of moba and dense, or times on several numbers of --devices")
     if chosen.checkpoints is not None and len(chosen.devices) > 1:
         parser.error("--checkpoints are for one number of --devices; with several, each would resume the one before")
     if not all(1 <= count <= jax.device_count() for count in chosen.devices):
@@ -291,8 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     if chosen.plot is not None:
-        path, where = chosen.plot, f"{chosen.devices[0]} x {kind}"
-        save_picture(lambda theme: draw_losses(trainings, settings, where, theme), path.parent, path.stem)
+        path, draw, where = chosen.plot, draw_losses, f"{chosen.devices[0]} x {kind}"
+        if len(chosen.devices) > 1:
+            draw, where = draw_scaling, kind
+        save_picture(lambda theme: draw(trainings, settings, where, theme), path.parent, path.stem)
 
 
 if __name__ == "__main__":

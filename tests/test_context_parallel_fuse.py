@@ -135,6 +135,7 @@ ZIGZAG = {"collective-permute": 8}
     ],
     ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
 )
+@pytest.mark.division("tokens", "gradients", operation="fuse")
 def test_tokens_are_exchanged_for_key_heads(function, more, kind, collectives):
     arrays, specs = [*operands(), *(x for x, _ in more.values())], [*[T] * 3, *(spec for _, spec in more.values())]
     context = ContextParallel("model")
@@ -155,6 +156,7 @@ def test_tokens_are_exchanged_for_key_heads(function, more, kind, collectives):
     ],
     ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
 )
+@pytest.mark.division("tokens", "fewer key heads", "gradients", operation="fuse")
 def test_keys_are_gathered_where_devices_do_not_divide_key_heads(function, more, kind, collectives):
     arrays = [*operands(key_heads=2), *(x for x, _ in more.values())]
     specs = [*[T] * 3, *(spec for _, spec in more.values())]

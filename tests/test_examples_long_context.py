@@ -211,6 +211,17 @@ def test_losses_are_drawn(example, tmp_path):
     assert all(path.exists() for path in plot_style.save_picture(draw, tmp_path, "losses"))
 
 
+def test_scaling_is_drawn_beside_perfect_scaling(example):
+    training = example.main.Training(
+        attention="moba", devices=1, sequence_devices=1, parameters=1, losses=[5.0], held_out=None, step_ms=12.0,
+        tokens_per_second=1.0, program_bytes=1, peak_bytes=None, collectives={}, compile_seconds=1.0,
+    )  # fmt: skip
+    trainings = [training, dataclasses.replace(training, devices=4, sequence_devices=4, step_ms=5.0)]
+    (axis,) = example.main.draw_scaling(trainings, example.model.Settings(), "GPU", plot_style.LIGHT).axes
+    measured, perfect = (line.get_ydata() for line in axis.lines)
+    np.testing.assert_allclose([measured, perfect], [[12.0, 5.0], [12.0, 3.0]])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -219,7 +230,7 @@ def test_losses_are_drawn(example, tmp_path):
         (["--sequence-devices", "1", "--batch-size", "3"], "`batch_size` must be a multiple of the 4 devices"),
         (["--context", "510"], "`context` must be a multiple of the 4 devices along 'sequence', got 510"),
         (["--width", "20"], "`width` must be a multiple of twice the 4 heads"),
-        (["--devices", "1", "2", "--plot", "x.png"], "--plot compares"),
+        (["--attention", "none", "--plot", "x.png"], "--plot compares"),
         (["--devices", "1", "2", "--checkpoints", "x"], "--checkpoints are for one number"),
     ],
 )

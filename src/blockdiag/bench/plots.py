@@ -74,6 +74,7 @@ class Picture:
 PICTURES = (
     Picture("overview", "", (BLOCKS, MOBA, PAGED, FUSE), "overview_plots:draw_overview"),
     Picture("masks", "", (), "mask_plots:draw_masks"),
+    Picture("zigzag", "", (), "device_plots:draw_zigzag"),
     Picture("roofline", "", (BLOCKS, MOBA, PAGED, FUSE), "roofline_plots:draw_roofline"),
     Picture("block_diagonal_times", "block_diagonal", (BLOCKS,), "block_diagonal_plots:draw_times"),
     Picture("block_diagonal_errors", "block_diagonal", (ERRORS,), "block_diagonal_plots:draw_errors"),
