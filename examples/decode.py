@@ -49,7 +49,7 @@ def causal_attention(settings: Settings) -> AttentionFunction:
 
 
 class LayerCache(NamedTuple):
-    """What one layer keeps of the sequences.
+    """Arrays that one layer keeps of the sequences.
 
     Attributes:
         key_pages, value_pages: [P, page_size, N, H].

@@ -148,7 +148,7 @@ def initial_weights() -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What came out of a training.
+    """Results of a training.
 
     Attributes:
         losses: mean loss of each step's batch, before its update.

@@ -41,7 +41,7 @@ PROMPTS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """What came out of a training.
+    """Results of a training.
 
     Attributes:
         attention: one of `ATTENTIONS`.

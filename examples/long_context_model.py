@@ -88,7 +88,7 @@ ON_GPUS = Settings(
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What each device of a mesh with the axes "data" and "sequence" has.
+    """The part that each device of a mesh with the axes "data" and "sequence" has.
 
     Sequences are shared along "data", the tokens of each along "sequence", and parameters along both (FSDP).
 
@@ -112,7 +112,7 @@ class Placement:
 
     @property
     def context(self) -> ContextParallel | None:
-        """How devices share the tokens of a sequence; None where each sequence is on one device."""
+        """The division of a sequence's tokens among devices; None where each sequence is on one device."""
         if self.mesh.shape["sequence"] == 1:
             return None
         return ContextParallel("sequence", mesh=self.mesh, batch_axes=("data",))

@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 class LayerCache(NamedTuple):
-    """What one layer keeps of the sequences.
+    """Arrays that one layer keeps of the sequences.
 
     Attributes:
         key_pages, value_pages: [P, page_size, N, H].

@@ -19,7 +19,7 @@ from long_context_model import Placement, Settings, Tables, describe_model, draw
 
 
 class State(NamedTuple):
-    """What a training goes on from.
+    """State that a training goes on from.
 
     Attributes:
         step: steps done, int32 [].

@@ -104,7 +104,7 @@ def linear_scores(table: Table) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What came out of a training.
+    """Results of a training.
 
     Attributes:
         losses: mean loss of each step's batch, before its update.

@@ -163,7 +163,7 @@ class _Rows:
 
     @property
     def first(self) -> Array:
-        """Where the first row is among those of all devices; below 0 on the first device."""
+        """The place of the first row among those of all devices; below 0 on the first device."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32) * self.own - self.before
 
     def longer(self, x: Array, from_last: int) -> Array:

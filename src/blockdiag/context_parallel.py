@@ -146,7 +146,7 @@ def exchange(
     tokens = query.ndim - 3
 
     def packed(x: Array, group: int) -> Array:
-        """Of every device's heads the group's, [devices, .., t, n, H]."""
+        """The group's heads of every device, [devices, .., t, n, H]."""
         x = x.reshape(*x.shape[:-2], devices, groups, -1, x.shape[-1])[..., group, :, :]
         return jnp.moveaxis(x, tokens + 1, 0)
 
@@ -185,7 +185,7 @@ def exchange(
 
 
 def _swap(axis: str, arrays: Sequence[Array]) -> list[Array]:
-    """Of arrays [devices, ..], a part for each device, what each device has for this one."""
+    """Parts of all devices for this one, of arrays [devices, ..] with a part for each device."""
     return [jax.lax.all_to_all(x, axis, 0, 0) for x in arrays]
 
 

@@ -67,7 +67,7 @@ def whole_but(operation: str, arrays: Any, kept: Callable[[int], Sequence[int]])
 
 
 def spec_on(mesh: Mesh, sharding: Sharding, rank: int) -> P:
-    """How an array is sharded over a mesh, by whatever sharding XLA found for it.
+    """The spec of an array on a mesh, by whatever sharding XLA found for it.
 
     XLA may divide an axis of an array by a part of an axis of a mesh: two heads among four devices, of which two have
     the same head each. No `PartitionSpec` says so. Such an axis counts as whole, and XLA gathers it.

@@ -25,7 +25,7 @@ type Dim = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """How devices may divide an operation.
+    """Description of how devices may divide an operation.
 
     Attributes:
         operation: its public name, for messages.

@@ -54,7 +54,7 @@ type Local[R] = Callable[[Part], Callable[..., R]]
 
 
 def division_of(rule: Rule, mesh: Mapping[str, int], arrays: Sequence[tuple[Sequence[int], P]]) -> Division:
-    """How labels are divided, from how arrays are sharded: of two that disagree, the larger one counts.
+    """The division of labels that follows from shardings of arrays: of two that disagree, the larger one counts.
 
     Args:
         rule: the rule.
@@ -122,12 +122,12 @@ def _pieces(
 
 
 def spec_of(rule: Rule, division: Division, mesh: Mapping[str, int], dims: Sequence[Dim]) -> P:
-    """How an array is sharded where labels are divided so; axes that no spec can describe are whole."""
+    """The spec of an array where labels are divided so; axes that no spec can describe are whole."""
     return P(*(_names(rule, division, mesh, dim) or None for dim in dims))
 
 
 def wanted_spec(rule: Rule, division: Division, mesh: Mapping[str, int], dims: Sequence[Dim], wanted: P) -> P:
-    """How a result is sharded; of a sum, which an all-reduce completes, what is wanted whole is made whole by it."""
+    """The spec of a result; of a sum, which an all-reduce completes, what is wanted whole is made whole by it."""
     spec = spec_of(rule, division, mesh, dims)
     own = {label for dim in dims for label in dim}
     if all(label in own for label in division if _parts(division, label) > 1):
@@ -259,7 +259,7 @@ def _completed(
 
 
 def _index(division: Division, label: str) -> jax.Array:
-    """Which part of a label this device has."""
+    """The number of this device's part of a label."""
     index = jnp.zeros((), jnp.int32)
     for piece in division[label]:
         index = index * piece.count + piece.index

@@ -53,13 +53,13 @@ class Sharing:
 
     @property
     def devices(self) -> int:
-        """How many devices there are along it."""
+        """The number of devices along it."""
         return self.mesh.shape[self.axis]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """How devices work together on one region.
+    """The way in which devices work together on one region.
 
     Attributes:
         strategy: which one.
@@ -151,7 +151,7 @@ def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any],
 
 
 def choose(sharing: Sharing, region: Region, types: Sequence[Any]) -> Chosen:
-    """How devices work together on a region.
+    """Choose the way in which devices work together on a region.
 
     Args:
         types: of its leaves and values: shapes, dtypes and shardings.
@@ -223,7 +223,7 @@ def _is_first(region: Region, dims: Sequence[Dim], label: str) -> bool:
 
 
 def _obstacle(region: Region) -> str | None:
-    """Why "gather" cannot serve a region; None where it can."""
+    """The reason why "gather" cannot serve a region; None where it can."""
     if any(leaf.role == "distance" and (DISTANCE,) not in leaf.dims for leaf in region.leaves):
         return "a bias of distances has no axis of these alone"
     for dims in (*(leaf.dims for leaf in region.leaves), region.value_dims, region.out_dims):
@@ -249,7 +249,7 @@ def _heads(region: Region) -> str | None:
 
 @dataclass(frozen=True)
 class _Moves:
-    """What moves before a region and after it."""
+    """Moves of arrays before a region and after it."""
 
     sharing: Sharing
     region: Region
@@ -325,7 +325,7 @@ class _Moves:
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def _spec(self, x: Any, dims: Sequence[Dim], place: int | None = None) -> P:
-        """How an array is sharded: one axis, if any, over the devices that share tokens, others as they were."""
+        """The spec of an array: one axis, if any, over the devices that share tokens, others as they were."""
         others = [()] * x.ndim
         if self.sharing.is_explicit:
             given = tuple(jax.typeof(x).sharding.spec)

@@ -74,7 +74,7 @@ def is_known(source: Source) -> bool:
 
 
 def gathered_axes(region: Region) -> list[int | None]:
-    """Of each leaf, and of the values, the axis of keys that devices share; None where there is none.
+    """The axis of keys that devices share, of each leaf and of the values; None where there is none.
 
     Keys are divided as queries are, so that there must be as many.
     """

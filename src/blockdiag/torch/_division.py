@@ -28,7 +28,7 @@ type Placements = tuple[Placement, ...]
 
 
 class Mesh(NamedTuple):
-    """What a division depends on of a mesh.
+    """Facts about a mesh that a division depends on.
 
     Attributes:
         shape: its sizes.
@@ -72,7 +72,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Result:
-    """How a result becomes a DTensor.
+    """Placements and sizes with which a result becomes a DTensor.
 
     Attributes:
         placements: how it lies.
@@ -87,7 +87,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is divided.
+    """The division of a call.
 
     Attributes:
         placements: how the operands must lie.
@@ -221,7 +221,7 @@ def _plan(
 
 
 class _Division:
-    """How the labels of a call are divided.
+    """The division of a call's labels.
 
     Args:
         found: the rule.
@@ -247,7 +247,7 @@ class _Division:
         self._alone = self._find_alone(shapes)
 
     def of_operand(self, number: int, dims: Sequence[Dim]) -> tuple[Placements, tuple[Cut, ...]]:
-        """How an operand must lie, and what is cut out of it then."""
+        """The placements that an operand must have, and what is cut out of it then."""
         placements, cuts = self._placements(dims)
         for axis in range(len(placements)):
             if axis not in self._axes:
@@ -255,7 +255,7 @@ class _Division:
         return tuple(placements), tuple(cuts)
 
     def of_result(self, dims: Sequence[Dim], *, is_sum: bool) -> Result:
-        """How a result lies; `is_sum` if it is a sum over labels that it lacks."""
+        """Placements of a result; `is_sum` if it is a sum over labels that it lacks."""
         placements, cuts = self._placements(dims)
         own = {label for dim in dims for label in dim}
         cut_labels = {label for cut in cuts for label in dims[cut.axis]}
@@ -297,7 +297,7 @@ class _Division:
         return [tuple(each) or None for each in names]
 
     def _placements(self, dims: Sequence[Dim]) -> tuple[list[Placement], list[Cut]]:
-        """How a tensor with these labels lies, and the parts that placements cannot say."""
+        """Placements of a tensor with these labels, and the parts that placements cannot say."""
         placements: list[Placement] = [Replicate()] * len(self._mesh.shape)
         cuts = []
         for place, entry in enumerate(tuple(spec_of(self._even, self._division, self._sizes, dims))):
@@ -336,7 +336,7 @@ class _Division:
 
 
 def _dispatched(rule_of: RuleOf, _: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """What torch calls in the place of an operator that has a DTensor among its arguments."""
+    """Call the rule's operator; torch calls this in its place where an argument is a DTensor."""
     del types
     names = [argument.name for argument in operator._schema.arguments[len(args) :]]
     return call(rule_of, operator, (*args, *((kwargs or {})[name] for name in names)))

@@ -32,7 +32,7 @@ from blockdiag.torch._paged_call import PagedArguments
 
 
 class Operand(NamedTuple):
-    """What a rule depends on of a tensor."""
+    """Facts about a tensor that a rule depends on."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class OperatorRule:
-    """How a call of an operator divides.
+    """The rule of an operator's call, and more that placements need.
 
     Attributes:
         rule: operands are the tensors that are given, in the order of the schema, and results those of the schema.
