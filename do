@@ -127,7 +127,8 @@ test_versions() {
     folder=$1
     constraints=$2
     shift 2
-    if ! { [ -x "$folder/bin/python" ] && [ "$(cat "$folder/constraints.txt" 2>/dev/null)" = "$constraints" ]; }; then
+    if ! { [ -x "$folder/bin/python" ] && [ -f "$folder/constraints.txt" ] &&
+        [ "$(cat "$folder/constraints.txt")" = "$constraints" ]; }; then
         find_python
         "$python" -m venv --clear "$folder"
         printf '%s\n' "$constraints" >"$folder/constraints.txt"
