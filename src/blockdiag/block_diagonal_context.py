@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from blockdiag._context_sizes import next_multiple
 from blockdiag.context_parallel import (
     ContextParallel,
     choose_strategy,
     exchange,
-    next_multiple,
     on_parts,
     roles_of,
     rows_after,

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from blockdiag._context_sizes import choose_groups, next_multiple
 from blockdiag.common.meshes import explicit_mesh
 
 type Strategy = Literal["ulysses", "gather"]
@@ -206,11 +207,6 @@ def choose_strategy(
     return context.strategy or ("ulysses" if is_divided else "gather")
 
 
-def next_multiple(size: int, of: int) -> int:
-    """The least multiple of a number that is not less than a size."""
-    return -(-size // of) * of
-
-
 def roles_of(x: Array, last: str) -> str:
     """The roles of an array's axes for `on_parts`: batch axes, and then `last`."""
     batch = x.ndim - len(last)
@@ -253,12 +249,6 @@ def rows_after(x: Array, axis: str, tokens: int, count: int) -> Array:
     devices = jax.lax.axis_size(axis)
     first = jax.lax.slice_in_dim(x, 0, count, axis=tokens)
     return jax.lax.ppermute(first, axis, [(device + 1, device) for device in range(devices - 1)])
-
-
-def choose_groups(key_heads: int, devices: int) -> int:
-    """Groups of heads that an exchange moves: up to four, as they divide each device's key heads."""
-    own = key_heads // devices
-    return next(groups for groups in (4, 3, 2, 1) if own % groups == 0)
 
 
 def _kinds(mesh: Any) -> dict[str, AxisType]:

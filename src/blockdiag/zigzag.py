@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blockdiag._context_sizes import zigzag_owner
+
 
 def zigzag_order(tokens: int, devices: int) -> np.ndarray:
     """The places of tokens in zigzag order: `x[zigzag_order(len(x), devices)]` is in this order.
@@ -83,7 +85,7 @@ def to_zigzag(x: jax.Array, axis: str, tokens: int) -> jax.Array:
     halves = jnp.split(x, 2, axis=tokens)
     # Device d sends parts 2 d and 2 d + 1. Even parts all go to different devices, and so do odd ones.
     even, odd = (
-        jax.lax.ppermute(half, axis, [(device, _owner(2 * device + one, devices)) for device in range(devices)])
+        jax.lax.ppermute(half, axis, [(device, zigzag_owner(2 * device + one, devices)) for device in range(devices)])
         for one, half in enumerate(halves)
     )
     return _ordered(even, odd, axis, tokens)
@@ -97,15 +99,10 @@ def from_zigzag(x: jax.Array, axis: str, tokens: int) -> jax.Array:
     # Device d has parts d and 2 devices - 1 - d, one of them even.
     even, odd = jnp.where(is_odd, second, first), jnp.where(is_odd, first, second)
     halves = [
-        jax.lax.ppermute(half, axis, [(_owner(2 * device + one, devices), device) for device in range(devices)])
+        jax.lax.ppermute(half, axis, [(zigzag_owner(2 * device + one, devices), device) for device in range(devices)])
         for one, half in enumerate((even, odd))
     ]
     return jnp.concatenate(halves, axis=tokens)
-
-
-def _owner(part: int, devices: int) -> int:
-    """The device that has a part in zigzag order."""
-    return min(part, 2 * devices - 1 - part)
 
 
 def _ordered(even: Any, odd: Any, axis: str, tokens: int) -> jax.Array:

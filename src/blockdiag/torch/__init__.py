@@ -8,6 +8,7 @@ from blockdiag.torch._append import append_to_pages as append_to_pages
 from blockdiag.torch._attention import block_diagonal_attention as block_diagonal_attention
 from blockdiag.torch._attention import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
 from blockdiag.torch._attention import fused_qkv_block_attention as fused_qkv_block_attention
+from blockdiag.torch._context_parallel import ContextParallel as ContextParallel
 from blockdiag.torch._fuse import explain as explain
 from blockdiag.torch._fuse import fuse as fuse
 from blockdiag.torch._key_convolution import key_convolution as key_convolution
@@ -25,6 +26,7 @@ from blockdiag.torch.modules import BlockDiagonalSelfAttention as BlockDiagonalS
 
 __all__ = [
     "BlockDiagonalSelfAttention",
+    "ContextParallel",
     "MoBASelfAttention",
     "Rotary",
     "Routing",

@@ -1,5 +1,6 @@
 """MoBA, mixture of block attention, for torch: the public functions."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -9,6 +10,7 @@ from torch.autograd import forward_ad
 from blockdiag._describe_moba import count_sequence_blocks
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.torch import _moba_ops, _nested, _sharding  # noqa: F401 - _moba_ops registers the operators
+from blockdiag.torch._context_parallel import ContextParallel
 from blockdiag.torch._moba_call import ListArguments, describe_lists
 from blockdiag.torch._moba_routing import Routing
 from blockdiag.triton_kernels.block_diagonal import takes_operands
@@ -30,6 +32,7 @@ def moba_attention(
     key_mask: torch.Tensor | None = None,
     implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
     return_residual: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -50,6 +53,7 @@ def moba_attention(
     key_mask: torch.Tensor | None = None,
     implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
     return_residual: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -69,6 +73,7 @@ def moba_attention(
     key_mask: torch.Tensor | None = None,
     implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
     return_residual: bool = False,
 ) -> Any:
     """Mixture of block attention: each query of each head attends to its own block and to those that suit it best.
@@ -102,6 +107,10 @@ def moba_attention(
             not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference" or
             "xla" for JAX's implementation of that name; a sequence for the first that supports the call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
+        context_parallel: the processes that share the tokens of each sequence, and how they work together; see
+            `ContextParallel`. Operands and `key_mask` are then plain tensors of the process's tokens, and
+            `sequence_offsets` those of all tokens. `torch.compile` runs such a call as it is, between graphs, and
+            refuses it where `fullgraph=True`.
         return_residual: whether to return the log-sum-exp too.
 
     Under autocast, query, key and value are cast to its dtype first.
@@ -127,6 +136,21 @@ def moba_attention(
         torch.Size([2, 100, 4, 32])
     """
     query, key, value = _autocast(query=query, key=key, value=value)
+    if context_parallel is not None:
+        if routing is not None or key_sequence_offsets is not None:
+            raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
+        # Only here, because it imports the compiler of torch, to keep out of its graphs.
+        from blockdiag.torch._context_moba import attend_to_shared_tokens
+
+        attend = functools.partial(
+            moba_attention, block_size=block_size, top_k=top_k, scale=scale, is_causal=is_causal,
+            implementation=implementation, via=via, return_residual=True,
+        )  # fmt: skip
+        results = attend_to_shared_tokens(
+            context_parallel, attend, query, key, value, sequence_offsets, key_mask,
+            block_size=block_size, is_causal=is_causal, return_residual=return_residual,
+        )  # fmt: skip
+        return results if return_residual else results[0]
     if query.is_nested or key.is_nested or value.is_nested:
         options: Any = {
             "block_size": block_size, "top_k": top_k, "scale": scale, "is_causal": is_causal, "routing": routing,

@@ -1,0 +1,30 @@
+"""`context_parallel=` on four processes: sequences whose tokens they share, beside one process that has all."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+from tests.torch.process_support import several_processes  # noqa: E402
+
+CHECKS = (
+    ("check_moba", "ulysses", "batched"),
+    ("check_moba", "ulysses", "packed"),
+    ("check_moba", "ulysses", "masked"),
+    ("check_moba", "gather", "packed"),
+    ("check_moba", "gather", "masked"),
+    ("check_moba", "gather", "not causal"),
+    ("check_moba", None, "few key heads"),
+)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    with several_processes(tmp_path_factory.mktemp("store"), 4) as run:
+        yield lambda name, *arguments: run(f"context_worker.{name}", *arguments)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [(name, rest) for name, *rest in CHECKS], ids=str)
+def test_context_parallel_over_four_processes(four, name, arguments):
+    four(name, *arguments)
