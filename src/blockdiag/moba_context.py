@@ -14,7 +14,6 @@ from blockdiag.context_parallel import (
     choose_strategy,
     exchange,
     gather_tokens,
-    next_multiple,
     on_parts,
     roles_of,
 )

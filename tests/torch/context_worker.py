@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from blockdiag.torch import (
     ContextParallel,
@@ -17,19 +16,26 @@ from blockdiag.torch import (
     moba_attention,
     rotary_tables,
 )
-from tests.torch.division_worker import device, implementation, random, spread
+from tests.torch.division_worker import device, implementation, mesh_of, random, spread
 
 BLOCK, HEAD_DIM = 16, 16
 
 
-def own_part(x: torch.Tensor, tokens: int) -> torch.Tensor:
+def own_part(x: torch.Tensor, tokens: int, context: ContextParallel) -> torch.Tensor:
     """This process's part of a tensor."""
-    return x.chunk(dist.get_world_size(), tokens)[dist.get_rank()]
+    return x.chunk(context.size, tokens)[context.rank]
 
 
-def operands(tokens: int, key_heads: int, batch: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
-    """Query, key and value of all processes, with twice as many query heads."""
-    shapes = [(*batch, tokens * dist.get_world_size(), heads, HEAD_DIM) for heads in (2 * key_heads, *(key_heads,) * 2)]
+def world(strategy: Any = None) -> ContextParallel:
+    return ContextParallel(dist.group.WORLD, strategy)
+
+
+def operands(
+    tokens: int, key_heads: int, batch: tuple[int, ...] = (2,), count: int | None = None
+) -> list[torch.Tensor]:
+    """Query, key and value of all processes, or of so many, with twice as many query heads."""
+    total = tokens * (count or dist.get_world_size())
+    shapes = [(*batch, total, heads, HEAD_DIM) for heads in (2 * key_heads, key_heads, key_heads)]
     return [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
@@ -38,53 +44,170 @@ def differentiated(attend: Callable[..., Any], leaves: Sequence[torch.Tensor]) -
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     results = attend(*leaves)
     results = (results,) if isinstance(results, torch.Tensor) else results
-    loss = sum((0.3 * x + (3 * x).sin()).sum() for x in results)
+    loss: Any = sum((0.3 * x + (3 * x).sin()).sum() for x in results)
     return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
 
 
-def assert_shared(
-    attend: Callable[..., Any], whole: Sequence[torch.Tensor], context: ContextParallel | None = None, tokens: int = -3
-) -> None:
+def expected_of(attend: Callable[..., Any], whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results and gradients of one process, which all are sent: most of the time on CPUs is compilation."""
+    found = [[x.cpu() for x in differentiated(attend, whole)]] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(found)
+    (expected,) = found
+    assert expected is not None
+    return [x.to(device()) for x in expected]
+
+
+def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-5 if device() == "cpu" else 1e-4
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
+def assert_shared(attend: Callable[..., Any], whole: Sequence[torch.Tensor], context: ContextParallel) -> None:
     """Assert that processes which share tokens compute what one process does, the same each time.
 
     Args:
         attend: of operands, and of `context_parallel` or not.
-        whole: the operands of one process.
-        context: which processes; all by default.
-        tokens: the axis of tokens in operands, results and gradients.
+        whole: the operands of one process, [.., T, heads, elements].
+        context: the processes.
     """
-    shared = functools.partial(attend, context_parallel=context or ContextParallel(dist.group.WORLD))
-    expected = differentiated(attend, whole)
-    parts = [own_part(x, tokens) for x in whole]
+    expected = expected_of(attend, whole)
+    parts = [own_part(x, -3, context) for x in whole]
+    shared = functools.partial(attend, context_parallel=context)
     found, again = differentiated(shared, parts), differentiated(shared, parts)
-    tolerance = 2e-5 if device() == "cpu" else 1e-4
     for one, other, second in zip(found, expected, again, strict=True):
         # The log-sum-exp has no axis of elements.
-        axis = tokens if other.ndim == whole[0].ndim else tokens + 1
-        other = own_part(other, axis)
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max().item())
+        assert_alike(one, own_part(other, -3 if other.ndim == whole[0].ndim else -2, context))
         assert torch.equal(one, second)
 
 
 def check_moba(strategy: str | None, case: str) -> None:
-    """MoBA with each strategy: batched, packed, masked, not causal, with few key heads."""
-    size = dist.get_world_size()
+    """MoBA with each strategy: packed, masked, with few key heads, and over one axis of a mesh."""
+    context, count = world(strategy), dist.get_world_size()
     options: dict[str, Any] = {"block_size": BLOCK, "top_k": 3, **implementation()}
-    own, key_heads, batch, offsets = 2 * BLOCK, 2 * size, (1,), None
+    own, key_heads, batch, mask = 2 * BLOCK, 2 * count, (2,), None
     if case == "few key heads":
-        own, key_heads, batch = BLOCK, 1, (2,)
+        key_heads = 1
     elif case == "packed":
-        batch, offsets = (), torch.tensor([0, 21, 21, size * own * 2 // 3, size * own - 11], dtype=torch.int32)
-        options["sequence_offsets"] = offsets.to(device())
+        batch, edges = (), [0, 21, 21, count * own * 2 // 3, count * own - 11]
+        options |= {"sequence_offsets": int32(edges), "return_residual": True}
     elif case == "masked":
-        batch, options["return_residual"] = (2,), True
-    elif case == "not causal":
-        batch, options["is_causal"] = (2,), False
-    whole = operands(own, key_heads, batch)
-    mask = random(*batch, own * size, seed=7) > -0.8 if case == "masked" else None
+        mask = random(*batch, own * count, seed=7) > -0.8
+        options |= {"is_causal": strategy == "ulysses", "return_residual": True}
+    elif case == "mesh":
+        mesh = mesh_of(dist.get_world_size() // 2, 2, names=("data", "tokens"))
+        context, count = ContextParallel(mesh["tokens"], strategy), 2
 
     def attend(*tensors: torch.Tensor, context_parallel: ContextParallel | None = None) -> Any:
-        given = own_part(mask, -1) if mask is not None and context_parallel else mask
+        given = mask if mask is None or context_parallel is None else own_part(mask, -1, context_parallel)
         return moba_attention(*tensors, key_mask=given, context_parallel=context_parallel, **options)
 
-    assert_shared(attend, whole, ContextParallel(dist.group.WORLD, strategy))
+    assert_shared(attend, operands(own, key_heads, batch, count), context)
+
+
+def check_block_diagonal(case: str) -> None:
+    """Cuts between blocks and within, packed sequences, blocks with lengths, and blocks of several processes."""
+    count = dist.get_world_size()
+    own, batch, key_heads, options = 24, (2,), 1, {"block_size": BLOCK, **implementation()}
+    total = own * count
+    tables = [x.to(device()) for x in rotary_tables(total, HEAD_DIM)]
+    order = torch.arange(total, dtype=torch.int32, device=device()).flip(0)
+    cut: dict[str, Any] = {}
+    if case == "between blocks":
+        own = 2 * BLOCK
+        tables = [x.to(device()) for x in rotary_tables(own * count, HEAD_DIM)]
+    elif case == "packed":
+        batch, options["sequence_offsets"] = (), int32([0, 21, 21, total * 2 // 3, total - 11])
+    elif case == "lengths":
+        batch, cut, options["is_causal"] = (), {"positions": order}, True
+        options["block_lengths"] = int32([5, 16, 0, 11, *(16,) * (total // 16 - 3)])
+    elif case == "exchanged":
+        cut, key_heads, options["block_size"] = {"per_token": True}, count, total
+
+    def attend(*tensors: torch.Tensor, context_parallel: ContextParallel | None = None) -> Any:
+        part = (lambda x: x) if context_parallel is None else lambda x: own_part(x, 0, context_parallel)
+        cos_sin = [part(x) for x in tables] if "per_token" in cut else tables
+        rotary = Rotary(*cos_sin, **{name: part(x) if name == "positions" else x for name, x in cut.items()})
+        return block_diagonal_attention(*tensors, rotary=rotary, context_parallel=context_parallel, **options)
+
+    assert_shared(attend, operands(own, key_heads, batch), world())
+
+
+def int32(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device())
+
+
+def check_key_convolution(is_packed: bool) -> None:
+    """Keys are those of one process, and gradients of weights add up to those of one process."""
+    context, options = world(), implementation()
+    total = 24 * context.size
+    if is_packed:
+        options["sequence_offsets"] = int32([0, 21, 21, 25, total - 11])
+    key, weights = random(*(() if is_packed else (2,)), total, 2, HEAD_DIM, seed=0), random(4, 2, HEAD_DIM, seed=1)
+    expected = expected_of(functools.partial(key_convolution, **options), (key, weights))
+    shared = functools.partial(key_convolution, context_parallel=context, **options)
+    found, again = (differentiated(shared, (own_part(key, -3, context), weights)) for _ in range(2))
+    for one, second in zip(found, again, strict=True):
+        assert torch.equal(one, second)
+    dist.all_reduce(found[2])
+    for one, other in zip(found, (*(own_part(x, -3, context) for x in expected[:2]), expected[2]), strict=True):
+        assert_alike(one, other)
+
+
+def check_compiled() -> None:
+    """The call runs between graphs, and is refused where there may be only one."""
+    # Compiled in one process, whose group is its own.
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        context, options = ContextParallel(group), implementation()
+        key, weights = random(1, 24, 2, HEAD_DIM, seed=0), random(4, 2, HEAD_DIM, seed=1)
+
+        def twice(key: torch.Tensor) -> torch.Tensor:
+            return 2 * key_convolution(2 * key, weights, context_parallel=context, **options)
+
+        expected = differentiated(twice, [key])
+        found = differentiated(torch.compile(twice, backend="aot_eager"), [key])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
+            torch.compile(twice, backend="aot_eager", fullgraph=True)(key)
+    dist.barrier()
+
+
+def check_refusals() -> None:
+    """Errors say what is wrong and what to do, in every process, before anything is communicated."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    query, key, value = (own_part(x, -3, world()) for x in operands(24, 1))
+    moba = functools.partial(moba_attention, query, key, value, block_size=BLOCK, top_k=2)
+    attend = functools.partial(block_diagonal_attention, query, key, value)
+    with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses' or 'gather', got 'ring'"):
+        world("ring")
+    with pytest.raises(ValueError, match=r"key heads that are a multiple of the \d processes .*, got 1; use strategy="):
+        moba(context_parallel=world("ulysses"))
+    pad = rf"`block_size`=16; pad the {24 * count} tokens to {32 * count}, or use strategy='ulysses'"
+    with pytest.raises(ValueError, match=pad):
+        moba(context_parallel=world())
+    with pytest.raises(ValueError, match="neither `routing` nor `key_sequence_offsets`; leave them out"):
+        moba(context_parallel=world(), key_sequence_offsets=int32([0, 24]))
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        moba_attention(query[:, :16], key, value, block_size=BLOCK, top_k=2, context_parallel=world())
+    with pytest.raises(ValueError, match="strategy 'gather' does not serve `block_diagonal_attention`"):
+        attend(context_parallel=world("gather"))
+    with pytest.raises(ValueError, match=rf"got 1; batched sequences of {100 * count} tokens, {24 * count} here"):
+        attend(block_size=100, context_parallel=world())
+    with pytest.raises(ValueError, match=rf"need at least 3 tokens in each process, got 2; pad them, to {3 * count}"):
+        key_convolution(key[:, :2], random(4, 1, HEAD_DIM, seed=1), context_parallel=world())
+    with pytest.raises(
+        ValueError, match=rf"equally many tokens of `query`, got \[8, 9, .*give each process {7 + count}"
+    ):
+        block_diagonal_attention(*(x[:, : 8 + rank] for x in (query, key, value)), context_parallel=world())
+    mesh = mesh_of(count // 2, 2, names=("data", "tokens"))
+    with pytest.raises(ValueError, match=r"`query` must be a plain tensor .* to_local"):
+        block_diagonal_attention(*(spread(x, mesh, None, None) for x in (query, key, value)), context_parallel=world())
+    with pytest.raises(ValueError, match=r"a DeviceMesh of one axis, got the axes \('data', 'tokens'\)"):
+        ContextParallel(mesh)
+    with pytest.raises(ValueError, match="must be a process group or a DeviceMesh of one axis, got <class 'str'>"):
+        ContextParallel("tokens")
+    others = dist.new_group([0])
+    if rank:
+        with pytest.raises(ValueError, match="`group` does not have this process"):
+            ContextParallel(others)

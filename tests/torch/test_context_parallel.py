@@ -9,13 +9,20 @@ if not torch.distributed.is_available():
 from tests.torch.process_support import several_processes  # noqa: E402
 
 CHECKS = (
-    ("check_moba", "ulysses", "batched"),
+    ("check_refusals",),
     ("check_moba", "ulysses", "packed"),
     ("check_moba", "ulysses", "masked"),
     ("check_moba", "gather", "packed"),
     ("check_moba", "gather", "masked"),
-    ("check_moba", "gather", "not causal"),
     ("check_moba", None, "few key heads"),
+    ("check_block_diagonal", "between blocks"),
+    ("check_block_diagonal", "within blocks"),
+    ("check_block_diagonal", "packed"),
+    ("check_block_diagonal", "lengths"),
+    ("check_block_diagonal", "exchanged"),
+    ("check_key_convolution", False),
+    ("check_key_convolution", True),
+    ("check_compiled",),
 )
 
 

@@ -1,5 +1,6 @@
 """Block-diagonal attention for torch: the public functions."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from blockdiag import _validate
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops registers the operators
 from blockdiag.torch._call import Arguments
+from blockdiag.torch._context_parallel import ContextParallel
 from blockdiag.torch._rotary import Rotary, rotary_of
 from blockdiag.triton_kernels.block_diagonal import takes_operands
 
@@ -27,6 +29,7 @@ def block_diagonal_attention(
     is_causal: bool = False,
     implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> torch.Tensor:
     """Self-attention in which every token attends within its own fixed-size block of its own sequence.
 
@@ -54,6 +57,10 @@ def block_diagonal_attention(
             not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference", "xla"
             or "pallas" for JAX's implementation of that name; a sequence for the first that supports the call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
+        context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Operands are then
+            plain tensors of the process's tokens, and so are tables of tokens and positions in `rotary`; offsets,
+            lengths and tables of positions are those of all tokens. Nothing is communicated where cuts lie between
+            blocks. `torch.compile` runs such a call as it is, between graphs, and refuses it where `fullgraph=True`.
 
     Under autocast, query, key and value are cast to its dtype first.
 
@@ -79,6 +86,20 @@ def block_diagonal_attention(
     """
     query, key, value = _autocast(query, key, value)
     options = _options(block_size, scale, is_causal)
+    if context_parallel is not None:
+        _validate.check_operands(query, key, value)
+        rotary_of(rotary)
+        # Only here, because it imports the compiler of torch, to keep out of its graphs.
+        from blockdiag.torch._context_block_diagonal import attend_to_shared_tokens
+
+        attend = functools.partial(
+            block_diagonal_attention, block_size=block_size, scale=scale, is_causal=is_causal,
+            implementation=implementation, via=via,
+        )  # fmt: skip
+        return attend_to_shared_tokens(
+            context_parallel, attend, query, key, value, sequence_offsets, block_lengths, rotary,
+            block_size=options[0], is_causal=options[2],
+        )  # fmt: skip
     return _call((query, key, value), 0, sequence_offsets, block_lengths, rotary, options, implementation, via)
 
 

@@ -197,13 +197,15 @@ class _Halo:
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows of all tensors side by side, [rows, elements]."""
-        return torch.cat([x.movedim(self.tokens, 0).flatten(1) for x in tensors], 1)
+        rows = [x.movedim(self.tokens, 0) for x in tensors]
+        return torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in rows], 1)
 
     def _parted(self, joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The rows of each tensor."""
         shapes = [x.movedim(self.tokens, 0).shape[1:] for x in like]
         parts = joined.split([shape.numel() for shape in shapes], 1)
-        return [x.unflatten(1, shape).movedim(0, self.tokens) for x, shape in zip(parts, shapes, strict=True)]
+        rows = [x.reshape(x.shape[0], *shape) for x, shape in zip(parts, shapes, strict=True)]
+        return [x.movedim(0, self.tokens) for x in rows]
 
 
 def sorted_sizes(size: int, rows: int, ranks: Sequence[int]) -> list[int]:

@@ -4,6 +4,7 @@ Each operator exists twice, natively and through JAX (on the CPU both go through
 operator is defined and a CUDA graph may hold the one and not the other.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
 from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
+from blockdiag.torch._context_parallel import ContextParallel
 from blockdiag.torch._transforms import register_derivative
 from blockdiag.triton_kernels.key_convolution import takes_key
 
@@ -27,6 +29,7 @@ def key_convolution(
     residual: bool = True,
     implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> torch.Tensor:
     """Mix each key with the few keys before it: a short causal convolution, for every channel of every head by itself.
 
@@ -50,6 +53,11 @@ def key_convolution(
             not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference" or
             "xla" for JAX's implementation of that name; a sequence for the first that supports the call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
+        context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Each is sent the
+            last size - 1 keys of the one before it, whatever the strategy. `key` is then a plain tensor of the
+            process's tokens, and `sequence_offsets` those of all tokens. The gradient of `weights` is that of the
+            process's tokens, as it is for every other parameter: sum it over the group, as FSDP and DDP do.
+            `torch.compile` runs such a call as it is, between graphs, and refuses it where `fullgraph=True`.
 
     Under autocast `key` is cast to its dtype first, and so are weights that are not float32.
 
@@ -75,6 +83,14 @@ def key_convolution(
     if via not in (None, "jax"):
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
     key, weights = _autocast(key, weights)
+    if context_parallel is not None:
+        # Only here, because it imports the compiler of torch, to keep out of its graphs.
+        from blockdiag.torch._context_key_convolution import convolve_shared_tokens
+
+        convolve = functools.partial(
+            key_convolution, activation=activation, residual=residual, implementation=implementation, via=via
+        )
+        return convolve_shared_tokens(context_parallel, convolve, key, weights, sequence_offsets)
     if key.is_nested:
         (values,), (offsets,) = _nested.unpack(sequence_offsets, key=key)
         output = key_convolution(
