@@ -16,6 +16,8 @@ from blockdiag.torch import (
     moba_attention,
     rotary_tables,
 )
+from blockdiag.torch._context_collectives import Transfer
+from blockdiag.torch._context_exchange import exchange
 from tests.torch.division_worker import device, implementation, mesh_of, random, spread
 
 BLOCK, HEAD_DIM = 16, 16
@@ -81,21 +83,22 @@ def assert_shared(attend: Callable[..., Any], whole: Sequence[torch.Tensor], con
 
 
 def check_moba(strategy: str | None, case: str) -> None:
-    """MoBA with each strategy: packed, masked, with few key heads, and over one axis of a mesh."""
+    """MoBA with each strategy: packed, masked over one axis of a mesh, and batched with one key head."""
     context, count = world(strategy), dist.get_world_size()
     options: dict[str, Any] = {"block_size": BLOCK, "top_k": 3, **implementation()}
     own, key_heads, batch, mask = 2 * BLOCK, 2 * count, (2,), None
-    if case == "few key heads":
+    if case == "one key head":
         key_heads = 1
     elif case == "packed":
-        batch, edges = (), [0, 21, 21, count * own * 2 // 3, count * own - 11]
+        batch, key_heads = (), 2 * count if strategy == "ulysses" else 1
+        edges = [0, 21, 21, count * own * 2 // 3, count * own - 11]
         options |= {"sequence_offsets": int32(edges), "return_residual": True}
     elif case == "masked":
+        # Batch rows would be over the other axis of the mesh; here all processes along it have the same ones.
+        mesh = mesh_of(count // 2, 2, names=("data", "tokens"))
+        context, count = ContextParallel(mesh["tokens"], strategy), 2
         mask = random(*batch, own * count, seed=7) > -0.8
         options |= {"is_causal": strategy == "ulysses", "return_residual": True}
-    elif case == "mesh":
-        mesh = mesh_of(dist.get_world_size() // 2, 2, names=("data", "tokens"))
-        context, count = ContextParallel(mesh["tokens"], strategy), 2
 
     def attend(*tensors: torch.Tensor, context_parallel: ContextParallel | None = None) -> Any:
         given = mask if mask is None or context_parallel is None else own_part(mask, -1, context_parallel)
@@ -153,6 +156,47 @@ def check_key_convolution(is_packed: bool) -> None:
         assert_alike(one, other)
 
 
+def check_transfers_beside_attention() -> None:
+    """The next heads are on their way before attention of these begins, and so are gradients in the backward pass."""
+    events: list[str] = []
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            events.append("attend")
+            return query + key
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            events.append("attend")
+            return gradients[0], gradients[0]
+
+    def recorded(name: str) -> Callable[..., Any]:
+        function = getattr(Transfer, name)
+
+        def record(*arguments: Any, **options: Any) -> Any:
+            events.append(name)
+            return function(*arguments, **options)
+
+        return record
+
+    count = dist.get_world_size()
+    query, key = (random(2, 8, 2 * count, 4, seed=seed).requires_grad_() for seed in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("issue", "finish"):
+            patch.setattr(Transfer, name, recorded(name))
+        (output,) = exchange(world(), lambda *x: (Attend.apply(*x),), query, [key])
+        forward = " ".join(events)
+        events.clear()
+        output.sum().backward()
+    both = "issue issue", "finish finish"
+    assert forward == " ".join([*both, both[0], "attend issue", both[1], "attend issue", both[1]])
+    # The gradient of the second group's output has arrived, and that of the first one's is on its way.
+    backward = ["issue issue finish attend", both[0], "finish attend", both[1], *both]
+    assert " ".join(events) == " ".join(backward)
+    torch.testing.assert_close(output, query + key)
+
+
 def check_compiled() -> None:
     """The call runs between graphs, and is refused where there may be only one."""
     # Compiled in one process, whose group is its own.
@@ -196,9 +240,7 @@ def check_refusals() -> None:
         attend(block_size=100, context_parallel=world())
     with pytest.raises(ValueError, match=rf"need at least 3 tokens in each process, got 2; pad them, to {3 * count}"):
         key_convolution(key[:, :2], random(4, 1, HEAD_DIM, seed=1), context_parallel=world())
-    with pytest.raises(
-        ValueError, match=rf"equally many tokens of `query`, got \[8, 9, .*give each process {7 + count}"
-    ):
+    with pytest.raises(ValueError, match=rf"equally many tokens of `query`, got \[8, 9.*give each process {7 + count}"):
         block_diagonal_attention(*(x[:, : 8 + rank] for x in (query, key, value)), context_parallel=world())
     mesh = mesh_of(count // 2, 2, names=("data", "tokens"))
     with pytest.raises(ValueError, match=r"`query` must be a plain tensor .* to_local"):

@@ -88,7 +88,7 @@ def _mapped(rotary: Rotary, function: Callable[[torch.Tensor, int], torch.Tensor
 
     Tables that are read by position stay as they are.
     """
-    changed = {}
+    changed: dict[str, Any] = {}
     if rotary.per_token:
         changed = {"cos": function(rotary.cos, 2), "sin": function(rotary.sin, 2)}
     if rotary.positions is not None:

@@ -1,0 +1,42 @@
+"""`context_parallel=` on GPUs, through NCCL: what tests/torch/test_context_parallel.py checks, with kernels."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+from tests.torch.process_support import several_processes  # noqa: E402
+
+pytestmark = pytest.mark.multigpu
+
+CHECKS = (
+    ("check_refusals",),
+    ("check_transfers_beside_attention",),
+    ("check_moba", "ulysses", "packed"),
+    ("check_moba", "ulysses", "masked"),
+    ("check_moba", "gather", "packed"),
+    ("check_moba", "gather", "masked"),
+    ("check_moba", None, "one key head"),
+    ("check_block_diagonal", "between blocks"),
+    ("check_block_diagonal", "within blocks"),
+    ("check_block_diagonal", "packed"),
+    ("check_block_diagonal", "lengths"),
+    ("check_block_diagonal", "exchanged"),
+    ("check_key_convolution", False),
+    ("check_key_convolution", True),
+    ("check_compiled",),
+)
+
+
+@pytest.fixture(scope="module")
+def all_gpus(tmp_path_factory):
+    """As many processes as there are GPUs, at most 8, in pairs."""
+    count = min(torch.cuda.device_count() // 2 * 2, 8)
+    with several_processes(tmp_path_factory.mktemp("store"), count, "cuda") as run:
+        yield lambda name, *arguments: run(f"context_worker.{name}", *arguments)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [(name, rest) for name, *rest in CHECKS], ids=str)
+def test_context_parallel_over_all_gpus(all_gpus, name, arguments):
+    all_gpus(name, *arguments)
