@@ -36,7 +36,8 @@ class ContextParallel:
         >>> import torch
         >>> import torch.distributed as dist
         >>> from blockdiag.torch import ContextParallel, moba_attention
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one process, as an example
+        >>> if not dist.is_initialized():  # one process, as an example
+        ...     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> context = ContextParallel(dist.group.WORLD)
         >>> query, key, value = torch.randn(3, 1, 64, 4, 32)  # this process's tokens
         >>> moba_attention(query, key, value, block_size=16, top_k=3, context_parallel=context).shape
