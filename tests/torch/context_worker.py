@@ -242,6 +242,14 @@ def check_refusals() -> None:
         key_convolution(key[:, :2], random(4, 1, HEAD_DIM, seed=1), context_parallel=world())
     with pytest.raises(ValueError, match=rf"equally many tokens of `query`, got \[8, 9.*give each process {7 + count}"):
         block_diagonal_attention(*(x[:, : 8 + rank] for x in (query, key, value)), context_parallel=world())
+    with pytest.raises(ValueError, match=r"`sequence_offsets` describes one packed token axis"):
+        attend(sequence_offsets=int32([0, 24 * count]), context_parallel=world())
+    if device() == "cpu":
+        # Numbers on a GPU are not looked at.
+        with pytest.raises(ValueError, match=rf"must end within the {24 * count} tokens of `query`, got {25 * count}"):
+            block_diagonal_attention(
+                query[0], key[0], value[0], sequence_offsets=int32([0, 25 * count]), context_parallel=world()
+            )
     mesh = mesh_of(count // 2, 2, names=("data", "tokens"))
     with pytest.raises(ValueError, match=r"`query` must be a plain tensor .* to_local"):
         block_diagonal_attention(*(spread(x, mesh, None, None) for x in (query, key, value)), context_parallel=world())

@@ -11,7 +11,7 @@ import torch
 from blockdiag._context_sizes import next_multiple
 from blockdiag.torch._context_collectives import gather_whole, with_neighbours
 from blockdiag.torch._context_exchange import exchange
-from blockdiag.torch._context_parallel import ContextParallel, choose_strategy
+from blockdiag.torch._context_parallel import ContextParallel, check_parts, choose_strategy
 from blockdiag.torch._rotary import Rotary
 
 
@@ -47,7 +47,8 @@ def attend_to_shared_tokens(
     """
     if context.strategy == "gather":
         raise ValueError("strategy 'gather' does not serve `block_diagonal_attention`; leave it None, or use 'ulysses'")
-    context.check(query=query, key=key, value=value)
+    operands = {"query": query, "key": key, "value": value}
+    check_parts(context, operands, sequence_offsets, block_lengths, block_size)
     own = query.shape[-3]
     has_equal_sequences = sequence_offsets is None and block_lengths is None
     if has_equal_sequences and context.strategy is None and own % block_size == 0:

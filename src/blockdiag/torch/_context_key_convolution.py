@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from blockdiag.torch._context_collectives import with_neighbours
-from blockdiag.torch._context_parallel import ContextParallel
+from blockdiag.torch._context_parallel import ContextParallel, check_parts
 
 
 # Process groups cannot be traced.
@@ -27,7 +27,7 @@ def convolve_shared_tokens(
     Raises:
         ValueError: a process has fewer tokens than it sends.
     """
-    context.check(key=key)
+    check_parts(context, {"key": key}, sequence_offsets)
     tokens, before = key.ndim - 3, weights.shape[0] - 1
     own = key.shape[tokens]
     if before > own:

@@ -8,7 +8,7 @@ import torch
 from blockdiag._context_sizes import next_multiple
 from blockdiag.torch._context_collectives import gather_tokens, gather_whole
 from blockdiag.torch._context_exchange import exchange, from_zigzag, to_zigzag
-from blockdiag.torch._context_parallel import ContextParallel, choose_strategy
+from blockdiag.torch._context_parallel import ContextParallel, check_parts, choose_strategy
 
 
 # Handles of transfers and process groups cannot be traced.
@@ -37,7 +37,7 @@ def attend_to_shared_tokens(
     Raises:
         ValueError: the strategy cannot serve.
     """
-    context.check(query=query, key=key, value=value)
+    check_parts(context, {"query": query, "key": key, "value": value}, sequence_offsets)
     if query.shape[:-2] != key.shape[:-2]:
         raise ValueError(
             f"`context_parallel` needs as many queries as keys, got {tuple(query.shape[:-2])} and "

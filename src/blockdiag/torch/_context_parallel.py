@@ -6,6 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
+from blockdiag import _validate
+
 type Strategy = Literal["ulysses", "gather"]
 
 
@@ -94,29 +96,41 @@ class ContextParallel:
         """The number of processes that share tokens."""
         return dist.get_world_size(self.group)
 
-    def check(self, **tensors: torch.Tensor) -> None:
-        """Check operands [.., T, heads, H], the first of which decides about tokens.
 
-        Numbers of tokens are compared in every call on CPUs. On a GPU that waits for the device, so that only the first
-        call with this object compares them there.
+def check_parts(
+    context: ContextParallel,
+    operands: dict[str, torch.Tensor],
+    sequence_offsets: torch.Tensor | None,
+    block_lengths: torch.Tensor | None = None,
+    block_size: int = 1,
+) -> None:
+    """Check a process's operands, and what describes the tokens of all processes.
 
-        Raises:
-            ValueError: an operand is a DTensor or a nested tensor, or processes have different numbers of tokens.
-        """
-        for name, x in tensors.items():
-            if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested:
-                kind = "a nested tensor" if x.is_nested else f"{type(x)}"
-                raise ValueError(
-                    f"`{name}` must be a plain tensor of this process's tokens where `context_parallel` is given, got "
-                    f"{kind}; pass to_local() of a DTensor, or values() and offsets() of all tokens of a nested tensor"
-                )
-        name, x = next(iter(tensors.items()))
-        device = x.device.type
-        if device in self._compared or x.ndim < 3:
-            return
+    Numbers of tokens are compared in every call on CPUs. On a GPU that waits for the device, so that only the first
+    call with a `ContextParallel` object compares them there.
+
+    Args:
+        context: the processes.
+        operands: by name, [.., T, heads, H]; the first one decides about tokens.
+        sequence_offsets, block_lengths, block_size: of the call.
+
+    Raises:
+        ValueError: an operand is a DTensor or a nested tensor, processes have different numbers of tokens, or offsets
+            or lengths do not describe the tokens.
+    """
+    for name, x in operands.items():
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested:
+            kind = "a nested tensor" if x.is_nested else f"{type(x)}"
+            raise ValueError(
+                f"`{name}` must be a plain tensor of this process's tokens where `context_parallel` is given, got "
+                f"{kind}; pass to_local() of a DTensor, or values() and offsets() of all tokens of a nested tensor"
+            )
+    name, x = next(iter(operands.items()))
+    device = x.device.type
+    if device not in context._compared:
         own = torch.tensor([x.shape[-3]], dtype=torch.int64, device=x.device)
-        found = own.new_empty(self.size)
-        dist.all_gather_into_tensor(found, own, group=self.group)
+        found = own.new_empty(context.size)
+        dist.all_gather_into_tensor(found, own, group=context.group)
         counts = found.tolist()
         if len(set(counts)) > 1:
             raise ValueError(
@@ -124,7 +138,9 @@ class ContextParallel:
                 f"{sum(counts)} tokens to {max(counts) * len(counts)} and give each process {max(counts)}"
             )
         if device != "cpu":
-            self._compared.add(device)
+            context._compared.add(device)
+    tokens = (*x.shape[:-3], x.shape[-3] * context.size)
+    _validate.check_packing(tokens, block_size, sequence_offsets, block_lengths)
 
 
 def choose_strategy(context: ContextParallel, key_heads: int, remedy: str = "use strategy='gather'") -> Strategy:

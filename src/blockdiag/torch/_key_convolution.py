@@ -84,6 +84,7 @@ def key_convolution(
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
     key, weights = _autocast(key, weights)
     if context_parallel is not None:
+        describe_key_convolution(key, weights, sequence_offsets=None, activation=activation, residual=residual)
         # Only here, because it imports the compiler of torch, to keep out of its graphs.
         from blockdiag.torch._context_key_convolution import convolve_shared_tokens
 
