@@ -242,6 +242,11 @@ def check_refusals() -> None:
         key_convolution(key[:, :2], random(4, 1, HEAD_DIM, seed=1), context_parallel=world())
     with pytest.raises(ValueError, match=rf"equally many tokens of `query`, got \[8, 9.*give each process {7 + count}"):
         block_diagonal_attention(*(x[:, : 8 + rank] for x in (query, key, value)), context_parallel=world())
+    nested = torch.nested.nested_tensor([key[0], key[0, :5]], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"`key` must be a plain tensor .* got a nested tensor; pass"):
+        key_convolution(nested, random(4, 1, HEAD_DIM, seed=1), context_parallel=world())
+    with pytest.raises(ValueError, match=r"`context_parallel` must be a blockdiag\.torch\.ContextParallel or None"):
+        moba(context_parallel=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"`sequence_offsets` describes one packed token axis"):
         attend(sequence_offsets=int32([0, 24 * count]), context_parallel=world())
     if device() == "cpu":

@@ -11,7 +11,7 @@ from blockdiag import _validate
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops registers the operators
 from blockdiag.torch._call import Arguments
-from blockdiag.torch._context_parallel import ContextParallel
+from blockdiag.torch._context_parallel import ContextParallel, check_plain
 from blockdiag.torch._rotary import Rotary, rotary_of
 from blockdiag.triton_kernels.block_diagonal import takes_operands
 
@@ -87,6 +87,7 @@ def block_diagonal_attention(
     query, key, value = _autocast(query, key, value)
     options = _options(block_size, scale, is_causal)
     if context_parallel is not None:
+        check_plain(context_parallel, query=query, key=key, value=value)
         _validate.check_operands(query, key, value)
         rotary_of(rotary)
         # Only here, because it imports the compiler of torch, to keep out of its graphs.

@@ -97,6 +97,26 @@ class ContextParallel:
         return dist.get_world_size(self.group)
 
 
+def check_plain(context: Any, **operands: torch.Tensor) -> None:
+    """Check the types of `context_parallel` and of operands.
+
+    Raises:
+        ValueError: `context_parallel` is something else, or an operand is a DTensor or a nested tensor.
+    """
+    if not isinstance(context, ContextParallel):
+        raise ValueError(
+            f"`context_parallel` must be a blockdiag.torch.ContextParallel or None, got {type(context)}; make one of a "
+            "process group"
+        )
+    for name, x in operands.items():
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested:
+            kind = "a nested tensor" if x.is_nested else f"{type(x)}"
+            raise ValueError(
+                f"`{name}` must be a plain tensor of this process's tokens where `context_parallel` is given, got "
+                f"{kind}; pass to_local() of a DTensor, or values() and offsets() of all tokens of a nested tensor"
+            )
+
+
 def check_parts(
     context: ContextParallel,
     operands: dict[str, torch.Tensor],
@@ -115,16 +135,8 @@ def check_parts(
         sequence_offsets, block_lengths, block_size: of the call.
 
     Raises:
-        ValueError: an operand is a DTensor or a nested tensor, processes have different numbers of tokens, or offsets
-            or lengths do not describe the tokens.
+        ValueError: processes have different numbers of tokens, or offsets or lengths do not describe the tokens.
     """
-    for name, x in operands.items():
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested:
-            kind = "a nested tensor" if x.is_nested else f"{type(x)}"
-            raise ValueError(
-                f"`{name}` must be a plain tensor of this process's tokens where `context_parallel` is given, got "
-                f"{kind}; pass to_local() of a DTensor, or values() and offsets() of all tokens of a nested tensor"
-            )
     name, x = next(iter(operands.items()))
     device = x.device.type
     if device not in context._compared:

@@ -15,7 +15,7 @@ from blockdiag._describe_key_convolution import describe_key_convolution
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
 from blockdiag.torch import _nested, _ops, _sharding  # noqa: F401 - _ops defines the library that this one adds to
-from blockdiag.torch._context_parallel import ContextParallel
+from blockdiag.torch._context_parallel import ContextParallel, check_plain
 from blockdiag.torch._transforms import register_derivative
 from blockdiag.triton_kernels.key_convolution import takes_key
 
@@ -84,6 +84,7 @@ def key_convolution(
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
     key, weights = _autocast(key, weights)
     if context_parallel is not None:
+        check_plain(context_parallel, key=key, weights=weights)
         describe_key_convolution(key, weights, sequence_offsets=None, activation=activation, residual=residual)
         # Only here, because it imports the compiler of torch, to keep out of its graphs.
         from blockdiag.torch._context_key_convolution import convolve_shared_tokens

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from blockdiag._describe_moba import check_moba_operands, count_sequence_blocks
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.torch import _moba_ops, _nested, _sharding  # noqa: F401 - _moba_ops registers the operators
-from blockdiag.torch._context_parallel import ContextParallel
+from blockdiag.torch._context_parallel import ContextParallel, check_plain
 from blockdiag.torch._moba_call import ListArguments, describe_lists
 from blockdiag.torch._moba_routing import Routing
 from blockdiag.triton_kernels.block_diagonal import takes_operands
@@ -139,6 +139,7 @@ def moba_attention(
     if context_parallel is not None:
         if routing is not None or key_sequence_offsets is not None:
             raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
+        check_plain(context_parallel, query=query, key=key, value=value)
         check_moba_operands(query, key, value)
         # Only here, because it imports the compiler of torch, to keep out of its graphs.
         from blockdiag.torch._context_moba import attend_to_shared_tokens
