@@ -172,12 +172,14 @@ class SequenceCase:
     """A call whose one sequence the devices share.
 
     Attributes:
+        name: of the case, for a choice of cases.
         op: its name.
         attend: the call, of `context_parallel`, query, key and value.
         tokens, heads, key_heads, head_dim: of all devices together.
         dtype: of the operands.
     """
 
+    name: str
     op: str
     attend: Callable[..., jax.Array]
     tokens: int
@@ -205,14 +207,14 @@ def _grouped_causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.A
 
 
 SEQUENCE_CASES = (
-    SequenceCase("fuse causal", _fuse_of_sequence, 131_072, 64, 8, 128),
-    SequenceCase("moba", _moba_of_sequence, 262_144, 16, 16, 128),
-    SequenceCase("moba, 2 key heads", _moba_of_sequence, 262_144, 16, 2, 128),
-    SequenceCase("moba", _moba_of_sequence, 1_048_576, 16, 16, 128),
+    SequenceCase("moba_256k", "moba", _moba_of_sequence, 262_144, 16, 16, 128),
+    SequenceCase("moba_256k_k2", "moba, 2 key heads", _moba_of_sequence, 262_144, 16, 2, 128),
+    SequenceCase("moba_1024k", "moba", _moba_of_sequence, 1_048_576, 16, 16, 128),
+    SequenceCase("fuse_128k", "fuse causal", _fuse_of_sequence, 131_072, 64, 8, 128),
 )
 SMALL_SEQUENCE_CASES = (
-    SequenceCase("moba", _moba_of_sequence, 2048, 8, 8, 16, jnp.float32),
-    SequenceCase("fuse causal", _fuse_of_sequence, 256, 8, 4, 16, jnp.float32),
+    SequenceCase("moba_small", "moba", _moba_of_sequence, 2048, 8, 8, 16, jnp.float32),
+    SequenceCase("fuse_small", "fuse causal", _fuse_of_sequence, 256, 8, 4, 16, jnp.float32),
 )
 
 
