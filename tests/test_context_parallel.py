@@ -17,8 +17,11 @@ from blockdiag import (
     block_diagonal_attention,
     key_convolution,
     moba_attention,
+    moba_context,
+    moba_routing,
     rotary_tables,
 )
+from blockdiag.context_parallel import gather_tokens
 from tests.division_support import count_collectives, make_mesh, shard
 
 KINDS = ("automatic", "explicit", "manual")
@@ -145,17 +148,39 @@ def test_moba_without_a_strategy_gathers_where_devices_do_not_divide_key_heads()
     assert_shared(moba, operands(1), P(None, "model"), "explicit", (1, 4), context, collectives={"all-to-all"})
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
-def test_moba_chooses_the_blocks_of_one_device(strategy):
+@pytest.mark.parametrize(("strategy", "is_packed"), [("ulysses", False), ("gather", False), ("gather", True)])
+def test_moba_chooses_the_blocks_of_one_device(strategy, is_packed):
     """All results are those of one device to the last bit, so that no other block can have been chosen."""
-    arrays = [x.astype(jnp.bfloat16) for x in operands(1)]
+    arrays = [x.astype(jnp.bfloat16) for x in operands(None if is_packed else 1)]
+    attend = functools.partial(moba, offsets=OFFSETS if is_packed else None, implementation="xla")
     mesh = make_mesh("explicit", (1, 4))
-    expected = jax.jit(lambda *x: moba(None, *x, implementation="xla"))(*arrays)
+    expected = jax.jit(functools.partial(attend, None))(*arrays)
     with jax.set_mesh(mesh):
-        placed = [shard(mesh, x, P(None, "model")) for x in arrays]
-        context = ContextParallel("model", strategy)
-        found = jax.jit(lambda *x: moba(context, *x, implementation="xla"))(*placed)
+        placed = [shard(mesh, x, P("model") if is_packed else P(None, "model")) for x in arrays]
+        found = jax.jit(functools.partial(attend, ContextParallel("model", strategy)))(*placed)
     np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["batched", "packed"])
+def test_moba_chooses_by_mean_keys_that_do_not_wait_for_gathered_keys(offsets, monkeypatch):
+    """Where zeros arrive in place of keys, queries choose as before, and attend to what they chose evenly."""
+    arrays = operands(2 if offsets is None else None)
+    routing = moba_routing(*arrays[:2], block_size=BLOCK, top_k=3, sequence_offsets=offsets)
+    expected = moba(None, arrays[0], 0 * arrays[1], arrays[2], offsets, routing=routing)
+    gathered = []
+
+    def gather(x, *options):
+        gathered.append(x)
+        return tuple((1 - len(gathered) % 2) * whole for whole in gather_tokens(x, *options))
+
+    monkeypatch.setattr(moba_context, "gather_tokens", gather)
+    mesh = make_mesh("explicit", (1, 4))
+    spec = P(None, "model") if offsets is None else P("model")
+    with jax.set_mesh(mesh):
+        placed = [shard(mesh, x, spec) for x in arrays]
+        found = jax.jit(functools.partial(moba, ContextParallel("model", "gather"), offsets=offsets))(*placed)
+    assert len(gathered) == 2
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 TABLES = rotary_tables(TOKENS, WIDTH)
