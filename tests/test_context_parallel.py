@@ -313,6 +313,41 @@ def test_what_does_not_serve_block_diagonal_attention_is_refused():
             block_diagonal(ContextParallel("model"), *(shard(mesh, x, P()) for x in few), block_size=TOKENS)
 
 
+OFFSETS_OF_ROWS = [
+    (moba, "offsets", "gather"),
+    (moba, "offsets", "ulysses"),
+    (convolve_three, "offsets", None),
+    (block_diagonal, "sequence_offsets", None),
+    (block_diagonal, "block_lengths", None),
+]
+
+
+@pytest.mark.parametrize(("attend", "name", "strategy"), OFFSETS_OF_ROWS)
+def test_offsets_and_lengths_of_batch_rows_are_refused_as_on_one_device(attend, name, strategy):
+    arrays = [x[:, :, :KEY_HEADS] for x in operands(2)]
+    mesh, message = make_mesh("explicit", (1, 4)), "describes one packed token axis, .*; reshape the batch"
+    with pytest.raises(ValueError, match=message):
+        attend(None, *arrays, **{name: OFFSETS})
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=rf"{message}") as error:
+        attend(ContextParallel("model", strategy), *(shard(mesh, x, P()) for x in arrays), **{name: OFFSETS})
+    assert "tokens of shape (2, 128)" in str(error.value)
+
+
+def test_offsets_are_checked_against_the_tokens_of_all_devices():
+    """Inside of `jax.shard_map`, too, where each device has a quarter of them."""
+    mesh = make_mesh("automatic", (1, 4))
+    key, weights = random_arrays((TOKENS, KEY_HEADS, WIDTH), (4, KEY_HEADS, WIDTH))
+
+    def convolve(end):
+        options = {"sequence_offsets": np.asarray([0, end], np.int32), "context_parallel": ContextParallel("model")}
+        compute = functools.partial(key_convolution, **options)
+        return jax.shard_map(compute, mesh=mesh, in_specs=(P("model"), P()), out_specs=P("model"))(key, weights)
+
+    assert convolve(TOKENS).shape == key.shape
+    with pytest.raises(ValueError, match="must end within the 128 tokens of `key`, got 129"):
+        convolve(TOKENS + 1)
+
+
 def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
     mesh = make_mesh("explicit", (1, 4))
     key, weights = random_arrays((1, 8, 1, 8), (4, 1, 8))

@@ -7,7 +7,7 @@ trace, where every implementation stays memory safe instead. Arrays may be JAX's
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -125,7 +125,7 @@ def check_packing(
     block_size: int,
     sequence_offsets: Any,
     block_lengths: Any,
-    operand: Literal["query", "key"] = "query",
+    operand: str = "query",
 ) -> int | None:
     """Check `sequence_offsets` or `block_lengths` against an operand's tokens of shape [T]; [B, T] allows neither.
 

@@ -214,7 +214,7 @@ def check_packing(
     sequence_offsets: Any,
     block_lengths: Any = None,
     block_size: int = 1,
-    operand: Literal["query", "key"] = "query",
+    operand: str = "query",
 ) -> None:
     """Check what describes packed tokens against the tokens of all devices.
 
