@@ -21,7 +21,10 @@ from blockdiag import (
     moba_routing,
     rotary_tables,
 )
+from blockdiag.common.division import divisible
 from blockdiag.context_parallel import gather_tokens
+from blockdiag.moba import _choose, _plan, prepare_moba_call
+from blockdiag.moba_tables import moba_tables
 from tests.division_support import count_collectives, make_mesh, shard
 
 KINDS = ("automatic", "explicit", "manual")
@@ -181,6 +184,35 @@ def test_moba_chooses_by_mean_keys_that_do_not_wait_for_gathered_keys(offsets, m
         found = jax.jit(functools.partial(moba, ContextParallel("model", "gather"), offsets=offsets))(*placed)
     assert len(gathered) == 2
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_mean_keys_and_choices_by_them_divide_as_routing_does(is_mapped):
+    """Batch rows, or an axis of `jax.vmap`, and heads; fewer key heads than query heads."""
+    query, key, _ = operands(4)
+    key = key[:, :, :2]
+    rows = slice(0, 1) if is_mapped else slice(None)
+    options = {name: None for name in ("scale", "sequence_offsets", "key_sequence_offsets", "key_mask", "routing")}
+    call = prepare_moba_call(
+        query[rows], key[rows], block_size=BLOCK, top_k=3, is_causal=True, implementation="xla", **options
+    )
+    tables = moba_tables(call.problem, query[rows].shape[0])
+
+    def choose(has_centroids, query, key):
+        query, key = (x.reshape(-1, *x.shape[-2:]) for x in (query, key))
+        centroids = divisible(_plan, call, "centroids")(key, None, tables[0]) if has_centroids else None
+        return _choose(call, query, key, None, tables, centroids)
+
+    def compute(has_centroids):
+        function = functools.partial(choose, has_centroids)
+        return jax.jit(jax.vmap(function) if is_mapped else function)
+
+    expected = compute(False)(query, key)
+    mesh = make_mesh("explicit", (2, 2))
+    with jax.set_mesh(mesh):
+        found = compute(True)(*(shard(mesh, x, P("data", None, "model")) for x in (query, key)))
+    assert (expected >= 0).any()
+    np.testing.assert_array_equal(found, expected)
 
 
 TABLES = rotary_tables(TOKENS, WIDTH)
