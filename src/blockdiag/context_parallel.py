@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from blockdiag import _validate
 from blockdiag._context_sizes import choose_groups, next_multiple
 from blockdiag.common.meshes import explicit_mesh
 
@@ -217,6 +218,31 @@ def choose_strategy(
             f"got {key_heads} on each; {remedy}"
         )
     return context.strategy or ("ulysses" if is_divided else "gather")
+
+
+def check_packing(
+    context: ContextParallel,
+    tokens_shape: Sequence[int],
+    sequence_offsets: Any,
+    block_lengths: Any = None,
+    block_size: int = 1,
+    operand: str = "query",
+) -> None:
+    """Check what describes packed tokens against the tokens of all devices.
+
+    Args:
+        context: along which axis.
+        tokens_shape: [T] or [B, T], where the axis is manual the device's.
+        sequence_offsets, block_lengths, block_size: of the call.
+        operand: the name of the operand that has these tokens.
+
+    Raises:
+        ValueError: there are batch rows, or offsets or lengths do not describe the tokens.
+    """
+    is_manual = _kinds(jax.sharding.get_abstract_mesh()).get(context.axis) == AxisType.Manual
+    *batch, tokens = tokens_shape
+    tokens *= jax.lax.axis_size(context.axis) if is_manual else 1
+    _validate.check_packing((*batch, tokens), block_size, sequence_offsets, block_lengths, operand)
 
 
 def roles_of(x: Array, last: str) -> str:
