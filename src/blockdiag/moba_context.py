@@ -167,10 +167,9 @@ def _gather_centroids(
         order = None
     else:
         halo = problem.block_size - 1
-        key, key_mask = (
-            None if x is None else jnp.concatenate([x, rows_after(x, context.axis, tokens, halo)], axis=tokens)
-            for x in (key, key_mask)
-        )
+        key = jnp.concatenate([key, rows_after(key, context.axis, tokens, halo)], axis=tokens)
+        if key_mask is not None:
+            key_mask = jnp.concatenate([key_mask, rows_after(key_mask, context.axis, tokens, halo)], axis=tokens)
         edges = clip_offsets(offsets, own * devices)
         all_blocks, _ = moba_tables(problem, 1, edges)
         blocks, order = _own_blocks(context, all_blocks, own, edges.shape[0] - 1, problem.block_size)

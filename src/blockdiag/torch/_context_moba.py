@@ -115,9 +115,10 @@ def _attend_to_gathered(
     def attended(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lists: ListResults
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = [x.flatten(0, tokens) for x in (query, key, value)]
-        results = _moba_passes.attend(who, *packed, mask, lists, problem)
-        output, log_sum = (x.unflatten(0, (*batch, query.shape[tokens])) for x in results)
+        count = query.shape[tokens]
+        query, key, value = (x.flatten(0, tokens) for x in (query, key, value))
+        results = _moba_passes.attend(who, query, key, value, mask, lists, problem)
+        output, log_sum = (x.unflatten(0, (*batch, count)) for x in results)
         return output, log_sum
 
     if not is_causal or own % (2 * problem.block_size):
