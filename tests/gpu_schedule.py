@@ -1,9 +1,11 @@
-"""Print which kernels XLA runs beside the exchanges of MoBA over four GPUs, compiled on a machine without one.
+"""What XLA for GPUs makes of MoBA over shared tokens, compiled on a machine without a GPU.
 
 Run in a process of its own, `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.gpu_schedule`: JAX's CUDA plugin looks
-for GPUs when it is loaded, and this variable tells it not to. Prints a JSON list with an entry for each asynchronous
-exchange of forward and backward, in order: how many arrays it moves, and how many kernels are issued before it is
-awaited.
+for GPUs when it is loaded, and this variable tells it not to. Prints JSON of forward and backward:
+
+- "exchanges": of "ulysses" on four GPUs, each asynchronous exchange in order: how many arrays it moves, and how many
+  kernels are issued before it is awaited;
+- "aliased": of "gather", each launch that writes into operands: which these are.
 """
 
 import json
@@ -17,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import ContextParallel, moba_attention
+from blockdiag.context_parallel import Strategy
 from blockdiag.interop import compile_target
 
-DEVICES = 4
 # What XLA's cost model wants to know of a GPU: an H200.
 GPU = """
 gpu_device_info {
@@ -37,13 +39,13 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def scheduled_program() -> str:
+def scheduled_program(strategy: Strategy, devices: int, tokens: int, heads: int) -> str:
     """The text of forward and backward, instructions in the order in which they are issued."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=GPU, topology=f"1x1x{DEVICES}"
+        platform="cuda", topology_name="", target_config=GPU, topology=f"1x1x{devices}"
     )
     mesh = Mesh(np.array(topology.devices), ("devices",))
-    context = ContextParallel("devices", "ulysses", mesh=mesh)
+    context = ContextParallel("devices", strategy, mesh=mesh)
 
     def gradients(query: jax.Array, key: jax.Array, value: jax.Array) -> object:
         def attend(*arrays: jax.Array) -> jax.Array:
@@ -53,7 +55,7 @@ def scheduled_program() -> str:
         return pull_back(output)
 
     sharding = NamedSharding(mesh, P(None, "devices"))
-    x = jax.ShapeDtypeStruct((1, 262_144, 16, 128), jnp.bfloat16, sharding=sharding)
+    x = jax.ShapeDtypeStruct((1, tokens, heads, 128), jnp.bfloat16, sharding=sharding)
     with compile_target(90):
         lowered = jax.jit(gradients).lower(x, x, x)
     text = lowered.compile().as_text()
@@ -82,5 +84,18 @@ def exchanges_of(program: str) -> list[tuple[int, int]]:
     return [(arrays[name], kernels[name]) for name in arrays]
 
 
+def aliased_operands(program: str) -> list[list[str]]:
+    """The operands that each launch writes into."""
+    found = []
+    for line in program.splitlines():
+        aliases = re.search(r"output_to_operand_aliasing=\{(.*?\{\}\))\}", line)
+        call = re.search(r" custom-call\(([^)]*)\)", line)
+        if aliases and call:
+            operands = re.findall(r"%[\w.\-]+", call.group(1))
+            found.append([operands[int(place)] for place in re.findall(r"\((\d+), ", aliases.group(1))])
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(exchanges_of(scheduled_program())))
+    exchanges = exchanges_of(scheduled_program("ulysses", 4, 262_144, 16))
+    print(json.dumps({"exchanges": exchanges, "aliased": aliased_operands(scheduled_program("gather", 1, 8192, 4))}))

@@ -1,28 +1,38 @@
-"""Transfers beside kernels: what XLA for GPUs makes of the exchanges of tokens for heads."""
+"""Programs for GPUs, compiled without one: transfers beside kernels, and operands that launches write into."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs JAX's CUDA plugin, jax-cuda13-plugin"
 )
-def test_exchanges_run_beside_kernels() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.gpu_schedule"],
-        env={**os.environ, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Any]:
+    environment = {**os.environ, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    command = [sys.executable, "-m", "tests.gpu_schedule"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    together = [(arrays, kernels) for arrays, kernels in json.loads(found.stdout) if arrays > 1]
+    return json.loads(found.stdout)
+
+
+def test_exchanges_run_beside_kernels(programs: dict[str, Any]) -> None:
+    together = [(arrays, kernels) for arrays, kernels in programs["exchanges"] if arrays > 1]
     # Four groups of heads. Query, key and value of the second, then these of the next group with the results of the one
     # before; and the mirror image in the backward pass, where three kernels compute a group.
     assert [arrays for arrays, _ in together] == [3, 4, 4, 4, 4, 3]
     assert all(kernels >= 3 for _, kernels in together), together
+
+
+def test_launches_write_into_memory_of_their_own(programs: dict[str, Any]) -> None:
+    """Gradients of keys and values once started as the same zeros, and XLA gave both the same memory."""
+    aliased = programs["aliased"]
+    assert aliased
+    assert all(len(set(operands)) == len(operands) for operands in aliased), aliased

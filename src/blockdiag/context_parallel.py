@@ -145,6 +145,8 @@ def exchange(
         The results for the device's tokens and all heads.
     """
     devices = jax.lax.axis_size(axis)
+    if devices == 1:
+        return tuple(compute(query, *keys))
     groups = choose_groups(keys[0].shape[-2], devices)
     tokens = query.ndim - 3
 

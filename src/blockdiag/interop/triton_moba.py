@@ -112,7 +112,8 @@ def backward(
     arrays |= {"log_sum": log_sum, "output_cotangent": output_cotangent, "log_sum_cotangent": log_sum_cotangent}
     arrays |= lists._asdict() | _optional(key_mask, own)
     if problem.has_padding:
-        arrays |= {"d_key": jnp.zeros_like(key), "d_value": jnp.zeros_like(value)}
+        # The launch writes into these. XLA (jaxlib 0.11.2) gave both the same memory where they held the same number.
+        arrays |= {"d_key": jnp.zeros_like(key), "d_value": jnp.full_like(value, -0.0)}
     results = _run(backward_steps(problem), problem, arrays, interpret)
     return results["d_query"], results["d_key"], results["d_value"]
 
