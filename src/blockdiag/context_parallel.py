@@ -239,25 +239,21 @@ def roles_of(x: Array, last: str) -> str:
     return ("b" + "." * (batch - 1) if batch else "") + last
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_tokens(x: Array, axis: str, tokens: int, uses: int = 1) -> tuple[Array, ...]:
-    """The whole of an array whose axis `tokens` devices share, once for each use.
-
-    Gradients of all uses on all devices are added in float32.
-    """
-    return (jax.lax.all_gather(x, axis, axis=tokens, tiled=True),) * uses
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_tokens(x: Array, axis: str, tokens: int) -> Array:
+    """The whole of an array whose axis `tokens` devices share; gradients of all devices are added in float32."""
+    return jax.lax.all_gather(x, axis, axis=tokens, tiled=True)
 
 
-def _gather_forward(x: Array, axis: str, tokens: int, uses: int) -> tuple[tuple[Array, ...], None]:
-    return gather_tokens(x, axis, tokens, uses), None
+def _gather_forward(x: Array, axis: str, tokens: int) -> tuple[Array, None]:
+    return gather_tokens(x, axis, tokens), None
 
 
-def _gather_backward(axis: str, tokens: int, uses: int, residuals: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
-    del uses, residuals
-    dtype = cotangents[0].dtype
-    wide = sum(x.astype(jnp.promote_types(dtype, jnp.float32)) for x in cotangents)
+def _gather_backward(axis: str, tokens: int, residuals: None, cotangent: Array) -> tuple[Array]:
+    del residuals
+    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
     total = jax.lax.psum_scatter(wide, axis, scatter_dimension=tokens, tiled=True)
-    return (total.astype(dtype),)
+    return (total.astype(cotangent.dtype),)
 
 
 gather_tokens.defvjp(_gather_forward, _gather_backward)
