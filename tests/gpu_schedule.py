@@ -1,13 +1,15 @@
-"""Print which kernels XLA runs beside the exchanges of MoBA over four GPUs, compiled on a machine without one.
+"""Print which kernels XLA runs beside the transfers of MoBA over four GPUs, compiled on a machine without one.
 
-Run in a process of its own, `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.gpu_schedule`: JAX's CUDA plugin looks
-for GPUs when it is loaded, and this variable tells it not to. Prints a JSON list with an entry for each asynchronous
-exchange of forward and backward, in order: how many arrays it moves, and how many kernels are issued before it is
-awaited.
+Run in a process of its own, `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.gpu_schedule ulysses` or `gather`: JAX's
+CUDA plugin looks for GPUs when it is loaded, and this variable tells it not to. Prints a JSON list with an entry for
+each asynchronous transfer of forward and backward, in order: how many arrays it moves, and how many kernels are issued
+before it is awaited.
 """
 
 import json
 import re
+import sys
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +39,13 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def scheduled_program() -> str:
+def scheduled_program(strategy: Literal["ulysses", "gather"]) -> str:
     """The text of forward and backward, instructions in the order in which they are issued."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=GPU, topology=f"1x1x{DEVICES}"
     )
     mesh = Mesh(np.array(topology.devices), ("devices",))
-    context = ContextParallel("devices", "ulysses", mesh=mesh)
+    context = ContextParallel("devices", strategy, mesh=mesh)
 
     def gradients(query: jax.Array, key: jax.Array, value: jax.Array) -> object:
         def attend(*arrays: jax.Array) -> jax.Array:
@@ -53,9 +55,12 @@ def scheduled_program() -> str:
         return pull_back(output)
 
     sharding = NamedSharding(mesh, P(None, "devices"))
-    x = jax.ShapeDtypeStruct((1, 262_144, 16, 128), jnp.bfloat16, sharding=sharding)
+    query, key = (
+        jax.ShapeDtypeStruct((1, 262_144, heads, 128), jnp.bfloat16, sharding=sharding)
+        for heads in (16, 16 if strategy == "ulysses" else 2)
+    )
     with compile_target(90):
-        lowered = jax.jit(gradients).lower(x, x, x)
+        lowered = jax.jit(gradients).lower(query, key, key)
     text = lowered.compile().as_text()
     assert text is not None
     assert "is_scheduled=true" in text
@@ -83,4 +88,4 @@ def exchanges_of(program: str) -> list[tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(exchanges_of(scheduled_program())))
+    print(json.dumps(exchanges_of(scheduled_program("gather" if "gather" in sys.argv else "ulysses"))))

@@ -143,21 +143,21 @@ def _on_device(
         return _over_rows(one_row, tokens)(*operands)
 
     centroids = _gather_centroids(context, passes, options, query, key, offsets, key_mask)
-    is_balanced = centroids is not None and is_causal and own % (2 * block_size) == 0
-    choosing = to_zigzag(jax.lax.stop_gradient(query), context.axis, tokens) if is_balanced else query
-    # What queries choose by comes first: while they choose, keys and values are on their way.
-    centroids, choosing, key, value = _in_order(centroids, choosing, key, value)
-    key, value = (gather_tokens(x, context.axis, tokens) for x in (key, value))
     if centroids is None:
-        chosen = None
-    elif is_balanced:
-        part = own // 2
-        starts = (place * part, (2 * devices - 1 - place) * part)
-        halves = [choose(*each) for each in zip(jnp.split(choosing, 2, axis=tokens), starts, strict=True)]
-        chosen = from_zigzag(jnp.concatenate(halves, axis=tokens + 1), context.axis, tokens + 1)
-    else:
-        chosen = choose(choosing, place * own)
-    return attend(query, key, value, whole_mask, chosen)
+        key, value = gather_tokens([key, value], context.axis, tokens)
+        return attend(query, key, value, whole_mask, None)
+    choosing, starts = [query], [place * own]
+    is_balanced = is_causal and own % (2 * block_size) == 0
+    if is_balanced:
+        choosing = jnp.split(to_zigzag(jax.lax.stop_gradient(query), context.axis, tokens), 2, axis=tokens)
+        starts = [place * (own // 2), (2 * devices - 1 - place) * (own // 2)]
+    # What queries choose by comes first. Then keys and values leave, and are here once all have chosen.
+    centroids, choosing, key, value = _in_order(centroids, choosing, key, value)
+    key, value = gather_tokens([key, value], context.axis, tokens)
+    chosen, key, value = _in_order([choose(*each) for each in zip(choosing, starts, strict=True)], key, value)
+    if is_balanced:
+        chosen = [from_zigzag(jnp.concatenate(chosen, axis=tokens + 1), context.axis, tokens + 1)]
+    return attend(query, key, value, whole_mask, *chosen)
 
 
 def _gather_centroids(
