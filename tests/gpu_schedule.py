@@ -3,13 +3,15 @@
 Run in a process of its own, `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.gpu_schedule`: JAX's CUDA plugin looks
 for GPUs when it is loaded, and this variable tells it not to. Prints JSON of forward and backward:
 
-- "exchanges": of "ulysses" on four GPUs, each asynchronous exchange in order: how many arrays it moves, and how many
-  kernels are issued before it is awaited;
-- "aliased": of "gather", each launch that writes into operands: which these are.
+- "ulysses", "gather": of the strategy on four GPUs, each asynchronous transfer in order: how many arrays it moves, and
+  how many kernels are issued before it is awaited;
+- "aliased": of two calls with the same keys, each launch that writes into operands: which these are.
 """
 
+import functools
 import json
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,33 +41,57 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def scheduled_program(strategy: Strategy, devices: int, tokens: int, heads: int) -> str:
-    """The text of forward and backward, instructions in the order in which they are issued."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=GPU, topology=f"1x1x{devices}"
-    )
-    mesh = Mesh(np.array(topology.devices), ("devices",))
-    context = ContextParallel("devices", strategy, mesh=mesh)
+def four_gpus() -> Mesh:
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=GPU, topology="1x1x4")
+    return Mesh(np.array(topology.devices), ("devices",))
 
-    def gradients(query: jax.Array, key: jax.Array, value: jax.Array) -> object:
-        def attend(*arrays: jax.Array) -> jax.Array:
-            return moba_attention(*arrays, block_size=128, top_k=8, context_parallel=context, implementation="triton")
 
-        output, pull_back = jax.vjp(attend, query, key, value)
+def scheduled(mesh: Mesh, spec: P, attend: Callable[..., jax.Array], *shapes: tuple[int, ...]) -> str:
+    """The text of forward and backward on a mesh, instructions in the order in which they are issued."""
+
+    def gradients(*arrays: jax.Array) -> object:
+        output, pull_back = jax.vjp(attend, *arrays)
         return pull_back(output)
 
-    sharding = NamedSharding(mesh, P(None, "devices"))
-    x = jax.ShapeDtypeStruct((1, tokens, heads, 128), jnp.bfloat16, sharding=sharding)
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for x in shapes]
     with compile_target(90):
-        lowered = jax.jit(gradients).lower(x, x, x)
-    text = lowered.compile().as_text()
+        text = jax.jit(gradients).lower(*arrays).compile().as_text()
     assert text is not None
     assert "is_scheduled=true" in text
     return text
 
 
-def exchanges_of(program: str) -> list[tuple[int, int]]:
-    """Arrays of each asynchronous exchange of a program's entry computation, and kernels beside it."""
+def shared_tokens(strategy: Strategy, key_heads: int) -> str:
+    """MoBA over a sequence that four GPUs share."""
+    mesh = four_gpus()
+    context = ContextParallel("devices", strategy, mesh=mesh)
+    attend = functools.partial(
+        moba_attention, block_size=128, top_k=8, context_parallel=context, implementation="triton"
+    )
+    query, key = ((1, 262_144, heads, 128) for heads in (16, key_heads))
+    return scheduled(mesh, P(None, "devices"), attend, query, key, key)
+
+
+def two_calls() -> str:
+    """MoBA of early and of late queries over the same packed keys, so that gradients of keys are sums."""
+    tokens = 8192
+    edges = [jnp.asarray(x, jnp.int32) for x in ([0, tokens // 2], [0, tokens // 2], [0, tokens])]
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        halves = [
+            moba_attention(
+                part, key, value, block_size=128, top_k=4, implementation="triton",
+                sequence_offsets=edges[0], key_sequence_offsets=own,
+            )
+            for part, own in zip(jnp.split(query, 2), edges[1:], strict=True)
+        ]  # fmt: skip
+        return jnp.concatenate(halves)
+
+    return scheduled(four_gpus(), P(), attend, *[(tokens, 4, 128)] * 3)
+
+
+def transfers_of(program: str) -> list[tuple[int, int]]:
+    """Arrays of each asynchronous transfer of a program's entry computation, and kernels beside it."""
     arrays, kernels = dict[str, int](), dict[str, int]()
     under_way: set[str] = set()
     for line in program[program.index("\nENTRY") :].splitlines():
@@ -97,5 +123,9 @@ def aliased_operands(program: str) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    exchanges = exchanges_of(scheduled_program("ulysses", 4, 262_144, 16))
-    print(json.dumps({"exchanges": exchanges, "aliased": aliased_operands(scheduled_program("gather", 1, 8192, 4))}))
+    found = {
+        "ulysses": transfers_of(shared_tokens("ulysses", 16)),
+        "gather": transfers_of(shared_tokens("gather", 2)),
+        "aliased": aliased_operands(two_calls()),
+    }
+    print(json.dumps(found))

@@ -23,12 +23,22 @@ def programs() -> dict[str, Any]:
     return json.loads(found.stdout)
 
 
+def several(transfers: list[list[int]]) -> list[tuple[int, int]]:
+    """The transfers of several arrays: how many these are, and kernels beside them."""
+    return [(arrays, kernels) for arrays, kernels in transfers if arrays > 1]
+
+
 def test_exchanges_run_beside_kernels(programs: dict[str, Any]) -> None:
-    together = [(arrays, kernels) for arrays, kernels in programs["exchanges"] if arrays > 1]
+    together = several(programs["ulysses"])
     # Four groups of heads. Query, key and value of the second, then these of the next group with the results of the one
     # before; and the mirror image in the backward pass, where three kernels compute a group.
     assert [arrays for arrays, _ in together] == [3, 4, 4, 4, 4, 3]
     assert all(kernels >= 3 for _, kernels in together), together
+
+
+def test_gathers_run_beside_the_choice_of_blocks_and_sums_beside_gradients(programs: dict[str, Any]) -> None:
+    """Keys and values together; early and late queries choose by a kernel each, heads in two parts have gradients."""
+    assert several(programs["gather"]) == [(2, 2), (2, 2)]
 
 
 def test_launches_write_into_memory_of_their_own(programs: dict[str, Any]) -> None:

@@ -197,12 +197,16 @@ def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
 
 
 def _swap_together(axis: str, arrays: Sequence[Array]) -> list[Array]:
-    """The same by one call of the communication library, since XLA runs one call at a time beside kernels."""
+    return _together(functools.partial(_swap_one_by_one, axis), arrays)
+
+
+def _together(move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
+    """Move arrays by one call of the communication library, since XLA runs one call at a time beside kernels."""
     if len(arrays) < 2:
-        return _swap_one_by_one(axis, arrays)
+        return move(arrays)
     # What XLA for GPUs makes of the attribute: a group of NCCL. Elsewhere it says nothing.
-    swap: Any = xla_metadata_call(functools.partial(_swap_one_by_one, axis), _collectives_group="", inlineable="false")
-    return swap(arrays)
+    call: Any = xla_metadata_call(move, _collectives_group="", inlineable="false")
+    return call(arrays)
 
 
 def choose_strategy(
@@ -253,25 +257,25 @@ def roles_of(x: Array, last: str) -> str:
     return ("b" + "." * (batch - 1) if batch else "") + last
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_tokens(x: Array, axis: str, tokens: int, uses: int = 1) -> tuple[Array, ...]:
-    """The whole of an array whose axis `tokens` devices share, once for each use.
-
-    Gradients of all uses on all devices are added in float32.
-    """
-    return (jax.lax.all_gather(x, axis, axis=tokens, tiled=True),) * uses
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_tokens(arrays: Sequence[Array], axis: str, tokens: int) -> list[Array]:
+    """The whole of arrays whose axis `tokens` devices share; gradients of all devices are added in float32."""
+    return _together(lambda arrays: [jax.lax.all_gather(x, axis, axis=tokens, tiled=True) for x in arrays], arrays)
 
 
-def _gather_forward(x: Array, axis: str, tokens: int, uses: int) -> tuple[tuple[Array, ...], None]:
-    return gather_tokens(x, axis, tokens, uses), None
+def _gather_forward(arrays: Sequence[Array], axis: str, tokens: int) -> tuple[list[Array], None]:
+    return gather_tokens(arrays, axis, tokens), None
 
 
-def _gather_backward(axis: str, tokens: int, uses: int, residuals: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
-    del uses, residuals
-    dtype = cotangents[0].dtype
-    wide = sum(x.astype(jnp.promote_types(dtype, jnp.float32)) for x in cotangents)
-    total = jax.lax.psum_scatter(wide, axis, scatter_dimension=tokens, tiled=True)
-    return (total.astype(dtype),)
+def _gather_backward(axis: str, tokens: int, residuals: None, cotangents: list[Array]) -> tuple[list[Array]]:
+    del residuals
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in cotangents]
+
+    def add_up(arrays: Sequence[Array]) -> list[Array]:
+        return [jax.lax.psum_scatter(x, axis, scatter_dimension=tokens, tiled=True) for x in arrays]
+
+    totals = _together(add_up, wide)
+    return ([total.astype(x.dtype) for total, x in zip(totals, cotangents, strict=True)],)
 
 
 gather_tokens.defvjp(_gather_forward, _gather_backward)

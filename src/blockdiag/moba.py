@@ -22,7 +22,7 @@ from blockdiag.common.shards import Local, Part
 from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.moba_centroids import Centroids
-from blockdiag.moba_context import attend_to_shared_tokens
+from blockdiag.moba_context import Passes, attend_to_shared_tokens
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.moba_tables import moba_tables
@@ -206,8 +206,9 @@ def moba_attention(
     }
     if context_parallel is not None:
         results = attend_to_shared_tokens(
-            context_parallel, _attend_to_tokens, _find_centroids, query, key, value, sequence_offsets, key_mask, options
-        )
+            context_parallel, Passes(_find_centroids, _choose_by_centroids, _attend_to_tokens),
+            query, key, value, sequence_offsets, key_mask, options,
+        )  # fmt: skip
     else:
         results = _attend_to_tokens(
             query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing=routing, **options
@@ -316,14 +317,14 @@ def _attend_to_tokens(
     key_mask: Array | None,
     *,
     routing: Routing | None = None,
-    centroids: Centroids | None = None,
+    chosen: Array | None = None,
     **options: Any,
 ) -> tuple[Array, Array]:
     """Check the arguments of `moba_attention`, and compute its output and log-sum-exp.
 
     Args:
         query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing, options: of the call.
-        centroids: the mean keys of its blocks, of packed arrays, where they are known; otherwise they are computed.
+        chosen: what `_choose` would return, where it is known.
     """
     call = prepare_moba_call(
         query,
@@ -335,7 +336,7 @@ def _attend_to_tokens(
         **options,
     )
     query, key, value = whole_but("moba_attention", (query, key, value), batch_and_heads)
-    arrays = (query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing, centroids)
+    arrays = (query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing, chosen)
     return _attention(call, *arrays)
 
 
@@ -352,6 +353,36 @@ def _find_centroids(
     return divisible(_plan, call, "centroids")(key, key_mask, blocks)
 
 
+def _choose_by_centroids(
+    query: Array,
+    key: jax.ShapeDtypeStruct,
+    sequence_offsets: Array,
+    key_sequence_offsets: Array,
+    key_mask: Array | None,
+    centroids: Centroids,
+    **options: Any,
+) -> Array:
+    """Choose the blocks of each query of packed arrays, as `_choose` does, by mean keys that are there already.
+
+    Args:
+        query, sequence_offsets, key_sequence_offsets, key_mask, options: of the call.
+        key: shape and dtype of the call's keys.
+        centroids: of all blocks.
+    """
+    call = prepare_moba_call(
+        query,
+        key,
+        sequence_offsets=sequence_offsets,
+        key_sequence_offsets=key_sequence_offsets,
+        key_mask=key_mask,
+        routing=None,
+        **options,
+    )
+    _, queries = _tables(call, query.shape, sequence_offsets, key_sequence_offsets)
+    arrays = on_common_axes(*jax.lax.stop_gradient((query, centroids)), queries)
+    return divisible(_plan, call, "choose")(*arrays)
+
+
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(
     call: Call,
@@ -362,7 +393,7 @@ def _attention(
     key_sequence_offsets: Array | None,
     key_mask: Array | None,
     routing: Routing | None,
-    centroids: Centroids | None,
+    chosen: Array | None,
 ) -> tuple[Array, Array]:
     """The array part of `moba_attention`, compiled as one program where the caller does not compile it."""
     shape = query.shape
@@ -372,13 +403,13 @@ def _attention(
     query, key, value = (_flatten(x, shape) for x in (query, key, value))
     key_mask = None if key_mask is None else _flatten(key_mask, shape)
     indices = None if routing is None else _flatten(routing.indices, shape)
-    query, key, value, key_mask, tables, indices, centroids = on_common_axes(
-        query, key, value, key_mask, tables, indices, centroids
+    query, key, value, key_mask, tables, indices, chosen = on_common_axes(
+        query, key, value, key_mask, tables, indices, chosen
     )
     own = None
-    if indices is None:
-        chosen = _choose(call, query, key, key_mask, tables, centroids)
-    else:
+    if chosen is None and indices is None:
+        chosen = _choose(call, query, key, key_mask, tables)
+    elif indices is not None:
         chosen, own = _array_code(call, "choice", given_choice, indices, key_mask, *tables)
     lists = checkpoint_name(_make_lists(call, chosen), MOBA_ROUTING)
     output, log_sum = differentiable_moba(call, query, key, value, (key_mask, *tables, lists, own))
@@ -424,16 +455,12 @@ def _flatten(x: Array, query_shape: Sequence[int]) -> Array:
     return jnp.asarray(x).reshape(-1, *x.shape[len(query_shape) - 2 :])
 
 
-def _choose(
-    call: Call, query: Array, key: Array, key_mask: Array | None, tables: tuple, centroids: Centroids | None = None
-) -> Array:
+def _choose(call: Call, query: Array, key: Array, key_mask: Array | None, tables: tuple) -> Array:
     """Blocks that each query chooses, int32 [N, query_tokens, slots]."""
     problem = call.problem
     if problem.slots == 0:
         return jnp.zeros((problem.query_heads, problem.query_tokens, 0), jnp.int32)
-    query, key, centroids = jax.lax.stop_gradient((query, key, centroids))
-    if centroids is not None:
-        return divisible(_plan, call, "choose")(query, centroids, tables[1])
+    query, key = jax.lax.stop_gradient((query, key))
     return divisible(_plan, call, "route")(query, key, key_mask, *tables)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +27,26 @@ from blockdiag.moba_tables import clip_offsets, moba_tables
 from blockdiag.packing import count_below
 from blockdiag.zigzag import from_zigzag, to_zigzag
 
-type Attend = Callable[..., tuple[Array, Array]]
-"""MoBA's output and log-sum-exp, of query, key, value, both offsets and key mask, and of options by name."""
 
-type FindCentroids = Callable[[MoBAProblem, Any, Array, Array | None, Array], Centroids]
-"""Mean keys, of a call, who computes it, keys, key mask and block table."""
+class Passes(NamedTuple):
+    """The passes of MoBA on one device.
+
+    Attributes:
+        find_centroids: computes mean keys, of a call, who computes it, keys, key mask and block table.
+        choose: computes which blocks queries choose, of query, shape and dtype of keys, both offsets, key mask and mean
+            keys, and of options by name.
+        attend: computes output and log-sum-exp, of query, key, value, both offsets and key mask, and of options and
+            chosen blocks by name.
+    """
+
+    find_centroids: Callable[[MoBAProblem, Any, Array, Array | None, Array], Centroids]
+    choose: Callable[..., Array]
+    attend: Callable[..., tuple[Array, Array]]
 
 
 def attend_to_shared_tokens(
     context: ContextParallel,
-    attend: Attend,
-    find_centroids: FindCentroids,
+    passes: Passes,
     query: Array,
     key: Array,
     value: Array,
@@ -52,10 +61,13 @@ def attend_to_shared_tokens(
     routing. A block is the same block, with the same mean key, as on one device. Of packed sequences a cut may divide a
     block: the device on which it begins is sent the rest of it, at most `block_size - 1` keys.
 
+    Late queries of causal calls choose from more blocks than early ones. So devices choose for queries in zigzag order,
+    where each has some of both. All queries attend to equally many blocks, but for the first few: attention is computed
+    where queries are.
+
     Args:
         context: which devices share the tokens, and how they work together.
-        attend: computes attention.
-        find_centroids: computes mean keys.
+        passes: the passes of MoBA.
         query, key, value, sequence_offsets, key_mask: of the call; offsets count through the tokens of all devices.
         options: the other arguments of the call.
 
@@ -69,7 +81,7 @@ def attend_to_shared_tokens(
         )
     check_moba_block_size(options["block_size"])
     check_packing(context, query.shape[:-2], sequence_offsets)
-    compute = functools.partial(_on_device, context, attend, find_centroids, options)
+    compute = functools.partial(_on_device, context, passes, options)
     offsets = None if sequence_offsets is None else jnp.asarray(sequence_offsets)
     heads = roles_of(query, "th.")
     arrays = (query, key, value, offsets, key_mask)
@@ -79,8 +91,7 @@ def attend_to_shared_tokens(
 
 def _on_device(
     context: ContextParallel,
-    attend: Attend,
-    find_centroids: FindCentroids,
+    passes: Passes,
     options: dict[str, Any],
     query: Array,
     key: Array,
@@ -93,57 +104,65 @@ def _on_device(
     if choose_strategy(context, key.shape[-2], devices) == "ulysses":
 
         def of_heads(*operands: Array) -> tuple[Array, Array]:
-            return attend(*operands, offsets, None, whole_mask, **options)
+            return passes.attend(*operands, offsets, None, whole_mask, **options)
 
         output, log_sum = exchange(context.axis, of_heads, query, (key, value), head_axes=(2, 1))
         return output, log_sum
-    own, block_size = query.shape[tokens], options["block_size"]
+    own, block_size, is_causal = query.shape[tokens], options["block_size"], options["is_causal"]
     if own % block_size:
         raise ValueError(
             f"strategy 'gather' cuts between blocks: the {own} tokens of a device must be a multiple of "
             f"`block_size`={block_size}; pad the {own * devices} tokens to "
             f"{next_multiple(own, block_size) * devices}, or use strategy='ulysses'"
         )
-    is_causal = options["is_causal"]
     edges = jnp.asarray([0, own * devices], jnp.int32) if offsets is None else offsets
-    centroids = _gather_centroids(context, find_centroids, options, query, key, offsets, key_mask)
+    whole_key = jax.ShapeDtypeStruct((own * devices, *key.shape[tokens + 1 :]), key.dtype)
     place = jax.lax.axis_index(context.axis).astype(jnp.int32)
 
-    def attended(query: Array, key: Array, value: Array, first: Array) -> tuple[Array, Array]:
-        """Attend from queries that follow each other, the first of which has this place."""
-        count = query.shape[tokens]
+    def offsets_of(first: Array, count: int) -> tuple[Array, Array]:
+        """Offsets of queries that follow each other, the first of which has this place, and of keys."""
         # Of a sequence that goes on, the last query stands beside the last key that it may see. Blocks that queries see
         # have the numbers that they have among all keys.
-        key_offsets = jnp.minimum(edges, first + count) if is_causal else edges
-        query_offsets = jnp.clip(edges - first, 0, count)
+        return jnp.clip(edges - first, 0, count), jnp.minimum(edges, first + count) if is_causal else edges
 
-        def one_row(query: Array, key: Array, value: Array, mask: Array | None, means: Centroids | None) -> Any:
-            return attend(query, key, value, query_offsets, key_offsets, mask, centroids=means, **options)
+    def choose(query: Array, first: Array) -> Array:
+        """Blocks that queries choose, [.., N, rows, slots]."""
+        both_offsets = offsets_of(first, query.shape[tokens])
 
-        return _over_rows(one_row, tokens)(query, key, value, whole_mask, centroids)
+        def one_row(query: Array, mask: Array | None, centroids: Centroids) -> Array:
+            return passes.choose(query, whole_key, *both_offsets, mask, centroids, **options)
 
-    if not is_causal or own % (2 * block_size):
-        centroids, key, value = _in_order(centroids, key, value)
-        (key,), (value,) = (gather_tokens(x, context.axis, tokens) for x in (key, value))
-        return attended(query, key, value, place * own)
-    # Late queries look at more blocks to choose from than early ones: each device has some of both.
-    part = own // 2
-    # What queries choose by comes first: while they choose, keys and values are on their way.
-    query = to_zigzag(query, context.axis, tokens)
-    centroids, query, key, value = _in_order(centroids, query, key, value)
-    keys, values = (gather_tokens(x, context.axis, tokens, 2) for x in (key, value))
-    queries = jnp.split(query, 2, axis=tokens)
-    starts = (place * part, (2 * devices - 1 - place) * part)
-    results = [attended(*each) for each in zip(queries, keys, values, starts, strict=True)]
-    output, log_sum = (
-        from_zigzag(jnp.concatenate(halves, axis=tokens), context.axis, tokens) for halves in zip(*results, strict=True)
-    )
-    return output, log_sum
+        return _over_rows(one_row, tokens)(query, whole_mask, centroids)
+
+    def attend(*operands: Array | None) -> tuple[Array, Array]:
+        both_offsets = offsets_of(place * own, own)
+
+        def one_row(query: Array, key: Array, value: Array, mask: Array | None, chosen: Array | None) -> Any:
+            return passes.attend(query, key, value, *both_offsets, mask, chosen=chosen, **options)
+
+        return _over_rows(one_row, tokens)(*operands)
+
+    centroids = _gather_centroids(context, passes, options, query, key, offsets, key_mask)
+    if centroids is None:
+        key, value = gather_tokens([key, value], context.axis, tokens)
+        return attend(query, key, value, whole_mask, None)
+    choosing, starts = [query], [place * own]
+    is_balanced = is_causal and own % (2 * block_size) == 0
+    if is_balanced:
+        choosing = jnp.split(to_zigzag(jax.lax.stop_gradient(query), context.axis, tokens), 2, axis=tokens)
+        starts = [place * (own // 2), (2 * devices - 1 - place) * (own // 2)]
+    # What queries choose by comes first. Then keys and values leave, and are here once all have chosen.
+    centroids, choosing, key, value = _in_order(centroids, choosing, key, value)
+    key, value = gather_tokens([key, value], context.axis, tokens)
+    chosen, key, value = _in_order([choose(*each) for each in zip(choosing, starts, strict=True)], key, value)
+    if is_balanced:
+        chosen = [from_zigzag(jnp.concatenate(chosen, axis=tokens + 1), context.axis, tokens + 1)]
+    return attend(query, key, value, whole_mask, *chosen)
 
 
 def _gather_centroids(
     context: ContextParallel,
-    find_centroids: FindCentroids,
+    passes: Passes,
     options: dict[str, Any],
     query: Array,
     key: Array,
@@ -176,7 +195,7 @@ def _gather_centroids(
         problem = dataclasses.replace(problem, query_tokens=own, key_tokens=own + halo, num_blocks=blocks.shape[0])
 
     def one_row(key: Array, key_mask: Array | None) -> Centroids:
-        return find_centroids(problem, options["implementation"], key, key_mask, blocks)
+        return passes.find_centroids(problem, options["implementation"], key, key_mask, blocks)
 
     found = jax.lax.all_gather(_over_rows(one_row, tokens)(key, key_mask), context.axis, axis=tokens, tiled=True)
     return found if order is None else jnp.take(found, order, axis=tokens, mode="clip")

@@ -252,7 +252,8 @@ def test_the_native_path_in_the_interpreter(interpreted_kernels, name, is_given)
         mask = None if arguments.key_mask is None else arguments.key_mask.reshape(-1)
         centroids = interpreted_kernels.find_centroids(problem, arguments.key.flatten(0, -3), mask, lists[0])
         unread = arguments._replace(key=torch.full_like(arguments.key, torch.nan))
-        for one, other in zip(interpreted_kernels.make_lists(unread, centroids), (*lists, own), strict=True):
+        chosen = interpreted_kernels.choose(unread, centroids)
+        for one, other in zip(interpreted_kernels.make_lists(unread, chosen), (*lists, own), strict=True):
             assert torch.equal(one, other)
     call = interpreted_kernels.AttentionArguments(
         *operands,

@@ -105,37 +105,32 @@ def gather_whole(context: ContextParallel, x: torch.Tensor, tokens: int) -> torc
     return Gather(context, x, tokens).wait()
 
 
-def gather_tokens(
-    context: ContextParallel, x: torch.Tensor, tokens: int, uses: int = 1, gather: Gather | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Return the whole of a tensor whose axis `tokens` processes share, once for each use.
+def gather_tokens(context: ContextParallel, x: torch.Tensor, tokens: int, gather: Gather | None = None) -> torch.Tensor:
+    """Return the whole of a tensor whose axis `tokens` processes share.
 
-    Gradients of all uses in all processes are added in float32 (float64), and each process gets its part of them.
+    Gradients of all processes are added in float32 (float64), and each process gets its part of them.
 
     Args:
-        context, x, tokens, uses: the processes, the process's part, its axis of tokens, and the number of uses.
+        context, x, tokens: the processes, the process's part, and its axis of tokens.
         gather: the gather of `x`, where it is under way.
     """
-    return _Gathered.apply(x, gather or Gather(context, x, tokens), uses)
+    return _Gathered.apply(x, gather or Gather(context, x, tokens))
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gather: Gather, uses: int) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, gather: Gather) -> torch.Tensor:
         ctx.context, ctx.tokens = gather.context, gather.tokens
-        whole = gather.wait()
-        return whole, *(whole.detach() for _ in range(uses - 1))
+        return gather.wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         context, tokens, dtype = ctx.context, ctx.tokens, gradients[0].dtype
         wide = gradients[0].to(torch.promote_types(dtype, torch.float32))
-        for gradient in gradients[1:]:
-            wide = wide + gradient
         parts = wide.unflatten(tokens, (context.size, -1)).movedim(tokens, 0).contiguous()
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=context.group)
-        return own.to(dtype), None, None
+        return own.to(dtype), None
 
 
 def with_neighbours(

@@ -14,7 +14,7 @@ from blockdiag.torch import _moba_passes
 from blockdiag.torch._context_collectives import Gather, gather_tokens, gather_whole, with_neighbours
 from blockdiag.torch._context_exchange import exchange, from_zigzag, to_zigzag
 from blockdiag.torch._context_parallel import ContextParallel, check_parts, choose_strategy
-from blockdiag.torch._moba_call import ListArguments, ListResults
+from blockdiag.torch._moba_call import ListArguments
 from blockdiag.torch._moba_tables import clip_offsets, moba_tables
 
 
@@ -103,45 +103,38 @@ def _attend_to_gathered(
     )  # fmt: skip
     centroids = _gather_centroids(context, who, problem, key, sequence_offsets, whole_mask)
 
-    def choose(query: torch.Tensor, first: int) -> ListResults:
-        """Return the lists of queries that follow each other, the first of which has this place."""
+    def arguments_of(query: torch.Tensor, first: int) -> ListArguments:
+        """The call of queries that follow each other, the first of which has this place."""
         offsets, key_offsets = _packed_offsets(edges, first, query.shape[tokens], total, rows, is_causal=is_causal)
-        arguments = ListArguments(
+        return ListArguments(
             query.detach().flatten(0, tokens), coming, mask, offsets, key_offsets, None, 0, 0,
             problem.block_size, options["top_k"], is_causal, who.names,
         )  # fmt: skip
-        return _moba_passes.make_lists(who, arguments, centroids)
 
-    def attended(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lists: ListResults
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        count = query.shape[tokens]
-        query, key, value = (x.flatten(0, tokens) for x in (query, key, value))
-        results = _moba_passes.attend(who, query, key, value, mask, lists, problem)
-        output, log_sum = (x.unflatten(0, (*batch, count)) for x in results)
-        return output, log_sum
+    def choose(query: torch.Tensor, first: int, centroids: torch.Tensor) -> torch.Tensor:
+        """Return the blocks that queries choose, [queries, batch rows, N, slots]."""
+        chosen = _moba_passes.choose(who, arguments_of(query, first), centroids)
+        return chosen.unflatten(1, (rows, -1)).movedim((2, 1), (0, 1))
 
-    if not is_causal or own % (2 * problem.block_size):
-        gathers = [Gather(context, x, tokens) for x in (key, value)]
-        lists = choose(query, context.rank * own)
-        (key,), (value,) = (
-            gather_tokens(context, x, tokens, 1, gather) for x, gather in zip((key, value), gathers, strict=True)
-        )
-        return attended(query, key, value, lists)
-    # Late queries look at more blocks to choose from than early ones: each process has some of both.
-    part = own // 2
-    queries = to_zigzag(context, query.movedim(tokens, 0)).movedim(0, tokens).split(part, tokens)
-    starts = (context.rank * part, (2 * context.size - 1 - context.rank) * part)
+    is_balanced = centroids is not None and is_causal and own % (2 * problem.block_size) == 0
+    choosing = to_zigzag(context, query.detach().movedim(tokens, 0)).movedim(0, tokens) if is_balanced else query
+    # They are on their way while queries choose.
     gathers = [Gather(context, x, tokens) for x in (key, value)]
-    choices = [choose(x, first) for x, first in zip(queries, starts, strict=True)]
-    keys, values = (
-        gather_tokens(context, x, tokens, 2, gather) for x, gather in zip((key, value), gathers, strict=True)
-    )
-    halves = [attended(*each) for each in zip(queries, keys, values, choices, strict=True)]
-    output, log_sum = (
-        from_zigzag(context, torch.cat([x.movedim(tokens, 0) for x in both])).movedim(0, tokens).contiguous()
-        for both in zip(*halves, strict=True)
-    )
+    chosen = None
+    if centroids is not None:
+        if is_balanced:
+            part = own // 2
+            starts = (context.rank * part, (2 * context.size - 1 - context.rank) * part)
+            halves = zip(choosing.split(part, tokens), starts, strict=True)
+            chosen = from_zigzag(context, torch.cat([choose(*half, centroids) for half in halves]))
+        else:
+            chosen = choose(choosing, context.rank * own, centroids)
+        chosen = chosen.movedim((0, 1), (2, 1)).flatten(1, 2).contiguous()
+    lists = _moba_passes.make_lists(who, arguments_of(query, context.rank * own), chosen)
+    key, value = (gather_tokens(context, x, tokens, gather) for x, gather in zip((key, value), gathers, strict=True))
+    query, key, value = (x.flatten(0, tokens) for x in (query, key, value))
+    results = _moba_passes.attend(who, query, key, value, mask, lists, problem)
+    output, log_sum = (x.unflatten(0, (*batch, own)) for x in results)
     return output, log_sum
 
 

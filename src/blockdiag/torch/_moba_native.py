@@ -33,7 +33,7 @@ from blockdiag.triton_kernels.moba_steps import (
     routing_steps,
 )
 
-__all__ = ["Unsupported", "attend", "differentiate", "find_centroids", "make_lists", "route"]
+__all__ = ["Unsupported", "attend", "choose", "differentiate", "find_centroids", "make_lists", "route"]
 
 # Calls of a model repeat a few shapes; what is kept for each is small, and kernels are shared beyond this.
 _REMEMBERED_PASSES = 1024
@@ -74,8 +74,19 @@ def find_centroids(
         return centroids
 
 
-def make_lists(arguments: ListArguments, centroids: torch.Tensor | None = None) -> ListResults:
-    """Tables, lists and own blocks of a call; with `centroids` keys are not read."""
+def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
+    """Blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
+    problem = describe_lists(arguments)
+    _check_support(problem)
+    with torch.cuda.device(arguments.query.device):
+        _, queries = _tables(problem, arguments)
+        arrays = {"query": dense(arguments.query), "queries": queries, "centroids": dense(centroids)}
+        (chosen,) = _run("choose", problem, arrays)
+        return chosen
+
+
+def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> ListResults:
+    """Tables, lists and own blocks of a call; where it is known what queries choose, keys are not read."""
     problem = describe_lists(arguments)
     if is_empty(problem):
         return no_results(problem, arguments)
@@ -83,12 +94,12 @@ def make_lists(arguments: ListArguments, centroids: torch.Tensor | None = None) 
     with torch.cuda.device(arguments.query.device):
         tables = _tables(problem, arguments)
         own = None
-        if arguments.indices is None:
-            chosen = _choose(problem, arguments, *tables, centroids)
-        else:
+        if arguments.indices is not None:
             indices = arguments.indices.reshape(problem.query_tokens, problem.query_heads, problem.slots)
             key_mask = None if arguments.key_mask is None else arguments.key_mask.reshape(-1)
             chosen, own = given_choice(problem, indices, key_mask, *tables)
+        elif chosen is None:
+            chosen = _choose(problem, arguments, *tables)
         lists = _list_choices(problem, chosen)
         if own is None:
             own = torch.empty(own_shape(problem, has_own=False), dtype=torch.bool, device=chosen.device)
@@ -148,21 +159,13 @@ def _tables(problem: MoBAProblem, arguments: ListArguments) -> tuple[torch.Tenso
 
 
 def _choose(
-    problem: MoBAProblem,
-    arguments: ListArguments,
-    blocks: torch.Tensor,
-    queries: torch.Tensor,
-    centroids: torch.Tensor | None = None,
+    problem: MoBAProblem, arguments: ListArguments, blocks: torch.Tensor, queries: torch.Tensor
 ) -> torch.Tensor:
     """Global numbers of the blocks that each query chooses, int32 [N, query_tokens, slots]."""
     if problem.slots == 0:
         shape = (problem.query_heads, problem.query_tokens, 0)
         return torch.empty(shape, dtype=torch.int32, device=arguments.query.device)
-    arrays = {"query": dense(arguments.query), "queries": queries}
-    if centroids is not None:
-        (chosen,) = _run("choose", problem, arrays | {"centroids": dense(centroids)})
-        return chosen
-    arrays |= {"key": dense(arguments.key), "blocks": blocks}
+    arrays = {"query": dense(arguments.query), "key": dense(arguments.key), "blocks": blocks, "queries": queries}
     (chosen,) = _run("route", problem, arrays | _flags(mask=arguments.key_mask))
     return chosen
 

@@ -47,26 +47,50 @@ def find_centroids(
         return through_jax()
 
 
-def make_lists(who: Who, arguments: ListArguments, centroids: torch.Tensor | None) -> ListResults:
-    """Return what attention reads of the blocks that queries choose.
+def choose(who: Who, arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
+    """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots].
 
     Args:
         who: who computes it.
         arguments: of the call; keys are not read.
-        centroids: mean keys, None where no query chooses.
+        centroids: mean keys of all blocks.
     """
 
-    def through_jax() -> ListResults:
+    def through_jax() -> torch.Tensor:
         from blockdiag.torch import _moba_through_jax
 
-        return _moba_through_jax.make_lists(arguments, centroids)
+        return _moba_through_jax.choose(arguments, centroids)
 
     if not who.is_native or not arguments.query.is_cuda:
         return through_jax()
     from blockdiag.torch import _moba_native
 
     try:
-        return _moba_native.make_lists(arguments, centroids)
+        return _moba_native.choose(arguments, centroids)
+    except _moba_native.Unsupported:
+        return through_jax()
+
+
+def make_lists(who: Who, arguments: ListArguments, chosen: torch.Tensor | None) -> ListResults:
+    """Return what attention reads of the blocks that queries choose.
+
+    Args:
+        who: who computes it.
+        arguments: of the call; keys are not read.
+        chosen: what `choose` returned; None where no query chooses.
+    """
+
+    def through_jax() -> ListResults:
+        from blockdiag.torch import _moba_through_jax
+
+        return _moba_through_jax.make_lists(arguments, chosen)
+
+    if not who.is_native or not arguments.query.is_cuda:
+        return through_jax()
+    from blockdiag.torch import _moba_native
+
+    try:
+        return _moba_native.make_lists(arguments, chosen)
     except _moba_native.Unsupported:
         return through_jax()
 

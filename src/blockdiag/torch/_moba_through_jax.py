@@ -50,15 +50,24 @@ def find_centroids(
         return to_torch(_find_centroids(call, *map(_to_jax_or_none, (key, key_mask, blocks))))
 
 
-def make_lists(arguments: ListArguments, centroids: torch.Tensor | None = None) -> ListResults:
-    """Tables, lists and own blocks of a call; with `centroids` keys are not read."""
+def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
+    """Blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
+    problem, query = describe_lists(arguments), arguments.query
+    call = _prepare(problem, arguments.implementation, query)
+    with same_device(), _precision(query):
+        given = (query, centroids, arguments.sequence_offsets, arguments.key_sequence_offsets)
+        return to_torch(_choose_by_centroids(call, arguments.num_sequences, *map(_to_jax_or_none, given)))
+
+
+def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> ListResults:
+    """Tables, lists and own blocks of a call; where it is known what queries choose, keys are not read."""
     problem, device = describe_lists(arguments), arguments.query.device
     call = _prepare(problem, arguments.implementation, arguments.query)
     if is_empty(problem):
         return no_results(problem, arguments)
     with same_device(), _precision(arguments.query):
         query, key, *others = arguments[:6]
-        given = (query, key if centroids is None else None, *others, centroids)
+        given = (query, key if chosen is None and problem.slots > 0 else None, *others, chosen)
         tables, lists, own = _make_lists(call, arguments.num_sequences, *map(_to_jax_or_none, given))
         results = [to_torch(one) for one in tables]
         results += no_lists(problem, device) if lists is None else [to_torch(one) for one in lists]
@@ -139,15 +148,15 @@ def _make_lists(
     sequence_offsets: jax.Array | None,
     key_sequence_offsets: jax.Array | None,
     indices: jax.Array | None,
-    centroids: jax.Array | None,
+    chosen: jax.Array | None,
 ) -> tuple[tuple[jax.Array, jax.Array], Lists | None, jax.Array | None]:
     problem = call.problem
     tables = moba_tables(problem, num_sequences, sequence_offsets, key_sequence_offsets)
     own = None
-    if indices is None:
-        chosen = _choose(call, _rows(query), _rows_or_none(key), _mask_rows(key_mask), tables, centroids)
-    else:
+    if indices is not None:
         chosen, own = given_choice(problem, _rows(indices), _mask_rows(key_mask), *tables)
+    elif key is not None:
+        chosen = _choose(call, _rows(query), _rows(key), _mask_rows(key_mask), tables)
     lists = None if problem.slots == 0 else call_implementation("make_lists", problem, call.implementations, chosen)
     return tables, lists, own
 
@@ -198,29 +207,29 @@ def _find_centroids(call: Call, key: jax.Array, key_mask: jax.Array | None, bloc
     return call_implementation("centroids", call.problem, call.implementations, key, key_mask, blocks)
 
 
-def _choose(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _choose_by_centroids(
     call: Call,
+    num_sequences: int,
     query: jax.Array,
-    key: jax.Array | None,
-    key_mask: jax.Array | None,
-    tables: tuple,
-    centroids: jax.Array | None = None,
+    centroids: jax.Array,
+    sequence_offsets: jax.Array | None,
+    key_sequence_offsets: jax.Array | None,
 ) -> jax.Array:
+    _, queries = moba_tables(call.problem, num_sequences, sequence_offsets, key_sequence_offsets)
+    return call_implementation("choose", call.problem, call.implementations, _rows(query), centroids, queries)
+
+
+def _choose(call: Call, query: jax.Array, key: jax.Array, key_mask: jax.Array | None, tables: tuple) -> jax.Array:
     problem = call.problem
     if problem.slots == 0:
         return jnp.zeros((problem.query_heads, problem.query_tokens, 0), jnp.int32)
-    if centroids is not None:
-        return call_implementation("choose", problem, call.implementations, query, centroids, tables[1])
     return call_implementation("route", problem, call.implementations, query, key, key_mask, *tables)
 
 
 def _rows(x: jax.Array) -> jax.Array:
     """[*batch, T, heads, columns] with one token axis."""
     return x.reshape(-1, *x.shape[-2:])
-
-
-def _rows_or_none(x: jax.Array | None) -> jax.Array | None:
-    return None if x is None else _rows(x)
 
 
 def _row_sums(x: jax.Array) -> jax.Array:
