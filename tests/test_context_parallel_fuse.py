@@ -218,6 +218,34 @@ def test_triton_kernels_share_tokens():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("strategy", "key_heads", "kind", "implementation", "most"),
+    [
+        # Kernels round as those of one device do. XLA rounds what lies between fusions, which are not those of one.
+        ("gather", 2, "explicit", "triton", 1.01),
+        ("ulysses", 4, "explicit", "triton", 1.01),
+        ("gather", 2, "automatic", "xla", 1.2),
+    ],
+)
+def test_sums_of_gradients_over_devices_are_rounded_once(strategy, key_heads, kind, implementation, most):
+    context, mesh = ContextParallel("model", strategy), make_mesh(kind, (1, 4))
+    wide = [*operands(key_heads=key_heads), DENSE]
+    narrow = [x.astype(jnp.bfloat16) for x in wide]
+    with jax.enable_x64(True):
+        exact = [np.asarray(x) for x in gradients_of(biased, 4)(*(x.astype(jnp.float64) for x in narrow))[1]]
+    one = jax.jit(gradients_of(fuse(biased, implementation=implementation), 4))(*narrow)[1]
+    context = dataclasses.replace(context, mesh=mesh) if kind == "automatic" else context
+    compute = jax.jit(gradients_of(fuse(biased, implementation=implementation, context_parallel=context), 4))
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        placed = [shard(mesh, x, spec) for x, spec in zip(narrow, [T, T, T, OF_TOKENS], strict=True)]
+        found = compute(*placed)[1]
+    # The gradient of queries is no sum over devices.
+    for gradient, other, expected in list(zip(found, one, exact, strict=True))[1:]:
+        assert gradient.dtype == jnp.bfloat16
+        error, error_of_one = (np.linalg.norm(np.asarray(x, np.float64) - expected) for x in (gradient, other))
+        assert error <= most * error_of_one, (error, error_of_one)
+
+
 def test_explanation_says_what_is_chosen():
     def chosen(function, key_heads, strategy=None):
         context = ContextParallel("model", strategy, mesh=make_mesh("automatic", (1, 4)))

@@ -19,7 +19,7 @@ from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.mapping import map_region
 from blockdiag.fusion.rows import Order, Rows
-from blockdiag.fusion.sharding import backward_rule, forward_rule, local_region
+from blockdiag.fusion.sharding import as_shares, backward_rule, forward_rule, local_region
 from blockdiag.fusion.tree import FEATURES, ROWS, Region, with_leaves
 
 
@@ -241,7 +241,7 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, o
 
             if order is not None:
                 return Rows(apart, part, order).results(results_of)
-            return results_of(local_region(apart, part.sizes))
+            return results_of(local_region(apart, part.sizes, part.axes))
 
         output, log_sum = divide(region.once(forward_rule, implementations, order is not None), on_device, operands)
         return output, log_sum
@@ -282,8 +282,10 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
                 return gradients
 
             if order is not None:
-                return Rows(apart, part, order).gradients(gradients_of)
-            return gradients_of(local_region(apart, part.sizes))
+                compute = Rows(apart, part, order).gradients(gradients_of)
+            else:
+                compute = gradients_of(local_region(apart, part.sizes, part.axes))
+            return as_shares(apart, compute) if part.axes else compute
 
         # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
         has_log_sum_cotangent = len(operands) == count + 4

@@ -112,7 +112,7 @@ class Rows:
         if self._has_distances:
             sizes[ROWS] //= self._runs
             sizes[DISTANCE] = sizes[ROWS] + sizes[COLUMNS] - 1
-        return local_region(self.region, sizes)
+        return local_region(self.region, sizes, self.part.axes)
 
     def _whole(self, operands: Sequence[Any]) -> list[Any]:
         """Leaves and values of all keys."""
@@ -128,8 +128,7 @@ class Rows:
         def scattered(x: Any, place: int | None) -> Any:
             if place is None or not self._names:
                 return x
-            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            return jax.lax.psum_scatter(wide, self._names, scatter_dimension=place, tiled=True).astype(x.dtype)
+            return jax.lax.psum_scatter(x, self._names, scatter_dimension=place, tiled=True)
 
         places = self._with_gradient(gathered_axes(self.region))
         return [scattered(x, place) for x, place in zip(grads, places, strict=True)]
@@ -163,10 +162,9 @@ class Rows:
         """The gradient of all distances, from those of each run [runs, .., distances of a run, ..]."""
         shape = list(x.shape[1:])
         shape[distances] = self.region.sizes[DISTANCE]
-        total = jnp.zeros(shape, jnp.promote_types(x.dtype, jnp.float32))
+        total = jnp.zeros(shape, x.dtype)
         for part, start in zip(x, self._starts(), strict=True):
-            own = jnp.zeros_like(total)
-            total += jax.lax.dynamic_update_slice_in_dim(own, part.astype(total.dtype), start, distances)
+            total += jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), part, start, distances)
         return total
 
 

@@ -7,11 +7,12 @@ kernels, and adds up their gradients after them.
 
 import dataclasses
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from blockdiag.common.rule import Dim as Labels
 from blockdiag.common.rule import Rule
+from blockdiag.common.shards import Share
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.shared import key_of
 from blockdiag.fusion.tree import COLUMNS, ROWS, Dim, Leaf, Region, Source, with_leaves
@@ -41,15 +42,22 @@ def backward_rule(
     return _rule(region, method, operands, (*gradients, read[-1]), shares_tokens)
 
 
-def local_region(region: Region, sizes: Mapping[str, int]) -> Region:
-    """The region of one device, where labels have these sizes."""
+def local_region(region: Region, sizes: Mapping[str, int], summed: Iterable[str] = ()) -> Region:
+    """The region of a part of the work, where labels have these sizes.
+
+    Args:
+        summed: labels of which there are other parts: gradients of arrays that lack one are shares of sums.
+    """
     if dict(sizes) == region.sizes:
         return region
-    return region.once(_local_region, tuple(sorted(sizes.items())))
+    return region.once(_local_region, tuple(sorted(sizes.items())), frozenset(summed))
 
 
-def _local_region(region: Region, sizes: tuple[tuple[str, int], ...]) -> Region:
+def _local_region(region: Region, sizes: tuple[tuple[str, int], ...], summed: frozenset[str]) -> Region:
     found = dict(sizes)
+
+    def is_share(dims: Sequence[Dim]) -> bool:
+        return not summed.issubset(label for dim in _labels(dims) for label in dim)
 
     def local(source: Source, dims: tuple[Dim, ...]) -> Source:
         # Axes that stand for one index have no label, and keep their size.
@@ -63,9 +71,22 @@ def _local_region(region: Region, sizes: tuple[tuple[str, int], ...]) -> Region:
         return Source(("local", source.key), shape, source.dtype)
 
     leaves: dict[Leaf, Leaf] = {
-        leaf: dataclasses.replace(leaf, source=local(leaf.source, leaf.dims)) for leaf in region.leaves
+        leaf: dataclasses.replace(leaf, source=local(leaf.source, leaf.dims), is_share=is_share(leaf.dims))
+        for leaf in region.leaves
     }
-    return with_leaves(region, leaves, sizes=found, value=local(region.value, region.value_dims))
+    value = local(region.value, region.value_dims)
+    return with_leaves(region, leaves, sizes=found, value=value, is_value_share=is_share(region.value_dims))
+
+
+def as_shares(region: Region, compute: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+    """A backward pass of one device, whose gradients that are wider than their arrays are shares of sums."""
+    dtypes = [*(leaf.source.dtype for leaf in region.leaves if leaf.has_gradient), region.value.dtype]
+
+    def gradients(*operands: Any) -> list[Any]:
+        pairs = zip(compute(*operands), dtypes, strict=True)
+        return [x if x.dtype == dtype else Share(x, dtype) for x, dtype in pairs]
+
+    return gradients
 
 
 def is_known(source: Source) -> bool:
