@@ -55,6 +55,9 @@ class Ring:
     part: Part
     tokens: Tokens
 
+    def __post_init__(self) -> None:
+        assert self._own * self.tokens.devices == self.region.sizes[ROWS], "each device has an equal part of tokens"
+
     def results(self, results_of: Callable[[Region], Pass]) -> Pass:
         """The forward pass; `results_of` a region is that of rows of a device, and keys of a part."""
 
