@@ -68,11 +68,11 @@ class Ring:
                 following = self._sent(here, step)
                 region = self._piece_region(shift).once(_with_wide_result)
                 found = [results_of(region)(*self._cut(operands, piece)) for piece in self._pieces(here, shift)]
-                # Without a barrier XLA would send all parts before it computes any.
-                found, here = jax.lax.optimization_barrier((found, following))
                 for results in found:
                     output, log_sum = joined_results(self.region, results) if has_distances(self.region) else results
                     merged = self._merged(merged, output, log_sum)
+                # Without a barrier XLA would send all parts before it computes any, and merge all results in the end.
+                merged, here = jax.lax.optimization_barrier((merged, following))
             assert merged is not None, "a device computes with its own part"
             output, log_sum = merged
             return output.astype(self.region.dtype), log_sum
@@ -97,10 +97,10 @@ class Ring:
                 region = self._piece_region(shift)
                 wanted = with_gradient(region, range(count))
                 found = [gradients_of(region)(*self._cut(operands, piece), *rest) for piece in pieces]
-                found, here = jax.lax.optimization_barrier((found, following))
                 of_leaves = [dict(zip(wanted, grads, strict=True)) for grads in found]
                 for i in wanted:
                     sums[i] = self._added(i, sums.get(i), operands[i].shape, pieces, [grads[i] for grads in of_leaves])
+                sums, here = jax.lax.optimization_barrier((sums, following))
                 # Gradients of a part follow it, and after the last step they go home.
                 sums |= self._moved({i: sums[i] for i in wanted if i in self._places}, self._distance_after(step))
             return [sums[i] for i in with_gradient(self.region, range(count))]
