@@ -13,6 +13,7 @@ from jaxtyping import Array
 from blockdiag._context_sizes import next_multiple
 from blockdiag.context_parallel import (
     ContextParallel,
+    check_packing,
     choose_strategy,
     exchange,
     on_parts,
@@ -55,6 +56,7 @@ def attend_to_shared_tokens(
     refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
     if context.strategy == "gather":
         raise ValueError("strategy 'gather' does not serve `block_diagonal_attention`; leave it None, or use 'ulysses'")
+    check_packing(context, query.shape[:-2], sequence_offsets, block_lengths, block_size)
     heads = roles_of(query, "th.")
     tables = positions = None
     tables_roles = positions_roles = ""

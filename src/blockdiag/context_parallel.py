@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import xla_metadata_call
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from blockdiag import _validate
 from blockdiag._context_sizes import choose_groups, next_multiple
 from blockdiag.common.meshes import explicit_mesh
 
@@ -165,20 +167,22 @@ def exchange(
         x = x.reshape(*x.shape[:tokens], devices, -1, *x.shape[tokens + 1 :])
         return jnp.moveaxis(x, tokens, 0)
 
-    waiting = [[packed(x, group) for x in (query, *keys)] for group in range(groups)]
-    here, following = _swap(axis, waiting[0]), list[Array]()
+    arriving = _swap_one_by_one(axis, [packed(x, 0) for x in (query, *keys)])
+    leaving: list[Array] = []
     results: list[list[Array]] = [[] for _ in head_axes]
     for group in range(groups):
-        # XLA would make all exchanges first. A barrier holds the next group's back until this one can be computed, and
-        # another one keeps them beside it; their derivatives are barriers of the backward pass.
+        here, following = arriving, list[Array]()
         if group + 1 < groups:
-            here, leaving = jax.lax.optimization_barrier((here, waiting[group + 1]))
-            following = _swap(axis, leaving)
-        found = compute(*map(whole_sequences, here))
-        if group + 1 < groups:
-            found, here = jax.lax.optimization_barrier((found, following))
-        for own, x in zip(results, found, strict=True):
-            own.extend(_swap(axis, [parts(x)]))
+            # XLA would make all exchanges first: the next group's waits until this one is here.
+            here, following = jax.lax.optimization_barrier((here, [packed(x, group + 1) for x in (query, *keys)]))
+        # The results of the group before leave beside the attention of this one. The backward pass is the mirror image.
+        moved = _swap_together(axis, [*following, *leaving])
+        arriving = moved[: len(following)]
+        for own, x in zip(results, moved[len(following) :], strict=False):
+            own.append(x)
+        leaving = [parts(x) for x in compute(*map(whole_sequences, here))]
+    for own, x in zip(results, _swap_one_by_one(axis, leaving), strict=True):
+        own.append(x)
     whole = []
     for own, place in zip(results, head_axes, strict=True):
         heads = own[0].ndim - 1 - place
@@ -189,9 +193,18 @@ def exchange(
     return tuple(whole)
 
 
-def _swap(axis: str, arrays: Sequence[Array]) -> list[Array]:
+def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
     """Parts of all devices for this one, of arrays [devices, ..] with a part for each device."""
     return [jax.lax.all_to_all(x, axis, 0, 0) for x in arrays]
+
+
+def _swap_together(axis: str, arrays: Sequence[Array]) -> list[Array]:
+    """The same by one call of the communication library, since XLA runs one call at a time beside kernels."""
+    if len(arrays) < 2:
+        return _swap_one_by_one(axis, arrays)
+    # What XLA for GPUs makes of the attribute: a group of NCCL. Elsewhere it says nothing.
+    swap: Any = xla_metadata_call(functools.partial(_swap_one_by_one, axis), _collectives_group="", inlineable="false")
+    return swap(arrays)
 
 
 def choose_strategy(
@@ -220,6 +233,31 @@ def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
     """
     if context.strategy == "ring":
         raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")
+
+
+def check_packing(
+    context: ContextParallel,
+    tokens_shape: Sequence[int],
+    sequence_offsets: Any,
+    block_lengths: Any = None,
+    block_size: int = 1,
+    operand: str = "query",
+) -> None:
+    """Check what describes packed tokens against the tokens of all devices.
+
+    Args:
+        context: along which axis.
+        tokens_shape: [T] or [B, T], where the axis is manual the device's.
+        sequence_offsets, block_lengths, block_size: of the call.
+        operand: the name of the operand that has these tokens.
+
+    Raises:
+        ValueError: there are batch rows, or offsets or lengths do not describe the tokens.
+    """
+    is_manual = _kinds(jax.sharding.get_abstract_mesh()).get(context.axis) == AxisType.Manual
+    *batch, tokens = tokens_shape
+    tokens *= jax.lax.axis_size(context.axis) if is_manual else 1
+    _validate.check_packing((*batch, tokens), block_size, sequence_offsets, block_lengths, operand)
 
 
 def roles_of(x: Array, last: str) -> str:

@@ -17,7 +17,14 @@ from blockdiag.common.division import divide_array_code, divisible
 from blockdiag.common.meshes import placed_like, whole_but
 from blockdiag.common.rule import Rule
 from blockdiag.common.shards import Local, Part
-from blockdiag.context_parallel import ContextParallel, on_parts, refuse_ring, roles_of, rows_before
+from blockdiag.context_parallel import (
+    ContextParallel,
+    check_packing,
+    on_parts,
+    refuse_ring,
+    roles_of,
+    rows_before,
+)
 from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
 from blockdiag.packing import tiles_from_offsets
@@ -143,6 +150,7 @@ def _convolve_shared_tokens(
         offsets = _own_offsets(context, offsets, key.shape[tokens], before)
         return jax.lax.slice_in_dim(convolve(longer, weights, sequence_offsets=offsets), before, None, axis=tokens)
 
+    check_packing(context, key.shape[:-2], sequence_offsets, operand="key")
     offsets = None if sequence_offsets is None else jnp.asarray(sequence_offsets)
     heads = roles_of(key, "th.")
     return on_parts(context, on_device, (key, weights, offsets), (heads, ".h.", "."), heads)

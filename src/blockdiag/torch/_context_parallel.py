@@ -152,7 +152,7 @@ def check_parts(
         if device != "cpu":
             context._compared.add(device)
     tokens = (*x.shape[:-3], x.shape[-3] * context.size)
-    _validate.check_packing(tokens, block_size, sequence_offsets, block_lengths)
+    _validate.check_packing(tokens, block_size, sequence_offsets, block_lengths, name)
 
 
 def choose_strategy(context: ContextParallel, key_heads: int, remedy: str = "use strategy='gather'") -> Strategy:
