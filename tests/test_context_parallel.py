@@ -438,5 +438,17 @@ def test_automatic_mesh_that_nobody_names_is_refused():
 
 
 def test_unknown_strategy_is_refused():
-    with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses' or 'gather', got 'ring'"):
-        ContextParallel("model", "ring")
+    with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses', 'gather' or 'ring', got 'rings'"):
+        ContextParallel("model", "rings")
+
+
+def test_ring_is_refused_by_what_it_does_not_serve():
+    context, mesh = ContextParallel("model", "ring"), make_mesh("explicit", (1, 4))
+    arrays = [shard(mesh, x, P()) for x in operands(1)]
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=r"'ring' serves `fuse` alone, not MoBA; use strategy='gather', or 'ulys"):
+            moba(context, *arrays)
+        with pytest.raises(ValueError, match=r"not `block_diagonal_attention`; leave it None, or use 'ulysses'"):
+            block_diagonal(context, *arrays)
+        with pytest.raises(ValueError, match=r"not `key_convolution`; leave it None, or use the strategy of the att"):
+            key_convolution(arrays[1], jnp.zeros((3, *arrays[1].shape[-2:])), context_parallel=context)

@@ -17,6 +17,7 @@ from blockdiag.context_parallel import (
     choose_strategy,
     exchange,
     on_parts,
+    refuse_ring,
     roles_of,
     rows_after,
     rows_before,
@@ -52,6 +53,7 @@ def attend_to_shared_tokens(
     Raises:
         ValueError: the strategy cannot serve.
     """
+    refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
     if context.strategy == "gather":
         raise ValueError("strategy 'gather' does not serve `block_diagonal_attention`; leave it None, or use 'ulysses'")
     check_packing(context, query.shape[:-2], sequence_offsets, block_lengths, block_size)

@@ -21,7 +21,7 @@ from blockdiag import _validate
 from blockdiag._context_sizes import choose_groups, next_multiple
 from blockdiag.common.meshes import explicit_mesh
 
-type Strategy = Literal["ulysses", "gather"]
+type Strategy = Literal["ulysses", "gather", "ring"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class ContextParallel:
         axis: the mesh's axis that shards the token axis.
         strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads; for as
             many devices as divide the key heads. "gather", for MoBA and `fuse`: each device gathers keys and values
-            and computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated
-            where attention within blocks needs nothing.
+            and computes queries of its own. "ring", for `fuse`: parts of keys and values travel around the devices, so
+            that none ever has them whole; for sequences whose keys do not fit into the memory of a device, since it
+            moves as many bytes as "gather" and is not faster. None chooses "ulysses" where it can serve, otherwise
+            "gather", and nothing is communicated where attention within blocks needs nothing.
         mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
         batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
             explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered. Of
@@ -44,7 +46,8 @@ class ContextParallel:
         ValueError: `strategy` is none of these. What a strategy cannot serve is said by the call that uses it.
 
     References:
-        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
+        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023). Keys that travel: Liu et al., "Ring
+        Attention with Blockwise Transformers for Near-Infinite Context" (2023).
 
     Example:
         >>> import jax
@@ -66,10 +69,11 @@ class ContextParallel:
     head_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.strategy not in (None, "ulysses", "gather"):
+        if self.strategy not in (None, "ulysses", "gather", "ring"):
             raise ValueError(
-                f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}; 'ulysses' serves attention "
-                "whose key heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads"
+                f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' serves "
+                "attention whose key heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads, "
+                "'ring' `fuse`"
             )
 
 
@@ -215,8 +219,9 @@ def choose_strategy(
     """The strategy that the user wants, or that suits; `remedy` says what to do where "ulysses" cannot serve.
 
     Raises:
-        ValueError: the devices do not divide the key heads, which "ulysses" needs.
+        ValueError: the devices do not divide the key heads, which "ulysses" needs; or the strategy is "ring".
     """
+    refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the devices divide the key heads")
     is_divided = key_heads % devices == 0
     if context.strategy == "ulysses" and not is_divided:
         raise ValueError(
@@ -224,6 +229,16 @@ def choose_strategy(
             f"got {key_heads} on each; {remedy}"
         )
     return context.strategy or ("ulysses" if is_divided else "gather")
+
+
+def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
+    """Refuse the strategy "ring" for an operation that it does not serve.
+
+    Raises:
+        ValueError: that is the strategy.
+    """
+    if context.strategy == "ring":
+        raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")
 
 
 def check_packing(
