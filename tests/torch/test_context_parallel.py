@@ -23,13 +23,20 @@ CHECKS = (
     ("check_block_diagonal", "exchanged"),
     ("check_key_convolution", True),
     ("check_compiled",),
+    ("context_fuse_worker.check_fuse", "gather"),
+    ("context_fuse_worker.check_fuse", "ulysses"),
+    ("context_fuse_worker.check_fuse", "gather, bias"),
+    ("context_fuse_worker.check_fuse", "ulysses, bias"),
+    ("context_fuse_worker.check_fuse", "distances"),
+    ("context_fuse_worker.check_fuse", "layer"),
+    ("context_fuse_worker.check_fuse", "heads first"),
 )
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     with several_processes(tmp_path_factory.mktemp("store"), 4) as run:
-        yield lambda name, *arguments: run(f"context_worker.{name}", *arguments)
+        yield lambda name, *arguments: run(name if "." in name else f"context_worker.{name}", *arguments)
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, rest) for name, *rest in CHECKS], ids=str)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from blockdiag.torch._context_parallel import ContextParallel
+
 if TYPE_CHECKING:
     from blockdiag.fusion.explain import Explanation
 
@@ -16,6 +18,8 @@ def fuse(
     implementation: str | Sequence[str] | None = None,
     fallback: bool = False,
     via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
+    token_axes: Any = None,
 ) -> Callable[..., Any]:
     """A function of tensors that computes what a JAX function computes, its attention by fused kernels, with autograd.
 
@@ -41,13 +45,22 @@ def fuse(
             first that can. "reference" is the function as it stands.
         fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons.
         via: "jax" computes everything in JAX, on CUDA too.
+        context_parallel: the processes of a group share the tokens of each sequence; see `ContextParallel`. The
+            function is written for whole sequences, with masks and positions of all tokens. Calls take and return the
+            tokens of this process.
+        token_axes: with `context_parallel`, the axes of arguments along which processes share tokens: one number for
+            all arrays, or a tuple as `in_axes` of `jax.vmap` with a number, None or a pytree of these for each argument
+            in order. Arrays of None are whole, and the same in every process. The axes must become the queries and the
+            keys of the attention; a call raises otherwise.
 
     Returns:
         A function of the same arguments. Its `cache_clear()` forgets what was traced.
 
     Raises:
-        ValueError: `implementation` or `via` has an unknown name; and, from calls, for tensors of several devices, and
-            for tensors that JAX cannot share.
+        ValueError: `implementation` or `via` has an unknown name, or `context_parallel` does not go with `token_axes`,
+            `fallback` or "reference"; and, from calls, for tensors of several devices, for tensors that JAX cannot
+            share, and, with `context_parallel`, where the strategy cannot serve, where processes do not divide the
+            tokens, or where the function mixes tokens outside of attention. The message has the remedy.
         NotFusible: (when called) there is no attention in it, or one that breaks a rule; the message names the rule and
             the line.
         NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
@@ -72,7 +85,7 @@ def fuse(
     from blockdiag.fusion.api import marked
     from blockdiag.torch._fuse_call import FusedFunction, plain
 
-    fused_function = FusedFunction(function, implementation, fallback, via)
+    fused_function = FusedFunction(function, implementation, fallback, via, context_parallel, token_axes)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
