@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from blockdiag.torch import ContextParallel, fuse
+from blockdiag.torch import ContextParallel, _fuse_program, explain, fuse
 from tests.torch.context_worker import assert_alike, differentiated, expected_of, int32, own_part, world
-from tests.torch.division_worker import device, mesh_of, random, spread
+from tests.torch.division_worker import mesh_of, random, spread
 
 OWN, WIDTH = 16, 8
 
@@ -83,6 +83,7 @@ def check_shared(
     whole: Sequence[torch.Tensor],
     axes: Sequence[int | None],
     context: ContextParallel,
+    strategy: str,
     constant: Sequence[torch.Tensor] = (),
     **options: Any,
 ) -> None:
@@ -93,6 +94,7 @@ def check_shared(
         whole: operands of one process that have a gradient.
         axes: of tokens of all operands.
         context: the processes.
+        strategy: what `explain` says about it.
         constant: further operands.
         options: of `fuse`.
     """
@@ -107,6 +109,8 @@ def check_shared(
     expected = expected_of(lambda *x: fused(*x, *constant), whole)
     rest = parts(constant, axes[count:])
     shared = fuse(function, context_parallel=context, token_axes=tuple(axes), **options)
+    (region,) = explain(shared)(*parts(whole, axes[:count]), *rest).regions
+    assert region.shared is not None and strategy in region.shared, region.shared
     found, again = (differentiated(lambda *x: shared(*x, *rest), parts(whole, axes[:count])) for _ in range(2))
     results = len(found) - count
     for one, second in zip(found, again, strict=True):
@@ -124,19 +128,71 @@ def check_fuse(case: str) -> None:
     count = dist.get_world_size()
     total, few, many = OWN * count, operands(1), operands(count)
     tokens = (1, 1, 1)
+    zigzag = "'gather': they gather what has keys, and compute rows in zigzag order"
     if case == "gather":
-        check_shared(causal, few, tokens, world())
+        check_shared(causal, few, tokens, world(), zigzag)
     elif case == "ulysses":
-        check_shared(causal, many, tokens, world("ulysses"))
+        check_shared(causal, many, tokens, world("ulysses"), "'ulysses'")
     elif case == "gather, bias":
-        check_shared(biased, [*many, random(2 * count, total, total, seed=3)], (*tokens, 1), world("gather"))
+        whole = [*many, random(2 * count, total, total, seed=3)]
+        check_shared(biased, whole, (*tokens, 1), world("gather"), zigzag)
     elif case == "ulysses, bias":
-        check_shared(biased, [*many, random(total, total, seed=3)], (*tokens, 0), world())
+        check_shared(biased, [*many, random(total, total, seed=3)], (*tokens, 0), world(), "'ulysses'")
     elif case == "distances":
-        check_shared(relative, [*few, random(2, 31, seed=3)], (*tokens, None), world("gather"))
+        check_shared(relative, [*few, random(2, 31, seed=3)], (*tokens, None), world("gather"), zigzag)
     elif case == "layer":
-        weights = random(3, WIDTH, 2, WIDTH, seed=1), random(2, WIDTH, WIDTH, seed=2)
+        weights = random(3, WIDTH, 1, WIDTH, seed=1), random(1, WIDTH, WIDTH, seed=2)
         number = int32(np.sort(np.random.default_rng(0).integers(0, 4, total)).tolist())
-        check_shared(layer, [random(2, total, WIDTH, seed=0), *weights], (1, None, None, 0), world(), [number])
+        whole = [random(2, total, WIDTH, seed=0), *weights]
+        check_shared(layer, whole, (1, None, None, 0), world(), zigzag, [number])
     elif case == "heads first":
-        check_shared(heads_first, [x.transpose(1, 2).contiguous() for x in few], (2, 2, 2), world())
+        whole = [x.transpose(1, 2).contiguous() for x in few]
+        check_shared(heads_first, whole, (2, 2, 2), world("gather"), "consecutive rows")
+
+
+def check_fuse_kernels() -> None:
+    """The kernels themselves, in the interpreter on a CPU, with rows in zigzag order and nothing of JAX around them."""
+    steps: list[Any] = []
+    total = OWN * dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fuse_program, "_InJax", steps.append)
+        whole = [*operands(1), random(2, total, total, seed=3)]
+        check_shared(biased, whole, (1, 1, 1, 1), world(), "in zigzag order", implementation="triton")
+    assert not steps
+
+
+def check_fuse_refusals() -> None:
+    """Errors say what is wrong and what to do, in every process, before anything but numbers of tokens is sent."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    query, key, value = (own_part(x, 1, world()).contiguous() for x in operands(1))
+    few = [own_part(x, 1, world())[:, :3] for x in operands(1)]
+
+    def refused(match: str, function: Callable[..., Any], *arguments: Any, strategy: Any = None, axes: Any = 1) -> None:
+        with pytest.raises(ValueError, match=match):
+            fuse(function, context_parallel=world(strategy), token_axes=axes)(*arguments)
+
+    for options, match in (
+        ({}, "`context_parallel` needs `token_axes`; pass the axis of tokens of all arrays, such as token_axes=1"),
+        ({"token_axes": 1, "fallback": True}, "`fallback` runs the function as it stands, of this process's tokens"),
+        ({"token_axes": 1, "implementation": "reference"}, "'reference' is the function as it stands"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fuse(causal, context_parallel=world(), **options)
+    with pytest.raises(ValueError, match="`token_axes` is for `context_parallel`, which is None"):
+        fuse(causal, token_axes=1)
+    # Heads are not tokens, and queries are not whole.
+    refused("must name axes of queries, or of keys .*, has neither queries nor keys", heads_first, query, key, value)
+    refused("names no axis that becomes the queries", heads_first, query, key, value, axes=(None, 2, 2))
+    refused(r"`token_axes` has the axis 4 for `args\[0\]`, of shape", causal, query, key, value, axes=4)
+    refused("does not fit the 3 arguments", causal, query, key, value, axes=(1, 1))
+    refused(r"got \[3, 4.*give each process", causal, *(x[:, : 3 + rank] for x in (query, key, value)))
+    refused("strategy 'ulysses' needs an axis that queries, keys and values share", causal, *few, strategy="ulysses")
+    # What is around attention.
+    own = query, key, value
+    refused("`cumsum` at .* may do: it goes along", lambda x, *rest: causal(jnp.cumsum(x, 1), *rest), *own)
+    refused("`reduce_sum` at .* may do: it goes", lambda *x: causal(*x).sum(1), *own)
+    more = (lambda *x: (causal(*x[:3]), 2 * x[3])), *own, torch.ones(3, device=query.device)
+    refused("result 1 of the function, of shape .*, has no axis of", *more, axes=(1, 1, 1, None))
+    refused("does not reach attention within `jax.checkpoint`", jax.checkpoint(causal), *own)
+    mesh = mesh_of(count // 2, 2, names=("data", "tokens"))
+    refused(r"`args\[0\]` must be a plain tensor .* to_local", causal, *(spread(x, mesh, None, None) for x in few))

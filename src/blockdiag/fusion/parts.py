@@ -56,8 +56,8 @@ class Parts:
         except _Mixed as reason:
             more = f": {reason}" if str(reason) else ""
             raise ValueError(
-                f"with `context_parallel`, `{name}` {place_of(equation)} may mix tokens of several processes outside of "
-                f"attention{more}; compute it outside of the fused function, or leave `context_parallel` out"
+                f"with `context_parallel`, what is outside of attention must not mix tokens, which `{name}` "
+                f"{place_of(equation)} may do{more}; compute it before or after the fused function"
             ) from None
 
     def cut(self, x: Any, axis: int) -> Any:

@@ -9,7 +9,6 @@ A function is traced with the shapes of whole arrays. Around attention each proc
 | "gather" | rows in zigzag order, where the mask wants that; whatever has keys is gathered | rows back |
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
+from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from blockdiag.context_parallel import ContextParallel as Axis
 from blockdiag.fusion.api import Program
 from blockdiag.fusion.context import Chosen, Sharing, choose
-from blockdiag.fusion.dims import producers_of
+from blockdiag.fusion.inner import CHECKPOINTS
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.mapping import map_region
 from blockdiag.fusion.parts import Parts, token_axis
@@ -31,7 +32,6 @@ from blockdiag.fusion.rows import axis_of
 from blockdiag.fusion.sharding import is_known, local_region
 from blockdiag.fusion.trace import has_effects
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ROWS, Dim, Region
-from blockdiag.interop.dlpack import to_jax, to_torch
 from blockdiag.torch._context_collectives import Transfer, gather_tokens
 from blockdiag.torch._context_exchange import from_zigzag, to_zigzag
 from blockdiag.torch._context_parallel import ContextParallel
@@ -44,6 +44,11 @@ type Launch = Callable[["LocalRegion"], Callable[[Tensors], Tensors]]
 
 # The name of the axis in messages of JAX's strategies.
 _AXIS = "group"
+
+
+def as_axis(context: ContextParallel) -> Axis:
+    """Return the processes as devices along an axis of a mesh, for JAX's choice of a strategy."""
+    return Axis(_AXIS, context.strategy, AbstractMesh((context.size,), (_AXIS,)))
 
 
 class SharedProgram:
@@ -66,9 +71,10 @@ class SharedProgram:
     def __init__(self, program: Program, context: ContextParallel, arguments: Sequence[Any], launch: Launch) -> None:
         if program.inner:
             name = next(iter(program.inner.values()))[0].equation.primitive.name
+            name = "jax.checkpoint" if name in CHECKPOINTS else name
             raise ValueError(
-                f"`context_parallel` does not reach attention within `{name}`; fuse the attention alone, and call it in "
-                "a Python loop, or under torch.utils.checkpoint"
+                f"`context_parallel` does not reach attention within `{name}`; fuse the attention alone, and call it "
+                "in a Python loop, or under torch.utils.checkpoint"
             )
         effect = next(filter(has_effects, program.jaxpr.jaxpr.eqns), None)
         if effect is not None:
@@ -87,7 +93,7 @@ class SharedProgram:
         jaxpr = self._program.jaxpr.jaxpr
         derived = {*jaxpr.invars}
         for equation in jaxpr.eqns:
-            if any(isinstance(x, jax.extend.core.Var) and x in derived for x in equation.invars):
+            if any(isinstance(x, core.Var) and x in derived for x in equation.invars):
                 derived.update(equation.outvars)
         for place, (var, x) in enumerate(zip(jaxpr.outvars, results, strict=True)):
             if var in derived and token_axis(var.aval.shape, x) is None:
@@ -124,7 +130,7 @@ class LocalRegion:
 
     region: Region
     has_log_sum: bool
-    constants: Mapping[int, jax.Array]
+    constants: Mapping[int, np.ndarray]
 
     @property
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
@@ -141,7 +147,7 @@ class LocalRegion:
         """Return the result, and the log-sum-exp where that is one, which `compute` gives."""
         given = iter(arrays)
         *leaves, value = (
-            self.constants[place] if place in self.constants else next(given)
+            jnp.asarray(self.constants[place]) if place in self.constants else next(given)
             for place in range(len(self.region.leaves) + 1)
         )
         output, log_sum = compute(self.region, self.has_log_sum, leaves, value)
@@ -177,9 +183,8 @@ class SharedRegion:
         self._context, self._region, self._axes, self._launch = context, region, axes, launch
         self._has_log_sum = has_log_sum
         self._check_axes()
-        mesh = AbstractMesh((context.size,), (_AXIS,))
-        sharing = Sharing(Axis(_AXIS, context.strategy), mesh, is_explicit=False)
-        self.chosen: Chosen = choose(sharing, region, ())
+        axis = as_axis(context)
+        self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, ())
         sizes = region.sizes | {ROWS: region.sizes[ROWS] // context.size}
         output = TensorSpec(shape_of(region.out_dims, sizes), region.dtype.name)
         log_sum = TensorSpec(tuple(sizes[label] for label in (*region.batch, ROWS)), "float32")
@@ -190,8 +195,10 @@ class SharedRegion:
         local, constants = self._local(), {}
         for place, (source, dims) in enumerate(zip(self._region.sources, _dims_of(self._region), strict=True)):
             if is_known(source):
-                whole = jnp.arange(source.shape[0], dtype=source.dtype) if source.key is None else source.constant
-                constants[place] = to_jax(self._arrived(to_torch(jnp.asarray(whole)), dims, None))
+                whole = np.arange(source.shape[0], dtype=source.dtype) if source.key is None else source.constant
+                assert whole is not None
+                numbers = torch.arange(whole.size).reshape(whole.shape)
+                constants[place] = whole.reshape(-1)[self._arrived(numbers, dims, None).numpy()]
         compute = self._launch(LocalRegion(local, self._has_log_sum, constants))
         moved = [
             (dims, axis)

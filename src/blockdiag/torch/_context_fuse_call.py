@@ -38,45 +38,61 @@ def check_shared_call(
 
 
 def shared_axes(
-    context: ContextParallel,
-    token_axes: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    device: torch.device | None,
+    context: ContextParallel, token_axes: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[int | None]:
     """Return the axis of tokens of each leaf of (args, kwargs), None of those that are whole.
 
     Raises:
-        ValueError: `token_axes` does not fit the arguments, an argument is a DTensor or a nested tensor, or processes
-            have different numbers of tokens.
+        ValueError: `token_axes` does not fit the arguments, or an argument is a DTensor or a nested tensor.
     """
-    wanted = _spread(token_axes, args, kwargs)
-    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
     found: list[int | None] = []
-    tokens: dict[str, int] = {}
-    for (path, leaf), axis in zip(leaves, wanted, strict=True):
-        (where, *rest) = path
-        name = f"{'args' if where == jax.tree_util.SequenceKey(0) else 'kwargs'}{jax.tree_util.keystr(tuple(rest))}"
-        if not _is_array(leaf):
-            found.append(None)
-            continue
+    for (name, leaf), axis in zip(_named(args, kwargs), _spread(token_axes, args, kwargs), strict=True):
         if isinstance(leaf, torch.Tensor):
             check_plain(context, **{name: leaf})
-        if axis is None:
+        if axis is None or not _is_array(leaf):
             found.append(None)
             continue
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(
-                f"`token_axes` has the axis {axis} for `{name}`, of shape {tuple(leaf.shape)}; name one of its axes, or "
-                "None where it is whole"
+                f"`token_axes` has the axis {axis} for `{name}`, of shape {tuple(leaf.shape)}; name one of its axes, "
+                "or None where it is whole"
             )
         found.append(axis % leaf.ndim)
-        tokens[name] = leaf.shape[axis]
+    if all(axis is None for axis in found):
+        raise ValueError(f"`token_axes`={token_axes!r} names no axis of any array; {_REMEDY}")
+    return found
+
+
+def compare_parts(
+    context: ContextParallel,
+    axes: Sequence[int | None],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device | None,
+) -> None:
+    """Check that the parts of all processes are equally large.
+
+    Args:
+        context: the processes.
+        axes: of `shared_axes`.
+        args, kwargs: of the call.
+        device: of its tensors.
+
+    Raises:
+        ValueError: there is no tensor, or processes have different numbers of tokens.
+    """
     if device is None:
         raise ValueError("`context_parallel` needs a tensor among the arguments, whose device the processes use")
-    if not tokens:
-        raise ValueError(f"`token_axes`={token_axes!r} names no axis of any array; {_REMEDY}")
-    compare_tokens(context, tokens, device)
+    pairs = zip(_named(args, kwargs), axes, strict=True)
+    compare_tokens(context, {name: leaf.shape[axis] for (name, leaf), axis in pairs if axis is not None}, device)
+
+
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The leaves of the arguments of a call, with their names in messages."""
+    found = []
+    for (where, *rest), leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        name = "args" if where == jax.tree_util.SequenceKey(0) else "kwargs"
+        found.append((f"{name}{jax.tree_util.keystr(tuple(rest))}", leaf))
     return found
 
 

@@ -96,6 +96,7 @@ def fuse(
     fused.__wrapped__ = plain(function)
     fused.fallbacks = fused_function.fallbacks
     fused.cache_clear = fused_function.cache_clear
+    fused.context_parallel, fused.token_axes = context_parallel, token_axes
     return marked(fused)
 
 
@@ -106,7 +107,8 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
 
     Args:
         function: of arrays, in jax.numpy, or what `fuse` made of it. Tensors on the meta device stand for shapes and
-            dtypes; then it is not known which tiles a mask that depends on them leaves out.
+            dtypes; then it is not known which tiles a mask that depends on them leaves out. Of a function that `fuse`
+            made with `context_parallel` the call is explained as that of all processes, of shapes and dtypes alone.
 
     Returns:
         A function of the same arguments that returns a `blockdiag.fusion.explain.Explanation`.
@@ -128,15 +130,25 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
     """
     import jax
 
+    from blockdiag.fusion.api import fuse as fuse_arrays
+    from blockdiag.fusion.api import is_fused
     from blockdiag.fusion.explain import explain as explain_arrays
     from blockdiag.interop._torch_mistakes import explaining
-    from blockdiag.torch._fuse_call import as_array, plain
+    from blockdiag.torch._context_fuse import as_axis
+    from blockdiag.torch._fuse_call import as_array, plain, whole_types
 
-    explain_call = explain_arrays(explaining(plain(function)))
+    context: ContextParallel | None = getattr(function, "context_parallel", None) if is_fused(function) else None
+    of_arrays = explaining(plain(function))
+    if context is not None:
+        of_arrays = fuse_arrays(of_arrays, context_parallel=as_axis(context))
+    explain_call = explain_arrays(of_arrays)
 
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> "Explanation":
-        args, kwargs = jax.tree.map(as_array, (args, kwargs))
+        if context is None:
+            args, kwargs = jax.tree.map(as_array, (args, kwargs))
+        else:
+            args, kwargs = whole_types(context, getattr(function, "token_axes", None), args, kwargs)
         return explain_call(*args, **kwargs)
 
     return explained

@@ -28,7 +28,7 @@ from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, 
 from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.interop.wrap import static_key, wrap_jax
 from blockdiag.torch._context_fuse import LocalRegion, SharedProgram
-from blockdiag.torch._context_fuse_call import check_shared_call, shared_axes, whole_type
+from blockdiag.torch._context_fuse_call import check_shared_call, compare_parts, shared_axes, whole_type
 from blockdiag.torch._context_parallel import ContextParallel
 from blockdiag.torch._fuse_keys import data_of
 from blockdiag.torch._fuse_program import TorchProgram
@@ -90,7 +90,8 @@ class FusedFunction:
         device = _device_of(leaves)
         axes: list[int | None] = [None] * len(leaves)
         if self._context is not None:
-            axes = shared_axes(self._context, self._token_axes, args, kwargs, device)
+            axes = shared_axes(self._context, self._token_axes, args, kwargs)
+            compare_parts(self._context, axes, args, kwargs, device)
         elif device is None or not self._is_native(device):
             return self._through_jax(*args, **kwargs)
         assert device is not None
@@ -224,6 +225,15 @@ def as_array(leaf: Any) -> Any:
     if leaf.is_meta:
         return _described(leaf)
     return to_jax(leaf.detach(), copy=True)
+
+
+def whole_types(context: ContextParallel, token_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return (args, kwargs) with shapes and dtypes of whole arrays in place of the parts that a process has."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    axes = shared_axes(context, token_axes, args, kwargs)
+    own = map(_described, leaves)
+    found = [x if axis is None else whole_type(x, axis, context.size) for x, axis in zip(own, axes, strict=True)]
+    return jax.tree.unflatten(structure, found)
 
 
 def _is_operand(leaf: Any) -> bool:
