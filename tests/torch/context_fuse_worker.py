@@ -75,7 +75,7 @@ def heads_first(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
 
 def operands(key_heads: int) -> list[torch.Tensor]:
     total = OWN * dist.get_world_size()
-    return [random(2, total, heads, WIDTH, seed=i) for i, heads in enumerate((2 * key_heads, key_heads, key_heads))]
+    return [random(1, total, heads, WIDTH, seed=i) for i, heads in enumerate((2 * key_heads, key_heads, key_heads))]
 
 
 def check_shared(
@@ -143,7 +143,7 @@ def check_fuse(case: str) -> None:
     elif case == "layer":
         weights = random(3, WIDTH, 1, WIDTH, seed=1), random(1, WIDTH, WIDTH, seed=2)
         number = int32(np.sort(np.random.default_rng(0).integers(0, 4, total)).tolist())
-        whole = [random(2, total, WIDTH, seed=0), *weights]
+        whole = [random(3, total, WIDTH, seed=0), *weights]
         check_shared(layer, whole, (1, None, None, 0), world(), zigzag, [number])
     elif case == "heads first":
         whole = [x.transpose(1, 2).contiguous() for x in few]

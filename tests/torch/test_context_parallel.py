@@ -8,7 +8,7 @@ if not torch.distributed.is_available():
 
 from tests.torch.process_support import several_processes  # noqa: E402
 
-# Two more are in test_torch_context_parallel_on_gpu: most of the time here is compilation in each process.
+# A few more are in test_torch_context_parallel_on_gpu: most of the time here is compilation in each process.
 CHECKS = (
     ("check_refusals",),
     ("check_transfers_beside_attention",),
@@ -23,11 +23,10 @@ CHECKS = (
     ("check_block_diagonal", "exchanged"),
     ("check_key_convolution", True),
     ("check_compiled",),
-    ("context_fuse_worker.check_fuse", "gather"),
-    ("context_fuse_worker.check_fuse", "ulysses"),
-    ("context_fuse_worker.check_fuse", "gather, bias"),
-    ("context_fuse_worker.check_fuse", "ulysses, bias"),
+    ("context_fuse_worker.check_fuse_refusals",),
+    ("context_fuse_worker.check_fuse_kernels",),
     ("context_fuse_worker.check_fuse", "distances"),
+    ("context_fuse_worker.check_fuse", "ulysses, bias"),
     ("context_fuse_worker.check_fuse", "layer"),
     ("context_fuse_worker.check_fuse", "heads first"),
 )

@@ -30,7 +30,7 @@ from blockdiag.fusion.mapping import map_region
 from blockdiag.fusion.parts import Parts, token_axis
 from blockdiag.fusion.rows import axis_of
 from blockdiag.fusion.sharding import is_known, local_region
-from blockdiag.fusion.trace import has_effects
+from blockdiag.fusion.trace import aval_of, has_effects
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ROWS, Dim, Region
 from blockdiag.torch._context_collectives import Transfer, gather_tokens
 from blockdiag.torch._context_exchange import from_zigzag, to_zigzag
@@ -48,7 +48,8 @@ _AXIS = "group"
 
 def as_axis(context: ContextParallel) -> Axis:
     """Return the processes as devices along an axis of a mesh, for JAX's choice of a strategy."""
-    return Axis(_AXIS, context.strategy, AbstractMesh((context.size,), (_AXIS,)))
+    mesh: Any = AbstractMesh((context.size,), (_AXIS,))
+    return Axis(_AXIS, context.strategy, mesh)
 
 
 class SharedProgram:
@@ -96,7 +97,7 @@ class SharedProgram:
             if any(isinstance(x, core.Var) and x in derived for x in equation.invars):
                 derived.update(equation.outvars)
         for place, (var, x) in enumerate(zip(jaxpr.outvars, results, strict=True)):
-            if var in derived and token_axis(var.aval.shape, x) is None:
+            if isinstance(var, core.Var) and var in derived and token_axis(aval_of(var).shape, x) is None:
                 raise ValueError(
                     f"result {place} of the function, of shape {x.shape}, has no axis of the tokens that processes "
                     "share; compute it outside of the fused function"

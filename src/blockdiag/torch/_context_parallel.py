@@ -23,9 +23,9 @@ class ContextParallel:
     Attributes:
         group: the processes, as `torch.distributed.new_group` returns them, or a DeviceMesh of one axis.
         strategy: "ulysses": processes exchange tokens for heads, and each computes whole sequences of its heads; for as
-            many processes as divide the key heads. "gather", for MoBA: each process gathers keys and values and
-            computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated where
-            attention within blocks needs nothing.
+            many processes as divide the key heads. "gather", for MoBA and `fuse`: each process gathers keys and values
+            and computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated
+            where attention within blocks needs nothing.
 
     Raises:
         ValueError: `strategy` is none of these, or this process is not part of the group. What a strategy cannot serve
@@ -56,7 +56,7 @@ class ContextParallel:
         if self.strategy not in (None, "ulysses", "gather"):
             raise ValueError(
                 f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}; 'ulysses' serves attention "
-                "whose key heads the processes divide, 'gather' MoBA with any number of key heads"
+                "whose key heads the processes divide, 'gather' MoBA and `fuse` with any number of key heads"
             )
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("`group` needs torch.distributed; call torch.distributed.init_process_group first")
