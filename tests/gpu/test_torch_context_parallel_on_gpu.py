@@ -30,9 +30,8 @@ CHECKS = (
     ("context_fuse_worker.check_fuse_kernels",),
     ("context_fuse_worker.check_fuse", "gather"),
     ("context_fuse_worker.check_fuse", "ulysses"),
-    ("context_fuse_worker.check_fuse", "gather, bias"),
     ("context_fuse_worker.check_fuse", "ulysses, bias"),
-    ("context_fuse_worker.check_fuse", "distances"),
+    ("context_fuse_worker.check_fuse", "gather, biases"),
     ("context_fuse_worker.check_fuse", "layer"),
     ("context_fuse_worker.check_fuse", "heads first"),
 )

@@ -44,10 +44,10 @@ def biased(query: Any, key: Any, value: Any, bias: Any) -> Any:
     return grouped(query, key, value, (row >= column) & (row - column < 40), bias)
 
 
-def relative(query: Any, key: Any, value: Any, table: Any) -> Any:
-    """A bias for each head and each distance up to 15."""
+def twice_biased(query: Any, key: Any, value: Any, table: Any, bias: Any) -> Any:
+    """A bias for each head and each distance up to 15, and one for each query and key."""
     row, column = places(query)
-    return biased(query, key, value, table[:, jnp.clip(row - column, -15, 15) + 15])
+    return biased(query, key, value, table[:, jnp.clip(row - column, -15, 15) + 15] + bias)
 
 
 def layer(x: Any, weights: Any, projection: Any, number: Any) -> Any:
@@ -133,13 +133,11 @@ def check_fuse(case: str) -> None:
         check_shared(causal, few, tokens, world(), zigzag)
     elif case == "ulysses":
         check_shared(causal, many, tokens, world("ulysses"), "'ulysses'")
-    elif case == "gather, bias":
-        whole = [*many, random(2 * count, total, total, seed=3)]
-        check_shared(biased, whole, (*tokens, 1), world("gather"), zigzag)
+    elif case == "gather, biases":
+        whole = [*few, random(2, 31, seed=3), random(total, total, seed=4)]
+        check_shared(twice_biased, whole, (*tokens, None, 0), world("gather"), zigzag)
     elif case == "ulysses, bias":
         check_shared(biased, [*many, random(total, total, seed=3)], (*tokens, 0), world(), "'ulysses'")
-    elif case == "distances":
-        check_shared(relative, [*few, random(2, 31, seed=3)], (*tokens, None), world("gather"), zigzag)
     elif case == "layer":
         weights = random(3, WIDTH, 1, WIDTH, seed=1), random(1, WIDTH, WIDTH, seed=2)
         number = int32(np.sort(np.random.default_rng(0).integers(0, 4, total)).tolist())
@@ -153,11 +151,9 @@ def check_fuse(case: str) -> None:
 def check_fuse_kernels() -> None:
     """The kernels themselves, in the interpreter on a CPU, with rows in zigzag order and nothing of JAX around them."""
     steps: list[Any] = []
-    total = OWN * dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_fuse_program, "_InJax", steps.append)
-        whole = [*operands(1), random(2, total, total, seed=3)]
-        check_shared(biased, whole, (1, 1, 1, 1), world(), "in zigzag order", implementation="triton")
+        check_shared(causal, operands(1), (1, 1, 1), world(), "in zigzag order", implementation="triton")
     assert not steps
 
 

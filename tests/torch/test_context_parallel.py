@@ -25,7 +25,7 @@ CHECKS = (
     ("check_compiled",),
     ("context_fuse_worker.check_fuse_refusals",),
     ("context_fuse_worker.check_fuse_kernels",),
-    ("context_fuse_worker.check_fuse", "distances"),
+    ("context_fuse_worker.check_fuse", "gather, biases"),
     ("context_fuse_worker.check_fuse", "ulysses, bias"),
     ("context_fuse_worker.check_fuse", "layer"),
     ("context_fuse_worker.check_fuse", "heads first"),
