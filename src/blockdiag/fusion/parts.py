@@ -85,10 +85,10 @@ def token_axis(shape: Sequence[int], x: Any) -> int | None:
 
 
 def _bind(equation: core.JaxprEqn, given: Sequence[Any], **params: Any) -> list[Any]:
-    """The results of an equation with other parameters."""
-    if reads_rows(equation):
-        return [read_rows(equation, *given)]
-    return bind(equation.replace(params={**equation.params, **params}) if params else equation, given)
+    """The results of an equation; `params` replace parameters of it."""
+    if params:
+        return bind(equation.replace(params={**equation.params, **params}), given)
+    return [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
 
 
 def _elementwise(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
