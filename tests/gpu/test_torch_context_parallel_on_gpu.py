@@ -26,6 +26,14 @@ CHECKS = (
     ("check_key_convolution", False),
     ("check_key_convolution", True),
     ("check_compiled",),
+    ("context_fuse_worker.check_fuse_refusals",),
+    ("context_fuse_worker.check_fuse_kernels",),
+    ("context_fuse_worker.check_fuse", "gather"),
+    ("context_fuse_worker.check_fuse", "ulysses"),
+    ("context_fuse_worker.check_fuse", "ulysses, bias"),
+    ("context_fuse_worker.check_fuse", "gather, biases"),
+    ("context_fuse_worker.check_fuse", "layer"),
+    ("context_fuse_worker.check_fuse", "heads first"),
 )
 
 
@@ -34,7 +42,7 @@ def all_gpus(tmp_path_factory):
     """As many processes as there are GPUs, at most 8, in pairs."""
     count = min(torch.cuda.device_count() // 2 * 2, 8)
     with several_processes(tmp_path_factory.mktemp("store"), count, "cuda") as run:
-        yield lambda name, *arguments: run(f"context_worker.{name}", *arguments)
+        yield lambda name, *arguments: run(name if "." in name else f"context_worker.{name}", *arguments)
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, rest) for name, *rest in CHECKS], ids=str)

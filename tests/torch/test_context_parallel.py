@@ -8,7 +8,7 @@ if not torch.distributed.is_available():
 
 from tests.torch.process_support import several_processes  # noqa: E402
 
-# Two more are in test_torch_context_parallel_on_gpu: most of the time here is compilation in each process.
+# A few more are in test_torch_context_parallel_on_gpu: most of the time here is compilation in each process.
 CHECKS = (
     ("check_refusals",),
     ("check_transfers_beside_attention",),
@@ -24,13 +24,19 @@ CHECKS = (
     ("check_block_diagonal", "exchanged"),
     ("check_key_convolution", True),
     ("check_compiled",),
+    ("context_fuse_worker.check_fuse_refusals",),
+    ("context_fuse_worker.check_fuse_kernels",),
+    ("context_fuse_worker.check_fuse", "gather, biases"),
+    ("context_fuse_worker.check_fuse", "ulysses, bias"),
+    ("context_fuse_worker.check_fuse", "layer"),
+    ("context_fuse_worker.check_fuse", "heads first"),
 )
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     with several_processes(tmp_path_factory.mktemp("store"), 4) as run:
-        yield lambda name, *arguments: run(f"context_worker.{name}", *arguments)
+        yield lambda name, *arguments: run(name if "." in name else f"context_worker.{name}", *arguments)
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, rest) for name, *rest in CHECKS], ids=str)

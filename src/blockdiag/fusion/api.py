@@ -41,6 +41,7 @@ from blockdiag.fusion.tree import NotFusible as NotFusible
 from blockdiag.fusion.tree import Region, Source, SymbolicSizes
 
 type _Compute = Callable[[Region, bool, list[Any], Any], tuple[Any, Any]]
+type _Bind = Callable[[core.JaxprEqn, list[Any]], list[Any]]
 
 
 def fuse[**P, R](
@@ -145,6 +146,11 @@ def is_fused(function: Callable[..., Any]) -> bool:
     """Whether a function is what `fuse` made of another one."""
     # What `jax.vmap` and others make of a fused function has all its attributes.
     return getattr(function, "fused", None) is function
+
+
+def _bind_outside(equation: core.JaxprEqn, given: list[Any]) -> list[Any]:
+    """Return the results of an equation outside of regions."""
+    return [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
 
 
 _REWRITES = (plain, with_chosen, with_factors_inside, respelled, taken_apart, with_sources, with_sums, with_merged_keys)
@@ -261,12 +267,13 @@ class Program:
 
         return jax.tree.unflatten(self.structure, self.evaluate(self.arguments, compute))
 
-    def evaluate(self, arguments: Sequence[Any], compute: _Compute) -> list[Any]:
+    def evaluate(self, arguments: Sequence[Any], compute: _Compute, bind_outside: _Bind = _bind_outside) -> list[Any]:
         """The results as a flat list.
 
         Args:
             compute: the result of a region, and its log-sum-exp where that is asked for, from its leaves and values. It
                 is given one region for all equal ones, whose variables are those of the first.
+            bind_outside: the results of an equation outside of regions, from its operands.
         """
         jaxpr = self.jaxpr.jaxpr
         known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, self.jaxpr.consts, strict=True))
@@ -283,8 +290,7 @@ class Program:
                 within = [functools.partial(_evaluated, program, compute) for program in programs]
                 results = inner.results(within, functools.partial(read, known))
             elif regions is None:
-                given = [read(known, x) for x in equation.invars]
-                results = [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
+                results = bind_outside(equation, [read(known, x) for x in equation.invars])
             else:
                 parts = []
                 for region in regions:

@@ -15,6 +15,7 @@ from jax.extend import core
 
 from blockdiag.fusion.dims import broadcast_dims, labels_of
 from blockdiag.fusion.guards import CASTS, Guards, NoMatch, is_along_keys, key_axes
+from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.trace import aval_of, has_effects
 from blockdiag.fusion.tree import ROWS, Dim, LogSum, Region, nodes_of
 
@@ -127,8 +128,10 @@ class Wanted:
         # It is the same along axes that values alone have.
         kept = log_sum[tuple(slice(None) if label in labels else 0 for label in own)]
         rest = [label for label in own if label in labels]
-        aval = aval_of(var)
-        return jnp.transpose(kept, [rest.index(label) for label in labels]).reshape(aval.shape).astype(aval.dtype)
+        # Of a process that has some of the rows, the sizes are not those of the variable.
+        shape = shape_of(self.dims, dict(zip(own, log_sum.shape, strict=True)))
+        kept = jnp.transpose(kept, [rest.index(label) for label in labels])
+        return kept.reshape(shape).astype(aval_of(var).dtype)
 
 
 def in_order(

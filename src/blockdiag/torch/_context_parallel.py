@@ -23,9 +23,9 @@ class ContextParallel:
     Attributes:
         group: the processes, as `torch.distributed.new_group` returns them, or a DeviceMesh of one axis.
         strategy: "ulysses": processes exchange tokens for heads, and each computes whole sequences of its heads; for as
-            many processes as divide the key heads. "gather", for MoBA: each process gathers keys and values and
-            computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated where
-            attention within blocks needs nothing.
+            many processes as divide the key heads. "gather", for MoBA and `fuse`: each process gathers keys and values
+            and computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated
+            where attention within blocks needs nothing.
 
     Raises:
         ValueError: `strategy` is none of these, or this process is not part of the group. What a strategy cannot serve
@@ -56,7 +56,7 @@ class ContextParallel:
         if self.strategy not in (None, "ulysses", "gather"):
             raise ValueError(
                 f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}; 'ulysses' serves attention "
-                "whose key heads the processes divide, 'gather' MoBA with any number of key heads"
+                "whose key heads the processes divide, 'gather' MoBA and `fuse` with any number of key heads"
             )
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("`group` needs torch.distributed; call torch.distributed.init_process_group first")
@@ -126,9 +126,6 @@ def check_parts(
 ) -> None:
     """Check a process's operands, and what describes the tokens of all processes.
 
-    Numbers of tokens are compared in every call on CPUs. On a GPU that waits for the device, so that only the first
-    call with a `ContextParallel` object compares them there.
-
     Args:
         context: the processes.
         operands: by name, [.., T, heads, H]; the first one decides about tokens.
@@ -138,21 +135,38 @@ def check_parts(
         ValueError: processes have different numbers of tokens, or offsets or lengths do not describe the tokens.
     """
     name, x = next(iter(operands.items()))
-    device = x.device.type
-    if device not in context._compared:
-        own = torch.tensor([x.shape[-3]], dtype=torch.int64, device=x.device)
-        found = own.new_empty(context.size)
-        dist.all_gather_into_tensor(found, own, group=context.group)
-        counts = found.tolist()
+    compare_tokens(context, {name: x.shape[-3]}, x.device)
+    tokens = (*x.shape[:-3], x.shape[-3] * context.size)
+    _validate.check_packing(tokens, block_size, sequence_offsets, block_lengths, name)
+
+
+def compare_tokens(context: ContextParallel, tokens: dict[str, int], device: torch.device) -> None:
+    """Check that all processes have as many tokens.
+
+    Numbers of tokens are compared in every call on CPUs. On a GPU that waits for the device, so that only the first
+    call with a `ContextParallel` object compares them there.
+
+    Args:
+        context: the processes.
+        tokens: how many this process has of each operand, by name.
+        device: of the operands.
+
+    Raises:
+        ValueError: processes have different numbers of tokens.
+    """
+    if device.type in context._compared:
+        return
+    own = torch.tensor([list(tokens.values())], dtype=torch.int64, device=device)
+    found = own.new_empty(context.size, len(tokens))
+    dist.all_gather_into_tensor(found, own, group=context.group)
+    for name, counts in zip(tokens, found.T.tolist(), strict=True):
         if len(set(counts)) > 1:
             raise ValueError(
                 f"the processes of `context_parallel` must have equally many tokens of `{name}`, got {counts}; pad "
                 f"{sum(counts)} tokens to {max(counts) * len(counts)} and give each process {max(counts)}"
             )
-        if device != "cpu":
-            context._compared.add(device)
-    tokens = (*x.shape[:-3], x.shape[-3] * context.size)
-    _validate.check_packing(tokens, block_size, sequence_offsets, block_lengths, name)
+    if device.type != "cpu":
+        context._compared.add(device.type)
 
 
 def choose_strategy(context: ContextParallel, key_heads: int, remedy: str = "use strategy='gather'") -> Strategy:

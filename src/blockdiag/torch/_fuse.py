@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from blockdiag.torch._context_parallel import ContextParallel
+
 if TYPE_CHECKING:
     from blockdiag.fusion.explain import Explanation
 
@@ -16,6 +18,8 @@ def fuse(
     implementation: str | Sequence[str] | None = None,
     fallback: bool = False,
     via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
+    token_axes: Any = None,
 ) -> Callable[..., Any]:
     """A function of tensors that computes what a JAX function computes, its attention by fused kernels, with autograd.
 
@@ -41,13 +45,22 @@ def fuse(
             first that can. "reference" is the function as it stands.
         fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons.
         via: "jax" computes everything in JAX, on CUDA too.
+        context_parallel: the processes of a group share the tokens of each sequence; see `ContextParallel`. The
+            function is written for whole sequences, with masks and positions of all tokens. Calls take and return the
+            tokens of this process.
+        token_axes: with `context_parallel`, the axes of arguments along which processes share tokens: one number for
+            all arrays, or a tuple as `in_axes` of `jax.vmap` with a number, None or a pytree of these for each argument
+            in order. Arrays of None are whole, and the same in every process. The axes must become the queries and the
+            keys of the attention; a call raises otherwise.
 
     Returns:
         A function of the same arguments. Its `cache_clear()` forgets what was traced.
 
     Raises:
-        ValueError: `implementation` or `via` has an unknown name; and, from calls, for tensors of several devices, and
-            for tensors that JAX cannot share.
+        ValueError: `implementation` or `via` has an unknown name, or `context_parallel` does not go with `token_axes`,
+            `fallback` or "reference"; and, from calls, for tensors of several devices, for tensors that JAX cannot
+            share, and, with `context_parallel`, where the strategy cannot serve, where processes do not divide the
+            tokens, or where the function mixes tokens outside of attention. The message has the remedy.
         NotFusible: (when called) there is no attention in it, or one that breaks a rule; the message names the rule and
             the line.
         NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
@@ -72,7 +85,7 @@ def fuse(
     from blockdiag.fusion.api import marked
     from blockdiag.torch._fuse_call import FusedFunction, plain
 
-    fused_function = FusedFunction(function, implementation, fallback, via)
+    fused_function = FusedFunction(function, implementation, fallback, via, context_parallel, token_axes)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -83,6 +96,7 @@ def fuse(
     fused.__wrapped__ = plain(function)
     fused.fallbacks = fused_function.fallbacks
     fused.cache_clear = fused_function.cache_clear
+    fused.context_parallel, fused.token_axes = context_parallel, token_axes
     return marked(fused)
 
 
@@ -93,7 +107,8 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
 
     Args:
         function: of arrays, in jax.numpy, or what `fuse` made of it. Tensors on the meta device stand for shapes and
-            dtypes; then it is not known which tiles a mask that depends on them leaves out.
+            dtypes; then it is not known which tiles a mask that depends on them leaves out. Of a function that `fuse`
+            made with `context_parallel` the call is explained as that of all processes, of shapes and dtypes alone.
 
     Returns:
         A function of the same arguments that returns a `blockdiag.fusion.explain.Explanation`.
@@ -115,15 +130,25 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
     """
     import jax
 
+    from blockdiag.fusion.api import fuse as fuse_arrays
+    from blockdiag.fusion.api import is_fused
     from blockdiag.fusion.explain import explain as explain_arrays
     from blockdiag.interop._torch_mistakes import explaining
-    from blockdiag.torch._fuse_call import as_array, plain
+    from blockdiag.torch._context_fuse import as_axis
+    from blockdiag.torch._fuse_call import as_array, plain, whole_types
 
-    explain_call = explain_arrays(explaining(plain(function)))
+    context: ContextParallel | None = getattr(function, "context_parallel", None) if is_fused(function) else None
+    of_arrays = explaining(plain(function))
+    if context is not None:
+        of_arrays = fuse_arrays(of_arrays, context_parallel=as_axis(context))
+    explain_call = explain_arrays(of_arrays)
 
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> "Explanation":
-        args, kwargs = jax.tree.map(as_array, (args, kwargs))
+        if context is None:
+            args, kwargs = jax.tree.map(as_array, (args, kwargs))
+        else:
+            args, kwargs = whole_types(context, getattr(function, "token_axes", None), args, kwargs)
         return explain_call(*args, **kwargs)
 
     return explained

@@ -16,9 +16,10 @@ import torch
 from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
 from blockdiag.fusion.api import Program, fuse, is_fused, trace
 from blockdiag.fusion.dims import place_of
+from blockdiag.fusion.op import Call, attend
 from blockdiag.fusion.shared import shared
 from blockdiag.fusion.trace import has_effects
-from blockdiag.fusion.tree import NotFusible
+from blockdiag.fusion.tree import NotFusible, Region
 from blockdiag.interop import private_torch, triton_fused
 from blockdiag.interop._torch_mistakes import explaining
 from blockdiag.interop._torch_transforms import call_under_transforms
@@ -26,9 +27,12 @@ from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.interop.wrap import static_key, wrap_jax
+from blockdiag.torch._context_fuse import LocalRegion, SharedProgram
+from blockdiag.torch._context_fuse_call import check_shared_call, compare_parts, shared_axes, whole_type
+from blockdiag.torch._context_parallel import ContextParallel
 from blockdiag.torch._fuse_keys import data_of
 from blockdiag.torch._fuse_program import TorchProgram
-from blockdiag.torch._fuse_region import Tensors
+from blockdiag.torch._fuse_region import Bind, Tensors
 from blockdiag.torch._paged_call import check_via
 from blockdiag.triton_kernels.plan import KernelSpec
 
@@ -44,9 +48,21 @@ class FusedFunction:
     """
 
     def __init__(
-        self, function: Callable[..., Any], implementation: str | Sequence[str] | None, fallback: bool, via: str | None
+        self,
+        function: Callable[..., Any],
+        implementation: str | Sequence[str] | None,
+        fallback: bool,
+        via: str | None,
+        context: ContextParallel | None,
+        token_axes: Any,
     ) -> None:
         check_via(via)
+        if context is not None:
+            check_shared_call(context, token_axes, implementation, fallback)
+        elif token_axes is not None:
+            raise ValueError("`token_axes` is for `context_parallel`, which is None; pass both, or leave both out")
+        self._context = None if context is None or context.size == 1 else context
+        self._token_axes = token_axes
         function = explaining(plain(function))
         self._function = function
         self._fallback = fallback
@@ -64,11 +80,21 @@ class FusedFunction:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if private_torch.is_transformed():
+            if self._context is not None:
+                raise ValueError(
+                    "`context_parallel` is not available under transforms of torch.func, whose gradients compute the "
+                    "function again; use torch.autograd, and give the function a batch axis"
+                )
             return call_under_transforms(self, args, kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
         device = _device_of(leaves)
-        if device is None or not self._is_native(device):
+        axes: list[int | None] = [None] * len(leaves)
+        if self._context is not None:
+            axes = shared_axes(self._context, self._token_axes, args, kwargs)
+            compare_parts(self._context, axes, args, kwargs, device)
+        elif device is None or not self._is_native(device):
             return self._through_jax(*args, **kwargs)
+        assert device is not None
         operands = list(filter(_is_operand, leaves))
         _check_operands(operands)
         has_gradient = torch.is_grad_enabled() and any(
@@ -76,7 +102,7 @@ class FusedFunction:
         )
         signature = [(tuple(x.shape), x.dtype) if _is_operand(x) else static_key(x) for x in leaves]
         key = (structure, tuple(signature), device, has_gradient, jax.config.jax_enable_x64)
-        program = self._program(key, leaves, structure, device, has_gradient)
+        program = self._program(key, leaves, axes, structure, device, has_gradient)
         if program is None:
             return self._through_jax(*args, **kwargs)
         with _current(device):
@@ -95,7 +121,13 @@ class FusedFunction:
         return device.type == "cuda" if self._names is None else self._names[0] == "triton"
 
     def _program(
-        self, key: Any, leaves: list[Any], structure: Any, device: torch.device, has_gradient: bool
+        self,
+        key: Any,
+        leaves: list[Any],
+        axes: list[int | None],
+        structure: Any,
+        device: torch.device,
+        has_gradient: bool,
     ) -> TorchProgram | None:
         with self._lock:
             try:
@@ -110,15 +142,23 @@ class FusedFunction:
                 return self._programs[key]
             _refuse_capture(device)
             with _current(device):
-                program = self._programs[key] = self._new_program(leaves, structure, device, has_gradient)
+                program = self._programs[key] = self._new_program(leaves, axes, structure, device, has_gradient)
             if len(self._programs) > _REMEMBERED_PROGRAMS:
                 self._programs.popitem(last=False)
             return program
 
     def _new_program(
-        self, leaves: list[Any], structure: Any, device: torch.device, has_gradient: bool
+        self,
+        leaves: list[Any],
+        axes: list[int | None],
+        structure: Any,
+        device: torch.device,
+        has_gradient: bool,
     ) -> TorchProgram | None:
         """The program of a call, None where JAX computes it.
+
+        Args:
+            axes: at which leaves are parts, where processes share tokens.
 
         Raises:
             NotFusible: there is no attention in it, or one that breaks a rule.
@@ -126,20 +166,51 @@ class FusedFunction:
         """
         for x in filter(_is_operand, leaves):
             check_operand(x)
-        args, kwargs = jax.tree.unflatten(structure, map(_described, leaves))
+        own = list(map(_described, leaves))
+        count = 1 if self._context is None else self._context.size
+        whole = [x if axis is None else whole_type(x, axis, count) for x, axis in zip(own, axes, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, whole)
         try:
             program = trace(self._function, args, kwargs)
         except NotFusible:
             if self._fallback:
                 return None
             raise
+        if self._context is not None:
+            launch = functools.partial(self._launch_region, device, has_gradient)
+            arguments = [x for x in own if isinstance(x, jax.ShapeDtypeStruct)]
+            shared_program = SharedProgram(program, self._context, arguments, launch)
+            return TorchProgram(shared_program, device, _binding(device), has_gradient=has_gradient)
         reason = _why_not(program)
         if reason is None:
-            bind = _interpreted if device.type == "cpu" else functools.partial(_bound, device)
-            return TorchProgram(program, device, bind, has_gradient=has_gradient)
+            return TorchProgram(program, device, _binding(device), has_gradient=has_gradient)
+        self._refuse_jax(reason)
+        return None
+
+    def _launch_region(
+        self, device: torch.device, has_gradient: bool, local: LocalRegion
+    ) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+        """What computes a region of one process: kernels where they are the first to be asked, or JAX."""
+        if self._is_native(device):
+            reason = _why_no_kernels([local.region])
+            if reason is None:
+                return TorchProgram(local, device, _binding(device), has_gradient=has_gradient)
+            self._refuse_jax(reason)
+
+        def attend_to(region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
+            return attend(Call(region, self._names, has_log_sum), leaves, value)
+
+        in_jax = wrap_jax(lambda *arrays: local.evaluate(arrays, attend_to))
+        return lambda tensors: in_jax(*tensors)
+
+    def _refuse_jax(self, reason: str) -> None:
+        """Check that JAX may compute what the kernels cannot.
+
+        Raises:
+            NotImplementedError: the kernels alone may.
+        """
         if self._names == ("triton",):
             raise NotImplementedError(f"implementation='triton' cannot compute this call: {reason}")
-        return None
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,6 +225,15 @@ def as_array(leaf: Any) -> Any:
     if leaf.is_meta:
         return _described(leaf)
     return to_jax(leaf.detach(), copy=True)
+
+
+def whole_types(context: ContextParallel, token_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return (args, kwargs) with shapes and dtypes of whole arrays in place of the parts that a process has."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    axes = shared_axes(context, token_axes, args, kwargs)
+    own = map(_described, leaves)
+    found = [x if axis is None else whole_type(x, axis, context.size) for x, axis in zip(own, axes, strict=True)]
+    return jax.tree.unflatten(structure, found)
 
 
 def _is_operand(leaf: Any) -> bool:
@@ -201,8 +281,6 @@ def _as_tensor(array: Any, device: torch.device) -> torch.Tensor:
 
 def _why_not(program: Program) -> str | None:
     """Why torch and the kernels cannot compute a program; None where they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; pip install 'blockdiag-attn[cuda]' (Linux only)"
     effect = next(filter(has_effects, program.jaxpr.jaxpr.eqns), None)
     if effect is not None:
         # Torch asks for results alone, in parts, so that writes would be lost, and prints out of order.
@@ -210,8 +288,19 @@ def _why_not(program: Program) -> str | None:
             f"`{effect.primitive.name}` {place_of(effect)} does more than compute its results, which takes one program "
             'of JAX; pass via="jax"'
         )
-    regions = [region for inner in program.programs() for region in inner.all_regions()]
-    return next((reason for region in regions if (reason := triton_fused.supports(shared(region))) is not None), None)
+    return _why_no_kernels([shared(region) for inner in program.programs() for region in inner.all_regions()])
+
+
+def _why_no_kernels(regions: Sequence[Region]) -> str | None:
+    """Why the kernels cannot compute regions; None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install 'blockdiag-attn[cuda]' (Linux only)"
+    return next((reason for region in regions if (reason := triton_fused.supports(region)) is not None), None)
+
+
+def _binding(device: torch.device) -> Bind:
+    """What makes launches ready on a device."""
+    return _interpreted if device.type == "cpu" else functools.partial(_bound, device)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

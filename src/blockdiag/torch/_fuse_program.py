@@ -1,14 +1,13 @@
 """A traced function as steps on tensors: regions as launches, and JAX where there is more to compute around them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax.extend import core
 
-from blockdiag.fusion.api import Program
 from blockdiag.fusion.inner import CHECKPOINTS, bodies_of
 from blockdiag.fusion.trace import aval_of, flat_jaxpr
 from blockdiag.fusion.tree import Region
@@ -18,14 +17,31 @@ from blockdiag.interop.wrap import wrap_jax
 from blockdiag.torch._fuse_equations import computation_of
 from blockdiag.torch._fuse_inner import Body, inner_of, is_launched
 from blockdiag.torch._fuse_keys import data_of, is_key
-from blockdiag.torch._fuse_region import Bind, BoundRegion, mark, region_p
+from blockdiag.torch._fuse_region import Bind, mark, region_p
 from blockdiag.torch._fuse_split import Segment, Split, variables_of
 from blockdiag.triton_kernels.plan import Target
 
 type Compute = Callable[..., Sequence[torch.Tensor]]
 
 
-def marked(program: Program, *, has_gradient: bool) -> core.ClosedJaxpr:
+class Traced(Protocol):
+    """A traced call, such as `blockdiag.fusion.api.Program`.
+
+    Attributes:
+        arguments: the shapes and dtypes of its arrays.
+        structure: of its results.
+    """
+
+    @property
+    def arguments(self) -> Sequence[Any]: ...
+    @property
+    def structure(self) -> Any: ...
+    def evaluate(self, arguments: Sequence[Any], compute: Callable[..., tuple[Any, Any]], /) -> list[Any]:
+        """Return the results as a flat list; `compute` gives those of regions, and their log-sum-exp."""
+        ...
+
+
+def marked(program: Traced, *, has_gradient: bool) -> core.ClosedJaxpr:
     """The program with `region_p` in place of regions; flat.
 
     Args:
@@ -51,7 +67,7 @@ class TorchProgram:
         has_gradient: whether gradients will be asked for.
     """
 
-    def __init__(self, program: Program, device: torch.device, bind: Bind, *, has_gradient: bool) -> None:
+    def __init__(self, program: Traced, device: torch.device, bind: Bind, *, has_gradient: bool) -> None:
         self._structure = program.structure
         target = device_target(device.index) if device.type == "cuda" and device.index is not None else None
         jaxpr = marked(program, has_gradient=has_gradient)
@@ -130,7 +146,7 @@ class _Steps:
         if isinstance(part, Segment):
             inputs, outputs, compute = part.inputs, part.outputs, _InJax(part)
         elif part.primitive is region_p:
-            compute = BoundRegion(part.params["steps"], self._bind, self._target)
+            compute = part.params["steps"].bound(self._bind, self._target)
             inputs, outputs = part.invars, part.outvars
         elif is_launched(part):
             inner, inputs = self._inner(part)

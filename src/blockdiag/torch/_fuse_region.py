@@ -178,6 +178,10 @@ class Steps:
         """The result, and the log-sum-exp where that is one."""
         return self.forward.launch.outputs[: 2 if self.has_log_sum else 1]
 
+    def bound(self, bind: Bind, target: Target | None) -> "BoundRegion":
+        """Return the launches on one device; see `BoundRegion`."""
+        return BoundRegion(self, bind, target)
+
 
 region_p = core.Primitive("blockdiag_fused_region")
 """Stands for a region in a program that is split, never run: its operands are the arrays that its kernels read."""

@@ -1,0 +1,89 @@
+"""Equations around attention for one of several processes that share tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag.fusion.parts import Parts
+from blockdiag.fusion.trace import flat_jaxpr, read
+
+COUNT, TOKENS = 4, 8
+DRAW = np.random.default_rng(0)
+X = DRAW.normal(size=(2, TOKENS, 6)).astype(np.float32)
+WEIGHTS = DRAW.normal(size=(6, 5)).astype(np.float32)
+TABLE = DRAW.normal(size=(3 * TOKENS, 6)).astype(np.float32)
+
+
+def results_of_part(function, rank, x, *whole):
+    """The results of a flat program whose first argument is the part of a process along axis 1."""
+    closed, _ = flat_jaxpr(function, x, *whole)
+    parts = Parts(rank, COUNT)
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    known |= dict(zip(closed.jaxpr.invars, (np.split(x, COUNT, 1)[rank], *whole), strict=True))
+    for equation in closed.jaxpr.eqns:
+        results = parts.bind(equation, [read(known, operand) for operand in equation.invars])
+        known |= dict(zip(equation.outvars, results, strict=True))
+    return [read(known, result) for result in closed.jaxpr.outvars]
+
+
+def place(x):
+    """The positions of tokens, [1, T, 1]."""
+    return jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None]
+
+
+def mixed_with_positions(x, weights, table):
+    """Positions that the function counts, tables by position, and rows of tables that tokens name."""
+    named = jnp.abs(3 * x[..., 0]).astype(jnp.int32)
+    return x * jnp.cos(place(x)) + table[jnp.arange(x.shape[1]) + 2][None] + table[named]
+
+
+def shared_axes(x, weights, table):
+    """A product of two arrays of tokens for each token, and the largest element."""
+    return jnp.einsum("btd,btd->bt", x, x + place(x)) + jnp.argmax(x, -1).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "axis"),
+    [
+        (lambda x, weights, table: jax.nn.gelu(x @ weights).swapaxes(0, 1), 0),
+        (lambda x, weights, table: x.reshape(2, TOKENS, 3, 2).transpose(2, 0, 1, 3)[:, :, None], 3),
+        (lambda x, weights, table: x.reshape(2, TOKENS // 2, 12).reshape(2, TOKENS, 6), 1),
+        (lambda x, weights, table: jnp.concatenate([x[:, :, ::-1], place(x) * x[..., :1]], -1), 1),
+        (lambda x, weights, table: (x - x.mean(-1, keepdims=True)) / jnp.sqrt((x**2).sum(-1, keepdims=True)), 1),
+        (shared_axes, 1),
+        (lambda x, weights, table: jnp.pad(jnp.sort(x[0]), ((0, 0), (1, 2))).cumsum(-1)[None, :, 1:], 1),
+        (lambda x, weights, table: x[:, :, jnp.array([4, 0])] + jnp.split(x, 3, -1)[1], 1),
+        (mixed_with_positions, 1),
+    ],
+    ids=["product", "transpose", "groups", "concatenate", "norm", "shared axis", "sort", "elements", "positions"],
+)
+def test_parts_of_results_are_results_of_parts(function, axis):
+    whole = np.split(np.asarray(function(X, WEIGHTS, TABLE)), COUNT, axis)
+    for rank in range(COUNT):
+        (found,) = results_of_part(function, rank, X, WEIGHTS, TABLE)
+        np.testing.assert_allclose(found, whole[rank], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "reason"),
+    [
+        (lambda x: x.sum(1), "reduce_sum", ": it goes along tokens"),
+        (lambda x: x.cumsum(1), "cumsum", ": it goes along tokens"),
+        (lambda x: x[:, ::-1], "rev", ": it goes along tokens"),
+        (lambda x: x[:, 1:], "slice", ": it takes some of the tokens"),
+        (lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0))), "pad", ": it pads tokens"),
+        (lambda x: jnp.concatenate([x, x], 1), "concatenate", ": it goes along tokens"),
+        (lambda x: x @ x.mT, "dot_general", ": it takes queries by keys"),
+        (lambda x: x.mT @ x, "dot_general", ": it adds up tokens"),
+        (lambda x: x[:, :, None] * x[:, None], "mul", ": it takes queries by keys"),
+        (lambda x: x.reshape(-1, 6), "reshape", ": tokens are not the slowest part of an axis"),
+        (lambda x: x[:, jnp.array([1, 0])], "gather", ": it reads tokens by number"),
+        (lambda x: jax.nn.relu(x), "custom_jvp_call", ""),
+    ],
+    ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
+)
+def test_equation_that_mixes_tokens_is_refused_with_its_line(function, name, reason):
+    message = f"`{name}` at .*test_fusion_parts.*may do{reason}.*; compute it before or after the fused function"
+    with pytest.raises(ValueError, match=message):
+        results_of_part(function, 0, X)

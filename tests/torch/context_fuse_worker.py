@@ -1,0 +1,194 @@
+"""What each of several processes runs for tests of `fuse` with `context_parallel`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from blockdiag.torch import ContextParallel, _fuse_program, explain, fuse
+from tests.torch.context_worker import assert_alike, differentiated, expected_of, int32, own_part, world
+from tests.torch.division_worker import mesh_of, random, spread
+
+OWN, WIDTH = 16, 8
+
+
+def grouped(query: Any, key: Any, value: Any, mask: Any, bias: Any = None) -> Any:
+    """Attention of groups of query heads [B, T, N, H] to key heads, with a bias [heads, T, S] or [T, S]."""
+    query = (query * query.shape[-1] ** -0.5).reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
+    scores = jnp.einsum("btkgh,bskh->bkgts", query, key)
+    if bias is not None:
+        scores = scores + bias.reshape(1, *((key.shape[2], -1) if bias.ndim == 3 else (1, 1)), *bias.shape[-2:])
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    output = jnp.einsum("bkgts,bskh->btkgh", weights, value)
+    return output.reshape(*output.shape[:2], -1, output.shape[-1])
+
+
+def places(x: Any) -> tuple[Any, Any]:
+    """The places of queries and of keys."""
+    place = jnp.arange(x.shape[1])
+    return place[:, None], place[None, :]
+
+
+def causal(query: Any, key: Any, value: Any) -> Any:
+    row, column = places(query)
+    return grouped(query, key, value, row >= column)
+
+
+def biased(query: Any, key: Any, value: Any, bias: Any) -> Any:
+    row, column = places(query)
+    return grouped(query, key, value, (row >= column) & (row - column < 40), bias)
+
+
+def twice_biased(query: Any, key: Any, value: Any, table: Any, bias: Any) -> Any:
+    """A bias for each head and each distance up to 15, and one for each query and key."""
+    row, column = places(query)
+    return biased(query, key, value, table[:, jnp.clip(row - column, -15, 15) + 15] + bias)
+
+
+def layer(x: Any, weights: Any, projection: Any, number: Any) -> Any:
+    """A layer with a norm, rotary embedding by position, documents, and a residual."""
+    hidden = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    query, key, value = jnp.einsum("btd,ndkh->nbtkh", hidden, weights)
+    angles = jnp.arange(x.shape[1])[:, None, None] / 100.0 ** jnp.linspace(0, 1, WIDTH // 2)
+
+    def rotated(x: Any) -> Any:
+        low, high = jnp.split(x, 2, -1)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+    row, column = places(x)
+    mask = (row >= column) & (number[:, None] == number[None, :])
+    output = grouped(rotated(query), rotated(key), value, mask)
+    return x + jnp.einsum("btkh,khd->btd", output, projection)
+
+
+def heads_first(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+    """Layout [B, N, T, H], each query over all keys; with the log-sum-exp."""
+    scores = query @ key.mT / WIDTH**0.5
+    return jax.nn.softmax(scores) @ value, jax.nn.logsumexp(scores, -1)
+
+
+def operands(key_heads: int) -> list[torch.Tensor]:
+    total = OWN * dist.get_world_size()
+    return [random(1, total, heads, WIDTH, seed=i) for i, heads in enumerate((2 * key_heads, key_heads, key_heads))]
+
+
+def check_shared(
+    function: Callable[..., Any],
+    whole: Sequence[torch.Tensor],
+    axes: Sequence[int | None],
+    context: ContextParallel,
+    strategy: str,
+    constant: Sequence[torch.Tensor] = (),
+    **options: Any,
+) -> None:
+    """Compare processes that share tokens with one process, gradients too, and with themselves.
+
+    Args:
+        function: what is fused.
+        whole: operands of one process that have a gradient.
+        axes: of tokens of all operands.
+        context: the processes.
+        strategy: what `explain` says about it.
+        constant: further operands.
+        options: of `fuse`.
+    """
+
+    def parts(tensors: Sequence[torch.Tensor], axes: Sequence[int | None]) -> list[torch.Tensor]:
+        return [
+            x if axis is None else own_part(x, axis, context).contiguous()
+            for x, axis in zip(tensors, axes, strict=True)
+        ]
+
+    count, fused = len(whole), fuse(function, **options)
+    expected = expected_of(lambda *x: fused(*x, *constant), whole)
+    rest = parts(constant, axes[count:])
+    shared = fuse(function, context_parallel=context, token_axes=tuple(axes), **options)
+    (region,) = explain(shared)(*parts(whole, axes[:count]), *rest).regions
+    assert region.shared is not None and strategy in region.shared, region.shared
+    found, again = (differentiated(lambda *x: shared(*x, *rest), parts(whole, axes[:count])) for _ in range(2))
+    results = len(found) - count
+    for one, second in zip(found, again, strict=True):
+        assert torch.equal(one, second)
+    for x, axis in zip(found[results:], axes, strict=False):
+        if axis is None:
+            dist.all_reduce(x, group=context.group)
+    wanted = parts(expected, [*([axes[0]] * results), *axes[:count]])
+    for one, other in zip(found, wanted, strict=True):
+        assert_alike(one, other)
+
+
+def check_fuse(case: str) -> None:
+    """Each strategy, masks by position and by document, biases of all kinds, and what is around attention."""
+    count = dist.get_world_size()
+    total, few, many = OWN * count, operands(1), operands(count)
+    tokens = (1, 1, 1)
+    zigzag = "'gather': they gather what has keys, and compute rows in zigzag order"
+    if case == "gather":
+        check_shared(causal, few, tokens, world(), zigzag)
+    elif case == "ulysses":
+        check_shared(causal, many, tokens, world("ulysses"), "'ulysses'")
+    elif case == "gather, biases":
+        whole = [*few, random(2, 31, seed=3), random(total, total, seed=4)]
+        check_shared(twice_biased, whole, (*tokens, None, 0), world("gather"), zigzag)
+    elif case == "ulysses, bias":
+        check_shared(biased, [*many, random(total, total, seed=3)], (*tokens, 0), world(), "'ulysses'")
+    elif case == "layer":
+        weights = random(3, WIDTH, 1, WIDTH, seed=1), random(1, WIDTH, WIDTH, seed=2)
+        number = int32(np.sort(np.random.default_rng(0).integers(0, 4, total)).tolist())
+        whole = [random(3, total, WIDTH, seed=0), *weights]
+        check_shared(layer, whole, (1, None, None, 0), world(), zigzag, [number])
+    elif case == "heads first":
+        whole = [x.transpose(1, 2).contiguous() for x in few]
+        check_shared(heads_first, whole, (2, 2, 2), world("gather"), "consecutive rows")
+
+
+def check_fuse_kernels() -> None:
+    """The kernels themselves, in the interpreter on a CPU, with rows in zigzag order and nothing of JAX around them."""
+    steps: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fuse_program, "_InJax", steps.append)
+        check_shared(causal, operands(1), (1, 1, 1), world(), "in zigzag order", implementation="triton")
+    assert not steps
+
+
+def check_fuse_refusals() -> None:
+    """Errors say what is wrong and what to do, in every process, before anything but numbers of tokens is sent."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    query, key, value = (own_part(x, 1, world()).contiguous() for x in operands(1))
+    few = [own_part(x, 1, world())[:, :3] for x in operands(1)]
+
+    def refused(match: str, function: Callable[..., Any], *arguments: Any, strategy: Any = None, axes: Any = 1) -> None:
+        with pytest.raises(ValueError, match=match):
+            fuse(function, context_parallel=world(strategy), token_axes=axes)(*arguments)
+
+    for options, match in (
+        ({}, "`context_parallel` needs `token_axes`; pass the axis of tokens of all arrays, such as token_axes=1"),
+        ({"token_axes": 1, "fallback": True}, "`fallback` runs the function as it stands, of this process's tokens"),
+        ({"token_axes": 1, "implementation": "reference"}, "'reference' is the function as it stands"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fuse(causal, context_parallel=world(), **options)
+    with pytest.raises(ValueError, match="`token_axes` is for `context_parallel`, which is None"):
+        fuse(causal, token_axes=1)
+    # Heads are not tokens, and queries are not whole.
+    refused("must name axes of queries, or of keys .*, has neither queries nor keys", heads_first, query, key, value)
+    refused("names no axis that becomes the queries", heads_first, query, key, value, axes=(None, 2, 2))
+    refused(r"`token_axes` has the axis 4 for `args\[0\]`, of shape", causal, query, key, value, axes=4)
+    refused("does not fit the 3 arguments", causal, query, key, value, axes=(1, 1))
+    refused(r"got \[3, 4.*give each process", causal, *(x[:, : 3 + rank] for x in (query, key, value)))
+    refused("strategy 'ulysses' needs an axis that queries, keys and values share", causal, *few, strategy="ulysses")
+    # What is around attention.
+    own = query, key, value
+    refused("`cumsum` at .* may do: it goes along", lambda x, *rest: causal(jnp.cumsum(x, 1), *rest), *own)
+    refused("`reduce_sum` at .* may do: it goes", lambda *x: causal(*x).sum(1), *own)
+    more = (lambda *x: (causal(*x[:3]), 2 * x[3])), *own, torch.ones(3, device=query.device)
+    refused("result 1 of the function, of shape .*, has no axis of", *more, axes=(1, 1, 1, None))
+    refused("does not reach attention within `jax.checkpoint`", jax.checkpoint(causal), *own)
+    mesh = mesh_of(count // 2, 2, names=("data", "tokens"))
+    refused(r"`args\[0\]` must be a plain tensor .* to_local", causal, *(spread(x, mesh, None, None) for x in few))
