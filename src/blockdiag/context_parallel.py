@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from blockdiag import _validate
 from blockdiag._context_sizes import choose_groups, next_multiple
+from blockdiag._dtypes import accumulation_dtype
 from blockdiag.common.meshes import explicit_mesh
 
 type Strategy = Literal["ulysses", "gather", "ring"]
@@ -201,12 +202,13 @@ def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
 
 
 def _swap_together(axis: str, arrays: Sequence[Array]) -> list[Array]:
-    return _together(functools.partial(_swap_one_by_one, axis), arrays)
+    return _together(axis, functools.partial(_swap_one_by_one, axis), arrays)
 
 
-def _together(move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
+def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
     """Move arrays by one call of the communication library, since XLA runs one call at a time beside kernels."""
-    if len(arrays) < 2:
+    # XLA for GPUs cannot compile such a call where nothing moves.
+    if len(arrays) < 2 or jax.lax.axis_size(axis) == 1:
         return move(arrays)
     # What XLA for GPUs makes of the attribute: a group of NCCL. Elsewhere it says nothing.
     call: Any = xla_metadata_call(move, _collectives_group="", inlineable="false")
@@ -275,7 +277,11 @@ def roles_of(x: Array, last: str) -> str:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_tokens(arrays: Sequence[Array], axis: str, tokens: int) -> list[Array]:
     """The whole of arrays whose axis `tokens` devices share; gradients of all devices are added in float32."""
-    return _together(lambda arrays: [jax.lax.all_gather(x, axis, axis=tokens, tiled=True) for x in arrays], arrays)
+
+    def gather(arrays: Sequence[Array]) -> list[Array]:
+        return [jax.lax.all_gather(x, axis, axis=tokens, tiled=True) for x in arrays]
+
+    return _together(axis, gather, arrays)
 
 
 def _gather_forward(arrays: Sequence[Array], axis: str, tokens: int) -> tuple[list[Array], None]:
@@ -284,12 +290,12 @@ def _gather_forward(arrays: Sequence[Array], axis: str, tokens: int) -> tuple[li
 
 def _gather_backward(axis: str, tokens: int, residuals: None, cotangents: list[Array]) -> tuple[list[Array]]:
     del residuals
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in cotangents]
+    wide = [x.astype(accumulation_dtype(x.dtype)) for x in cotangents]
 
     def add_up(arrays: Sequence[Array]) -> list[Array]:
         return [jax.lax.psum_scatter(x, axis, scatter_dimension=tokens, tiled=True) for x in arrays]
 
-    totals = _together(add_up, wide)
+    totals = _together(axis, add_up, wide)
     return ([total.astype(x.dtype) for total, x in zip(totals, cotangents, strict=True)],)
 
 

@@ -39,7 +39,9 @@ def causal(context, query, key, value):
         rows = jnp.arange(query.shape[1], dtype=jnp.int32)
         grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
         scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * HEAD_DIM**-0.5
-        weights = jax.nn.softmax(jnp.where(rows[:, None] >= rows, scores, -jnp.inf), axis=-1).astype(value.dtype)
+        weights = jax.nn.softmax(jnp.where(rows[:, None] >= rows[None, :], scores, -jnp.inf), axis=-1).astype(
+            value.dtype
+        )
         return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(query.shape)
 
     return fuse(attend, context_parallel=context)(query, key, value)
@@ -65,6 +67,7 @@ def gradients(attend, context):
         (convolved, None),
         (causal, "ulysses"),
         (causal, "gather"),
+        (causal, "ring"),
     ],
 )
 def test_shared_tokens(attend, strategy, devices):
