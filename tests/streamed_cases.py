@@ -20,6 +20,14 @@ def attend(query, key, value, change=lambda scores: scores):
     return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(change(scores), axis=-1), value)
 
 
+def wide_result(query, key, value):
+    """Causal; the result is float32."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    seen = jnp.arange(key.shape[1])[None, :] <= jnp.arange(query.shape[1])[:, None]
+    weights = jax.nn.softmax(where(scores, seen[None, None]), axis=-1)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value, preferred_element_type=jnp.float32)
+
+
 def heads_first(query, key, value):
     """query [B, N, T, H]; no scale."""
     return jax.nn.softmax(query @ key.mT, axis=-1) @ value
@@ -195,6 +203,7 @@ CASES = {
     "tempered": Streamed(tempered, _shapes(2, 128, 512, 3, 128) | {"temperature": (2, 3, 128)}),
     "gated": Streamed(gated, _shapes(2, 128, 512, 3, 128) | {"gate": (2, 3, 128)}),
     "causal": Streamed(causal, _shapes(1, 640, 640, 2, 128)),
+    "wide_result": Streamed(wide_result, _shapes(2, 640, 640, 2, 128)),
     "causal_wide_values": Streamed(causal, _shapes(1, 256, 512, 2, 128, 256)),
     "window": Streamed(window, _shapes(1, 1280, 1280, 2, 128)),
     "global_and_local": Streamed(global_and_local, _shapes(1, 1280, 1280, 1, 128)),

@@ -17,8 +17,14 @@ from blockdiag import (
     block_diagonal_attention,
     key_convolution,
     moba_attention,
+    moba_context,
+    moba_routing,
     rotary_tables,
 )
+from blockdiag.common.division import divisible
+from blockdiag.context_parallel import gather_tokens
+from blockdiag.moba import _choose, _plan, prepare_moba_call
+from blockdiag.moba_tables import moba_tables
 from tests.division_support import count_collectives, make_mesh, shard
 
 KINDS = ("automatic", "explicit", "manual")
@@ -145,17 +151,71 @@ def test_moba_without_a_strategy_gathers_where_devices_do_not_divide_key_heads()
     assert_shared(moba, operands(1), P(None, "model"), "explicit", (1, 4), context, collectives={"all-to-all"})
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
-def test_moba_chooses_the_blocks_of_one_device(strategy):
+@pytest.mark.parametrize(("strategy", "is_packed"), [("ulysses", False), ("gather", False), ("gather", True)])
+def test_moba_chooses_the_blocks_of_one_device(strategy, is_packed):
     """All results are those of one device to the last bit, so that no other block can have been chosen."""
-    arrays = [x.astype(jnp.bfloat16) for x in operands(1)]
+    arrays = [x.astype(jnp.bfloat16) for x in operands(None if is_packed else 1)]
+    attend = functools.partial(moba, offsets=OFFSETS if is_packed else None, implementation="xla")
     mesh = make_mesh("explicit", (1, 4))
-    expected = jax.jit(lambda *x: moba(None, *x, implementation="xla"))(*arrays)
+    expected = jax.jit(functools.partial(attend, None))(*arrays)
     with jax.set_mesh(mesh):
-        placed = [shard(mesh, x, P(None, "model")) for x in arrays]
-        context = ContextParallel("model", strategy)
-        found = jax.jit(lambda *x: moba(context, *x, implementation="xla"))(*placed)
+        placed = [shard(mesh, x, P("model") if is_packed else P(None, "model")) for x in arrays]
+        found = jax.jit(functools.partial(attend, ContextParallel("model", strategy)))(*placed)
     np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["batched", "packed"])
+def test_moba_chooses_by_mean_keys_that_do_not_wait_for_gathered_keys(offsets, monkeypatch):
+    """Where zeros arrive in place of keys, queries choose as before, and attend to what they chose evenly."""
+    arrays = operands(2 if offsets is None else None)
+    routing = moba_routing(*arrays[:2], block_size=BLOCK, top_k=3, sequence_offsets=offsets)
+    expected = moba(None, arrays[0], 0 * arrays[1], arrays[2], offsets, routing=routing)
+    gathered = []
+
+    def gather(operands, *options):
+        gathered.append(operands)
+        key, value = gather_tokens(operands, *options)
+        return 0 * key, value
+
+    monkeypatch.setattr(moba_context, "gather_tokens", gather)
+    mesh = make_mesh("explicit", (1, 4))
+    spec = P(None, "model") if offsets is None else P("model")
+    with jax.set_mesh(mesh):
+        placed = [shard(mesh, x, spec) for x in arrays]
+        found = jax.jit(functools.partial(moba, ContextParallel("model", "gather"), offsets=offsets))(*placed)
+    assert len(gathered) == 1
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_mean_keys_and_choices_by_them_divide_as_routing_does(is_mapped):
+    """Batch rows, or an axis of `jax.vmap`, and heads; fewer key heads than query heads."""
+    query, key, _ = operands(4)
+    key = key[:, :, :2]
+    rows = slice(0, 1) if is_mapped else slice(None)
+    options = {name: None for name in ("scale", "sequence_offsets", "key_sequence_offsets", "key_mask", "routing")}
+    call = prepare_moba_call(
+        query[rows], key[rows], block_size=BLOCK, top_k=3, is_causal=True, implementation="xla", **options
+    )
+    tables = moba_tables(call.problem, query[rows].shape[0])
+
+    def choose(has_centroids, query, key):
+        query, key = (x.reshape(-1, *x.shape[-2:]) for x in (query, key))
+        if not has_centroids:
+            return _choose(call, query, key, None, tables)
+        centroids = divisible(_plan, call, "centroids")(key, None, tables[0])
+        return divisible(_plan, call, "choose")(query, centroids, tables[1])
+
+    def compute(has_centroids):
+        function = functools.partial(choose, has_centroids)
+        return jax.jit(jax.vmap(function) if is_mapped else function)
+
+    expected = compute(False)(query, key)
+    mesh = make_mesh("explicit", (2, 2))
+    with jax.set_mesh(mesh):
+        found = compute(True)(*(shard(mesh, x, P("data", None, "model")) for x in (query, key)))
+    assert (expected >= 0).any()
+    np.testing.assert_array_equal(found, expected)
 
 
 TABLES = rotary_tables(TOKENS, WIDTH)
@@ -288,6 +348,41 @@ def test_what_does_not_serve_block_diagonal_attention_is_refused():
             block_diagonal(ContextParallel("model"), *(shard(mesh, x, P()) for x in few), block_size=TOKENS)
 
 
+OFFSETS_OF_ROWS = [
+    (moba, "offsets", "gather"),
+    (moba, "offsets", "ulysses"),
+    (convolve_three, "offsets", None),
+    (block_diagonal, "sequence_offsets", None),
+    (block_diagonal, "block_lengths", None),
+]
+
+
+@pytest.mark.parametrize(("attend", "name", "strategy"), OFFSETS_OF_ROWS)
+def test_offsets_and_lengths_of_batch_rows_are_refused_as_on_one_device(attend, name, strategy):
+    arrays = [x[:, :, :KEY_HEADS] for x in operands(2)]
+    mesh, message = make_mesh("explicit", (1, 4)), "describes one packed token axis, .*; reshape the batch"
+    with pytest.raises(ValueError, match=message):
+        attend(None, *arrays, **{name: OFFSETS})
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=rf"{message}") as error:
+        attend(ContextParallel("model", strategy), *(shard(mesh, x, P()) for x in arrays), **{name: OFFSETS})
+    assert "tokens of shape (2, 128)" in str(error.value)
+
+
+def test_offsets_are_checked_against_the_tokens_of_all_devices():
+    """Inside of `jax.shard_map`, too, where each device has a quarter of them."""
+    mesh = make_mesh("automatic", (1, 4))
+    key, weights = random_arrays((TOKENS, KEY_HEADS, WIDTH), (4, KEY_HEADS, WIDTH))
+
+    def convolve(end):
+        options = {"sequence_offsets": np.asarray([0, end], np.int32), "context_parallel": ContextParallel("model")}
+        compute = functools.partial(key_convolution, **options)
+        return jax.shard_map(compute, mesh=mesh, in_specs=(P("model"), P()), out_specs=P("model"))(key, weights)
+
+    assert convolve(TOKENS).shape == key.shape
+    with pytest.raises(ValueError, match="must end within the 128 tokens of `key`, got 129"):
+        convolve(TOKENS + 1)
+
+
 def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
     mesh = make_mesh("explicit", (1, 4))
     key, weights = random_arrays((1, 8, 1, 8), (4, 1, 8))
@@ -343,5 +438,17 @@ def test_automatic_mesh_that_nobody_names_is_refused():
 
 
 def test_unknown_strategy_is_refused():
-    with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses' or 'gather', got 'ring'"):
-        ContextParallel("model", "ring")
+    with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses', 'gather' or 'ring', got 'rings'"):
+        ContextParallel("model", "rings")
+
+
+def test_ring_is_refused_by_what_it_does_not_serve():
+    context, mesh = ContextParallel("model", "ring"), make_mesh("explicit", (1, 4))
+    arrays = [shard(mesh, x, P()) for x in operands(1)]
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=r"'ring' serves `fuse` alone, not MoBA; use strategy='gather', or 'ulys"):
+            moba(context, *arrays)
+        with pytest.raises(ValueError, match=r"not `block_diagonal_attention`; leave it None, or use 'ulysses'"):
+            block_diagonal(context, *arrays)
+        with pytest.raises(ValueError, match=r"not `key_convolution`; leave it None, or use the strategy of the att"):
+            key_convolution(arrays[1], jnp.zeros((3, *arrays[1].shape[-2:])), context_parallel=context)

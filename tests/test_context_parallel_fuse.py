@@ -66,6 +66,28 @@ def relative(query, key, value, table):
     return biased(query, key, value, table[:, distance + 15])
 
 
+def sinks(query, key, value, logits):
+    """A logit of each head takes part in the softmax, and has no value."""
+    batch, tokens, heads, width = query.shape
+    query = (query * width**-0.5).reshape(batch, tokens, key.shape[2], -1, width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", query, key)
+    scores = jnp.where(jnp.tri(tokens, dtype=bool), scores, -jnp.inf)
+    logits = jnp.broadcast_to(logits.reshape(key.shape[2], -1, 1, 1), (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, logits], axis=-1))[..., :-1]
+    return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(batch, tokens, heads, width)
+
+
+def neighbours(query, key, value):
+    return attend(query, key, value, lambda row, column: (row >= column) & (row - column < 8))
+
+
+def squared(query, key, value):
+    """Weights that are no softmax."""
+    scores = jnp.einsum("bthd,bshd->bhts", query, key) / TOKENS
+    scores = jnp.where(jnp.tri(query.shape[1], dtype=bool), jax.nn.relu(scores) ** 2, 0)
+    return jnp.einsum("bhts,bshd->bthd", scores, value)
+
+
 def everything(query, key, value):
     return attend(query, key, value, lambda row, column: row + column >= 0)
 
@@ -116,7 +138,7 @@ def assert_shared(
 T = P(None, "model")
 OF_TOKENS = P("model")
 NUMBERS = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 4, TOKENS)), jnp.int32)
-TABLE, DENSE = random_arrays((HEADS, 31), (TOKENS, TOKENS))
+TABLE, DENSE, LOGITS = random_arrays((HEADS, 31), (TOKENS, TOKENS), (HEADS,))
 EXCHANGES = {"all-to-all": 8}
 # Of an automatic mesh keys and values are gathered for each pass; of an explicit one XLA finds that it is the same.
 GATHERS = {"automatic": {"all-gather": 4, "reduce-scatter": 2}, "explicit": {"all-gather": 2, "reduce-scatter": 2}}
@@ -166,7 +188,58 @@ def test_keys_are_gathered_where_devices_do_not_divide_key_heads(function, more,
 
 def count_of(more):
     """The arrays that have gradients: queries, keys, values and biases."""
-    return 3 + len(more.keys() & {"table", "bias"})
+    return 3 + len(more.keys() & {"table", "bias", "logits"})
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "kind", "moves"),
+    [
+        # 16 bring rows, keys and values into zigzag order and back. Keys and values travel 3 times in either pass, and
+        # their gradients 4 times.
+        (causal, {}, "automatic", {"collective-permute": 16 + 20}),
+        (everything, {}, "explicit", {"collective-permute": 20}),
+        # Keys that no row of any device sees do not travel: once in either pass, and gradients there and back.
+        (neighbours, {}, "explicit", {"collective-permute": 2 + 2 + 4}),
+        # Numbers of documents travel with the keys.
+        (documents, {"number": (NUMBERS, OF_TOKENS)}, "explicit", {"collective-permute": 36 + 8}),
+        (biased, {"bias": (DENSE, OF_TOKENS)}, "automatic", {"collective-permute": 36 + 4}),
+        (sinks, {"logits": (LOGITS, P())}, "explicit", {"collective-permute": 36, "all-reduce": 1}),
+    ],
+    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
+)
+@pytest.mark.division("tokens", "fewer key heads", "gradients", operation="fuse")
+def test_keys_travel_around_devices(function, more, kind, moves):
+    arrays = [*operands(key_heads=2), *(x for x, _ in more.values())]
+    specs = [*[T] * 3, *(spec for _, spec in more.values())]
+    context = ContextParallel("model", "ring")
+    assert_shared(function, arrays, specs, kind, context, collectives=moves, count=count_of(more))
+
+
+def test_keys_travel_where_weights_are_no_softmax():
+    arrays, context = random_arrays(*[(1, TOKENS, 2, WIDTH)] * 3), ContextParallel("model", "ring")
+    assert_shared(squared, arrays, [T] * 3, "explicit", context, shape=(1, 2))
+
+
+def test_biases_by_distance_are_read_for_keys_that_travel():
+    arrays, context = [*operands(key_heads=2), TABLE], ContextParallel("model", "ring")
+    moves = {"collective-permute": 16 + 8, "all-reduce": 1}
+    assert_shared(relative, arrays, [T, T, T, P()], "explicit", context, shape=(1, 2), collectives=moves, count=4)
+
+
+def test_gradients_of_gradients_are_those_of_one_device():
+    arrays, mesh = operands(key_heads=2), make_mesh("automatic", (1, 2))
+
+    def curvature(function):
+        def slope(*arrays):
+            gradients = jax.grad(lambda *x: jnp.cos(function(*x)).sum(), (0, 1, 2))(*arrays)
+            return sum((x**2).sum() for x in gradients)
+
+        return jax.jit(jax.grad(slope, (0, 1, 2)))
+
+    fused = fuse(causal, context_parallel=ContextParallel("model", "ring", mesh=mesh))
+    found = curvature(fused)(*(shard(mesh, x, T) for x in arrays))
+    for one, other in zip(found, curvature(causal)(*arrays), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
 
 
 def test_batch_rows_or_heads_are_divided_over_another_axis():
@@ -175,16 +248,20 @@ def test_batch_rows_or_heads_are_divided_over_another_axis():
     assert_shared(causal, operands(2), [P("data", "model")] * 3, "automatic", context, shape=(2, 2), collectives=moves)
     specs = [P(None, "data", "model")] * 3
     assert_shared(causal, operands(), specs, "explicit", ContextParallel("data"), shape=(2, 2), collectives=EXCHANGES)
+    assert_shared(causal, operands(), specs, "explicit", ContextParallel("data", "ring"), shape=(2, 2))
 
 
-def test_mapped_layers_that_are_computed_again_share_tokens():
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_mapped_layers_that_are_computed_again_share_tokens(strategy):
     def layers(query, key, value):
         step = jax.checkpoint(lambda x, _: (causal(x, key, value), None))
         return jax.lax.scan(step, query, None, length=2)[0]
 
     arrays = [jnp.stack([x, 2 * x]) for x in operands()]
     specs = [P(None, None, "model")] * 3
-    assert_shared(layers, arrays, specs, "explicit", ContextParallel("model"), transform=jax.vmap)
+    assert_shared(
+        layers, arrays, specs, "explicit", ContextParallel("model", strategy), shape=(1, 2), transform=jax.vmap
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "gather"])
@@ -218,6 +295,35 @@ def test_triton_kernels_share_tokens():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("strategy", "key_heads", "kind", "implementation", "most"),
+    [
+        # Kernels round as those of one device do. XLA rounds what lies between fusions, which are not those of one.
+        ("gather", 2, "explicit", "triton", 1.01),
+        ("ulysses", 4, "explicit", "triton", 1.01),
+        # Results are rounded otherwise, since parts of them are merged.
+        ("ring", 2, "explicit", "triton", 1.1),
+        ("gather", 2, "automatic", "xla", 1.2),
+    ],
+)
+def test_sums_of_gradients_over_devices_are_rounded_once(strategy, key_heads, kind, implementation, most):
+    context, mesh = ContextParallel("model", strategy), make_mesh(kind, (1, 2))
+    wide = [*operands(key_heads=key_heads), DENSE]
+    narrow = [x.astype(jnp.bfloat16) for x in wide]
+    with jax.enable_x64(True):
+        exact = [np.asarray(x) for x in gradients_of(biased, 4)(*(x.astype(jnp.float64) for x in narrow))[1]]
+    one = jax.jit(gradients_of(fuse(biased, implementation=implementation), 4))(*narrow)[1]
+    context = dataclasses.replace(context, mesh=mesh) if kind == "automatic" else context
+    compute = jax.jit(gradients_of(fuse(biased, implementation=implementation, context_parallel=context), 4))
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        placed = [shard(mesh, x, spec) for x, spec in zip(narrow, [T, T, T, OF_TOKENS], strict=True)]
+        found = compute(*placed)[1]
+    for gradient, other, expected in zip(found, one, exact, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        error, error_of_one = (np.linalg.norm(np.asarray(x, np.float64) - expected) for x in (gradient, other))
+        assert error <= most * error_of_one, (error, error_of_one)
+
+
 def test_explanation_says_what_is_chosen():
     def chosen(function, key_heads, strategy=None):
         context = ContextParallel("model", strategy, mesh=make_mesh("automatic", (1, 4)))
@@ -230,6 +336,9 @@ def test_explanation_says_what_is_chosen():
     gathers = "4 devices share tokens along 'model'; 'gather': they gather what has keys, and compute "
     assert chosen(causal, 2)[0] == f"{gathers}rows in zigzag order"
     assert chosen(everything, 4, "gather")[0] == f"{gathers}consecutive rows"
+    travels = "4 devices share tokens along 'model'; 'ring': what has keys travels around them in "
+    assert chosen(causal, 4, "ring")[0] == f"{travels}4 steps, rows in zigzag order"
+    assert chosen(neighbours, 4, "ring")[0] == f"{travels}2 steps, consecutive rows"
     assert explain(fuse(causal))(*operands()).regions[0].shared is None
 
 
@@ -239,10 +348,11 @@ def test_explanation_says_what_is_chosen():
         (ContextParallel("absent"), {}, r"names the axis 'absent', and the mesh has \['data', 'model'\]"),
         (ContextParallel("model"), {"tokens": 62}, "queries must be a multiple of the 4 devices along 'model', got 62"),
         (ContextParallel("model", "gather"), {"tokens": 60}, "a multiple of twice the 4 devices along 'model', got 60"),
+        (ContextParallel("model", "ring"), {"tokens": 60}, "'ring' of a causal mask needs tokens that are a multiple"),
         (
             ContextParallel("model", "ulysses"),
             {"key_heads": 2},
-            r"'ulysses' needs an axis .* such as key heads, .* got \{'b1': 2\}; use strategy='gather'",
+            r"'ulysses' needs an axis .* such as key heads, .* got \{'b1': 2\}; use strategy='gather' or 'ring'",
         ),
     ],
 )
@@ -264,8 +374,10 @@ def test_calls_where_tokens_cannot_be_shared_are_refused():
         fuse(causal, context_parallel=ContextParallel("model"))(*(shard(mixed, x, P()) for x in operands()))
     with pytest.raises(ValueError, match="implementation='reference' is the function as it stands"):
         fuse(causal, implementation="reference", context_parallel=ContextParallel("model", mesh=mesh))
-    with pytest.raises(ValueError, match=r"'gather' MoBA and `fuse`"):
-        ContextParallel("model", "ring")
+    query, key, value = operands(key_heads=2)
+    travelling = fuse(everything, context_parallel=ContextParallel("model", "ring", mesh=mesh))
+    with pytest.raises(ValueError, match=r"'ring' does not serve .* 64 queries and 45 keys, .* use strategy='gather'"):
+        travelling(query, key[:, :45], value[:, :45])
 
 
 def test_zigzag_order_gives_devices_equal_shares_of_causal_pairs():

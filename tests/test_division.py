@@ -11,7 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 from blockdiag import explain, fuse, moba_attention, moba_routing
 from blockdiag.common.meshes import spec_on
-from tests.division_support import KINDS, assert_divides, batch_specs, both, head_specs, make_mesh, shard
+from tests.division_support import (
+    KINDS,
+    assert_divides,
+    batch_specs,
+    both,
+    count_collectives,
+    head_specs,
+    make_mesh,
+    shard,
+)
 from tests.op_calls import CALLS
 
 ALL = ("data", "model")
@@ -139,11 +148,24 @@ def test_program_for_an_explicit_mesh_is_exported(name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_program_for_an_automatic_mesh_cannot_be_exported():
-    call, mesh = CALLS["block_diagonal"], make_mesh("automatic")
-    placed = {name: shard(mesh, x, P("data")) for name, x in call.arrays(2).items()}
+def test_program_for_an_automatic_mesh_is_exported_where_axes_are_explicit_around_the_call():
+    call, mesh, spec = CALLS["block_diagonal"], make_mesh("automatic"), P("data", None, "model")
+    arrays = {name: call.arrays(2)[name] for name in ("query", "key", "value")}
+    attend = lambda *x: call.bound(None)(**dict(zip(arrays, x, strict=True)))  # noqa: E731
+
+    def gradients(attend):
+        return jax.jit(lambda *x: jax.grad(lambda *x: (attend(2 * x[0], *x[1:]) ** 2).sum(), (0, 1, 2))(*x))
+
+    placed = [shard(mesh, x, spec) for x in arrays.values()]
     with pytest.raises(NotImplementedError, match="serialization of host_callbacks is not yet implemented"):
-        jax.export.export(jax.jit(call.bound(None)))(**placed)
+        jax.export.export(gradients(attend))(*placed)
+    with jax.set_mesh(mesh):
+        divided = jax.sharding.explicit_axes(attend, axes=("data", "model"), in_sharding=(spec,) * 3)
+        exported = jax.export.export(gradients(divided))(*placed)
+    program = jax.jit(jax.export.deserialize(exported.serialize()).call)
+    for one, other in zip(program(*placed), gradients(attend)(*arrays.values()), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert not count_collectives(program.lower(*placed).compile().as_text())
 
 
 @pytest.mark.parametrize(

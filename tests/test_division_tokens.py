@@ -1,6 +1,7 @@
 """Key convolution, the fused projection and merged states on arrays that the devices of a mesh share."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import Rotary, fused_qkv_block_attention, key_convolution, merge_attention_states
-from tests.division_support import KINDS, assert_divides, make_mesh, shard
+from tests.division_support import KINDS, assert_divides, count_collectives, make_mesh, shard
 from tests.op_calls import CALLS
 
 ALL = ("data", "model")
@@ -194,6 +195,32 @@ def test_fused_projection_with_sharded_weights(spec, kind):
             assert jax.typeof(found["weights"]).sharding.spec == P(*spec, *[None] * (2 - len(spec)))
     for name, x in expected.items():
         np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-5 * np.abs(x).max())
+
+
+def test_fused_projection_with_columns_sorted_by_device_divides_heads():
+    """Tensor parallelism: each device has the query, key and value columns of its heads, one after the other."""
+    arrays = CALLS["fused_qkv"].arrays(4)
+    kinds = np.split(np.arange(arrays["weights"].shape[1]), [4 * 16, 6 * 16])
+    columns = np.concatenate([np.split(kind, 2)[device] for device in range(2) for kind in kinds])
+
+    def gradients(project):
+        return lambda x, weights: jax.grad(lambda *x: (project(*x) ** 2).sum(), (0, 1))(x, weights)
+
+    def project(x, weights, count=1):
+        sizes = dict(query_heads=4 // count, key_heads=2 // count, head_dim=16, block_size=16)
+        return fused_qkv_block_attention(x, weights, **sizes)
+
+    mesh, specs = make_mesh("automatic"), (P("data"), P(None, "model"))
+    divided = jax.shard_map(
+        functools.partial(project, count=2), mesh=mesh, in_specs=specs, out_specs=P("data", None, "model")
+    )
+    placed = [shard(mesh, x, spec) for x, spec in zip((arrays["x"], arrays["weights"][:, columns]), specs, strict=True)]
+    compiled = jax.jit(gradients(divided)).lower(*placed).compile()
+    x, weights = gradients(project)(**arrays)
+    for one, other in zip(compiled(*placed), (x, weights[:, columns]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    # Over "model" the gradient of `x`, over "data" that of the weights.
+    assert count_collectives(compiled.as_text()) == {"all-reduce": 2}
 
 
 def test_packed_fused_projection_on_an_explicit_mesh_gathers_tokens_with_a_warning():

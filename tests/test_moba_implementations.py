@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from blockdiag import block_diagonal_attention
+from blockdiag.moba_centroids import whole_centroids
 from blockdiag.moba_tables import moba_tables
 from blockdiag.xla import moba as xla_moba
 from tests.moba_support import INTERPRETED, MODULES, MoBACase, assert_accurate, exact_routing, load
@@ -176,6 +177,37 @@ def test_routing_of_a_block_with_nan_scores_never_chooses_it(implementation, val
     bad = 20 // case.block_size
     assert (clean == bad).any()
     np.testing.assert_array_equal(np.sort(chosen, axis=-1), np.sort(np.where(clean == bad, -1, clean), axis=-1))
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_parts_of_mean_keys_add_up_to_float32(implementation, dtype):
+    """A block whose keys are all masked has NaN."""
+    case = MoBACase(lengths=(70, 20), dtype=dtype, masked=0.3)
+    case.skip_unless_supported(implementation)
+    _, key, *_ = case.operands()
+    _, blocks, *_ = case.arguments()
+    key_mask = np.array(case.key_mask)
+    start, length = map(int, blocks[1, :2])
+    key_mask[start : start + length] = False
+    options = {"interpret": implementation in INTERPRETED}
+    find = functools.partial(load(implementation).centroids, case.problem, **options)
+    found = compiled_quickly(find)(key, jnp.asarray(key_mask), blocks)
+    assert found.dtype == dtype
+    assert found.shape == (
+        case.problem.num_blocks,
+        case.problem.key_heads,
+        1 if dtype == "float32" else 3,
+        key.shape[-1],
+    )
+    means = np.asarray(whole_centroids(case.problem, found))
+    assert np.isnan(means[1]).all()
+    for block, (start, length, *_) in enumerate(np.asarray(blocks)):
+        rows = np.arange(start, start + length)
+        rows = rows[key_mask[rows]]
+        if len(rows):
+            exact = np.asarray(key, np.float64)[rows].mean(axis=0)
+            np.testing.assert_allclose(means[block], exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", MODULES)

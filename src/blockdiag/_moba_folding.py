@@ -23,7 +23,7 @@ def fold_moba(
     """The canonical call of `method` over `axis_size` elements.
 
     Args:
-        method: "route", "make_lists", "forward" or "backward".
+        method: "route", "centroids", "choose", "make_lists", "forward" or "backward".
         problem: the call of one mapped element.
         axis_size: length of the mapped axis.
         is_mapped: for each operand, a pytree of bools: whether it has the mapped axis, in front.
@@ -42,6 +42,14 @@ def fold_moba(
         key_tokens=axis_size * problem.key_tokens,
         num_blocks=axis_size * problem.num_blocks,
     )
+    if method == "centroids":
+        key, key_mask, blocks = operands
+        rows = (fold_rows(x, axis_size, mapped) for x, mapped in zip((key, key_mask), is_mapped[:2], strict=True))
+        return folded, (*rows, _fold_blocks(problem, axis_size, blocks, is_mapped[2]))
+    if method == "choose":
+        query, centroids, queries = operands
+        rows = (fold_rows(x, axis_size, mapped) for x, mapped in zip((query, centroids), is_mapped[:2], strict=True))
+        return folded, (*rows, _fold_queries(problem, axis_size, queries, is_mapped[2]))
     num_arrays = 2 if method == "route" else 3
     arrays, (key_mask, blocks, queries, *more) = operands[:num_arrays], operands[num_arrays:]
     arrays_mapped = is_mapped[:num_arrays]
@@ -63,7 +71,7 @@ def fold_moba(
 
 def unfold_moba(method: str, problem: MoBAProblem, axis_size: int, results: Any) -> Any:
     """The results of one folded call with the mapped axis in front again."""
-    if method == "route":
+    if method in ("route", "choose"):
         chosen = results.reshape(problem.query_heads, axis_size, problem.query_tokens, problem.slots)
         chosen = jnp.moveaxis(chosen, 1, 0)
         shift = _elements(axis_size, 4) * problem.num_blocks

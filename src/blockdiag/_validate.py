@@ -121,9 +121,13 @@ def check_is_causal(is_causal: Any) -> bool:
 
 
 def check_packing(
-    tokens_shape: Sequence[int], block_size: int, sequence_offsets: Any, block_lengths: Any
+    tokens_shape: Sequence[int],
+    block_size: int,
+    sequence_offsets: Any,
+    block_lengths: Any,
+    operand: str = "query",
 ) -> int | None:
-    """Check `sequence_offsets` or `block_lengths` against tokens of shape [T]; [B, T] allows neither.
+    """Check `sequence_offsets` or `block_lengths` against an operand's tokens of shape [T]; [B, T] allows neither.
 
     Returns:
         The largest number of tokens in a sequence, None where it is not known.
@@ -139,11 +143,12 @@ def check_packing(
     array = block_lengths if sequence_offsets is None else sequence_offsets
     if len(tokens_shape) != 1:
         raise ValueError(
-            f"`{name}` describes one packed token axis, query [T, N, H], got tokens of shape {tuple(tokens_shape)}; "
-            "reshape the batch into the token axis, or map over it with jax.vmap"
+            f"`{name}` describes one packed token axis, {operand} [T, {'N' if operand == 'query' else 'K'}, H], got "
+            f"tokens of shape {tuple(tokens_shape)}; reshape the batch into the token axis, or map over it with "
+            "jax.vmap"
         )
     if sequence_offsets is not None:
-        return check_sequence_offsets(tokens_shape[0], array)
+        return check_sequence_offsets(tokens_shape[0], array, operand=operand)
     check_int32(name, array, "1")
     return _check_block_lengths(tokens_shape[0], block_size, array)
 

@@ -13,9 +13,11 @@ from jaxtyping import Array
 from blockdiag._context_sizes import next_multiple
 from blockdiag.context_parallel import (
     ContextParallel,
+    check_packing,
     choose_strategy,
     exchange,
     on_parts,
+    refuse_ring,
     roles_of,
     rows_after,
     rows_before,
@@ -51,8 +53,10 @@ def attend_to_shared_tokens(
     Raises:
         ValueError: the strategy cannot serve.
     """
+    refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
     if context.strategy == "gather":
         raise ValueError("strategy 'gather' does not serve `block_diagonal_attention`; leave it None, or use 'ulysses'")
+    check_packing(context, query.shape[:-2], sequence_offsets, block_lengths, block_size)
     heads = roles_of(query, "th.")
     tables = positions = None
     tables_roles = positions_roles = ""

@@ -12,14 +12,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import xla_metadata_call
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from blockdiag import _validate
 from blockdiag._context_sizes import choose_groups, next_multiple
 from blockdiag.common.meshes import explicit_mesh
 
-type Strategy = Literal["ulysses", "gather"]
+type Strategy = Literal["ulysses", "gather", "ring"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,10 @@ class ContextParallel:
         axis: the mesh's axis that shards the token axis.
         strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads; for as
             many devices as divide the key heads. "gather", for MoBA and `fuse`: each device gathers keys and values
-            and computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated
-            where attention within blocks needs nothing.
+            and computes queries of its own. "ring", for `fuse`: parts of keys and values travel around the devices, so
+            that none ever has them whole; for sequences whose keys do not fit into the memory of a device, since it
+            moves as many bytes as "gather" and is not faster. None chooses "ulysses" where it can serve, otherwise
+            "gather", and nothing is communicated where attention within blocks needs nothing.
         mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
         batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
             explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered. Of
@@ -42,7 +46,8 @@ class ContextParallel:
         ValueError: `strategy` is none of these. What a strategy cannot serve is said by the call that uses it.
 
     References:
-        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
+        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023). Keys that travel: Liu et al., "Ring
+        Attention with Blockwise Transformers for Near-Infinite Context" (2023).
 
     Example:
         >>> import jax
@@ -64,10 +69,11 @@ class ContextParallel:
     head_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.strategy not in (None, "ulysses", "gather"):
+        if self.strategy not in (None, "ulysses", "gather", "ring"):
             raise ValueError(
-                f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}; 'ulysses' serves attention "
-                "whose key heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads"
+                f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' serves "
+                "attention whose key heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads, "
+                "'ring' `fuse`"
             )
 
 
@@ -143,6 +149,8 @@ def exchange(
         The results for the device's tokens and all heads.
     """
     devices = jax.lax.axis_size(axis)
+    if devices == 1:
+        return tuple(compute(query, *keys))
     groups = choose_groups(keys[0].shape[-2], devices)
     tokens = query.ndim - 3
 
@@ -161,20 +169,22 @@ def exchange(
         x = x.reshape(*x.shape[:tokens], devices, -1, *x.shape[tokens + 1 :])
         return jnp.moveaxis(x, tokens, 0)
 
-    waiting = [[packed(x, group) for x in (query, *keys)] for group in range(groups)]
-    here, following = _swap(axis, waiting[0]), list[Array]()
+    arriving = _swap_one_by_one(axis, [packed(x, 0) for x in (query, *keys)])
+    leaving: list[Array] = []
     results: list[list[Array]] = [[] for _ in head_axes]
     for group in range(groups):
-        # XLA would make all exchanges first. A barrier holds the next group's back until this one can be computed, and
-        # another one keeps them beside it; their derivatives are barriers of the backward pass.
+        here, following = arriving, list[Array]()
         if group + 1 < groups:
-            here, leaving = jax.lax.optimization_barrier((here, waiting[group + 1]))
-            following = _swap(axis, leaving)
-        found = compute(*map(whole_sequences, here))
-        if group + 1 < groups:
-            found, here = jax.lax.optimization_barrier((found, following))
-        for own, x in zip(results, found, strict=True):
-            own.extend(_swap(axis, [parts(x)]))
+            # XLA would make all exchanges first: the next group's waits until this one is here.
+            here, following = jax.lax.optimization_barrier((here, [packed(x, group + 1) for x in (query, *keys)]))
+        # The results of the group before leave beside the attention of this one. The backward pass is the mirror image.
+        moved = _swap_together(axis, [*following, *leaving])
+        arriving = moved[: len(following)]
+        for own, x in zip(results, moved[len(following) :], strict=False):
+            own.append(x)
+        leaving = [parts(x) for x in compute(*map(whole_sequences, here))]
+    for own, x in zip(results, _swap_one_by_one(axis, leaving), strict=True):
+        own.append(x)
     whole = []
     for own, place in zip(results, head_axes, strict=True):
         heads = own[0].ndim - 1 - place
@@ -185,9 +195,22 @@ def exchange(
     return tuple(whole)
 
 
-def _swap(axis: str, arrays: Sequence[Array]) -> list[Array]:
+def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
     """Parts of all devices for this one, of arrays [devices, ..] with a part for each device."""
     return [jax.lax.all_to_all(x, axis, 0, 0) for x in arrays]
+
+
+def _swap_together(axis: str, arrays: Sequence[Array]) -> list[Array]:
+    return _together(functools.partial(_swap_one_by_one, axis), arrays)
+
+
+def _together(move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
+    """Move arrays by one call of the communication library, since XLA runs one call at a time beside kernels."""
+    if len(arrays) < 2:
+        return move(arrays)
+    # What XLA for GPUs makes of the attribute: a group of NCCL. Elsewhere it says nothing.
+    call: Any = xla_metadata_call(move, _collectives_group="", inlineable="false")
+    return call(arrays)
 
 
 def choose_strategy(
@@ -196,8 +219,9 @@ def choose_strategy(
     """The strategy that the user wants, or that suits; `remedy` says what to do where "ulysses" cannot serve.
 
     Raises:
-        ValueError: the devices do not divide the key heads, which "ulysses" needs.
+        ValueError: the devices do not divide the key heads, which "ulysses" needs; or the strategy is "ring".
     """
+    refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the devices divide the key heads")
     is_divided = key_heads % devices == 0
     if context.strategy == "ulysses" and not is_divided:
         raise ValueError(
@@ -207,31 +231,66 @@ def choose_strategy(
     return context.strategy or ("ulysses" if is_divided else "gather")
 
 
+def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
+    """Refuse the strategy "ring" for an operation that it does not serve.
+
+    Raises:
+        ValueError: that is the strategy.
+    """
+    if context.strategy == "ring":
+        raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")
+
+
+def check_packing(
+    context: ContextParallel,
+    tokens_shape: Sequence[int],
+    sequence_offsets: Any,
+    block_lengths: Any = None,
+    block_size: int = 1,
+    operand: str = "query",
+) -> None:
+    """Check what describes packed tokens against the tokens of all devices.
+
+    Args:
+        context: along which axis.
+        tokens_shape: [T] or [B, T], where the axis is manual the device's.
+        sequence_offsets, block_lengths, block_size: of the call.
+        operand: the name of the operand that has these tokens.
+
+    Raises:
+        ValueError: there are batch rows, or offsets or lengths do not describe the tokens.
+    """
+    is_manual = _kinds(jax.sharding.get_abstract_mesh()).get(context.axis) == AxisType.Manual
+    *batch, tokens = tokens_shape
+    tokens *= jax.lax.axis_size(context.axis) if is_manual else 1
+    _validate.check_packing((*batch, tokens), block_size, sequence_offsets, block_lengths, operand)
+
+
 def roles_of(x: Array, last: str) -> str:
     """The roles of an array's axes for `on_parts`: batch axes, and then `last`."""
     batch = x.ndim - len(last)
     return ("b" + "." * (batch - 1) if batch else "") + last
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_tokens(x: Array, axis: str, tokens: int, uses: int = 1) -> tuple[Array, ...]:
-    """The whole of an array whose axis `tokens` devices share, once for each use.
-
-    Gradients of all uses on all devices are added in float32.
-    """
-    return (jax.lax.all_gather(x, axis, axis=tokens, tiled=True),) * uses
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_tokens(arrays: Sequence[Array], axis: str, tokens: int) -> list[Array]:
+    """The whole of arrays whose axis `tokens` devices share; gradients of all devices are added in float32."""
+    return _together(lambda arrays: [jax.lax.all_gather(x, axis, axis=tokens, tiled=True) for x in arrays], arrays)
 
 
-def _gather_forward(x: Array, axis: str, tokens: int, uses: int) -> tuple[tuple[Array, ...], None]:
-    return gather_tokens(x, axis, tokens, uses), None
+def _gather_forward(arrays: Sequence[Array], axis: str, tokens: int) -> tuple[list[Array], None]:
+    return gather_tokens(arrays, axis, tokens), None
 
 
-def _gather_backward(axis: str, tokens: int, uses: int, residuals: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
-    del uses, residuals
-    dtype = cotangents[0].dtype
-    wide = sum(x.astype(jnp.promote_types(dtype, jnp.float32)) for x in cotangents)
-    total = jax.lax.psum_scatter(wide, axis, scatter_dimension=tokens, tiled=True)
-    return (total.astype(dtype),)
+def _gather_backward(axis: str, tokens: int, residuals: None, cotangents: list[Array]) -> tuple[list[Array]]:
+    del residuals
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in cotangents]
+
+    def add_up(arrays: Sequence[Array]) -> list[Array]:
+        return [jax.lax.psum_scatter(x, axis, scatter_dimension=tokens, tiled=True) for x in arrays]
+
+    totals = _together(add_up, wide)
+    return ([total.astype(x.dtype) for total, x in zip(totals, cotangents, strict=True)],)
 
 
 gather_tokens.defvjp(_gather_forward, _gather_backward)

@@ -17,7 +17,14 @@ from blockdiag.common.division import divide_array_code, divisible
 from blockdiag.common.meshes import placed_like, whole_but
 from blockdiag.common.rule import Rule
 from blockdiag.common.shards import Local, Part
-from blockdiag.context_parallel import ContextParallel, on_parts, roles_of, rows_before
+from blockdiag.context_parallel import (
+    ContextParallel,
+    check_packing,
+    on_parts,
+    refuse_ring,
+    roles_of,
+    rows_before,
+)
 from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
 from blockdiag.key_convolution_problem import Activation, KeyConvolutionProblem
 from blockdiag.packing import tiles_from_offsets
@@ -65,8 +72,8 @@ def key_convolution(
             it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on
             a CPU runs in a slow interpreter. A sequence means the first that supports the call.
         context_parallel: the axis of a mesh along which devices share the tokens of each sequence: each device is sent
-            the last size - 1 keys of the one before it, whatever the strategy. Inside `jax.shard_map` `key` is then the
-            device's tokens, and `sequence_offsets` those of all tokens.
+            the last size - 1 keys of the one before it, whatever the strategy, which may not be "ring". Inside
+            `jax.shard_map` `key` is then the device's tokens, and `sequence_offsets` those of all tokens.
 
     Returns:
         The convolved keys, in the shape and dtype of `key`.
@@ -87,6 +94,7 @@ def key_convolution(
     """
     key, weights = jnp.asarray(key), jnp.asarray(weights)
     if context_parallel is not None:
+        refuse_ring(context_parallel, "`key_convolution`", "leave it None, or use the strategy of the attention")
         convolve = functools.partial(
             key_convolution, activation=activation, residual=residual, implementation=implementation
         )
@@ -142,6 +150,7 @@ def _convolve_shared_tokens(
         offsets = _own_offsets(context, offsets, key.shape[tokens], before)
         return jax.lax.slice_in_dim(convolve(longer, weights, sequence_offsets=offsets), before, None, axis=tokens)
 
+    check_packing(context, key.shape[:-2], sequence_offsets, operand="key")
     offsets = None if sequence_offsets is None else jnp.asarray(sequence_offsets)
     heads = roles_of(key, "th.")
     return on_parts(context, on_device, (key, weights, offsets), (heads, ".h.", "."), heads)

@@ -21,7 +21,8 @@ from blockdiag.common.rule import Rule
 from blockdiag.common.shards import Local, Part
 from blockdiag.context_parallel import ContextParallel
 from blockdiag.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
-from blockdiag.moba_context import attend_to_shared_tokens
+from blockdiag.moba_centroids import Centroids
+from blockdiag.moba_context import Passes, attend_to_shared_tokens
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.moba_tables import moba_tables
@@ -194,40 +195,25 @@ def moba_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     check_moba_operands(query, key, value)
+    if context_parallel is not None and (routing is not None or key_sequence_offsets is not None):
+        raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
+    options: Any = {
+        "block_size": block_size,
+        "top_k": top_k,
+        "scale": scale,
+        "is_causal": is_causal,
+        "implementation": implementation,
+    }
     if context_parallel is not None:
-        if routing is not None or key_sequence_offsets is not None:
-            raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
-        attend = functools.partial(
-            moba_attention,
-            block_size=block_size,
-            top_k=top_k,
-            scale=scale,
-            is_causal=is_causal,
-            implementation=implementation,
-            return_residual=True,
-        )
         results = attend_to_shared_tokens(
-            context_parallel, attend, query, key, value, sequence_offsets, key_mask,
-            block_size=block_size, is_causal=is_causal,
+            context_parallel, Passes(_find_centroids, _choose_by_centroids, _attend_to_tokens),
+            query, key, value, sequence_offsets, key_mask, options,
         )  # fmt: skip
-        return results if return_residual else results[0]
-    call = prepare_moba_call(
-        query,
-        key,
-        block_size=block_size,
-        top_k=top_k,
-        scale=scale,
-        is_causal=is_causal,
-        sequence_offsets=sequence_offsets,
-        key_sequence_offsets=key_sequence_offsets,
-        key_mask=key_mask,
-        routing=routing,
-        implementation=implementation,
-    )
-    query, key, value = whole_but("moba_attention", (query, key, value), batch_and_heads)
-    arrays = (query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing)
-    output, log_sum = _attention(call, *arrays)
-    return (output, log_sum) if return_residual else output
+    else:
+        results = _attend_to_tokens(
+            query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing=routing, **options
+        )
+    return results if return_residual else results[0]
 
 
 def moba_routing(
@@ -322,6 +308,81 @@ def prepare_moba_call(query: Any, key: Any, *, implementation: str | Sequence[st
     return Call(problem, names, math.prod(query.shape[:-3]))
 
 
+def _attend_to_tokens(
+    query: Array,
+    key: Array,
+    value: Array,
+    sequence_offsets: Array | None,
+    key_sequence_offsets: Array | None,
+    key_mask: Array | None,
+    *,
+    routing: Routing | None = None,
+    chosen: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Check the arguments of `moba_attention`, and compute its output and log-sum-exp.
+
+    Args:
+        query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing, options: of the call.
+        chosen: what `_choose` would return, where it is known.
+    """
+    call = prepare_moba_call(
+        query,
+        key,
+        sequence_offsets=sequence_offsets,
+        key_sequence_offsets=key_sequence_offsets,
+        key_mask=key_mask,
+        routing=routing,
+        **options,
+    )
+    query, key, value = whole_but("moba_attention", (query, key, value), batch_and_heads)
+    arrays = (query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing, chosen)
+    return _attention(call, *arrays)
+
+
+def _find_centroids(
+    problem: MoBAProblem,
+    implementation: str | Sequence[str] | None,
+    key: Array,
+    key_mask: Array | None,
+    blocks: Array,
+) -> Centroids:
+    """Compute the mean keys of the blocks of a table, as a call of `problem` does."""
+    call = Call(problem, normalise_implementation(implementation, MOBA_IMPLEMENTATIONS))
+    key, key_mask, blocks = on_common_axes(jax.lax.stop_gradient(key), key_mask, blocks)
+    return divisible(_plan, call, "centroids")(key, key_mask, blocks)
+
+
+def _choose_by_centroids(
+    query: Array,
+    key: jax.ShapeDtypeStruct,
+    sequence_offsets: Array,
+    key_sequence_offsets: Array,
+    key_mask: Array | None,
+    centroids: Centroids,
+    **options: Any,
+) -> Array:
+    """Choose the blocks of each query of packed arrays, as `_choose` does, by mean keys that are there already.
+
+    Args:
+        query, sequence_offsets, key_sequence_offsets, key_mask, options: of the call.
+        key: shape and dtype of the call's keys.
+        centroids: of all blocks.
+    """
+    call = prepare_moba_call(
+        query,
+        key,
+        sequence_offsets=sequence_offsets,
+        key_sequence_offsets=key_sequence_offsets,
+        key_mask=key_mask,
+        routing=None,
+        **options,
+    )
+    _, queries = _tables(call, query.shape, sequence_offsets, key_sequence_offsets)
+    arrays = on_common_axes(*jax.lax.stop_gradient((query, centroids)), queries)
+    return divisible(_plan, call, "choose")(*arrays)
+
+
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(
     call: Call,
@@ -332,6 +393,7 @@ def _attention(
     key_sequence_offsets: Array | None,
     key_mask: Array | None,
     routing: Routing | None,
+    chosen: Array | None,
 ) -> tuple[Array, Array]:
     """The array part of `moba_attention`, compiled as one program where the caller does not compile it."""
     shape = query.shape
@@ -341,11 +403,13 @@ def _attention(
     query, key, value = (_flatten(x, shape) for x in (query, key, value))
     key_mask = None if key_mask is None else _flatten(key_mask, shape)
     indices = None if routing is None else _flatten(routing.indices, shape)
-    query, key, value, key_mask, tables, indices = on_common_axes(query, key, value, key_mask, tables, indices)
+    query, key, value, key_mask, tables, indices, chosen = on_common_axes(
+        query, key, value, key_mask, tables, indices, chosen
+    )
     own = None
-    if indices is None:
+    if chosen is None and indices is None:
         chosen = _choose(call, query, key, key_mask, tables)
-    else:
+    elif indices is not None:
         chosen, own = _array_code(call, "choice", given_choice, indices, key_mask, *tables)
     lists = checkpoint_name(_make_lists(call, chosen), MOBA_ROUTING)
     output, log_sum = differentiable_moba(call, query, key, value, (key_mask, *tables, lists, own))

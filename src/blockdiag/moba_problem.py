@@ -46,3 +46,13 @@ class MoBAProblem:
     def group_size(self) -> int:
         """Query heads that share one key head, G = N // K."""
         return self.query_heads // self.key_heads
+
+    @property
+    def centroid_parts(self) -> int:
+        """Numbers of `dtype` that hold an element of a mean key: 16-bit dtypes need three for float32."""
+        return 3 if self.dtype in ("float16", "bfloat16") else 1
+
+    @property
+    def centroid_scale(self) -> float:
+        """The factor on what each part leaves to the next one, which is 2^11 times smaller and could underflow."""
+        return 2048.0 if self.dtype == "float16" else 1.0

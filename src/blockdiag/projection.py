@@ -73,7 +73,7 @@ def fused_qkv_block_attention(
     `x`; the gradients of `w_qkv` and `bias` are summed over them in float32. Heads are not divided, since columns in
     this order cannot be cut into parts with heads of each kind: of weights that are sharded over columns, an explicit
     mesh gathers the weights and an automatic one the projected buffer. For tensor parallelism use three products and
-    `block_diagonal_attention`.
+    `block_diagonal_attention`; or sort the columns by device, and call inside `jax.shard_map` with the heads of one.
 
     Args:
         x: [B, T, D], or packed [T, D]. float16, bfloat16, float32 or float64.

@@ -28,7 +28,7 @@ def test_the_devices_of_the_process(devices, target, monkeypatch):
 
 def test_devices_of_several_kinds_need_a_choice(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu("9.0", core_count=132), gpu("8.0", core_count=108)])
-    with pytest.raises(RuntimeError, match=r"several kinds.*compile_target\(arch\)"):
+    with pytest.raises(ValueError, match=r"several kinds.*compile_target\(arch\)"):
         targets.session_target()
 
 

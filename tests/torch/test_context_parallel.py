@@ -16,6 +16,7 @@ CHECKS = (
     ("check_moba", "ulysses", "masked"),
     ("check_moba", None, "packed"),
     ("check_moba", "gather", "masked"),
+    ("check_moba", "gather", "one key head"),
     ("check_block_diagonal", "between blocks"),
     ("check_block_diagonal", "within blocks"),
     ("check_block_diagonal", "packed"),

@@ -246,6 +246,15 @@ def test_the_native_path_in_the_interpreter(interpreted_kernels, name, is_given)
         routing = Routing(to_tensor(expected[..., ::-1].copy()), 16, -(-key.shape[-3] // 16))
         arguments = list_arguments(case, routing=routing)
     *lists, own = interpreted_kernels.make_lists(arguments)
+    problem = describe_lists(arguments)
+    if not is_given and problem.slots > 0:
+        # Of mean keys that are there already no key is read.
+        mask = None if arguments.key_mask is None else arguments.key_mask.reshape(-1)
+        centroids = interpreted_kernels.find_centroids(problem, arguments.key.flatten(0, -3), mask, lists[0])
+        unread = arguments._replace(key=torch.full_like(arguments.key, torch.nan))
+        chosen = interpreted_kernels.choose(unread, centroids)
+        for one, other in zip(interpreted_kernels.make_lists(unread, chosen), (*lists, own), strict=True):
+            assert torch.equal(one, other)
     call = interpreted_kernels.AttentionArguments(
         *operands,
         arguments.key_mask,

@@ -1,7 +1,8 @@
-"""Time of attention whose batch rows or heads several devices share, beside one device that computes its part alone.
+"""Time of attention whose batch rows or heads several devices share, beside each device that computes its part alone.
 
 Every kind of mesh is timed: automatic axes (`jax.sharding.Mesh`), explicit ones (`jax.make_mesh`), and `jax.shard_map`.
-Perfect is the time that one device takes for its part; the rest is what dividing costs. The collectives of each program
+Perfect is the time that the slowest device takes for its part alone, since GPUs of one kind differ by some per cent
+where power limits their clocks; the rest is what dividing costs. The collectives of each program
 are counted, and its temporary memory is compared with that of one device's part.
 """
 
@@ -122,6 +123,9 @@ def _measure(
     operands = _operands(case, case.shape(division, 1))
     single = jax.jit(_gradients(case)).lower(*operands).compile()
     programs = {("one device", ""): (single, operands)}
+    for device in devices[1:]:
+        there = jax.device_put(operands, device)
+        programs["another device", str(device.id)] = jax.jit(_gradients(case)).lower(*there).compile(), there
     for kind in MESHES:
         mesh = _mesh(kind, devices)
         with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
@@ -135,13 +139,15 @@ def _measure(
         for key, (run, given) in programs.items()
     ]
     interleave(subjects, rounds=rounds, batch_ms=60.0 if is_gpu else 1.0, deadline=deadline)
-    perfect = summarise(subjects[0].samples).median
-    for subject in subjects:
+    alone, together = subjects[: len(devices)], subjects[len(devices) :]
+    slowest = max(alone, key=lambda subject: summarise(subject.samples).median)
+    perfect = summarise(slowest.samples).median
+    for subject in (slowest, *together):
         yield DeviceTiming(
             op=case.op,
-            mesh=subject.key[0],
+            mesh=subject.key[0] if subject in together else "one device",
             division=division,
-            devices=1 if subject is subjects[0] else len(devices),
+            devices=len(devices) if subject in together else 1,
             rows=case.rows,
             tokens=case.tokens,
             heads=case.heads,
@@ -172,12 +178,15 @@ class SequenceCase:
     """A call whose one sequence the devices share.
 
     Attributes:
+        name: of the case, for a choice of cases.
         op: its name.
         attend: the call, of `context_parallel`, query, key and value.
         tokens, heads, key_heads, head_dim: of all devices together.
         dtype: of the operands.
+        strategies: that are timed, where they can serve.
     """
 
+    name: str
     op: str
     attend: Callable[..., jax.Array]
     tokens: int
@@ -185,6 +194,7 @@ class SequenceCase:
     key_heads: int
     head_dim: int
     dtype: Any = jnp.bfloat16
+    strategies: tuple[Strategy, ...] = ("ulysses", "gather")
 
 
 def _moba_of_sequence(context: ContextParallel | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -205,14 +215,16 @@ def _grouped_causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.A
 
 
 SEQUENCE_CASES = (
-    SequenceCase("fuse causal", _fuse_of_sequence, 131_072, 64, 8, 128),
-    SequenceCase("moba", _moba_of_sequence, 262_144, 16, 16, 128),
-    SequenceCase("moba, 2 key heads", _moba_of_sequence, 262_144, 16, 2, 128),
-    SequenceCase("moba", _moba_of_sequence, 1_048_576, 16, 16, 128),
+    SequenceCase("moba_256k", "moba", _moba_of_sequence, 262_144, 16, 16, 128),
+    SequenceCase("moba_256k_k2", "moba, 2 key heads", _moba_of_sequence, 262_144, 16, 2, 128),
+    SequenceCase("moba_1024k", "moba", _moba_of_sequence, 1_048_576, 16, 16, 128),
+    SequenceCase(
+        "fuse_128k", "fuse causal", _fuse_of_sequence, 131_072, 64, 8, 128, strategies=("ulysses", "gather", "ring")
+    ),
 )
 SMALL_SEQUENCE_CASES = (
-    SequenceCase("moba", _moba_of_sequence, 2048, 8, 8, 16, jnp.float32),
-    SequenceCase("fuse causal", _fuse_of_sequence, 256, 8, 4, 16, jnp.float32),
+    SequenceCase("moba_small", "moba", _moba_of_sequence, 2048, 8, 8, 16, jnp.float32),
+    SequenceCase("fuse_small", "fuse causal", _fuse_of_sequence, 256, 8, 4, 16, jnp.float32),
 )
 
 
@@ -246,7 +258,7 @@ def _measure_sequence(
     keys = jax.random.split(jax.random.key(0), 3)
     operands = [jax.random.normal(key, shape, case.dtype) for key, shape in zip(keys, shapes, strict=True)]
     single = jax.jit(_gradients_of(functools.partial(case.attend, None))).lower(*operands).compile()
-    strategies: list[Strategy] = ["ulysses", "gather"] if case.key_heads % len(devices) == 0 else ["gather"]
+    strategies = [x for x in case.strategies if x != "ulysses" or case.key_heads % len(devices) == 0]
     programs: dict[str, tuple[Any, Sequence[jax.Array]]] = {"one device": (single, operands)}
     expected = single(*operands)
     with jax.set_mesh(mesh):
@@ -314,7 +326,7 @@ def _check_whole(results: Sequence[jax.Array], expected: Sequence[jax.Array]) ->
             part = jax.lax.slice_in_dim(other, start, start + shard.data.shape[axis], axis=axis)
             difference, norm = map(float, _distance(shard.data, jax.device_put(part, shard.device)))
             # Gradients of keys in bfloat16 are 0.3% from those of float32: those of one device, and those of gathered
-            # keys, whose parts are rounded before they are added up.
+            # keys, whose parts MoBA rounds before they are added up.
             if not difference <= 1e-2 * norm:
                 raise ArithmeticError(f"results of a device differ by {difference:.3g} of {norm:.3g}")
 

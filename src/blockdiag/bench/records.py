@@ -314,10 +314,10 @@ class DeviceTiming:
     """One row of the CSV of several devices: a program, forward and backward.
 
     Attributes:
-        mesh: kind of the mesh's axes; "one device" for the part of one device alone.
+        mesh: kind of the mesh's axes; "one device" for the part of one device alone, the slowest one's.
         division: what devices share.
         rows, heads: of one device's part.
-        perfect_ms: the time of one device for its part, in the same run.
+        perfect_ms: the time of the slowest device for its part alone, in the same run.
         collectives: of the compiled program, with their numbers.
         temporary_mib: temporary memory of the program on each device.
     """

@@ -1,6 +1,8 @@
 """The part of `python -m blockdiag bench` that times several devices of one host."""
 
+import functools
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -40,7 +42,7 @@ def bench_devices(console: Console, path: Path, *, cases: str | None, rounds: in
 
     Args:
         path: of the CSV file.
-        cases: "shards", "sequences" or both, with a comma between; None is both.
+        cases: "shards", "sequences" or names of sequences, with commas between; None is the first two.
         deadline: `time.monotonic` seconds after which no case is begun.
 
     Raises:
@@ -48,10 +50,12 @@ def bench_devices(console: Console, path: Path, *, cases: str | None, rounds: in
     """
     import jax
 
-    from blockdiag.bench.devices import measure_devices, measure_sequences
+    from blockdiag.bench.devices import SEQUENCE_CASES, measure_devices, measure_sequences
 
+    measures: dict[str, Callable[..., Iterator[DeviceTiming]]]
     measures = {"shards": measure_devices, "sequences": measure_sequences}
     names = list(measures) if cases is None else cases.split(",")
+    measures |= {case.name: functools.partial(measure_sequences, cases=[case]) for case in SEQUENCE_CASES}
     if unknown := [name for name in names if name not in measures]:
         raise SystemExit(f"`--cases` must be some of {', '.join(measures)}, got {', '.join(unknown)}")
     if jax.device_count() == 1:

@@ -225,7 +225,10 @@ def _apart(rule: Rule, local: Local[Sequence[jax.Array]]) -> tuple[Rule, Local[S
 
         def compute_apart(*arrays: jax.Array) -> Sequence[jax.Array]:
             results = compute(*(join_axes(x, dims, rule) for x, dims in zip(arrays, rule.operands, strict=True)))
-            return [split_axes(x, dims, rule, part.sizes) for x, dims in zip(results, rule.results, strict=True)]
+            return [
+                jax.tree.map(lambda x, dims=dims: split_axes(x, dims, rule, part.sizes), result)
+                for result, dims in zip(results, rule.results, strict=True)
+            ]
 
         return compute_apart
 

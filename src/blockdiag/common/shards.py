@@ -5,12 +5,15 @@ that it needs, also where the operand is not sharded so: key heads, for example,
 devices. A result without the label is a sum over it, which one all-reduce completes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from blockdiag.common.rule import Dim, Rule
@@ -49,8 +52,22 @@ class Part:
     axes: Mapping[str, tuple[str, ...]]
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class Share:
+    """One device's share of a sum over devices, wider than the sum, which is rounded once all shares are added up.
+
+    Attributes:
+        array: the share.
+        dtype: of the sum.
+    """
+
+    array: jax.Array
+    dtype: np.dtype[Any]
+
+
 type Local[R] = Callable[[Part], Callable[..., R]]
-"""From the part of one device to the operation on its arrays."""
+"""From the part of one device to the operation on its arrays; results that are sums over devices may be `Share`s."""
 
 
 def division_of(rule: Rule, mesh: Mapping[str, int], arrays: Sequence[tuple[Sequence[int], P]]) -> Division:
@@ -238,11 +255,12 @@ def _cut(
 
 
 def _completed(
-    x: jax.Array, dims: Sequence[Dim], cut: Sequence[Sequence[str]], rule: Rule, division: Division,
+    x: jax.Array | Share, dims: Sequence[Dim], cut: Sequence[Sequence[str]], rule: Rule, division: Division,
     sizes: Mapping[str, int],
 ) -> jax.Array:  # fmt: skip
     """A result, its sums over divided labels that it lacks completed, and whole along axes that no spec describes."""
     own = {label for dim in dims for label in dim}
+    x, dtype = (x.array, x.dtype) if isinstance(x, Share) else (x, x.dtype)
     axes = {piece.axis for label, pieces in division.items() if label not in own for piece in pieces}
     for axis, (dim, labels) in enumerate(zip(dims, cut, strict=True)):
         if labels:
@@ -255,7 +273,7 @@ def _completed(
                 parts = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), parts, start, place)
                 axes |= {piece.axis for piece in division[label]}
             x = parts.reshape(*x.shape[:axis], math.prod(whole[label] for label in dim), *x.shape[axis + 1 :])
-    return jax.lax.psum(x, tuple(sorted(axes))) if axes else x
+    return (jax.lax.psum(x, tuple(sorted(axes))) if axes else x).astype(dtype)
 
 
 def _index(division: Division, label: str) -> jax.Array:

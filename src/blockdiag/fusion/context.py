@@ -4,6 +4,7 @@
 |---|---|---|
 | "ulysses" | devices exchange tokens for a batch axis, such as heads, which divides the region as any other | back |
 | "gather" | rows in zigzag order, where the mask wants that; the region's own code gathers keys and values | back |
+| "ring" | rows and keys in zigzag order, where the mask wants that; the region's own code sends keys around | back |
 
 No move changes a value, and their derivatives are JAX's own.
 """
@@ -24,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 from blockdiag.common.meshes import explicit_mesh
 from blockdiag.common.shards import division_of
 from blockdiag.context_parallel import ContextParallel, Strategy
-from blockdiag.fusion.live import needs_balance
+from blockdiag.fusion.live import needed_shifts, needs_balance
 from blockdiag.fusion.op import Call, attend
-from blockdiag.fusion.rows import axis_of
+from blockdiag.fusion.rows import Tokens, axis_of
 from blockdiag.fusion.sharding import forward_rule, is_known
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ROWS, Dim, Region, Source
 from blockdiag.zigzag import from_zigzag, to_zigzag, zigzag_order
@@ -64,12 +65,14 @@ class Chosen:
     Attributes:
         strategy: which one.
         label: of "ulysses", the batch axis that they divide in place of tokens.
-        is_zigzag: of "gather", whether rows are in zigzag order.
+        is_zigzag: of "gather" and "ring", whether rows are in zigzag order.
+        shifts: of "ring", see `Tokens`.
     """
 
     strategy: Strategy
     label: str | None = None
     is_zigzag: bool = False
+    shifts: tuple[int, ...] = ()
 
     def described(self, sharing: Sharing) -> str:
         """In words."""
@@ -79,7 +82,13 @@ class Chosen:
         if self.label is not None:
             return f"{shared}; 'ulysses': they exchange tokens for {self.label}"
         order = "rows in zigzag order" if self.is_zigzag else "consecutive rows"
+        if self.strategy == "ring":
+            return f"{shared}; 'ring': what has keys travels around them in {len(self.shifts)} steps, {order}"
         return f"{shared}; 'gather': they gather what has keys, and compute {order}"
+
+    def tokens(self, devices: int) -> Tokens | None:
+        """How devices share tokens; None where they divide a batch axis instead."""
+        return None if self.strategy == "ulysses" else Tokens(self.strategy, self.is_zigzag, devices, self.shifts)
 
 
 def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
@@ -140,8 +149,7 @@ def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any],
     chosen = choose(sharing, region, [jax.typeof(x) for x in arrays])
     move = _Moves(sharing, region, chosen)
     labels: list[tuple[Dim, ...]] = [*(leaf.dims for leaf in region.leaves), region.value_dims]
-    if chosen.strategy == "gather":
-        call = dataclasses.replace(call, order="zigzag" if chosen.is_zigzag else "consecutive")
+    call = dataclasses.replace(call, tokens=chosen.tokens(sharing.devices))
     *leaves, value = (move.there(*each) for each in zip(arrays, region.sources, labels, strict=True))
     output, log_sum = attend(call, leaves, value)
     output = move.back(output, region.out_dims)
@@ -173,21 +181,27 @@ def choose(sharing: Sharing, region: Region, types: Sequence[Any]) -> Chosen:
     if able and context.strategy in (None, "ulysses"):
         return Chosen("ulysses", able[0])
     if context.strategy == "ulysses":
-        other = "use strategy='gather'" if obstacle is None else f"strategy='gather' does not serve, as {obstacle}"
+        other = "use strategy='gather' or 'ring'" if obstacle is None else f"no other strategy serves, as {obstacle}"
         raise ValueError(
             f"strategy 'ulysses' needs an axis that queries, keys and values share, such as key heads, and that the "
             f"{devices} devices along {context.axis!r} divide, got {left or 'none'}; {other}"
         )
+    strategy, others = context.strategy or "gather", ["ulysses"] if able else []
+    if strategy == "ring" and obstacle is None and region.sizes[ROWS] != region.sizes[COLUMNS]:
+        obstacle = f"there are {region.sizes[ROWS]} queries and {region.sizes[COLUMNS]} keys, not as many"
+        others.append("gather")
     if obstacle is not None:
-        other = "use strategy='ulysses'" if able else "nor does 'ulysses', as the devices divide no axis of key heads"
-        raise ValueError(f"strategy 'gather' does not serve this attention, as {obstacle}; {other}")
+        other = "nor does 'ulysses', as the devices divide no axis of key heads"
+        other = f"use strategy={' or '.join(map(repr, others))}" if others else other
+        raise ValueError(f"strategy {strategy!r} does not serve this attention, as {obstacle}; {other}")
     is_zigzag = region.once(needs_balance, devices)
     if is_zigzag and region.sizes[ROWS] % (2 * devices):
         raise ValueError(
-            f"strategy 'gather' of a causal mask needs tokens that are a multiple of twice the {devices} devices along "
-            f"{context.axis!r}, got {region.sizes[ROWS]}; pad them"
+            f"strategy {strategy!r} of a causal mask needs tokens that are a multiple of twice the {devices} devices "
+            f"along {context.axis!r}, got {region.sizes[ROWS]}; pad them"
         )
-    return Chosen("gather", is_zigzag=is_zigzag)
+    shifts = region.once(needed_shifts, devices, is_zigzag) if strategy == "ring" else ()
+    return Chosen(strategy, is_zigzag=is_zigzag, shifts=shifts)
 
 
 def _left(sharing: Sharing, region: Region, types: Sequence[Any]) -> dict[str, int]:
@@ -223,7 +237,7 @@ def _is_first(region: Region, dims: Sequence[Dim], label: str) -> bool:
 
 
 def _obstacle(region: Region) -> str | None:
-    """The reason why "gather" cannot serve a region; None where it can."""
+    """The reason why neither "gather" nor "ring" can serve a region; None where they can."""
     if any(leaf.role == "distance" and (DISTANCE,) not in leaf.dims for leaf in region.leaves):
         return "a bias of distances has no axis of these alone"
     for dims in (*(leaf.dims for leaf in region.leaves), region.value_dims, region.out_dims):
@@ -271,6 +285,8 @@ class _Moves:
         if rows is None:
             # Keys are divided where there are as many as queries.
             shared = columns if region.sizes[ROWS] == region.sizes[COLUMNS] else None
+            if shared is not None and self.chosen.strategy == "ring" and self.chosen.is_zigzag:
+                return self._reordered(to_zigzag, x, dims, shared)
             return self._placed(x, self._spec(x, dims, shared))
         if not self.chosen.is_zigzag:
             return self._placed(x, self._spec(x, dims, rows))

@@ -46,5 +46,6 @@ def distance_gradient(region: Region, leaf: Leaf, array: Any, parts: Any) -> Any
     sums = sums.reshape(*sums.shape[:-2], -1)
     first = -(-keys // size) * size - (keys - 1)
     sums = lax.slice_in_dim(sums, first, first + rows + keys - 1, axis=sums.ndim - 1)
+    array = array.astype(leaf.gradient_dtype)
     shape, pull = jax.vjp(lambda x: leaf_array(leaf, x, region.batch, region.sizes), array)
     return pull(sums.reshape(shape.shape).astype(array.dtype))[0]

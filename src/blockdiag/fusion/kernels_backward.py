@@ -248,7 +248,7 @@ def partial_dims(leaf: Leaf, labels: Sequence[str]) -> tuple[Dim, ...]:
 def _store_gradient(writer: Writer, place: int, labels: Sequence[str]) -> None:
     leaf, sizes = writer.region.leaves[place], writer.tile_sizes
     dims = gradient_dims(leaf, labels)
-    dtype = "float32" if dims is None else jnp.dtype(leaf.source.dtype).name
+    dtype = "float32" if dims is None else jnp.dtype(leaf.gradient_dtype).name
     dims = partial_dims(leaf, labels) if dims is None else dims
     shape = shape_of(dims, sizes)
     layout = layout_of(shape, dims, sizes)
@@ -294,7 +294,7 @@ def _store_value(writer: Writer, labels: Sequence[str]) -> None:
     layout = layout_of(shape, dims, writer.sizes)
     stride = flat_stride(layout, columns, writer.sizes)
     writer.outputs.append(
-        Output("grad_value", dims, shape, jnp.dtype(region.value.dtype).name if is_whole else "float32")
+        Output("grad_value", dims, shape, jnp.dtype(region.value_gradient_dtype).name if is_whole else "float32")
     )
     at = f"{writer.times('o_k[:, None]', 'k', layout)} + tl.arange(0, {writer.wide})[None, :] * {stride}"
     masks = ["m_k[:, None]"] if writer.keys % writer.tile.columns else []

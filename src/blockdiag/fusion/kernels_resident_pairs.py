@@ -420,7 +420,8 @@ def resident_pairs(region: Region) -> HopperKernel | None:
         return None
     shape = shape_of(dims, sizes)
     place = place_of(layout_of(shape, dims, sizes), shape, "q", plan.query.features, sizes)
-    if place is None:
+    if place is None or plan.query.is_share:
+        # The copy engine writes the queries' gradient as queries are.
         return None
     own = _Pairs(region, plan, place, factor)
     if own.slots < region.sizes["k"] // CHUNK:
@@ -446,7 +447,7 @@ def _bias_gradient(own: PairsWriter, parts: int) -> Output:
     dims = gradient_dims(plan.held, plan.cell)
     order = [label for dim in dims or () if not isinstance(dim, int) for label in dim]
     if parts == 1 and dims is not None and order == [*plan.cell, "q", "k"]:
-        return Output(name, dims, shape_of(dims, sizes), jnp.dtype(plan.held.source.dtype).name)
+        return Output(name, dims, shape_of(dims, sizes), jnp.dtype(plan.held.gradient_dtype).name)
     labels = (*plan.cell, "part", "q", "k")
     sizes = sizes | {"part": parts}
     return Output(name, tuple((x,) for x in labels), tuple(sizes[x] for x in labels), "float32")

@@ -5,6 +5,8 @@ compute. A group begins the scores of the next chunk before it adds up the value
 while exponentials of the next one are computed, as in FlashAttention-3 (Shah et al., 2024).
 """
 
+import math
+
 import jax.numpy as jnp
 
 from blockdiag.fusion.emit import Value
@@ -12,7 +14,7 @@ from blockdiag.fusion.factors import NO_KEY
 from blockdiag.fusion.hopper import ROWS
 from blockdiag.fusion.kernels import LIVE, LOG2_E, Source, Tile, Writer, cells_of, forward_outputs
 from blockdiag.fusion.kernels_gluon import GluonWriter, HopperKernel, gluon_source, print_function
-from blockdiag.fusion.layout import layout_of
+from blockdiag.fusion.layout import layout_of, shape_of
 from blockdiag.fusion.lists import Lists, Part
 from blockdiag.fusion.streamed import Streamed, streamed
 from blockdiag.fusion.tree import Region, leaves_of
@@ -39,6 +41,8 @@ class _StreamWriter(GluonWriter):
         self.lists = "".join(f", p_{x}" for x in _LISTS) if plan.lists else ""
         # Of chunks; with lists each program has its own.
         self.count = "count" if plan.lists else "ROUNDS"
+        self.output = "p_output" if plan.is_wide else "output"
+        self.is_long |= plan.is_wide and math.prod(shape_of(region.out_dims, region.sizes)) >= 2**31
         self.limit = "" if plan.lists else ", ROUNDS: gl.constexpr"
         self.given_limit = "" if plan.lists else ", ROUNDS"
 
@@ -69,7 +73,7 @@ class _StreamWriter(GluonWriter):
 def _compute(own: _StreamWriter) -> None:
     """What a group of warps does."""
     emit, plan = own.emit, own.plan
-    parameters = f"{_MEMORY}, output, p_log_sum{own.parameters()}{own.lists}{own.limit}, GROUP: gl.constexpr"
+    parameters = f"{_MEMORY}, {own.output}, p_log_sum{own.parameters()}{own.lists}{own.limit}, GROUP: gl.constexpr"
     print_function(own, f"def compute({parameters}):")
     emit(f'"""{_GROUP_ROWS} queries."""')
     emit(f"S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {plan.chunk}, 16])")
@@ -183,17 +187,31 @@ def _finish(own: _StreamWriter, rows: dict[int, Value]) -> None:
         if not weight.is_number:
             name = f"gl.convert_layout(gl.sum({name}, 1), gl.SliceLayout(1, O))[:, None]"
         emit(f"output_tile = output_tile * {name}")
-    emit(f"exit = passage.slice(GROUP * {_GROUP_ROWS}, {_GROUP_ROWS})")
-    emit("exit.store(output_tile.to(dtype))")
-    emit("fence_async_shared()")
-    emit("thread_barrier()")
-    at = own.at(plan.places["output"], f"own * {ROWS} + GROUP * {_GROUP_ROWS}")
-    emit(f"tma_store(output, [{at}], exit)")
+    if plan.is_wide:
+        _store_wide(own)
+    else:
+        emit(f"exit = passage.slice(GROUP * {_GROUP_ROWS}, {_GROUP_ROWS})")
+        emit("exit.store(output_tile.to(dtype))")
+        emit("fence_async_shared()")
+        emit("thread_barrier()")
+        at = own.at(plan.places["output"], f"own * {ROWS} + GROUP * {_GROUP_ROWS}")
+        emit(f"tma_store(output, [{at}], exit)")
     emit(f'log_sum = gl.where(is_empty, float("-inf"), (largest * {own.unit} + gl.log2(total)) * 0.6931471805599453)')
     emit(f"gl.store(p_log_sum + {own.writer.row_place()}, log_sum)")
-    emit("tma.store_wait(0)")
+    if not plan.is_wide:
+        emit("tma.store_wait(0)")
     emit()
     emit()
+
+
+def _store_wide(own: _StreamWriter) -> None:
+    """Store results from registers, where four threads have 32 bytes that lie side by side."""
+    layout, _ = own.writer.result_layout()
+    first = f"own * {ROWS} + GROUP * {_GROUP_ROWS}"
+    own.emit(f"o_r = {first} + gl.arange(0, {_GROUP_ROWS}, gl.SliceLayout(1, O))")
+    own.emit(f"o_c = gl.arange(0, {own.plan.columns}, gl.SliceLayout(0, O))")
+    at = f"{layout.base(own.region.batch)} + {own.writer.times('o_r[:, None]', 'q', layout)} + o_c[None, :]"
+    own.emit(f"gl.store(p_output + {at}, output_tile)")
 
 
 def _load(own: _StreamWriter) -> None:
@@ -221,7 +239,7 @@ def _entry(own: _StreamWriter) -> None:
     """The kernel itself."""
     emit, plan = own.emit, own.plan
     pointers = own.parameters()
-    print_function(own, f"def {NAME}(query, key, value, output{pointers}{own.lists}, p_log_sum{own.limit}):")
+    print_function(own, f"def {NAME}(query, key, value, {own.output}{pointers}{own.lists}, p_log_sum{own.limit}):")
     through = "the chunks of keys and values in its list" if plan.lists else "ROUNDS chunks of keys and values"
     emit(f'"""One program: a tile of queries, and {through}."""')
     emit(f"q_smem = gl.allocate_shared_memory(query.dtype, [{ROWS}, {plan.features}], query.layout)")
@@ -237,7 +255,7 @@ def _entry(own: _StreamWriter) -> None:
     emit(f"turns = {'make_barriers(2, 1)' if own.takes_turns else 'query_full'}")
     emit("fence_async_shared()")
     emit("thread_barrier()")
-    computing = f"{_MEMORY}, output, p_log_sum{pointers}{own.lists}{own.given_limit}"
+    computing = f"{_MEMORY}, {own.output}, p_log_sum{pointers}{own.lists}{own.given_limit}"
     emit("gl.warp_specialize([")
     emit(f"    (compute, ({computing}, 0)),")
     emit(f"    (compute, ({computing}, 1)),")
@@ -268,10 +286,13 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
         ("query", f"leaf{leaves.index(plan.query)}", places["query"].shape, (ROWS, plan.features)),
         ("key", f"leaf{leaves.index(plan.key)}", places["key"].shape, (plan.chunk, plan.features)),
         ("value", "value", places["value"].shape, (plan.chunk, plan.columns)),
-        ("output", "output", places["output"].shape, (_GROUP_ROWS, plan.columns)),
     )
     pointers = (*(f"leaf{i}" for i in own.pointers), *listed, "log_sum")
+    if plan.is_wide:
+        pointers = ("output", *pointers)
+    else:
+        moved = (*moved, ("output", "output", places["output"].shape, (_GROUP_ROWS, plan.columns)))
     # With lists a program is not told how many rounds there are.
     rounds = None if lists is not None else region.sizes["k"] // plan.chunk
     source = Source(text, NAME, inputs, forward_outputs(region), (tiles, 1, 1))
-    return HopperKernel(source, moved, jnp.dtype(region.dtype).name, pointers, rounds, tiles, rounds)
+    return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, rounds, tiles, rounds)

@@ -1,5 +1,6 @@
 """Which tiles of scores masks leave alive: lists of them, from the leaves alone."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from blockdiag.fusion.tile_tables import Table, dynamic_tables, expanded, tables
 from blockdiag.fusion.tiles import leaf_array
 from blockdiag.fusion.trace import primitives
 from blockdiag.fusion.tree import Leaf, Node, Region, leaves_of, nodes_of
+from blockdiag.zigzag import zigzag_order
 
 # What can rule a score out whatever queries and keys are; a bias that is only added to it is taken not to.
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -94,21 +96,59 @@ def needs_balance(region: Region, devices: int) -> bool:
 
     Masks that arrays decide, such as prefixes, are taken to be unequal.
     """
-    # Some hundred tiles along either side tell enough.
-    size = max(16, 1 << (max(region.sizes["q"], region.sizes["k"]) // 256).bit_length())
-    tile = Tile(size, size)
-    masks = region.once(_masks, tile)
+    masks = region.once(_masks, _coarse_tile(region))
     if masks is None or not masks.is_known:
         return masks is not None
-    states = mask_states(region, tile, {})
-    row_tiles, key_tiles = states.tiling.counts
-    found = states.at(np.arange(row_tiles)[:, None], np.arange(key_tiles)[None, :])
-    is_alive = np.broadcast_to(np.asarray(found) != DEAD, (*np.shape(found)[:-2], row_tiles, key_tiles))
-    work = np.cumsum(is_alive.reshape(-1, row_tiles, key_tiles).sum((0, 2)))
+    is_alive = region.once(_coarse_states)
+    row_tiles = is_alive.shape[-2]
+    work = np.cumsum(is_alive.sum((0, 2)))
     edges = np.linspace(0, row_tiles, 2 * devices + 1)
     parts = np.diff(np.interp(edges, np.arange(row_tiles + 1), [0, *work]))
     zigzag = parts[:devices] + parts[devices:][::-1]
     return bool(parts.reshape(devices, 2).sum(-1).max() > 1.02 * zigzag.max())
+
+
+def needed_shifts(region: Region, devices: int, is_zigzag: bool) -> tuple[int, ...]:
+    """How far keys must travel around devices that have equal parts of rows and of keys: 0, and on whom masks leave.
+
+    The device d sees keys of d - shift. A shift that no device needs is left out; of masks that arrays decide none is.
+
+    Args:
+        devices: how many there are.
+        is_zigzag: whether rows and keys are in zigzag order, see `zigzag_order`.
+    """
+    masks = region.once(_masks, _coarse_tile(region))
+    if masks is None or not masks.is_known:
+        return tuple(range(devices))
+    is_alive = region.once(_coarse_states).any(0)
+    size = _coarse_tile(region).rows
+    # The tiles of each half of a device's part, along either side.
+    rows, columns = (
+        [slice(int(first / size), math.ceil(end / size)) for first, end in itertools.pairwise(edges)]
+        for edges in (np.linspace(0, region.sizes[label], 2 * devices + 1) for label in ("q", "k"))
+    )
+    seen = np.asarray([[is_alive[row, column].any() for column in columns] for row in rows])
+    own = zigzag_order(2 * devices, devices) if is_zigzag else np.arange(2 * devices)
+    of_devices = seen[np.ix_(own, own)].reshape(devices, 2, devices, 2).any((1, 3))
+    places = np.arange(devices)
+    return tuple(
+        shift for shift in range(devices) if shift == 0 or of_devices[places, (places - shift) % devices].any()
+    )
+
+
+def _coarse_tile(region: Region) -> Tile:
+    """Tiles of which there are some hundred along either side, which tells enough of work."""
+    size = max(16, 1 << (max(region.sizes["q"], region.sizes["k"]) // 256).bit_length())
+    return Tile(size, size)
+
+
+def _coarse_states(region: Region) -> np.ndarray:
+    """Which coarse tiles are not dead, bool [cells, tq, tk], of masks that numbers alone decide."""
+    states = mask_states(region, _coarse_tile(region), {})
+    row_tiles, key_tiles = states.tiling.counts
+    found = states.at(np.arange(row_tiles)[:, None], np.arange(key_tiles)[None, :])
+    is_alive = np.broadcast_to(np.asarray(found) != DEAD, (*np.shape(found)[:-2], row_tiles, key_tiles))
+    return is_alive.reshape(-1, row_tiles, key_tiles)
 
 
 @dataclass(frozen=True)

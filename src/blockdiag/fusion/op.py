@@ -18,8 +18,9 @@ from blockdiag.dispatch import call_implementation
 from blockdiag.fusion import xla
 from blockdiag.fusion.layout import shape_of
 from blockdiag.fusion.mapping import map_region
-from blockdiag.fusion.rows import Order, Rows
-from blockdiag.fusion.sharding import backward_rule, forward_rule, local_region
+from blockdiag.fusion.ring import Ring
+from blockdiag.fusion.rows import Rows, Tokens, gradients_in_order, results_in_order
+from blockdiag.fusion.sharding import as_shares, backward_rule, forward_rule, local_region
 from blockdiag.fusion.tree import FEATURES, ROWS, Region, with_leaves
 
 
@@ -29,13 +30,13 @@ class Call:
 
     Attributes:
         has_log_sum: whether the log-sum-exp is a result, too, with a gradient.
-        order: that of queries, where devices may divide them, and gather what has keys; None where they may not.
+        tokens: how devices share them; None where devices divide batch axes alone.
     """
 
     region: Region = dataclasses.field(repr=False)
     implementations: tuple[str, ...] | None
     has_log_sum: bool = False
-    order: Order | None = None
+    tokens: Tokens | None = None
 
 
 def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
@@ -184,7 +185,10 @@ def _gradients_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, .
         whole = _replaced(leaves, floating, _floating(region))
 
         def results(wanted: Sequence[Any], value: Any) -> Any:
-            found = xla.forward(region, _replaced(whole, wanted, _with_gradient(region)), value)
+            compute = lambda *x: xla.forward(region, x[:-1], x[-1])  # noqa: E731
+            if call.tokens is not None:
+                compute = results_in_order(region, call.tokens, compute)
+            found = compute(*_replaced(whole, wanted, _with_gradient(region)), value)
             return [x for x, cotangent in zip(found, given, strict=True) if cotangent is not None]
 
         _, pull = jax.vjp(results, _chosen(whole, _with_gradient(region)), value)
@@ -221,10 +225,10 @@ def _replaced(arrays: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool
 
 def _forward(call: Call) -> Any:
     """What computes result and log-sum-exp of leaves and values: one function of a region, which JAX traces once."""
-    return call.region.once(_forward_function, call.implementations, call.order)
+    return call.region.once(_forward_function, call.implementations, call.tokens)
 
 
-def _forward_function(region: Region, implementations: tuple[str, ...] | None, order: Order | None) -> Any:
+def _forward_function(region: Region, implementations: tuple[str, ...] | None, tokens: Tokens | None) -> Any:
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         if _is_empty(region):
@@ -239,17 +243,18 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, o
             def results_of(own: Region) -> Callable[..., Sequence[Any]]:
                 return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
 
-            if order is not None:
-                return Rows(apart, part, order).results(results_of)
-            return results_of(local_region(apart, part.sizes))
+            if tokens is not None and ROWS in part.axes:
+                return _on_device(apart, part, tokens).results(results_of)
+            compute = results_of(local_region(apart, part.sizes, part.axes))
+            return compute if tokens is None else results_in_order(apart, tokens, compute)
 
-        output, log_sum = divide(region.once(forward_rule, implementations, order is not None), on_device, operands)
+        output, log_sum = divide(region.once(forward_rule, implementations, tokens), on_device, operands)
         return output, log_sum
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
         mapped = region.once(map_region, axis_size, tuple(is_mapped))
-        output, log_sum = _forward(Call(mapped, implementations, order=order))(*operands)
+        output, log_sum = _forward(Call(mapped, implementations, tokens=tokens))(*operands)
         return (output, log_sum), (True, True)
 
     return compute
@@ -257,10 +262,10 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, o
 
 def _backward(call: Call) -> Any:
     """What computes gradients of leaves and values: one function of a region, too."""
-    return call.region.once(_backward_function, call.implementations, call.order)
+    return call.region.once(_backward_function, call.implementations, call.tokens)
 
 
-def _backward_function(region: Region, implementations: tuple[str, ...] | None, order: Order | None) -> Any:
+def _backward_function(region: Region, implementations: tuple[str, ...] | None, tokens: Tokens | None) -> Any:
     count = len(region.leaves) + 1
 
     @jax.custom_batching.custom_vmap
@@ -281,13 +286,16 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
 
                 return gradients
 
-            if order is not None:
-                return Rows(apart, part, order).gradients(gradients_of)
-            return gradients_of(local_region(apart, part.sizes))
+            if tokens is not None and ROWS in part.axes:
+                compute = _on_device(apart, part, tokens).gradients(gradients_of)
+            else:
+                compute = gradients_of(local_region(apart, part.sizes, part.axes))
+                compute = compute if tokens is None else gradients_in_order(apart, tokens, compute)
+            return as_shares(apart, compute) if part.axes else compute
 
         # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
         has_log_sum_cotangent = len(operands) == count + 4
-        rule = region.once(backward_rule, implementations, has_log_sum_cotangent, order is not None)
+        rule = region.once(backward_rule, implementations, has_log_sum_cotangent, tokens)
         return tuple(divide(rule, on_device, operands))
 
     @compute.def_vmap
@@ -300,10 +308,15 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
         )
         flags = tuple(flag or is_needed for flag, is_needed in zip(is_mapped, needed, strict=True))
         mapped = region.once(map_region, axis_size, flags[:count])
-        grads = _backward(Call(mapped, implementations, order=order))(*operands)
+        grads = _backward(Call(mapped, implementations, tokens=tokens))(*operands)
         return grads, (True,) * len(grads)
 
     return compute
+
+
+def _on_device(region: Region, part: Part, tokens: Tokens) -> Rows | Ring:
+    """The part of one of the devices that share tokens."""
+    return (Ring if tokens.strategy == "ring" else Rows)(region, part, tokens)
 
 
 def _apart(region: Region) -> Region:

@@ -41,6 +41,7 @@ def key_of(region: Region) -> Hashable | None:
         region.dtype,
         region.out_dims,
         region.value_dims,
+        region.is_value_share,
         names.source(region.value),
         tuple(map(names.leaf, region.leaves)),
         len(region.extras),
@@ -66,7 +67,7 @@ class _Names:
     def leaf(self, leaf: Leaf | None) -> Hashable:
         if leaf is None:
             return None
-        return self.source(leaf.source), leaf.dims, leaf.role, leaf.labels, leaf.is_constant
+        return self.source(leaf.source), leaf.dims, leaf.role, leaf.labels, leaf.is_constant, leaf.is_share
 
     def roots(self, roots: Sequence[Node | None]) -> Hashable:
         """Trees, whose nodes refer to each other by number: a node that is used twice is one value."""

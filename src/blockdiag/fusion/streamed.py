@@ -50,9 +50,14 @@ class Streamed:
     lists: Lists | None
 
     @property
+    def is_wide(self) -> bool:
+        """Whether results are float32, which threads store themselves."""
+        return _is_wide(self.region)
+
+    @property
     def has_exit(self) -> bool:
-        """Whether results leave by way of memory of their own; else by that of queries."""
-        return self.features != self.columns
+        """Whether results leave by way of memory of their own; else by that of queries, if they need any."""
+        return self.features != self.columns and not self.is_wide
 
 
 def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None:
@@ -78,7 +83,9 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     # At most, of what masks leave.
     seen = keys if lists is None else lists.forms[0].most * tile.columns
     is_long = seen >= _FEWEST_KEYS.get((features, columns), math.inf)
-    if not is_tiled or not is_long or not is_narrow(region, query, key):
+    has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), query, key)
+    is_stored = _is_wide(region) or region.dtype == region.value.dtype
+    if not is_tiled or not is_long or not has_narrow_operands or not is_stored:
         return None
     # Short products leave no time for more than exponentials: with ALiBi or a soft cap plain kernels are as fast.
     is_bare = lists is None and factored(region.score)[0] is products[0]
@@ -89,7 +96,7 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     product = Leaf(Source("product", shape, np.dtype(np.float32)), (("q",), ("k",)), "score", (), is_constant=True)
     score = _with_leaf(region.score, products[0], product)
     inner = replace(region, score=score, leaves=(*region.leaves, product))
-    slots = _slots(features, columns, chunk)
+    slots = _slots(features, columns, chunk, has_exit=features != columns and not _is_wide(region))
     return Streamed(inner, product, query, key, places, features, columns, chunk, slots, lists)
 
 
@@ -110,7 +117,11 @@ def _with_leaf(score: Node, product: Node, leaf: Leaf) -> Node:
     return known[id(score)]
 
 
-def _slots(features: int, columns: int, chunk: int) -> int:
+def _is_wide(region: Region) -> bool:
+    return region.dtype == np.float32
+
+
+def _slots(features: int, columns: int, chunk: int, *, has_exit: bool) -> int:
     """How many chunks of keys and of values there is room for."""
-    once = ROWS * features * 2 + (ROWS * columns * 2 if features != columns else 0)
+    once = ROWS * features * 2 + (ROWS * columns * 2 if has_exit else 0)
     return min(_MOST_SLOTS, (SHARED_BYTES - once) // (chunk * (features + columns) * 2))

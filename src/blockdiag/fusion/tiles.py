@@ -92,6 +92,10 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
             return jnp.asarray(number.astype(dtype) if jnp.issubdtype(number.dtype, jnp.floating) else number)
         case "product":
             rows, columns = inputs
+            if rows.dtype.itemsize != columns.dtype.itemsize:
+                # One is wider where its gradient is to be.
+                common = max(rows.dtype, columns.dtype, key=lambda x: x.itemsize)
+                rows, columns = rows.astype(common), columns.astype(common)
             precision = lax.Precision.HIGHEST if rows.dtype.itemsize >= 4 else None
             axes = (((1,), (1,)), ((), ()))
             return lax.dot_general(rows, columns, axes, precision=precision, preferred_element_type=dtype)

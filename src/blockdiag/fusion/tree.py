@@ -90,6 +90,7 @@ class Leaf:
         role: what tiles of it are.
         labels: batch labels that it has, in the region's order; it is the same for all others.
         is_constant: whether nobody asks for its gradient.
+        is_share: whether its gradient is a share of a sum that is rounded later, when all shares are added up.
     """
 
     source: Source
@@ -97,6 +98,7 @@ class Leaf:
     role: Role
     labels: tuple[str, ...]
     is_constant: bool = False
+    is_share: bool = False
 
     @property
     def has_gradient(self) -> bool:
@@ -104,9 +106,18 @@ class Leaf:
         return not self.is_constant and bool(jax.dtypes.issubdtype(self.source.dtype, np.floating))
 
     @property
+    def gradient_dtype(self) -> np.dtype[Any]:
+        """The dtype of its gradient."""
+        return _gradient_dtype(self.source, self.is_share)
+
+    @property
     def features(self) -> tuple[str, ...]:
         """The labels that a product sums over, in the order in which both of its operands have them."""
         return tuple(sorted(x for dim in self.dims if isinstance(dim, tuple) for x in dim if x.startswith(FEATURES)))
+
+
+def _gradient_dtype(source: Source, is_share: bool) -> np.dtype[Any]:
+    return np.dtype(np.float32) if is_share and source.dtype.itemsize < 4 else source.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +210,7 @@ class Region:
         out_dims: what the axes of the result stand for.
         dtype: of the result.
         log_sums: what else of the program it may compute.
+        is_value_share: of the values what `Leaf.is_share` is of a leaf.
     """
 
     sizes: dict[str, int]
@@ -212,6 +224,12 @@ class Region:
     out_dims: tuple[Dim, ...]
     dtype: np.dtype[Any]
     log_sums: tuple[LogSum, ...] = ()
+    is_value_share: bool = False
+
+    @property
+    def value_gradient_dtype(self) -> np.dtype[Any]:
+        """The dtype of the values' gradient."""
+        return _gradient_dtype(self.value, self.is_value_share)
 
     @property
     def sources(self) -> list[Source]:

@@ -117,7 +117,7 @@ def backward(
         def step(carry: Any, at: Any) -> tuple[Any, Any]:
             tile, keys = at
             whole = _merge(region, given, tile[:-1])
-            floating = [x for x, is_wanted in zip(whole, wanted, strict=True) if is_wanted]
+            floating = _floating(region, whole)
 
             def compute(*some: Any) -> Any:
                 rest = iter(some)
@@ -162,7 +162,7 @@ def backward(
             else:
                 grads.append(total)
         if region.extras:
-            floating = [x for x, is_wanted in zip(given, wanted, strict=True) if is_wanted]
+            floating = _floating(region, given)
 
             def extras(*some: Any) -> Any:
                 rest = iter(some)
@@ -186,13 +186,17 @@ def backward(
     return [
         _pulled_back(
             lambda x, leaf=leaf: leaf_array(leaf, x, region.batch, region.sizes),
-            array,
+            array.astype(leaf.gradient_dtype),
             _summed(grad, leaf.labels, region.batch),
         )
         if is_wanted
         else None
         for leaf, array, grad, is_wanted in zip(region.leaves, leaves, grads, wanted, strict=True)
-    ], _pulled_back(lambda x: value_array(region, x), value, _summed(value_grad, value_labels(region), region.batch))
+    ], _pulled_back(
+        lambda x: value_array(region, x),
+        value.astype(region.value_gradient_dtype),
+        _summed(value_grad, value_labels(region), region.batch),
+    )
 
 
 def _canonical(region: Region, leaves: Sequence[Any], value: Any) -> list[Any]:
@@ -225,6 +229,12 @@ def _cut(grad: Any, like: Any) -> Any:
     """The cotangent of a tile that was broadcast."""
     axes = tuple(axis for axis in (0, 1) if like.shape[axis] == 1 and grad.shape[axis] != 1)
     return grad.sum(axes, keepdims=True).astype(like.dtype) if axes else grad.astype(like.dtype)
+
+
+def _floating(region: Region, arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, or tiles, of leaves with a gradient, in the dtype of that."""
+    pairs = zip(region.leaves, arrays, strict=True)
+    return [x.astype(leaf.gradient_dtype) for leaf, x in pairs if leaf.has_gradient]
 
 
 def _spread(some: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:

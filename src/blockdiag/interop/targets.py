@@ -52,7 +52,8 @@ def session_target() -> Target:
     """The target of this process's CUDA devices.
 
     Raises:
-        RuntimeError: when there is no CUDA device, or devices of several architectures.
+        RuntimeError: there is no CUDA device.
+        ValueError: there are devices of several architectures.
     """
     try:
         devices = jax.local_devices(backend="cuda")
@@ -63,7 +64,7 @@ def session_target() -> Target:
         ) from error
     targets = {_device_target(device) for device in devices}
     if len(targets) != 1:
-        raise RuntimeError(
+        raise ValueError(
             f"this process has GPUs of several kinds, {sorted(map(str, targets))}; "
             "say which one to compile for with blockdiag.interop.compile_target(arch)"
         )

@@ -506,6 +506,7 @@ class _Change:
             parts = grad.reshape([sizes[label] for label in order])
             kept = {*leaf.labels, "q", "k"} | {label for label in order if label.startswith("f")}
             canonical = parts.sum(tuple(axis for axis, label in enumerate(order) if label not in kept))
+        array = array.astype(leaf.gradient_dtype)
         shape, pull = jax.vjp(lambda x: leaf_array(leaf, x, region.batch, region.sizes), array)
         return pull(canonical.reshape(shape.shape).astype(array.dtype))[0]
 
@@ -519,6 +520,7 @@ class _Change:
             parts = grad.reshape([self.inner.sizes[label] for label in order])
             own = {*value_labels(region), "k", *value_columns(self.inner)}
             grad = parts.sum(tuple(axis for axis, label in enumerate(order) if label not in own))
+        array = array.astype(region.value_gradient_dtype)
         shape, pull = jax.vjp(lambda x: value_array(region, x), array)
         return pull(grad.reshape(shape.shape).astype(array.dtype))[0]
 

@@ -6,12 +6,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from blockdiag.interop import jax_call
+from blockdiag.moba_centroids import Centroids
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.triton_kernels.moba import MoBALaunch, supports
-from blockdiag.triton_kernels.moba_steps import Step, backward_steps, forward_steps, list_steps, routing_steps
+from blockdiag.triton_kernels.moba_steps import (
+    Step,
+    backward_steps,
+    centroid_steps,
+    choice_steps,
+    forward_steps,
+    list_steps,
+)
 
-__all__ = ["available", "backward", "forward", "make_lists", "route", "supports"]
+__all__ = ["available", "backward", "centroids", "choose", "forward", "make_lists", "route", "supports"]
 
 
 def available() -> str | None:
@@ -32,8 +40,24 @@ def route(
     """Blocks that each query chooses, int32 [N, query_tokens, slots], by falling score; -1 after the last."""
     if problem.slots == 0:
         return jnp.zeros((problem.query_heads, problem.query_tokens, 0), jnp.int32)
-    arrays = {"query": query, "key": key, "blocks": blocks, "queries": queries} | _optional(key_mask, None)
-    return _run(routing_steps(), problem, arrays, interpret)["chosen"]
+    means = centroids(problem, key, key_mask, blocks, interpret=interpret)
+    return choose(problem, query, means, queries, interpret=interpret)
+
+
+def centroids(
+    problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
+) -> Centroids:
+    """Mean of each block's unmasked keys, NaN where there is none."""
+    arrays = {"key": key, "blocks": blocks} | _optional(key_mask, None)
+    return _run(centroid_steps(), problem, arrays, interpret)["centroids"]
+
+
+def choose(
+    problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
+) -> Array:
+    """Blocks that each query chooses by mean keys; see `route`."""
+    arrays = {"query": query, "centroids": centroids, "queries": queries}
+    return _run(choice_steps(), problem, arrays, interpret)["chosen"]
 
 
 def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) -> Lists:
@@ -88,7 +112,8 @@ def backward(
     arrays |= {"log_sum": log_sum, "output_cotangent": output_cotangent, "log_sum_cotangent": log_sum_cotangent}
     arrays |= lists._asdict() | _optional(key_mask, own)
     if problem.has_padding:
-        arrays |= {"d_key": jnp.zeros_like(key), "d_value": jnp.zeros_like(value)}
+        # The launch writes into these. XLA (jaxlib 0.11.2) gave both the same memory where they held the same number.
+        arrays |= {"d_key": jnp.zeros_like(key), "d_value": jnp.full_like(value, -0.0)}
     results = _run(backward_steps(problem), problem, arrays, interpret)
     return results["d_query"], results["d_key"], results["d_value"]
 

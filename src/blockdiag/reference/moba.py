@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from blockdiag._dtypes import accumulation_dtype
+from blockdiag.moba_centroids import Centroids, centroids_of_sums, whole_centroids
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 
@@ -41,18 +42,31 @@ def route(
     later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret
-    wide = accumulation_dtype(query.dtype)
-    is_member = _members(problem, key_mask, blocks)  # [num_blocks, key_tokens]
-    sizes = jnp.sum(is_member, axis=1, dtype=jnp.int32)
-    # What is no member becomes 0 before the sum: 0 * NaN would carry a masked key's NaN into the mean.
-    members = jnp.where(is_member[:, :, None, None], key.astype(wide)[None], 0)
-    centroids = jnp.sum(members, axis=1) / jnp.maximum(sizes, 1).astype(wide)[:, None, None]  # [num_blocks, K, H]
+    return choose(problem, query, centroids(problem, key, key_mask, blocks), queries)
 
-    centroids = jnp.repeat(centroids, problem.group_size, axis=1)
-    scores = jnp.einsum("tnh,cnh->ntc", query.astype(wide), centroids, precision="highest")
+
+def centroids(
+    problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
+) -> Centroids:
+    """Mean of each block's unmasked keys, NaN where there is none."""
+    del interpret
+    is_member = _members(problem, key_mask, blocks)  # [num_blocks, key_tokens]
+    # What is no member becomes 0 before the sum: 0 * NaN would carry a masked key's NaN into the mean.
+    members = jnp.where(is_member[:, :, None, None], key.astype(accumulation_dtype(key.dtype))[None], 0)
+    return centroids_of_sums(problem, jnp.sum(members, axis=1), jnp.sum(is_member, axis=1, dtype=jnp.int32))
+
+
+def choose(
+    problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
+) -> Array:
+    """Blocks that each query chooses by mean keys; see `route`."""
+    del interpret
+    wide = accumulation_dtype(query.dtype)
+    means = jnp.repeat(whole_centroids(problem, centroids), problem.group_size, axis=1)  # [num_blocks, N, H]
+    scores = jnp.einsum("tnh,cnh->ntc", query.astype(wide), means, precision="highest")
 
     block = jnp.arange(problem.num_blocks, dtype=jnp.int32)[None, :]
-    is_allowed = (block >= queries[:, :1]) & (block < queries[:, 1:2]) & (sizes > 0)[None, :]
+    is_allowed = (block >= queries[:, :1]) & (block < queries[:, 1:2])
     is_candidate = is_allowed[None] & ~jnp.isnan(scores)  # [N, query_tokens, blocks]
     # A stable sort of the blocks from last to first, candidates before others, larger scores before smaller ones.
     is_other, falling = ~is_candidate, jnp.where(scores == 0, 0, -scores)

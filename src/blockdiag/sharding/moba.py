@@ -37,13 +37,15 @@ def rule(
         problem: the call.
         implementations: who may compute it.
         sequences: how many equal parts, which share nothing, the token axes have; 1 for packed sequences.
-        method: "route", "make_lists", "forward" or "backward"; "indices" for `routing.indices_of_choice`, of which the
-            chosen blocks and both tables are the operands, and "choice" for `routing.given_choice`.
+        method: "route", or its halves "centroids" and "choose"; "make_lists", "forward" or "backward"; "indices" for
+            `routing.indices_of_choice`, of which the chosen blocks and both tables are the operands, and "choice" for
+            `routing.given_choice`.
         operands: what the method takes after the problem; the labels are for those that are not None.
     """
     query = (_QUERIES, _QUERY_HEADS, ("features",))
     key = (_KEYS, ("key_heads",), ("features",))
     log_sum = (_QUERIES, _QUERY_HEADS)
+    centroids = (_BLOCKS, ("key_heads",), (), ("features",))
     chosen = (_QUERY_HEADS, _QUERIES, ())
     entries = _ENTRIES if problem.slots else ()
     lists = Lists((_QUERY_HEADS, _BLOCKS), (_QUERY_HEADS, _BLOCKS), (_QUERY_HEADS, entries), (_QUERY_HEADS, _QUERIES))
@@ -55,6 +57,8 @@ def rule(
         "indices": ((chosen, *tables), (indices,)),
         "choice": ((indices, *shared), (chosen, *([(_QUERY_HEADS, _QUERIES)] if problem.is_causal else []))),
         "route": ((query, key, *shared), (chosen,)),
+        "centroids": ((key, *shared[:2]), (centroids,)),
+        "choose": ((query, centroids, shared[2]), (chosen,)),
         "make_lists": ((chosen,), tuple(lists)),
         "forward": ((query, key, key, *shared, *of_lists), (query, log_sum)),
         "backward": ((query, key, key, *shared, *of_lists, query, log_sum, query, log_sum), (query, key, key)),
@@ -125,12 +129,16 @@ def renumbered(problem: MoBAProblem, method: str, part: Part, compute: Callable[
         if method == "make_lists":
             (chosen,) = operands
             return shifted(compute(jnp.where(chosen < 0, chosen, chosen - first_block)), first_entry)
-        count = 2 if method == "route" else 3
-        arrays, (key_mask, _, _, *more) = operands[:count], operands[count:]
-        tables = moba_tables(problem, sizes["sequences"])
-        if method == "route":
-            chosen = compute(*arrays, key_mask, *tables)
+        blocks, queries = tables = moba_tables(problem, sizes["sequences"])
+        if method == "centroids":
+            key, key_mask, _ = operands
+            return compute(key, key_mask, blocks)
+        if method in ("route", "choose"):
+            query, *others = operands
+            given = (others[0], queries) if method == "choose" else (*others[:2], *tables)
+            chosen = compute(query, *given)
             return jnp.where(chosen < 0, chosen, chosen + first_block)
+        arrays, (key_mask, _, _, *more) = operands[:3], operands[3:]
         lists, *rest = more
         return compute(*arrays, key_mask, *tables, shifted(lists, -first_entry), *rest)
 

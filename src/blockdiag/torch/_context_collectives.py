@@ -82,38 +82,55 @@ def send_rows(context: ContextParallel, x: torch.Tensor, send: Sequence[int], re
     return transfer.wait(transfer.start(x))
 
 
+class Gather:
+    """A gather of the axis `tokens` of a tensor, without a gradient, which runs beside kernels until it is awaited."""
+
+    def __init__(self, context: ContextParallel, x: torch.Tensor, tokens: int) -> None:
+        self.context, self.tokens = context, tokens
+        self._found = x.new_empty(context.size, *x.shape)
+        # Kept until it has been sent.
+        self._sent = x.detach().contiguous()
+        self._work: Any = dist.all_gather_into_tensor(
+            self._found.flatten(0, 1), self._sent, group=context.group, async_op=True
+        )
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensors of all processes, one after the other, ready for use on the current stream."""
+        self._work.wait()
+        return self._found.movedim(0, self.tokens).flatten(self.tokens, self.tokens + 1)
+
+
 def gather_whole(context: ContextParallel, x: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return the whole of a tensor whose axis `tokens` processes share, without a gradient."""
-    found = x.new_empty(context.size, *x.shape)
-    dist.all_gather_into_tensor(found.flatten(0, 1), x.detach().contiguous(), group=context.group)
-    return found.movedim(0, tokens).flatten(tokens, tokens + 1)
+    return Gather(context, x, tokens).wait()
 
 
-def gather_tokens(context: ContextParallel, x: torch.Tensor, tokens: int, uses: int = 1) -> tuple[torch.Tensor, ...]:
-    """Return the whole of a tensor whose axis `tokens` processes share, once for each use.
+def gather_tokens(context: ContextParallel, x: torch.Tensor, tokens: int, gather: Gather | None = None) -> torch.Tensor:
+    """Return the whole of a tensor whose axis `tokens` processes share.
 
-    Gradients of all uses in all processes are added in float32 (float64), and each process gets its part of them.
+    Gradients of all processes are added in float32 (float64), and each process gets its part of them.
+
+    Args:
+        context, x, tokens: the processes, the process's part, and its axis of tokens.
+        gather: the gather of `x`, where it is under way.
     """
-    return _Gather.apply(x, context, tokens, uses)
+    return _Gathered.apply(x, gather or Gather(context, x, tokens))
 
 
-class _Gather(torch.autograd.Function):
+class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, context: ContextParallel, tokens: int, uses: int) -> Any:
-        ctx.context, ctx.tokens = context, tokens
-        whole = gather_whole(context, x, tokens)
-        return whole, *(whole.detach() for _ in range(uses - 1))
+    def forward(ctx: Any, x: torch.Tensor, gather: Gather) -> torch.Tensor:
+        ctx.context, ctx.tokens = gather.context, gather.tokens
+        return gather.wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         context, tokens, dtype = ctx.context, ctx.tokens, gradients[0].dtype
         wide = gradients[0].to(torch.promote_types(dtype, torch.float32))
-        for gradient in gradients[1:]:
-            wide = wide + gradient
         parts = wide.unflatten(tokens, (context.size, -1)).movedim(tokens, 0).contiguous()
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=context.group)
-        return own.to(dtype), None, None, None
+        return own.to(dtype), None
 
 
 def with_neighbours(

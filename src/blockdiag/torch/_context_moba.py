@@ -1,14 +1,21 @@
 """MoBA over sequences whose tokens several processes share."""
 
+import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from blockdiag._context_sizes import next_multiple
-from blockdiag.torch._context_collectives import gather_tokens, gather_whole
+from blockdiag._describe_moba import check_moba_block_size, count_packed_blocks, describe_moba_call
+from blockdiag.moba_problem import MoBAProblem
+from blockdiag.torch import _moba_passes
+from blockdiag.torch._context_collectives import Gather, gather_tokens, gather_whole, with_neighbours
 from blockdiag.torch._context_exchange import exchange, from_zigzag, to_zigzag
 from blockdiag.torch._context_parallel import ContextParallel, check_parts, choose_strategy
+from blockdiag.torch._moba_call import ListArguments
+from blockdiag.torch._moba_tables import clip_offsets, moba_tables
 
 
 # Handles of transfers and process groups cannot be traced.
@@ -16,27 +23,35 @@ from blockdiag.torch._context_parallel import ContextParallel, check_parts, choo
 def attend_to_shared_tokens(
     context: ContextParallel,
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    who: _moba_passes.Who,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     sequence_offsets: torch.Tensor | None,
     key_mask: torch.Tensor | None,
+    options: dict[str, Any],
     *,
-    block_size: int,
-    is_causal: bool,
     return_residual: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Return MoBA's output for the tokens of this process, and its log-sum-exp if asked for.
 
+    Strategy "gather": every process computes the mean keys of the blocks that begin with its tokens, and mean keys are
+    gathered before keys and values. Queries choose their blocks by mean keys while keys and values are on their way. A
+    block is the same block, with the same mean key, as in one process. Of packed sequences a cut may divide a block:
+    the process in which it begins is sent the rest of it, at most `block_size - 1` keys.
+
     Args:
         context: which processes share the tokens, and how they work together.
         attend: `moba_attention` with everything but these tensors, and with its residual.
-        query, key, value, sequence_offsets, key_mask, block_size, is_causal, return_residual: of the call; offsets
-            count through the tokens of all processes.
+        who: who computes the passes of MoBA.
+        query, key, value, sequence_offsets, key_mask, return_residual: of the call; offsets count through the tokens of
+            all processes.
+        options: the other arguments of the call, `block_size`, `top_k`, `scale` and `is_causal`.
 
     Raises:
         ValueError: the strategy cannot serve.
     """
+    block_size = check_moba_block_size(options["block_size"])
     check_parts(context, {"query": query, "key": key, "value": value}, sequence_offsets)
     if query.shape[:-2] != key.shape[:-2]:
         raise ValueError(
@@ -58,57 +73,138 @@ def attend_to_shared_tokens(
             f"`block_size`={block_size}; pad the {own * context.size} tokens to "
             f"{next_multiple(own, block_size) * context.size}, or use strategy='ulysses'"
         )
-    results = _attend_to_gathered(
-        context, attend, query, key, value, sequence_offsets, whole_mask, block_size=block_size, is_causal=is_causal
-    )
+    results = _attend_to_gathered(context, who, query, key, value, sequence_offsets, whole_mask, options)
     return results if return_residual else results[:1]
 
 
 def _attend_to_gathered(
     context: ContextParallel,
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    who: _moba_passes.Who,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     sequence_offsets: torch.Tensor | None,
     whole_mask: torch.Tensor | None,
-    *,
-    block_size: int,
-    is_causal: bool,
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of this process's queries, and of the keys of all processes."""
     tokens, own, batch = query.ndim - 3, query.shape[-3], query.shape[:-3]
-    total = own * context.size
+    rows, total, is_causal = math.prod(batch), own * context.size, options["is_causal"]
     edges = sequence_offsets
     if edges is None:
         edges = torch.arange(2, dtype=torch.int32, device=query.device) * total
     mask = None if whole_mask is None else whole_mask.reshape(-1)
+    # Keys that are on their way: their shape is known.
+    coming = key.new_empty(1).expand(rows * total, *key.shape[-2:])
+    _, all_offsets = _packed_offsets(edges, 0, total, total, rows, is_causal=False)
+    problem = describe_moba_call(
+        query.new_empty(1).expand(rows * total, *query.shape[-2:]), coming,
+        sequence_offsets=all_offsets, key_sequence_offsets=None, key_mask=mask, **options,
+    )  # fmt: skip
+    centroids = _gather_centroids(context, who, problem, key, sequence_offsets, whole_mask)
 
-    def attended(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries that follow each other, the first of which has this place."""
-        count = query.shape[tokens]
-        offsets, key_offsets = _packed_offsets(edges, first, count, total, math.prod(batch), is_causal=is_causal)
-        packed = [x.flatten(0, tokens) for x in (query, key, value)]
-        results = attend(*packed, sequence_offsets=offsets, key_sequence_offsets=key_offsets, key_mask=mask)
-        output, log_sum = (x.unflatten(0, (*batch, count)) for x in results)
-        return output, log_sum
+    def arguments_of(query: torch.Tensor, first: int) -> ListArguments:
+        """The call of queries that follow each other, the first of which has this place."""
+        offsets, key_offsets = _packed_offsets(edges, first, query.shape[tokens], total, rows, is_causal=is_causal)
+        return ListArguments(
+            query.detach().flatten(0, tokens), coming, mask, offsets, key_offsets, None, 0, 0,
+            problem.block_size, options["top_k"], is_causal, who.names,
+        )  # fmt: skip
 
-    if not is_causal or own % (2 * block_size):
-        (key,), (value,) = (gather_tokens(context, x, tokens) for x in (key, value))
-        return attended(query, key, value, context.rank * own)
-    # Late queries look at more blocks to choose from than early ones: each process has some of both.
-    part = own // 2
-    keys, values = (gather_tokens(context, x, tokens, 2) for x in (key, value))
-    queries = to_zigzag(context, query.movedim(tokens, 0)).movedim(0, tokens).split(part, tokens)
-    starts = (context.rank * part, (2 * context.size - 1 - context.rank) * part)
-    halves = [attended(*each) for each in zip(queries, keys, values, starts, strict=True)]
-    output, log_sum = (
-        from_zigzag(context, torch.cat([x.movedim(tokens, 0) for x in both])).movedim(0, tokens).contiguous()
-        for both in zip(*halves, strict=True)
-    )
+    def choose(query: torch.Tensor, first: int, centroids: torch.Tensor) -> torch.Tensor:
+        """Return the blocks that queries choose, [queries, batch rows, N, slots]."""
+        chosen = _moba_passes.choose(who, arguments_of(query, first), centroids)
+        return chosen.unflatten(1, (rows, -1)).movedim((2, 1), (0, 1))
+
+    is_balanced = centroids is not None and is_causal and own % (2 * problem.block_size) == 0
+    choosing = to_zigzag(context, query.detach().movedim(tokens, 0)).movedim(0, tokens) if is_balanced else query
+    # They are on their way while queries choose.
+    gathers = [Gather(context, x, tokens) for x in (key, value)]
+    chosen = None
+    if centroids is not None:
+        if is_balanced:
+            part = own // 2
+            starts = (context.rank * part, (2 * context.size - 1 - context.rank) * part)
+            halves = zip(choosing.split(part, tokens), starts, strict=True)
+            chosen = from_zigzag(context, torch.cat([choose(*half, centroids) for half in halves]))
+        else:
+            chosen = choose(choosing, context.rank * own, centroids)
+        chosen = chosen.movedim((0, 1), (2, 1)).flatten(1, 2).contiguous()
+    lists = _moba_passes.make_lists(who, arguments_of(query, context.rank * own), chosen)
+    key, value = (gather_tokens(context, x, tokens, gather) for x, gather in zip((key, value), gathers, strict=True))
+    query, key, value = (x.flatten(0, tokens) for x in (query, key, value))
+    results = _moba_passes.attend(who, query, key, value, mask, lists, problem)
+    output, log_sum = (x.unflatten(0, (*batch, own)) for x in results)
     return output, log_sum
+
+
+@torch.no_grad()
+def _gather_centroids(
+    context: ContextParallel,
+    who: _moba_passes.Who,
+    problem: MoBAProblem,
+    key: torch.Tensor,
+    sequence_offsets: torch.Tensor | None,
+    whole_mask: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Return mean keys of all blocks, [num_blocks, K, parts, H]; None where no query chooses.
+
+    Args:
+        context, who, key, sequence_offsets: of the call.
+        problem: the call of all keys, batch rows one after the other.
+        whole_mask: [.., T] of the keys of all processes.
+    """
+    if problem.slots == 0:
+        return None
+    tokens, own, block_size = key.ndim - 3, key.shape[-3], problem.block_size
+    total, first = own * context.size, context.rank * own
+    if sequence_offsets is None:
+        rows = math.prod(key.shape[:tokens])
+        count = rows * (own // block_size)
+        local = dataclasses.replace(problem, query_tokens=rows * own, key_tokens=rows * own, num_blocks=count)
+        blocks, _ = moba_tables(local, rows, None, None, key.device)
+        mask = None if whole_mask is None else whole_mask.narrow(tokens, first, own).reshape(-1)
+        found = _moba_passes.find_centroids(who, local, key.flatten(0, tokens), mask, blocks)
+        whole = gather_whole(context, found.unflatten(0, (rows, -1)), 1).flatten(0, 1)
+        # Tables of packed batch rows have more rows than there are blocks.
+        return torch.cat([whole, whole.new_zeros(problem.num_blocks - whole.shape[0], *whole.shape[1:])])
+    halo = block_size - 1
+    (longer,) = with_neighbours(context, [key], tokens, 0, halo)
+    mask = None
+    if whole_mask is not None:
+        mask = torch.nn.functional.pad(whole_mask, (0, halo)).narrow(tokens, first, own + halo)
+    all_blocks, _ = moba_tables(problem, 1, clip_offsets(sequence_offsets, total), None, key.device)
+    blocks, order = _own_blocks(context, all_blocks, own, sequence_offsets.shape[0] - 1, block_size)
+    count = blocks.shape[0]
+    local = dataclasses.replace(problem, query_tokens=own, key_tokens=own + halo, num_blocks=count)
+    found = _moba_passes.find_centroids(who, local, longer, mask, blocks)
+    return gather_whole(context, found, 0)[order]
+
+
+def _own_blocks(
+    context: ContextParallel, blocks: torch.Tensor, own: int, num_sequences: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the table of the blocks that begin in this process, and where all blocks are once these are gathered.
+
+    Args:
+        context: the processes.
+        blocks: the block table of all tokens.
+        own: tokens of a process.
+        num_sequences, block_size: of the call.
+    """
+    size, device = context.size, blocks.device
+    most = count_packed_blocks(own, num_sequences, block_size)
+    # Unused rows of the table, which come last, begin in no process.
+    starts = torch.where(blocks[:, 1] > 0, blocks[:, 0], own * size)
+    firsts = torch.searchsorted(starts, torch.arange(size + 1, dtype=starts.dtype, device=device) * own)
+    number = firsts[context.rank] + torch.arange(most, device=device)
+    table = blocks[number.clamp(max=blocks.shape[0] - 1)]
+    # No query of these blocks is asked for.
+    start, length, nothing = table[:, 0] - context.rank * own, table[:, 1], torch.zeros_like(table[:, 0])
+    table = torch.stack([start, length, nothing, nothing], 1)
+    table = torch.where((number < firsts[context.rank + 1])[:, None], table, 0)
+    process = (starts // own).clamp(max=size - 1).long()
+    return table, process * most + torch.arange(blocks.shape[0], device=device) - firsts[process]
 
 
 def _packed_offsets(

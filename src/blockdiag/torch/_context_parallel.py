@@ -137,7 +137,7 @@ def check_parts(
     name, x = next(iter(operands.items()))
     compare_tokens(context, {name: x.shape[-3]}, x.device)
     tokens = (*x.shape[:-3], x.shape[-3] * context.size)
-    _validate.check_packing(tokens, block_size, sequence_offsets, block_lengths)
+    _validate.check_packing(tokens, block_size, sequence_offsets, block_lengths, name)
 
 
 def compare_tokens(context: ContextParallel, tokens: dict[str, int], device: torch.device) -> None:

@@ -143,18 +143,19 @@ def moba_attention(
         check_moba_operands(query, key, value)
         # Only here, because it imports the compiler of torch, to keep out of its graphs.
         from blockdiag.torch._context_moba import attend_to_shared_tokens
+        from blockdiag.torch._moba_passes import Who
 
+        options: Any = {"block_size": block_size, "top_k": top_k, "scale": scale, "is_causal": is_causal}
         attend = functools.partial(
-            moba_attention, block_size=block_size, top_k=top_k, scale=scale, is_causal=is_causal,
-            implementation=implementation, via=via, return_residual=True,
-        )  # fmt: skip
+            moba_attention, implementation=implementation, via=via, return_residual=True, **options
+        )
         results = attend_to_shared_tokens(
-            context_parallel, attend, query, key, value, sequence_offsets, key_mask,
-            block_size=block_size, is_causal=is_causal, return_residual=return_residual,
+            context_parallel, attend, Who(*_who_computes(query, implementation, via)), query, key, value,
+            sequence_offsets, key_mask, options, return_residual=return_residual,
         )  # fmt: skip
         return results if return_residual else results[0]
     if query.is_nested or key.is_nested or value.is_nested:
-        options: Any = {
+        options = {
             "block_size": block_size, "top_k": top_k, "scale": scale, "is_causal": is_causal, "routing": routing,
             "key_mask": key_mask, "implementation": implementation, "via": via,
         }  # fmt: skip

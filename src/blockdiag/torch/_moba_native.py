@@ -24,17 +24,26 @@ from blockdiag.torch._moba_routing import given_choice, indices_of_choice
 from blockdiag.torch._moba_tables import moba_tables
 from blockdiag.torch._native import Unsupported, dense, reshaped
 from blockdiag.triton_kernels.moba import MoBALaunch, supports
-from blockdiag.triton_kernels.moba_steps import backward_steps, forward_steps, list_steps, routing_steps
+from blockdiag.triton_kernels.moba_steps import (
+    backward_steps,
+    centroid_steps,
+    choice_steps,
+    forward_steps,
+    list_steps,
+    routing_steps,
+)
 
-__all__ = ["Unsupported", "attend", "differentiate", "make_lists", "route"]
+__all__ = ["Unsupported", "attend", "choose", "differentiate", "find_centroids", "make_lists", "route"]
 
 # Calls of a model repeat a few shapes; what is kept for each is small, and kernels are shared beyond this.
 _REMEMBERED_PASSES = 1024
 
-type Pass = Literal["route", "list", "forward", "backward"]
+type Pass = Literal["route", "centroids", "choose", "list", "forward", "backward"]
 
 _RESULTS: Mapping[Pass, Sequence[str]] = {
     "route": ("chosen",),
+    "centroids": ("centroids",),
+    "choose": ("chosen",),
     "list": Lists._fields,
     "forward": ("output", "log_sum"),
     "backward": ("d_query", "d_key", "d_value"),
@@ -54,8 +63,30 @@ def route(arguments: ListArguments) -> torch.Tensor:
         return reshaped(indices_of_choice(problem, chosen, tables[1], arguments.top_k), shape)
 
 
-def make_lists(arguments: ListArguments) -> ListResults:
-    """Tables, lists and own blocks of a call."""
+def find_centroids(
+    problem: MoBAProblem, key: torch.Tensor, key_mask: torch.Tensor | None, blocks: torch.Tensor
+) -> torch.Tensor:
+    """Mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
+    _check_support(problem)
+    with torch.cuda.device(key.device):
+        arrays = {"key": dense(key), "blocks": blocks}
+        (centroids,) = _run("centroids", problem, arrays | _flags(mask=key_mask))
+        return centroids
+
+
+def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
+    """Blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
+    problem = describe_lists(arguments)
+    _check_support(problem)
+    with torch.cuda.device(arguments.query.device):
+        _, queries = _tables(problem, arguments)
+        arrays = {"query": dense(arguments.query), "queries": queries, "centroids": dense(centroids)}
+        (chosen,) = _run("choose", problem, arrays)
+        return chosen
+
+
+def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> ListResults:
+    """Tables, lists and own blocks of a call; where it is known what queries choose, keys are not read."""
     problem = describe_lists(arguments)
     if is_empty(problem):
         return no_results(problem, arguments)
@@ -63,12 +94,12 @@ def make_lists(arguments: ListArguments) -> ListResults:
     with torch.cuda.device(arguments.query.device):
         tables = _tables(problem, arguments)
         own = None
-        if arguments.indices is None:
-            chosen = _choose(problem, arguments, *tables)
-        else:
+        if arguments.indices is not None:
             indices = arguments.indices.reshape(problem.query_tokens, problem.query_heads, problem.slots)
             key_mask = None if arguments.key_mask is None else arguments.key_mask.reshape(-1)
             chosen, own = given_choice(problem, indices, key_mask, *tables)
+        elif chosen is None:
+            chosen = _choose(problem, arguments, *tables)
         lists = _list_choices(problem, chosen)
         if own is None:
             own = torch.empty(own_shape(problem, has_own=False), dtype=torch.bool, device=chosen.device)
@@ -193,6 +224,8 @@ def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int
     """
     steps = {
         "route": routing_steps,
+        "centroids": centroid_steps,
+        "choose": choice_steps,
         "list": list_steps,
         "forward": lambda: forward_steps(problem),
         "backward": lambda: backward_steps(problem),

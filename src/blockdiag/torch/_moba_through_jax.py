@@ -33,7 +33,7 @@ def route(arguments: ListArguments) -> torch.Tensor:
     """The routing as `Routing.indices` has it."""
     problem = describe_lists(arguments)
     shape = (*arguments.query.shape[:-1], arguments.top_k)
-    call = _prepare(problem, arguments)
+    call = _prepare(problem, arguments.implementation, arguments.query)
     if is_empty(problem):
         return torch.full(shape, -1, dtype=torch.int32, device=arguments.query.device)
     with same_device(), _precision(arguments.query):
@@ -41,14 +41,34 @@ def route(arguments: ListArguments) -> torch.Tensor:
         return to_torch(indices)
 
 
-def make_lists(arguments: ListArguments) -> ListResults:
-    """Tables, lists and own blocks of a call."""
+def find_centroids(
+    problem: MoBAProblem, implementation: str, key: torch.Tensor, key_mask: torch.Tensor | None, blocks: torch.Tensor
+) -> torch.Tensor:
+    """Mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
+    call = _prepare(problem, implementation, key)
+    with same_device(), _precision(key):
+        return to_torch(_find_centroids(call, *map(_to_jax_or_none, (key, key_mask, blocks))))
+
+
+def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
+    """Blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
+    problem, query = describe_lists(arguments), arguments.query
+    call = _prepare(problem, arguments.implementation, query)
+    with same_device(), _precision(query):
+        given = (query, centroids, arguments.sequence_offsets, arguments.key_sequence_offsets)
+        return to_torch(_choose_by_centroids(call, arguments.num_sequences, *map(_to_jax_or_none, given)))
+
+
+def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> ListResults:
+    """Tables, lists and own blocks of a call; where it is known what queries choose, keys are not read."""
     problem, device = describe_lists(arguments), arguments.query.device
-    call = _prepare(problem, arguments)
+    call = _prepare(problem, arguments.implementation, arguments.query)
     if is_empty(problem):
         return no_results(problem, arguments)
     with same_device(), _precision(arguments.query):
-        tables, lists, own = _make_lists(call, arguments.num_sequences, *map(_to_jax_or_none, arguments[:6]))
+        query, key, *others = arguments[:6]
+        given = (query, key if chosen is None and problem.slots > 0 else None, *others, chosen)
+        tables, lists, own = _make_lists(call, arguments.num_sequences, *map(_to_jax_or_none, given))
         results = [to_torch(one) for one in tables]
         results += no_lists(problem, device) if lists is None else [to_torch(one) for one in lists]
         if own is None:
@@ -61,7 +81,7 @@ def make_lists(arguments: ListArguments) -> ListResults:
 def attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp, in the shapes of query and of its tokens and heads."""
     problem, query = describe_attention(arguments), arguments.query
-    call = _prepare(problem, arguments)
+    call = _prepare(problem, arguments.implementation, arguments.query)
     if is_empty(problem):
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         return query.new_zeros(query.shape), query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
@@ -79,7 +99,7 @@ def differentiate(
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of query, key and value."""
     problem = describe_attention(arguments)
-    call = _prepare(problem, arguments)
+    call = _prepare(problem, arguments.implementation, arguments.query)
     operands = arguments[:3]
     if is_empty(problem):
         return tuple(operand.new_zeros(operand.shape) for operand in operands)
@@ -89,12 +109,11 @@ def differentiate(
         return tuple(map(to_torch, gradients))
 
 
-def _prepare(problem: MoBAProblem, arguments: ListArguments | AttentionArguments) -> Call:
+def _prepare(problem: MoBAProblem, text: str, operand: torch.Tensor) -> Call:
     """The call, once it is known that someone can compute it."""
-    text = arguments.implementation
     names = normalise_implementation(tuple(text.split(",")) if text else None, MOBA_IMPLEMENTATIONS)
     resolve(problem, names)
-    if arguments.query.is_cuda and torch.cuda.is_current_stream_capturing():
+    if operand.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph cannot capture the path through JAX, which runs on JAX's own stream; leave `via` and "
             "`implementation` at None for the native kernels, where they take the call (heads of 8 to 256 in steps of "
@@ -124,19 +143,20 @@ def _make_lists(
     call: Call,
     num_sequences: int,
     query: jax.Array,
-    key: jax.Array,
+    key: jax.Array | None,
     key_mask: jax.Array | None,
     sequence_offsets: jax.Array | None,
     key_sequence_offsets: jax.Array | None,
     indices: jax.Array | None,
+    chosen: jax.Array | None,
 ) -> tuple[tuple[jax.Array, jax.Array], Lists | None, jax.Array | None]:
     problem = call.problem
     tables = moba_tables(problem, num_sequences, sequence_offsets, key_sequence_offsets)
     own = None
-    if indices is None:
-        chosen = _choose(call, _rows(query), _rows(key), _mask_rows(key_mask), tables)
-    else:
+    if indices is not None:
         chosen, own = given_choice(problem, _rows(indices), _mask_rows(key_mask), *tables)
+    elif key is not None:
+        chosen = _choose(call, _rows(query), _rows(key), _mask_rows(key_mask), tables)
     lists = None if problem.slots == 0 else call_implementation("make_lists", problem, call.implementations, chosen)
     return tables, lists, own
 
@@ -180,6 +200,24 @@ def _differentiate(
     )
     d_query, d_key, d_value = (one.reshape(x.shape) for one, x in zip(gradients, operands, strict=True))
     return d_query, d_key, d_value
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _find_centroids(call: Call, key: jax.Array, key_mask: jax.Array | None, blocks: jax.Array) -> jax.Array:
+    return call_implementation("centroids", call.problem, call.implementations, key, key_mask, blocks)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _choose_by_centroids(
+    call: Call,
+    num_sequences: int,
+    query: jax.Array,
+    centroids: jax.Array,
+    sequence_offsets: jax.Array | None,
+    key_sequence_offsets: jax.Array | None,
+) -> jax.Array:
+    _, queries = moba_tables(call.problem, num_sequences, sequence_offsets, key_sequence_offsets)
+    return call_implementation("choose", call.problem, call.implementations, _rows(query), centroids, queries)
 
 
 def _choose(call: Call, query: jax.Array, key: jax.Array, key_mask: jax.Array | None, tables: tuple) -> jax.Array:

@@ -253,8 +253,8 @@ class MoBALaunch:
             case "key" | "value" | "d_key" | "d_value":
                 return TensorSpec((problem.key_tokens, problem.key_heads, head_dim), problem.dtype)
             case "centroids":
-                parts = 1 if problem.dtype == "float32" else 3
-                return TensorSpec((problem.num_blocks, problem.key_heads, parts, head_dim), problem.dtype)
+                shape = (problem.num_blocks, problem.key_heads, problem.centroid_parts, head_dim)
+                return TensorSpec(shape, problem.dtype)
             case "mask":
                 return TensorSpec((problem.key_tokens,), "int8")
             case "own":
@@ -335,9 +335,8 @@ class MoBALaunch:
             "KEY_HEADS": problem.key_heads,
             "HEAD_DIM": problem.head_dim,
             "COLUMNS": max(16, next_power_of_2(problem.head_dim)),
-            "PARTS": 1 if problem.dtype == "float32" else 3,
-            # What the first part of a float16 leaves is 2^11 times smaller.
-            "PART_SCALE": 2048.0 if problem.dtype == "float16" else 1.0,
+            "PARTS": problem.centroid_parts,
+            "PART_SCALE": problem.centroid_scale,
             "SLOTS": problem.slots,
             # Places for the best blocks so far: one more than the slots, to see what the last one was chosen over.
             "KEEP": next_power_of_2(problem.slots + 1),

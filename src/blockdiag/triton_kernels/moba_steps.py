@@ -22,9 +22,19 @@ class Step(NamedTuple):
     heads: tuple[int, int] | None = None
 
 
+def centroid_steps() -> tuple[Step, ...]:
+    """From keys to mean keys of blocks."""
+    return (Step("centroids"),)
+
+
+def choice_steps() -> tuple[Step, ...]:
+    """From queries and mean keys to chosen blocks."""
+    return (Step("choose"),)
+
+
 def routing_steps() -> tuple[Step, ...]:
     """From query and key to chosen blocks."""
-    return Step("centroids"), Step("choose")
+    return *centroid_steps(), *choice_steps()
 
 
 def list_steps() -> tuple[Step, ...]:

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from blockdiag._dtypes import accumulation_dtype
 from blockdiag._sizes import is_symbolic, smaller_bound
+from blockdiag.moba_centroids import Centroids, centroids_of_sums, whole_centroids
 from blockdiag.moba_lists import Lists
 from blockdiag.moba_problem import MoBAProblem
 from blockdiag.packing import count_below, count_not_above
@@ -54,21 +55,43 @@ def route(
     later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret
-    num_chosen = smaller_bound(problem.num_blocks, problem.slots)
-    if num_chosen == 0 or problem.query_tokens == 0 or problem.key_tokens == 0:
+    if 0 in (problem.num_blocks, problem.slots, problem.query_tokens, problem.key_tokens):
         return jnp.full((problem.query_heads, problem.query_tokens, problem.slots), -1, jnp.int32)
+    return choose(problem, query, centroids(problem, key, key_mask, blocks), queries)
+
+
+def centroids(
+    problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
+) -> Centroids:
+    """Mean of each block's unmasked keys, NaN where there is none."""
+    del interpret
+    wide = accumulation_dtype(key.dtype)
+
+    def total(block: Array) -> tuple[Array, Array]:
+        rows = _key_rows(problem, key_mask, block)
+        count = jnp.sum(rows < problem.key_tokens, dtype=jnp.int32)
+        return jnp.sum(_rows(key, rows).astype(wide), axis=0), count
+
+    return centroids_of_sums(problem, *_map_in_batches(total, blocks, 4096 // problem.block_size))
+
+
+def choose(
+    problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
+) -> Array:
+    """Blocks that each query chooses by mean keys; see `route`."""
+    del interpret
+    num_chosen = smaller_bound(problem.num_blocks, problem.slots)
     wide = accumulation_dtype(query.dtype)
-    centroids, sizes = _centroids(problem, key, key_mask, blocks)  # [num_blocks, K, H], [num_blocks]
     # From the last block to the first, because `top_k` takes the first of equal scores.
-    centroids, is_empty = centroids[::-1], sizes[::-1] == 0
+    means = whole_centroids(problem, centroids)[::-1]  # [num_blocks, K, H]
     block = jnp.arange(problem.num_blocks - 1, -1, -1, dtype=jnp.int32)
     lowest = float(jnp.finfo(wide).min)
 
-    def choose(operands: tuple[Array, Array]) -> Array:
+    def choose_for_one(operands: tuple[Array, Array]) -> Array:
         query, bounds = operands  # of one query: [N, H], [4]
         query = query.astype(wide).reshape(problem.key_heads, problem.group_size, problem.head_dim)
-        scores = _product("kgh,bkh->kgb", query, centroids).reshape(problem.query_heads, problem.num_blocks)
-        is_allowed = (block >= bounds[0]) & (block < bounds[1]) & ~is_empty
+        scores = _product("kgh,bkh->kgb", query, means).reshape(problem.query_heads, problem.num_blocks)
+        is_allowed = (block >= bounds[0]) & (block < bounds[1])
         is_candidate = is_allowed[None, :] & ~jnp.isnan(scores)  # [N, num_blocks]
         # Every candidate must stand before all others, and -0 beside 0.
         scores = jnp.where(scores == 0, 0, jnp.maximum(scores, lowest))
@@ -82,7 +105,9 @@ def route(
         return jnp.where(is_chosen, problem.num_blocks - 1 - order.astype(jnp.int32), -1)
 
     num_scores = problem.query_heads * (_SYMBOLIC_BLOCKS if is_symbolic(problem.num_blocks) else problem.num_blocks)
-    chosen = _map_in_batches(choose, (query, queries), _ROUTING_SCORES // num_scores)  # [query_tokens, N, num_chosen]
+    chosen = _map_in_batches(
+        choose_for_one, (query, queries), _ROUTING_SCORES // num_scores
+    )  # [query_tokens, N, num_chosen]
     padding = ((0, 0), (0, 0), (0, problem.slots - num_chosen))
     return jnp.pad(jnp.swapaxes(chosen, 0, 1), padding, constant_values=-1)
 
@@ -217,19 +242,6 @@ class _Tile:
 
 def _is_empty(problem: MoBAProblem) -> bool:
     return problem.query_tokens == 0 or problem.key_tokens == 0 or problem.num_blocks == 0
-
-
-def _centroids(problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array) -> tuple[Array, Array]:
-    """Mean of each block's unmasked keys [num_blocks, K, H], in float32, and their number int32 [num_blocks]."""
-    wide = accumulation_dtype(key.dtype)
-
-    def centroid(block: Array) -> tuple[Array, Array]:
-        rows = _key_rows(problem, key_mask, block)
-        size = jnp.sum(rows < problem.key_tokens, dtype=jnp.int32)
-        total = jnp.sum(_rows(key, rows).astype(wide), axis=0)
-        return total / jnp.maximum(size, 1).astype(wide), size
-
-    return _map_in_batches(centroid, blocks, 4096 // problem.block_size)
 
 
 def _map_in_batches(function: Callable[[Any], Any], operands: Any, at_once: int) -> Any:

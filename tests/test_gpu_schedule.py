@@ -1,0 +1,48 @@
+"""Programs for GPUs, compiled without one: transfers beside kernels, and operands that launches write into."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs JAX's CUDA plugin, jax-cuda13-plugin"
+)
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Any]:
+    environment = {**os.environ, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    command = [sys.executable, "-m", "tests.gpu_schedule"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+def several(transfers: list[list[int]]) -> list[tuple[int, int]]:
+    """The transfers of several arrays: how many these are, and kernels beside them."""
+    return [(arrays, kernels) for arrays, kernels in transfers if arrays > 1]
+
+
+def test_exchanges_run_beside_kernels(programs: dict[str, Any]) -> None:
+    together = several(programs["ulysses"])
+    # Four groups of heads. Query, key and value of the second, then these of the next group with the results of the one
+    # before; and the mirror image in the backward pass, where three kernels compute a group.
+    assert [arrays for arrays, _ in together] == [3, 4, 4, 4, 4, 3]
+    assert all(kernels >= 3 for _, kernels in together), together
+
+
+def test_gathers_run_beside_the_choice_of_blocks_and_sums_beside_gradients(programs: dict[str, Any]) -> None:
+    """Keys and values together; early and late queries choose by a kernel each, heads in two parts have gradients."""
+    assert several(programs["gather"]) == [(2, 2), (2, 2)]
+
+
+def test_launches_write_into_memory_of_their_own(programs: dict[str, Any]) -> None:
+    """Gradients of keys and values once started as the same zeros, and XLA gave both the same memory."""
+    aliased = programs["aliased"]
+    assert aliased
+    assert all(len(set(operands)) == len(operands) for operands in aliased), aliased
