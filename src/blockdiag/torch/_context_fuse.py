@@ -31,7 +31,7 @@ from blockdiag.fusion.rows import axis_of
 from blockdiag.fusion.sharding import is_known, local_region
 from blockdiag.fusion.trace import aval_of, has_effects
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ROWS, Dim, Region
-from blockdiag.torch._context_collectives import Transfer, gather_tokens
+from blockdiag.torch._context_collectives import Gather, Transfer, gather_tokens
 from blockdiag.torch._context_exchange import from_zigzag, to_zigzag
 from blockdiag.torch._context_parallel import ContextParallel
 from blockdiag.torch._fuse_region import region_p
@@ -184,7 +184,7 @@ class SharedRegion:
         self._has_log_sum = has_log_sum
         self._check_axes()
         axis = as_axis(context)
-        self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, ())
+        self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, (), ("gather",))
         sizes = region.sizes | {ROWS: region.sizes[ROWS] // context.size}
         output = TensorSpec(shape_of(region.out_dims, sizes), region.dtype.name)
         log_sum = TensorSpec(tuple(sizes[label] for label in (*region.batch, ROWS)), "float32")
@@ -207,7 +207,7 @@ class SharedRegion:
         ]
 
         def attend(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            # All exchanges are on their way before the first is awaited.
+            # All transfers are on their way before the first is awaited.
             coming = [self._moving(x, *each) for x, each in zip(tensors, moved, strict=True)]
             here = [finish() for finish in coming]
             own = (self._region.out_dims, tuple((label,) for label in (*self._region.batch, ROWS)))
@@ -271,11 +271,12 @@ class SharedRegion:
         heads = None if label is None else axis_of(dims, label)
         if axis is not None and label is not None and heads is not None and self._is_slowest(dims[heads], label):
             return start_exchange(context, x, axis, heads)
-        if axis is None or rows is None or label is not None:
-            whole = x if axis is None else gather_tokens(context, x, axis)[0]
-            found = self._whole_moved(whole, dims)
-        else:
-            found = self._in_runs(_reordered(to_zigzag, context, x, rows) if self.chosen.is_zigzag else x, rows)
+        if axis is None:
+            return lambda: self._whole_moved(x, dims)
+        if rows is None or label is not None:
+            gather = Gather(context, x, axis)
+            return lambda: self._whole_moved(gather_tokens(context, x, axis, gather), dims)
+        found = self._in_runs(_reordered(to_zigzag, context, x, rows) if self.chosen.is_zigzag else x, rows)
         return lambda: found
 
     def _whole_moved(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
