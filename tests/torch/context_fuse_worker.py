@@ -182,7 +182,7 @@ def check_fuse_refusals() -> None:
     refused(r"`token_axes` has the axis 4 for `args\[0\]`, of shape", causal, query, key, value, axes=4)
     refused("does not fit the 3 arguments", causal, query, key, value, axes=(1, 1))
     refused(r"got \[3, 4.*give each process", causal, *(x[:, : 3 + rank] for x in (query, key, value)))
-    refused("strategy 'ulysses' needs an axis that queries, keys and values share", causal, *few, strategy="ulysses")
+    refused("strategy 'ulysses' needs an axis .* use strategy='gather'(?! or)", causal, *few, strategy="ulysses")
     # What is around attention.
     own = query, key, value
     refused("`cumsum` at .* may do: it goes along", lambda x, *rest: causal(jnp.cumsum(x, 1), *rest), *own)

@@ -158,11 +158,14 @@ def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any],
     return output, log_sum
 
 
-def choose(sharing: Sharing, region: Region, types: Sequence[Any]) -> Chosen:
+def choose(
+    sharing: Sharing, region: Region, types: Sequence[Any], others: Sequence[Strategy] = ("gather", "ring")
+) -> Chosen:
     """Choose the way in which devices work together on a region.
 
     Args:
         types: of its leaves and values: shapes, dtypes and shardings.
+        others: strategies beside "ulysses" that messages name.
 
     Raises:
         ValueError: see `attend_to_shared_tokens`.
@@ -181,18 +184,19 @@ def choose(sharing: Sharing, region: Region, types: Sequence[Any]) -> Chosen:
     if able and context.strategy in (None, "ulysses"):
         return Chosen("ulysses", able[0])
     if context.strategy == "ulysses":
-        other = "use strategy='gather' or 'ring'" if obstacle is None else f"no other strategy serves, as {obstacle}"
+        remedy = f"use strategy={' or '.join(map(repr, others))}"
+        other = remedy if obstacle is None else f"no other strategy serves, as {obstacle}"
         raise ValueError(
             f"strategy 'ulysses' needs an axis that queries, keys and values share, such as key heads, and that the "
             f"{devices} devices along {context.axis!r} divide, got {left or 'none'}; {other}"
         )
-    strategy, others = context.strategy or "gather", ["ulysses"] if able else []
+    strategy, able_ones = context.strategy or "gather", ["ulysses"] if able else []
     if strategy == "ring" and obstacle is None and region.sizes[ROWS] != region.sizes[COLUMNS]:
         obstacle = f"there are {region.sizes[ROWS]} queries and {region.sizes[COLUMNS]} keys, not as many"
-        others.append("gather")
+        able_ones.append("gather")
     if obstacle is not None:
         other = "nor does 'ulysses', as the devices divide no axis of key heads"
-        other = f"use strategy={' or '.join(map(repr, others))}" if others else other
+        other = f"use strategy={' or '.join(map(repr, able_ones))}" if able_ones else other
         raise ValueError(f"strategy {strategy!r} does not serve this attention, as {obstacle}; {other}")
     is_zigzag = region.once(needs_balance, devices)
     if is_zigzag and region.sizes[ROWS] % (2 * devices):

@@ -9,7 +9,6 @@ A function is traced with the shapes of whole arrays. Around attention each proc
 | "gather" | rows in zigzag order, where the mask wants that; whatever has keys is gathered | rows back |
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ from blockdiag.fusion.rows import axis_of
 from blockdiag.fusion.sharding import is_known, local_region
 from blockdiag.fusion.trace import aval_of, has_effects
 from blockdiag.fusion.tree import COLUMNS, DISTANCE, ROWS, Dim, Region
-from blockdiag.torch._context_collectives import Transfer, gather_tokens
+from blockdiag.torch._context_collectives import Gather, Transfer, gather_tokens
 from blockdiag.torch._context_exchange import from_zigzag, to_zigzag
 from blockdiag.torch._context_parallel import ContextParallel
 from blockdiag.torch._fuse_region import region_p
@@ -185,7 +184,7 @@ class SharedRegion:
         self._has_log_sum = has_log_sum
         self._check_axes()
         axis = as_axis(context)
-        self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, ())
+        self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, (), ("gather",))
         sizes = region.sizes | {ROWS: region.sizes[ROWS] // context.size}
         output = TensorSpec(shape_of(region.out_dims, sizes), region.dtype.name)
         log_sum = TensorSpec(tuple(sizes[label] for label in (*region.batch, ROWS)), "float32")
@@ -199,7 +198,7 @@ class SharedRegion:
                 whole = np.arange(source.shape[0], dtype=source.dtype) if source.key is None else source.constant
                 assert whole is not None
                 numbers = torch.arange(whole.size).reshape(whole.shape)
-                constants[place] = whole.reshape(-1)[self._arrived(numbers, dims, None).numpy()]
+                constants[place] = whole.reshape(-1)[self._whole_moved(numbers, dims).numpy()]
         compute = self._launch(LocalRegion(local, self._has_log_sum, constants))
         moved = [
             (dims, axis)
@@ -208,7 +207,9 @@ class SharedRegion:
         ]
 
         def attend(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            here = [self._arrived(x, *each) for x, each in zip(tensors, moved, strict=True)]
+            # All transfers are on their way before the first is awaited.
+            coming = [self._moving(x, *each) for x, each in zip(tensors, moved, strict=True)]
+            here = [finish() for finish in coming]
             own = (self._region.out_dims, tuple((label,) for label in (*self._region.batch, ROWS)))
             return [self._returned(x, dims) for x, dims in zip(compute(here), own, strict=False)]
 
@@ -258,34 +259,41 @@ class SharedRegion:
         in_runs = [axis_of(x, ROWS) is not None or axis_of(x, DISTANCE) is not None for x in _dims_of(region)]
         return map_region(local_region(region, sizes), self._runs, in_runs)
 
-    def _arrived(self, x: torch.Tensor, dims: tuple[Dim, ...], axis: int | None) -> torch.Tensor:
-        """A leaf, or the values, as the region between transfers reads it.
+    def _moving(self, x: torch.Tensor, dims: tuple[Dim, ...], axis: int | None) -> Callable[[], torch.Tensor]:
+        """Send a leaf, or the values; what is returned gives it as the region between transfers reads it.
 
         Args:
             x: the process's part, or the whole.
             dims: the labels of its axes.
             axis: at which it is a part.
         """
-        context, label = self._context, self.chosen.label
-        rows = axis_of(dims, ROWS)
+        context, label, rows = self._context, self.chosen.label, axis_of(dims, ROWS)
+        heads = None if label is None else axis_of(dims, label)
+        if axis is not None and label is not None and heads is not None and self._is_slowest(dims[heads], label):
+            return start_exchange(context, x, axis, heads)
+        if axis is None:
+            return lambda: self._whole_moved(x, dims)
+        if rows is None or label is not None:
+            gather = Gather(context, x, axis)
+            return lambda: self._whole_moved(gather_tokens(context, x, axis, gather), dims)
+        found = self._in_runs(_reordered(to_zigzag, context, x, rows) if self.chosen.is_zigzag else x, rows)
+        return lambda: found
+
+    def _whole_moved(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
+        """A whole leaf, or whole values, as the region between transfers reads it."""
+        context, label, rows = self._context, self.chosen.label, axis_of(dims, ROWS)
         if label is not None:
             heads = axis_of(dims, label)
-            if axis is not None and heads is not None and self._is_slowest(dims[heads], label):
-                return exchanged(context, x, axis, heads)
-            (x,) = (x,) if axis is None else gather_tokens(context, x, axis)
             return x if heads is None else self._cut(x, dims[heads], heads, label)
         if rows is None:
-            (x,) = (x,) if axis is None else gather_tokens(context, x, axis)
             return self._by_runs(x, dims)
-        if axis is None:
-            parts = x.unflatten(rows, (context.size * self._runs, -1)).unbind(rows)
-            own = (context.rank, 2 * context.size - 1 - context.rank)[: self._runs]
-            x = torch.cat([parts[place] for place in own], rows)
-        elif self.chosen.is_zigzag:
-            x = _reordered(to_zigzag, context, x, rows)
-        if not self._has_runs:
-            return x
-        return x.unflatten(rows, (self._runs, -1)).movedim(rows, 0)
+        parts = x.unflatten(rows, (context.size * self._runs, -1)).unbind(rows)
+        own = (context.rank, 2 * context.size - 1 - context.rank)[: self._runs]
+        return self._in_runs(torch.cat([parts[place] for place in own], rows), rows)
+
+    def _in_runs(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """The process's rows, with a leading axis of runs where these are a batch axis."""
+        return x.unflatten(rows, (self._runs, -1)).movedim(rows, 0) if self._has_runs else x
 
     def _by_runs(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
         """An array without rows; one by distance with a leading axis of runs."""
@@ -306,7 +314,7 @@ class SharedRegion:
         if self.chosen.label is not None:
             heads = axis_of(dims, self.chosen.label)
             assert heads is not None, "results have all batch labels"
-            return exchanged(self._context, x, heads, rows)
+            return start_exchange(self._context, x, heads, rows)()
         if self._has_runs:
             x = x.movedim(0, rows).flatten(rows, rows + 1)
         return _reordered(from_zigzag, self._context, x, rows) if self.chosen.is_zigzag else x
@@ -326,23 +334,35 @@ class SharedRegion:
         return x.flatten(axis, axis + len(sizes) - 1)
 
 
-def exchanged(context: ContextParallel, x: torch.Tensor, before: int, after: int) -> torch.Tensor:
-    """Return a tensor of which processes shared the axis `before`, and now share the axis `after`."""
+def start_exchange(context: ContextParallel, x: torch.Tensor, before: int, after: int) -> Callable[[], torch.Tensor]:
+    """Exchange parts of a tensor of which processes share the axis `before`, so that they share the axis `after`.
+
+    Returns:
+        A function that waits for the exchange and returns the process's part.
+    """
     transfer = Transfer(context.group)
     parts = x.unflatten(after, (context.size, -1)).movedim(after, 0)
-    found = _as_numbers(lambda sent: transfer.wait(transfer.start(sent)), parts)
-    return found.movedim(0, before).flatten(before, before + 1)
+    coming = transfer.start(_as_numbers(parts))
+
+    def finish() -> torch.Tensor:
+        found = _as_before(transfer.wait(coming), x)
+        return found.movedim(0, before).flatten(before, before + 1)
+
+    return finish
 
 
 def _reordered(
     order: Callable[..., torch.Tensor], context: ContextParallel, x: torch.Tensor, rows: int
 ) -> torch.Tensor:
     """A tensor whose rows are in another order."""
-    return _as_numbers(functools.partial(order, context), x.movedim(rows, 0)).movedim(0, rows)
+    return _as_before(order(context, _as_numbers(x.movedim(rows, 0))), x).movedim(0, rows)
 
 
-def _as_numbers(move: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """A tensor after a move, of which truths are numbers: not all backends send truths."""
-    if x.dtype == torch.bool:
-        return move(x.contiguous().view(torch.uint8)).view(torch.bool)
-    return move(x)
+def _as_numbers(x: torch.Tensor) -> torch.Tensor:
+    """A tensor to be sent, of which truths are numbers: not all backends send truths."""
+    return x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _as_before(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What `_as_numbers` was given, after it was sent."""
+    return x.view(torch.bool) if like.dtype == torch.bool else x
