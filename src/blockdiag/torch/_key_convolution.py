@@ -56,8 +56,9 @@ def key_convolution(
         context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Each is sent the
             last size - 1 keys of the one before it, whatever the strategy. `key` is then a plain tensor of the
             process's tokens, and `sequence_offsets` those of all tokens. The gradient of `weights` is that of the
-            process's tokens, as it is for every other parameter: sum it over the group, as FSDP and DDP do.
-            `torch.compile` runs such a call as it is, between graphs, and refuses it where `fullgraph=True`.
+            process's tokens, as it is for every other parameter: add it up over the group. DDP and FSDP do so, and
+            divide by the number of processes. `torch.compile` runs such a call as it is, between graphs, and refuses it
+            where `fullgraph=True`.
 
     Under autocast `key` is cast to its dtype first, and so are weights that are not float32.
 
