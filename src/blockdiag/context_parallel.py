@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.xla_metadata import xla_metadata_call
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -201,8 +202,25 @@ def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
     return [jax.lax.all_to_all(x, axis, 0, 0) for x in arrays]
 
 
-def _swap_together(axis: str, arrays: Sequence[Array]) -> list[Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swap_together(axis: str, arrays: list[Array]) -> list[Array]:
+    """The same by one call of the communication library, backward too."""
     return _together(axis, functools.partial(_swap_one_by_one, axis), arrays)
+
+
+def _swap_forward(axis: str, arrays: list[Any]) -> tuple[list[Array], None]:
+    return _swap_together(axis, [x.value for x in arrays]), None
+
+
+def _swap_backward(axis: str, residuals: None, cotangents: list[Any]) -> tuple[list[Array | None]]:
+    del residuals
+    is_moving = [not isinstance(x, SymbolicZero) for x in cotangents]
+    moving = [x for x, moves in zip(cotangents, is_moving, strict=True) if moves]
+    moved = iter(_together(axis, functools.partial(_swap_one_by_one, axis), moving))
+    return ([next(moved) if moves else None for moves in is_moving],)
+
+
+_swap_together.defvjp(_swap_forward, _swap_backward, symbolic_zeros=True)
 
 
 def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
