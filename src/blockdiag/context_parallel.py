@@ -204,7 +204,7 @@ def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _swap_together(axis: str, arrays: list[Array]) -> list[Array]:
-    """The same by one call of the communication library, backward too."""
+    """Exchange all arrays by one call of the communication library, and their gradients by another one."""
     return _together(axis, functools.partial(_swap_one_by_one, axis), arrays)
 
 

@@ -1,7 +1,7 @@
 """One device's part of a region whose keys travel around the devices that share tokens, one part at a time (ring).
 
-No device has more than two parts of what has keys: the one that it computes with, and the next one on its way. The
-results of parts are merged by their log-sum-exps. Backward, parts travel again, and their gradients with them.
+Of keys, values and other arrays by key a device has two parts at most: the one that it computes with, and the next one
+on its way. The results of parts are merged by their log-sum-exps. Backward, parts travel again, and their gradients with them.
 
 References:
     Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
@@ -40,10 +40,10 @@ from blockdiag.fusion.tree import COLUMNS, DISTANCE, ROWS, Dim, Leaf, Region, le
 class Ring:
     """The rows of one device, and the keys that come by.
 
-    Of what has keys and no rows each device has a part, which travels; of known numbers, and of arrays of rows by keys,
-    it has all keys of its rows, and reads those of the part. An array of distances is read from another place for each
-    run of rows and each run of keys: runs of rows are then a batch axis of the pass, runs of keys are computed one
-    after the other.
+    Arrays that have keys and no rows travel: each device has one part of them at a time. Known numbers, and arrays of
+    rows by keys, stay: a device has all keys of its rows there, and reads those of the part. An array of distances is
+    read from another place for each run of rows and each run of keys. Runs of rows are then a batch axis of the pass,
+    and runs of keys are computed one after the other.
 
     Attributes:
         region: of all devices.

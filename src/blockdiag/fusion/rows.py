@@ -1,6 +1,6 @@
 """One device's part of a region whose tokens several devices share, each of which computes rows of its own.
 
-Here each device gathers what has keys; for keys that travel instead see `ring.py`.
+Here each device gathers keys, values and other arrays by key; for keys that travel instead see `ring.py`.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Tokens:
     """How devices share the tokens of a region.
 
     Attributes:
-        strategy: whether each device gathers what has keys, or parts of it travel around the devices.
+        strategy: whether each device gathers the arrays that have keys, or parts of these travel.
         is_zigzag: whether rows are in zigzag order (see `zigzag_order`), and keys that travel as well.
         devices: how many share tokens.
         shifts: of keys that travel: how far each part is from its own device when it is computed, in order from 0.
@@ -153,12 +153,12 @@ class Rows:
 
 
 def dims_of(region: Region) -> list[tuple[Dim, ...]]:
-    """What the axes of leaves, and of the values, stand for."""
+    """Return the labels of each axis of the leaves, and then of the values."""
     return [*(leaf.dims for leaf in region.leaves), region.value_dims]
 
 
 def has_distances(region: Region) -> bool:
-    """Whether arrays of distances between queries and keys are read: each run of rows then is computed by itself."""
+    """Return whether the region reads arrays by distance, for which each run of rows is computed by itself."""
     return any(leaf.role == "distance" for leaf in region.leaves)
 
 
