@@ -1,7 +1,8 @@
 """One device's part of a region whose keys travel around the devices that share tokens, one part at a time (ring).
 
 Of keys, values and other arrays by key a device has two parts at most: the one that it computes with, and the next one
-on its way. The results of parts are merged by their log-sum-exps. Backward, parts travel again, and their gradients with them.
+on its way. The results of parts are merged by their log-sum-exps. Backward, parts travel again, and their gradients
+with them.
 
 References:
     Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
