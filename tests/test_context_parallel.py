@@ -101,6 +101,18 @@ def test_moba_of_shared_tokens(strategy, kind):
     assert_shared(moba, operands(1), P(None, "model"), kind, (1, 4), context, collectives=moves)
 
 
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+def test_moba_of_shared_tokens_outside_of_jit_equals_the_compiled_call(strategy):
+    """`jax.shard_map` then runs one operation at a time, and refuses derivatives that a compiled program may have."""
+    mesh = make_mesh("explicit", (1, 4))
+    compute = gradients_of(moba, ContextParallel("model", strategy))
+    with jax.set_mesh(mesh):
+        placed = [shard(mesh, x, P(None, "model")) for x in operands(1)]
+        found, expected = compute(*placed), jax.jit(compute)(*placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
+
+
 @pytest.mark.parametrize(("kind", "strategy"), [("automatic", "ulysses"), ("explicit", "gather")])
 def test_moba_of_shared_tokens_and_batch_rows(strategy, kind):
     context = ContextParallel("model", strategy, batch_axes=("data",))

@@ -180,7 +180,7 @@ def exchange(
             # XLA would make all exchanges first: the next group's waits until this one is here.
             here, following = jax.lax.optimization_barrier((here, [packed(x, group + 1) for x in (query, *keys)]))
         # The results of the group before leave beside the attention of this one. The backward pass is the mirror image.
-        moved = _swap_together(axis, [*following, *leaving])
+        moved = _swap_compiled(axis, [*following, *leaving])
         arriving = moved[: len(following)]
         for own, x in zip(results, moved[len(following) :], strict=False):
             own.append(x)
@@ -221,6 +221,9 @@ def _swap_backward(axis: str, residuals: None, cotangents: list[Any]) -> tuple[l
 
 
 _swap_together.defvjp(_swap_forward, _swap_backward, symbolic_zeros=True)
+
+# Outside of `jax.jit`, `jax.shard_map` refuses derivatives with symbolic zeros, but not inside of a compiled call.
+_swap_compiled = jax.jit(_swap_together, static_argnums=0)
 
 
 def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
