@@ -194,7 +194,8 @@ class Candidate:
         if dims is None or equation.primitive.name in ALIKE:
             return False
         operands = zip(equation.invars, self._operand_dims(equation, equation.outvars[0], dims), strict=True)
-        return any(x not in self._is_pair and COLUMNS in labels_of(own or ()) for x, own in operands)
+        apart = (own for x, own in operands if not isinstance(x, core.Literal) and x not in self._is_pair)
+        return any(COLUMNS in labels_of(own or ()) for own in apart)
 
     def _summed_labels(self) -> set[str]:
         """Along which of queries and keys exponentials of scores are summed."""
