@@ -19,14 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockdiag import dispatch
-from blockdiag.append_problem import AppendProblem
+from blockdiag.common import dispatch
 from blockdiag.fusion.api import trace
-from blockdiag.key_convolution_problem import MAX_SIZE, KeyConvolutionProblem
-from blockdiag.moba_paged_problem import MoBAPagedProblem
-from blockdiag.moba_problem import MoBAProblem
-from blockdiag.paged_problem import PagedProblem
-from blockdiag.problem import MOST_TILE_ROWS, BlockDiagonalProblem, RotaryProblem
+from blockdiag.ops.append.problem import AppendProblem
+from blockdiag.ops.block_diagonal.problem import MOST_TILE_ROWS, BlockDiagonalProblem, RotaryProblem
+from blockdiag.ops.key_convolution.problem import MAX_SIZE, KeyConvolutionProblem
+from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
+from blockdiag.ops.paged.problem import PagedProblem
 
 DOCS = Path(__file__).parent
 FLOATS = ("bfloat16", "float16", "float32", "float64")

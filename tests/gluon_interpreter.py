@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer
+from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPlan, Pointer
 from tests.gluon_protocol import Barrier, Barriers, Language, Mbarrier, Number, Tile, Warps, kernel_with
 
 _NAMES = {"float32": np.float32, "int32": np.int32, "int64": np.int64, "uint32": np.uint32, "int8": np.int8}

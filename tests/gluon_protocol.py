@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from blockdiag.triton_kernels import resident_tiles
+from blockdiag.triton_kernels.parts import resident_tiles
 
 
 class Deadlock(AssertionError):

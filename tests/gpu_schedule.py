@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import ContextParallel, moba_attention
-from blockdiag.context_parallel import Strategy
+from blockdiag.common.context_parallel import Strategy
 from blockdiag.interop import compile_target
 
 # What XLA's cost model wants to know of a GPU: an H200.

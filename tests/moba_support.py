@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.moba_lists import Lists
-from blockdiag.moba_problem import MoBAProblem
+from blockdiag.ops.moba.lists import Lists
+from blockdiag.ops.moba.problem import MoBAProblem
 from tests.support import compiled_quickly, largest_error, naive_dense_attention, to_array
 
 RESULTS = ("output", "log_sum", "query gradient", "key gradient", "value gradient")
 
 MODULES = {
-    "reference": "blockdiag.reference.moba",
-    "xla": "blockdiag.xla.moba",
-    "triton": "blockdiag.interop.triton_moba",
+    "reference": "blockdiag.ops.moba.reference",
+    "xla": "blockdiag.ops.moba.xla",
+    "triton": "blockdiag.ops.moba.triton",
 }
 
 # Those that run on a CPU only through an interpreter of their kernels.

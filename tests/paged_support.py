@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockdiag.paged_problem import PagedProblem
+from blockdiag.ops.paged.problem import PagedProblem
 from tests.support import compiled_quickly, largest_error, to_array
 
 MODULES = {
-    "reference": "blockdiag.reference.paged",
-    "xla": "blockdiag.xla.paged",
-    "triton": "blockdiag.interop.triton_paged",
+    "reference": "blockdiag.ops.paged.reference",
+    "xla": "blockdiag.ops.paged.xla",
+    "triton": "blockdiag.ops.paged.triton",
 }
 
 # Those that run on a CPU only through an interpreter of their kernels.

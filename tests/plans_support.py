@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from blockdiag.triton_kernels.compile import check_plan, compile_key
-from blockdiag.triton_kernels.offline import Report, inspect_plan
-from blockdiag.triton_kernels.plan import LaunchPlan, Pointer, TensorSpec
+from blockdiag.triton_kernels.launch.compile import check_plan, compile_key
+from blockdiag.triton_kernels.launch.offline import Report, inspect_plan
+from blockdiag.triton_kernels.launch.plan import LaunchPlan, Pointer, TensorSpec
 
 _reports: dict[tuple[object, ...], Report] = {}
 

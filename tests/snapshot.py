@@ -35,7 +35,7 @@ def pytest_configure(config) -> None:
     folder = config.getoption("--kernel-snapshot")
     if folder is None:
         return
-    from blockdiag.triton_kernels import compile as compiler
+    from blockdiag.triton_kernels.launch import compile as compiler
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     file = Path(folder).resolve() / f"kernels-{os.getpid()}.txt"

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockdiag.fusion.match import find_regions
-from blockdiag.fusion.trace import flat_jaxpr
-from blockdiag.fusion.tree import Region
+from blockdiag.fusion.frontend.trace import flat_jaxpr
+from blockdiag.fusion.ir.tree import Region
+from blockdiag.fusion.regions.match import find_regions
 
 type Shapes = dict[str, tuple[int, ...]]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag import Rotary, block_diagonal_attention
-from blockdiag.dispatch import IMPLEMENTATIONS
+from blockdiag.common.dispatch import IMPLEMENTATIONS
 
 RESULTS = ("output", "query gradient", "key gradient", "value gradient")
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import Rotary, append_to_pages, moba_attention, moba_paged_attention, paged_attention
-from blockdiag.dispatch import APPEND_IMPLEMENTATIONS
+from blockdiag.common.dispatch import APPEND_IMPLEMENTATIONS
 from blockdiag.interop import compile_target
 from tests.append_support import AppendCase, RotaryCase, assert_appended, bits, call
 from tests.support import compiled_quickly
@@ -462,7 +462,7 @@ def test_double_precision_is_for_array_code():
 
 def test_finite_range_of_dtypes():
     """What the kernel's plan says of dtypes of eight bits."""
-    from blockdiag.triton_kernels.append import _EIGHT_BITS
+    from blockdiag.triton_kernels.append.plans import _EIGHT_BITS
 
     for name, (largest, fraction, lowest) in _EIGHT_BITS.items():
         limits = ml_dtypes.finfo(name)

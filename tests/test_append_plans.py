@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from blockdiag.append_problem import AppendProblem
-from blockdiag.interop.interpreter import interpret
-from blockdiag.problem import RotaryProblem
-from blockdiag.triton_kernels.append import AppendLaunch, supports
-from blockdiag.triton_kernels.compile import compile_key
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.interop.interpreter.launch import interpret
+from blockdiag.ops.append.problem import AppendProblem
+from blockdiag.ops.block_diagonal.problem import RotaryProblem
+from blockdiag.triton_kernels.append.plans import AppendLaunch, supports
+from blockdiag.triton_kernels.launch.compile import compile_key
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.append_support import bits, numpy_dtype
 from tests.plans_support import report_of
 

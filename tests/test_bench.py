@@ -27,7 +27,7 @@ from blockdiag.bench.records import (
     write_rows,
 )
 from blockdiag.bench.targets import judge_errors, judge_host, judge_times, judge_torch_host
-from blockdiag.triton_kernels.plan import TensorSpec
+from blockdiag.triton_kernels.launch.plan import TensorSpec
 
 WHERE = {
     "device": "some GPU",
@@ -447,8 +447,8 @@ def test_native_launches_are_those_of_the_jax_call(workload, exact, torch, monke
         return known[spec.name]
 
     glue = types.SimpleNamespace(forward=forward, backward=backward)
-    monkeypatch.setattr("blockdiag.interop.triton_block_diagonal", glue, raising=False)
-    monkeypatch.setitem(sys.modules, "blockdiag.interop.triton_block_diagonal", glue)
+    monkeypatch.setattr("blockdiag.ops.block_diagonal.triton", glue, raising=False)
+    monkeypatch.setitem(sys.modules, "blockdiag.ops.block_diagonal.triton", glue)
     monkeypatch.setattr(torch_launch, "launch", launch)
     passes = native_passes(workload)
     check(passes["fwd+bwd"](), exact, "fwd+bwd")

@@ -28,7 +28,7 @@ from blockdiag.bench.fuse_targets import OURS, PEER, judge_fuse
 from blockdiag.bench.moba_programs import ChainBroken, compile_program
 from blockdiag.bench.records import FuseTiming, environment, merge_rows, read_rows
 from blockdiag.bench.roofs import Roofs
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 
 torch = pytest.importorskip("torch")
 

@@ -16,8 +16,8 @@ from blockdiag.bench.moba_recorded import RECORDED, recorded_rows, shape_of
 from blockdiag.bench.moba_targets import ROUTING_SHARE, judge_moba
 from blockdiag.bench.records import MoBATiming, merge_rows, read_rows
 from blockdiag.bench.roofs import Roofs
-from blockdiag.moba import moba_attention, moba_routing
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.ops.moba.api import moba_attention, moba_routing
+from blockdiag.triton_kernels.launch.plan import Target
 
 WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
 SMALL = MoBACase(name="small", tokens=100, batch=2, query_heads=4, key_heads=2, head_dim=16, block_size=16, top_k=3)
@@ -242,7 +242,7 @@ def test_a_kernel_that_cannot_be_planned_is_a_line():
 @pytest.mark.parametrize("binary", [False, True])
 def test_what_is_compiled_ahead_is_on_disk_as_launches_need_it(binary, monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    from blockdiag.triton_kernels import compile as compile_module
+    from blockdiag.triton_kernels.launch import compile as compile_module
     from tests.bridge.bridge_kernels import AddSpec
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -77,7 +77,7 @@ def test_short_caches_are_measured_in_memory_too():
 
 def test_launches_fit_every_case():
     pytest.importorskip("triton")
-    from blockdiag.triton_kernels.plan import Target
+    from blockdiag.triton_kernels.launch.plan import Target
 
     for case in make_cases():
         steps = paged_programs.launch_steps(case)
@@ -176,7 +176,7 @@ def test_calls_of_moba_have_queries_of_their_own():
 
 def test_exact_attention_is_the_library_s_reference():
     from blockdiag.bench.workload import to_jax
-    from blockdiag.moba_paged import moba_paged_attention
+    from blockdiag.ops.moba_paged.api import moba_paged_attention
 
     case = PagedCase(group="moba", shape=SMALL, page_size=16, query_tokens=2, block_size=16, top_k=3)
     arrays = drawn(case)[0]
@@ -206,8 +206,8 @@ def test_wrong_results_are_refused():
 
 def appended(case: PagedCase):
     """Arrays before and after an append by the library."""
-    from blockdiag.append import append_to_pages
     from blockdiag.bench.workload import to_jax, to_torch
+    from blockdiag.ops.append.api import append_to_pages
 
     before = drawn(case)[0]
     views = {name: to_jax(array) for name, array in before.items()}
@@ -236,8 +236,8 @@ def test_a_scale_of_each_head_is_undone():
 
 def interpreted(spec, *tensors):
     """A launch by Triton's interpreter; what it changes in place is copied back."""
-    from blockdiag.interop.interpreter import interpret
-    from blockdiag.triton_kernels.plan import Target
+    from blockdiag.interop.interpreter.launch import interpret
+    from blockdiag.triton_kernels.launch.plan import Target
 
     def to_numpy(tensor):
         name = str(tensor.dtype).removeprefix("torch.")
@@ -268,7 +268,7 @@ def settings_of(**options):
 
 def portable(monkeypatch):
     """Launch plans that the interpreter takes."""
-    from blockdiag.triton_kernels import paged
+    from blockdiag.triton_kernels.paged import plans as paged
 
     made = paged.PagedLaunch
     monkeypatch.setattr(paged, "PagedLaunch", lambda problem, kind, **_: made(problem, kind, is_portable=True))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blockdiag import block_diagonal_attention
-from blockdiag.dispatch import IMPLEMENTATIONS
+from blockdiag.common.dispatch import IMPLEMENTATIONS
 from tests.support import (
     Case,
     RotaryCase,

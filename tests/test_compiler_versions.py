@@ -4,11 +4,15 @@ import dataclasses
 
 import pytest
 
-from blockdiag.triton_kernels import block_diagonal_configs, compiler_versions, moba_configs, paged_configs, tile_table
-from blockdiag.triton_kernels.compiler_versions import Adjustment, adjusted
-from blockdiag.triton_kernels.moba import MoBALaunch
-from blockdiag.triton_kernels.moba_configs import Config
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.block_diagonal import configs as block_diagonal_configs
+from blockdiag.triton_kernels.launch import compiler_versions
+from blockdiag.triton_kernels.launch.compiler_versions import Adjustment, adjusted
+from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.moba import configs as moba_configs
+from blockdiag.triton_kernels.moba.configs import Config
+from blockdiag.triton_kernels.moba.plans import MoBALaunch
+from blockdiag.triton_kernels.paged import configs as paged_configs
+from blockdiag.triton_kernels.parts import tile_table
 from tests.test_moba_plans import BASE, PROBLEMS, launches
 
 TABLES = [x.ADJUSTMENTS for x in (block_diagonal_configs, moba_configs, paged_configs, tile_table)]
@@ -64,5 +68,5 @@ def test_plans_of_the_measured_version_have_the_measured_configurations(with_ver
 
     with_version(3, 6, 0)
     found = described()
-    monkeypatch.setattr("blockdiag.triton_kernels.moba.adjusted", lambda config, *_: config)
+    monkeypatch.setattr("blockdiag.triton_kernels.moba.plans.adjusted", lambda config, *_: config)
     assert found == described()

@@ -17,14 +17,14 @@ from blockdiag import (
     block_diagonal_attention,
     key_convolution,
     moba_attention,
-    moba_context,
     moba_routing,
     rotary_tables,
 )
+from blockdiag.common.context_parallel import gather_tokens
 from blockdiag.common.division import divisible
-from blockdiag.context_parallel import gather_tokens
-from blockdiag.moba import _choose, _plan, prepare_moba_call
-from blockdiag.moba_tables import moba_tables
+from blockdiag.ops.moba import context as moba_context
+from blockdiag.ops.moba.api import _choose, _plan, prepare_moba_call
+from blockdiag.ops.moba.tables import moba_tables
 from tests.division_support import count_collectives, make_mesh, shard
 
 KINDS = ("automatic", "explicit", "manual")

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from blockdiag import block_diagonal_attention, dispatch
-from blockdiag.dispatch import IMPLEMENTATIONS, Implementation, capabilities, normalise_implementation, resolve
-from blockdiag.problem import BlockDiagonalProblem
+from blockdiag import block_diagonal_attention
+from blockdiag.common import dispatch
+from blockdiag.common.dispatch import IMPLEMENTATIONS, Implementation, capabilities, normalise_implementation, resolve
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 PROBLEM = BlockDiagonalProblem(
     tokens=128,
@@ -74,8 +75,8 @@ def test_public_function_raises_before_tracing():
 
 
 def test_where_triton_is_missing_only_xla_is_traced(monkeypatch):
-    monkeypatch.setitem(IMPLEMENTATIONS, "triton", Implementation("triton", "blockdiag.reference.block_diagonal"))
-    monkeypatch.setattr("blockdiag.reference.block_diagonal.available", lambda: "Triton is not installed")
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", Implementation("triton", "blockdiag.ops.block_diagonal.reference"))
+    monkeypatch.setattr("blockdiag.ops.block_diagonal.reference.available", lambda: "Triton is not installed")
     query = jnp.zeros((1, 64, 2, 64), jnp.float16)
     jaxpr = jax.make_jaxpr(lambda x: block_diagonal_attention(x, x, x, scale=0.37))(query)
     assert "platform_index" not in str(jaxpr)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from blockdiag.common.rotary import Rotary
 from blockdiag.interop.flax import attention_fn
-from blockdiag.rotary import Rotary
 
 WIDTH, HEADS, BLOCK = 32, 4, 16
 

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from blockdiag import moba_routing
+from blockdiag.common.rotary import Rotary, apply_rotary, rotary_tables
 from blockdiag.interop.flax import moba_attention_fn
-from blockdiag.rotary import Rotary, apply_rotary, rotary_tables
 
 WIDTH, HEADS, BLOCK, LENGTH = 32, 4, 16, 40
 

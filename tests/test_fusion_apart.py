@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from blockdiag.fusion.apart import Part, Stays, _before_reshape
+from blockdiag.fusion.passes.sink_slices import Part, Stays, _before_reshape
 from tests.fusion_support import assert_fused
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 18, 2, 16

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from blockdiag import NotFusible, explain, fuse
-from blockdiag.fusion.deep import Steps, finished
+from blockdiag.fusion.ir.recursion import Steps, finished
 from tests.fusion_support import arrays, assert_alike, assert_fused, expected_results, with_gradients, work_of_passes
 
 TOKENS, HEADS, WIDTH, CHANNELS = 24, 2, 16, 32

@@ -12,7 +12,7 @@ from flax import nnx
 
 from blockdiag import explain, fuse
 from blockdiag.fusion.api import trace
-from blockdiag.fusion.draws import counter_bits
+from blockdiag.fusion.passes.random_bits import counter_bits
 from tests.support import largest_error
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -278,7 +278,7 @@ def test_draws_in_float64():
 @NEEDS_TRITON
 def test_kernels_compile():
     """For Hopper: no register is spilled in a loop, and products stay those of matrix units."""
-    from blockdiag.triton_kernels.plan import Target
+    from blockdiag.triton_kernels.launch.plan import Target
     from tests.plans_support import report_of
     from tests.test_fusion_plans import launches_of
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from blockdiag import explain, fuse
-from blockdiag.fusion.carriers import Interval
-from blockdiag.fusion.features import sum_of_features
-from blockdiag.fusion.intervals import bounds
-from blockdiag.fusion.match import find_regions
-from blockdiag.fusion.trace import flat_jaxpr
-from blockdiag.fusion.tree import FEATURES, Leaf, Node, Source, Unpullable, nodes_of, operation
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.fusion.analysis.interval import Interval
+from blockdiag.fusion.analysis.range_analysis import bounds
+from blockdiag.fusion.frontend.trace import flat_jaxpr
+from blockdiag.fusion.ir.tree import FEATURES, Leaf, Node, Source, Unpullable, nodes_of, operation
+from blockdiag.fusion.regions.feature_sums import sum_of_features
+from blockdiag.fusion.regions.match import find_regions
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion_support import arrays, assert_alike, assert_fused, with_gradients
 from tests.plans_support import report_of
 from tests.test_fusion_plans import launches_of

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.fusion import gallery_masks, gallery_scores
 from blockdiag.fusion.gallery import VARIANTS, Sizes, Variant
+from blockdiag.fusion.gallery import masks as gallery_masks
+from blockdiag.fusion.gallery import scores as gallery_scores
 from tests import numpy_oracle
 from tests.support import compiled_quickly, largest_error
 

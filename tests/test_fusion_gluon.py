@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
-from blockdiag.fusion import kernels_resident_pairs
-from blockdiag.interop import jax_call, triton_fused
-from blockdiag.interop.interpreter import interpret
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.fusion.codegen import resident_pairs as kernels_resident_pairs
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.interop import jax_call
+from blockdiag.interop.interpreter.launch import interpret
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.gluon_interpreter import interpret_gluon
 from tests.resident_cases import CASES as RESIDENT
 from tests.resident_cases import rows_of_heads

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from blockdiag.fusion.carriers import Interval, unknown
-from blockdiag.fusion.intervals import bounds, predicates, tile_extent, tile_states
+from blockdiag.fusion.analysis.interval import Interval, unknown
+from blockdiag.fusion.analysis.range_analysis import bounds, predicates, tile_extent, tile_states
 
 ROWS, COLUMNS = 4, 8  # of a tile
 SHAPES = ((16, 16), (5, 21), (18, 7))

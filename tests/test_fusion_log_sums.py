@@ -8,8 +8,8 @@ import pytest
 from blockdiag import explain, fuse
 from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.api import trace
-from blockdiag.interop import triton_fused
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion_support import (
     arrays,
     assert_alike,

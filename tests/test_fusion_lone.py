@@ -7,7 +7,7 @@ import pytest
 
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion_support import assert_alike, expected_results, with_gradients
 from tests.plans_support import report_of
 from tests.test_fusion_plans import launches_of

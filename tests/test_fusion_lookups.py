@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
-from blockdiag.fusion import lookups
-from blockdiag.fusion.trace import flat_jaxpr
+from blockdiag.fusion.frontend.trace import flat_jaxpr
+from blockdiag.fusion.passes import table_lookups as lookups
 
 WAYS = {"by rows": lookups._by_rows, "by reads": lookups._by_reads}
 MODES = {

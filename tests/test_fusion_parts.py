@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.fusion.parts import Parts
-from blockdiag.fusion.trace import flat_jaxpr, read
+from blockdiag.fusion.frontend.trace import flat_jaxpr, read
+from blockdiag.fusion.runtime.token_parts import Parts
 
 COUNT, TOKENS = 4, 8
 DRAW = np.random.default_rng(0)

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from blockdiag.fusion.frontend.trace import flat_jaxpr
 from blockdiag.fusion.gallery import VARIANTS, Sizes
-from blockdiag.fusion.layout import shape_of
-from blockdiag.fusion.match import find_regions
-from blockdiag.fusion.trace import flat_jaxpr
-from blockdiag.fusion.tree import Region
-from blockdiag.interop import triton_fused
-from blockdiag.interop.triton_fused import FusedLaunch
-from blockdiag.triton_kernels.plan import Target, TensorSpec
+from blockdiag.fusion.ir.layout import shape_of
+from blockdiag.fusion.ir.tree import Region
+from blockdiag.fusion.regions.match import find_regions
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime.triton import FusedLaunch
+from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
 from tests.plans_support import report_of
 
 SIZES = Sizes(batch=2, rows=8, query_tokens=256, key_tokens=256, head_dim=64, value_dim=64, dtype="bfloat16")

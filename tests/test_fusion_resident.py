@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 from blockdiag import fuse
-from blockdiag.fusion.layout import shape_of
-from blockdiag.fusion.match import find_regions
-from blockdiag.fusion.resident import resident, rounds_each
-from blockdiag.fusion.trace import flat_jaxpr
-from blockdiag.fusion.tree import with_leaves
-from blockdiag.interop import compile_target, jaxlib_launcher, triton_fused
-from blockdiag.triton_kernels.plan import Target, TensorSpec
+from blockdiag.fusion.frontend.trace import flat_jaxpr
+from blockdiag.fusion.ir.layout import shape_of
+from blockdiag.fusion.ir.tree import with_leaves
+from blockdiag.fusion.lowering.resident_schedule import resident, rounds_each
+from blockdiag.fusion.regions.match import find_regions
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.interop import compile_target, jaxlib_launcher
+from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
 from tests.plans_support import report_of
 from tests.resident_cases import CASES
 from tests.test_fusion_plans import launches_of

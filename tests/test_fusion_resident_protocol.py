@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from blockdiag.interop import triton_fused
+from blockdiag.fusion.runtime import triton as triton_fused
 from tests.gluon_protocol import Deadlock, run_protocol
 from tests.resident_cases import CASES
 from tests.test_fusion_plans import launches_of

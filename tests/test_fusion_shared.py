@@ -14,10 +14,11 @@ import pytest
 from blockdiag import explain, fuse
 from blockdiag.fusion import api
 from blockdiag.fusion.api import trace
-from blockdiag.fusion.pull import Puller
-from blockdiag.fusion.shared import key_of, shared
-from blockdiag.fusion.tree import with_leaves
-from blockdiag.interop import compile_target, jax_call, triton_fused
+from blockdiag.fusion.ir.structural_hash import key_of, shared
+from blockdiag.fusion.ir.tree import with_leaves
+from blockdiag.fusion.regions.operand_indexing import Puller
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.interop import compile_target, jax_call
 from tests.fusion_support import arrays, assert_alike, assert_fused, with_gradients, work_of_passes
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 24, 16

@@ -8,8 +8,8 @@ import scipy.special
 from jax import lax
 
 from blockdiag import fuse
-from blockdiag.fusion.spelled import SPELLED
-from blockdiag.fusion.tree import ELEMENTWISE
+from blockdiag.fusion.ir.tree import ELEMENTWISE
+from blockdiag.fusion.lowering.decompositions import SPELLED
 
 TOKENS, WIDTH = 35, 16
 GENERATOR = np.random.default_rng(0)

@@ -7,8 +7,8 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.api import trace
-from blockdiag.fusion.tree import nodes_of
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.fusion.ir.tree import nodes_of
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.plans_support import report_of
 from tests.support import compiled_quickly
 from tests.test_fusion_plans import launches_of

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.gluon_protocol import Deadlock, run_protocol
 from tests.plans_support import report_of
 from tests.streamed_cases import CASES

@@ -9,7 +9,7 @@ import pytest
 
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.fusion_support import assert_alike, assert_as_good_as_written, expected_results, with_gradients
 from tests.plans_support import report_of
 from tests.test_fusion_plans import launches_of
@@ -263,8 +263,8 @@ def test_norms_and_projections_of_layers_are_not_tried(monkeypatch):
     def fail(*_):
         raise AssertionError("a program is written anew")
 
-    monkeypatch.setattr("blockdiag.fusion.sums.rewritten", fail)
-    monkeypatch.setattr("blockdiag.fusion.merged.rewritten", fail)
+    monkeypatch.setattr("blockdiag.fusion.passes.defer_division.rewritten", fail)
+    monkeypatch.setattr("blockdiag.fusion.passes.merge_contractions.rewritten", fail)
     shape = jax.ShapeDtypeStruct((HEADS, WIDTH, WIDTH), jnp.float32)
     program = trace(layer, [*(jax.ShapeDtypeStruct(x, jnp.float32) for x in _HEADS), shape], {})
     assert len(program.regions) == 1

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import key_convolution
-from blockdiag.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS
+from blockdiag.common.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS
 from blockdiag.interop import compile_target
 from tests.key_convolution_support import ConvolutionCase, assert_accurate, exact_convolution
 from tests.support import compiled_quickly, value_and_gradients
@@ -56,7 +56,7 @@ def test_results_are_accurate(name, implementation):
 
 @needs_triton
 def test_more_tiles_than_are_summed_at_once(monkeypatch):
-    from blockdiag.triton_kernels import key_convolution as kernels
+    from blockdiag.triton_kernels.key_convolution import plans as kernels
 
     monkeypatch.setattr(kernels, "_SUM_ROWS", 4)
     case = ConvolutionCase(lengths=(3,) * 6, size=1, key_heads=1, activation=None, residual=False)
@@ -301,7 +301,7 @@ def test_scan_over_layers_with_remat():
 
 
 def test_new_offsets_do_not_compile_again():
-    from blockdiag.key_convolution import _convolve_tokens
+    from blockdiag.ops.key_convolution.api import _convolve_tokens
 
     key, weights = arrays((40, 2, 8), (3, 2, 8))
     key_convolution(key, weights, sequence_offsets=jnp.asarray([0, 10, 40], jnp.int32))

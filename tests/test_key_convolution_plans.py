@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from blockdiag.key_convolution_problem import KeyConvolutionProblem, count_tiles
-from blockdiag.triton_kernels.compile import compile_key
-from blockdiag.triton_kernels.key_convolution import KeyConvolutionLaunch, supports
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.ops.key_convolution.problem import KeyConvolutionProblem, count_tiles
+from blockdiag.triton_kernels.key_convolution.plans import KeyConvolutionLaunch, supports
+from blockdiag.triton_kernels.launch.compile import compile_key
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.plans_support import report_of
 
 KINDS = ("forward", "backward", "weights_gradient")

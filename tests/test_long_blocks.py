@@ -13,17 +13,18 @@ import pytest
 
 import blockdiag
 from blockdiag import block_diagonal_attention, fused_qkv_block_attention
-from blockdiag._describe import describe_call
-from blockdiag.block_layouts import Windows, WindowSizes, window_sizes
-from blockdiag.dispatch import capabilities
-from blockdiag.fusion import blocks
-from blockdiag.fusion import xla as fused_xla
-from blockdiag.interop import jax_call, triton_fused
-from blockdiag.interop import triton_block_diagonal_fused as triton_long
-from blockdiag.packing import tiles_from_lengths
-from blockdiag.problem import BlockDiagonalProblem
-from blockdiag.triton_kernels.block_diagonal import BlockDiagonalLaunch
-from blockdiag.triton_kernels.plan import Target, TensorSpec
+from blockdiag.common.dispatch import capabilities
+from blockdiag.common.packing import tiles_from_lengths
+from blockdiag.fusion.lowering import block_diagonal as blocks
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime import xla as fused_xla
+from blockdiag.interop import jax_call
+from blockdiag.ops.block_diagonal import triton_long
+from blockdiag.ops.block_diagonal.checks import describe_call
+from blockdiag.ops.block_diagonal.layouts import Windows, WindowSizes, window_sizes
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch
+from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
 from tests.plans_support import report_of
 from tests.support import (
     Case,

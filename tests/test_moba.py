@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from blockdiag import Routing, block_diagonal_attention, moba_attention, moba_routing
-from blockdiag._describe_moba import describe_moba_call
-from blockdiag.dispatch import MOBA_IMPLEMENTATIONS, capabilities, resolve
+from blockdiag.common.dispatch import MOBA_IMPLEMENTATIONS, capabilities, resolve
+from blockdiag.ops.moba.checks import describe_moba_call
 from tests.moba_cases import MoBACase, assert_accurate, compiled_call, dense_results
 from tests.support import compiled_quickly
 

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from blockdiag import block_diagonal_attention
-from blockdiag.moba_centroids import whole_centroids
-from blockdiag.moba_tables import moba_tables
-from blockdiag.xla import moba as xla_moba
+from blockdiag.ops.moba import xla as xla_moba
+from blockdiag.ops.moba.centroids import whole_centroids
+from blockdiag.ops.moba.tables import moba_tables
 from tests.moba_support import INTERPRETED, MODULES, MoBACase, assert_accurate, exact_routing, load
 from tests.support import compiled_quickly
 

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import moba_attention, moba_paged_attention, paged_attention
-from blockdiag.triton_kernels import moba_paged as triton_moba_paged
-from blockdiag.xla import moba_paged as xla_moba_paged
+from blockdiag.ops.moba_paged import xla as xla_moba_paged
+from blockdiag.triton_kernels.moba_paged import plans as triton_moba_paged
 from tests.paged_support import EIGHT_BITS, PagedCase
 from tests.support import compiled_quickly, largest_error
 

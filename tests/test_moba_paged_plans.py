@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from blockdiag.moba_paged_problem import MoBAPagedProblem
-from blockdiag.paged_problem import PagedProblem
-from blockdiag.triton_kernels.moba_paged import steps, supports, tile_keys
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
+from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.moba_paged.plans import steps, supports, tile_keys
 from tests.plans_support import report_of
 
 CALL = PagedProblem(

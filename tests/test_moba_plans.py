@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from blockdiag.moba_problem import MoBAProblem
-from blockdiag.triton_kernels.moba import MoBALaunch, supports
-from blockdiag.triton_kernels.moba_steps import backward_steps, forward_steps, list_steps, routing_steps
-from blockdiag.triton_kernels.plan import Target
-from blockdiag.triton_kernels.private_triton import version
+from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.launch.private_triton import version
+from blockdiag.triton_kernels.moba.plans import MoBALaunch, supports
+from blockdiag.triton_kernels.moba.steps import backward_steps, forward_steps, list_steps, routing_steps
 from tests.plans_support import report_of
 
 BASE = MoBAProblem(

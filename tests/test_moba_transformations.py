@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import blockdiag.xla.moba
+import blockdiag.ops.moba.xla
 from blockdiag import MOBA_OUTPUT, MOBA_ROUTING, Routing, moba_attention, moba_routing
 from tests.moba_cases import value_and_gradients
 from tests.support import compiled_quickly
@@ -216,7 +216,7 @@ def executions(monkeypatch) -> collections.Counter:
     counter = collections.Counter()
 
     def count(name):
-        function = getattr(blockdiag.xla.moba, name)
+        function = getattr(blockdiag.ops.moba.xla, name)
 
         def counted(*arguments, **options):
             first, *others = jax.tree.leaves(results := function(*arguments, **options))
@@ -229,7 +229,7 @@ def executions(monkeypatch) -> collections.Counter:
             first = jax.pure_callback(note, jax.ShapeDtypeStruct(first.shape, first.dtype), first)
             return jax.tree.unflatten(jax.tree.structure(results), [first, *others])
 
-        monkeypatch.setattr(blockdiag.xla.moba, name, counted)
+        monkeypatch.setattr(blockdiag.ops.moba.xla, name, counted)
 
     for name in ("route", "make_lists", "forward", "backward"):
         count(name)
@@ -293,7 +293,7 @@ def test_new_offsets_do_not_compile_again():
 
 
 def test_concrete_offsets_do_not_change_the_program():
-    from blockdiag.moba import _attention
+    from blockdiag.ops.moba.api import _attention
 
     query, key, value = random_arrays((50, 2, 8), (50, 2, 8), (50, 2, 8))
     attend(query, key, value, sequence_offsets=jnp.asarray([0, 10, 40], jnp.int32))

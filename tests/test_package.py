@@ -88,7 +88,7 @@ import blockdiag.interop.flax
 query = jnp.ones((1, 24, 2, 8))
 output = jax.jit(lambda array: blockdiag.block_diagonal_attention(array, array, array, block_size=16))(query)
 assert output.shape == query.shape
-assert "install" in blockdiag.dispatch.IMPLEMENTATIONS["triton"].load().available()
+assert "install" in blockdiag.common.dispatch.IMPLEMENTATIONS["triton"].load().available()
 """)
 
 
@@ -114,7 +114,7 @@ import blockdiag.torch
 assert blockdiag.torch.block_diagonal_attention and blockdiag.torch.rotary_tables(8, 16)
 loaded = {name.partition(".")[0] for name in sys.modules}
 assert not loaded & {"jax", "jaxlib", "flax", "triton"}, loaded
-import blockdiag.torch._native
+import blockdiag.torch.ops.block_diagonal.native
 assert "jax" not in sys.modules
 """)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from blockdiag import versions
-from blockdiag.versions import TESTED, VersionRange, other_distributions, release_numbers
+from blockdiag.common import versions
+from blockdiag.common.versions import TESTED, VersionRange, other_distributions, release_numbers
 
 ROOT = Path(__file__).parent.parent
 
@@ -119,12 +119,12 @@ def packages(tmp_path, monkeypatch) -> Path:
 
 def test_diagram_tool_beside_this_library_is_found(packages):
     install(packages, "blockdiag", "3.0.0", "blockdiag/__init__.py", "blockdiag/parser.py")
-    install(packages, "blockdiag_attn", "0.2.0", "blockdiag/__init__.py", "blockdiag/paged.py")
+    install(packages, "blockdiag_attn", "0.2.0", "blockdiag/__init__.py", "blockdiag/ops/paged/api.py")
     assert other_distributions() == {"blockdiag": "3.0.0"}
 
 
 def test_this_library_alone_has_no_other_distribution(packages):
-    install(packages, "blockdiag-attn", "0.2.0", "blockdiag/__init__.py", "blockdiag/paged.py")
+    install(packages, "blockdiag-attn", "0.2.0", "blockdiag/__init__.py", "blockdiag/ops/paged/api.py")
     # A plugin of the diagram tool has a package of its own.
     install(packages, "blockdiagcontrib-math", "0.9.0", "blockdiagcontrib/math.py")
     assert other_distributions() == {}

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag import packing
-from blockdiag.packing import (
+from blockdiag.common import packing
+from blockdiag.common.packing import (
     count_length_tiles,
     count_offset_tiles,
     tiles_from_lengths,
@@ -18,7 +18,7 @@ from blockdiag.packing import (
     token_positions,
     uniform_tiles,
 )
-from blockdiag.problem import BlockDiagonalProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 build_from_offsets = jax.jit(tiles_from_offsets, static_argnums=(1, 2))
 build_from_lengths = jax.jit(tiles_from_lengths, static_argnums=(1, 2))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from blockdiag import merge_attention_states, paged_attention
-from blockdiag._describe_paged import describe_paged_call
-from blockdiag.dispatch import capabilities, resolve
-from blockdiag.paged_splits import choose_splits
+from blockdiag.common.dispatch import capabilities, resolve
+from blockdiag.ops.paged.checks import describe_paged_call
+from blockdiag.ops.paged.splits import choose_splits
 from tests.paged_support import PagedCase, assert_accurate, simple_arguments
 from tests.support import compiled_quickly
 from tests.test_transformations import assert_close, random_arrays
@@ -146,7 +146,7 @@ def test_num_splits_and_split_size_change_nothing_but_rounding():
 
 def test_calls_depend_on_shapes_alone():
     """Other lengths and page numbers compile nothing."""
-    from blockdiag.paged import _attention
+    from blockdiag.ops.paged.api import _attention
 
     attend(**simple_arguments(seed=3))
     before = _attention._cache_size()

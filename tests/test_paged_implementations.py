@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.xla import paged as xla_paged
+from blockdiag.ops.paged import xla as xla_paged
 from tests.paged_support import EIGHT_BITS, MODULES, PagedCase, assert_accurate, load
 from tests.support import compiled_quickly
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from blockdiag.paged_problem import PagedProblem
-from blockdiag.paged_splits import choose_splits
-from blockdiag.triton_kernels.paged import PagedLaunch, supports
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.ops.paged.splits import choose_splits
+from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.paged.plans import PagedLaunch, supports
 from tests.plans_support import report_of
 
 BASE = PagedProblem(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import blockdiag.paged
+import blockdiag.ops.paged.api
 from blockdiag import paged_attention
-from blockdiag.paged_splits import choose_splits
-from blockdiag.xla import paged as xla_paged
+from blockdiag.ops.paged import xla as xla_paged
+from blockdiag.ops.paged.splits import choose_splits
 from tests.paged_support import simple_arguments
 from tests.support import compiled_quickly
 from tests.test_transformations import assert_close, cpu_mesh, explicit_mesh, loop, random_arrays
@@ -114,7 +114,7 @@ def test_vmap_chooses_splits_for_the_folded_call(monkeypatch):
         seen.append((problem.batch, problem.num_splits))
         return xla_paged.forward(problem, *operands)
 
-    monkeypatch.setattr(blockdiag.paged, "call_implementation", call_implementation)
+    monkeypatch.setattr(blockdiag.ops.paged.api, "call_implementation", call_implementation)
     arguments = simple_arguments() | {"page_table": jnp.zeros((2, 512), jnp.int32)}
     queries = jnp.zeros((400, 2, 1, 4, 8))
 

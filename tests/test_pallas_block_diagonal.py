@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from blockdiag.pallas_kernels import block_diagonal
-from blockdiag.pallas_kernels.block_diagonal_backward import BackwardSchedule, backward_call
-from blockdiag.pallas_kernels.block_diagonal_backward import default_schedule as default_backward_schedule
-from blockdiag.pallas_kernels.block_diagonal_forward import ForwardSchedule, forward_call
-from blockdiag.pallas_kernels.block_diagonal_forward import default_schedule as default_forward_schedule
+from blockdiag.ops.block_diagonal import pallas as block_diagonal
+from blockdiag.ops.block_diagonal import reference
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.pallas_kernels.block_diagonal.backward import BackwardSchedule, backward_call
+from blockdiag.pallas_kernels.block_diagonal.backward import default_schedule as default_backward_schedule
+from blockdiag.pallas_kernels.block_diagonal.forward import ForwardSchedule, forward_call
+from blockdiag.pallas_kernels.block_diagonal.forward import default_schedule as default_forward_schedule
 from blockdiag.pallas_kernels.pipeline import SHARED_BUDGET_BYTES
-from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
-from blockdiag.reference import block_diagonal as reference
 from tests.support import compiled_quickly
 
 BLOCK_SIZE = 64

@@ -55,7 +55,7 @@ def test_quickstart_runs_with_what_it_installs(page, tmp_path):
 
 def test_every_implementation_says_why_it_is_not_here(tmp_path):
     code = """
-from blockdiag import dispatch
+from blockdiag.common import dispatch
 
 for implementations in dispatch.OPERATIONS.values():
     assert "triton is not installed" in implementations["triton"].why_unavailable()

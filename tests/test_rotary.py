@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import Rotary, apply_rotary, block_diagonal_attention, rotary_tables
-from blockdiag.rotary import rotate, rotate_back
+from blockdiag.common.rotary import rotate, rotate_back
 
 
 def test_tables_hold_the_usual_angles():

@@ -39,8 +39,8 @@ TRACED += ["fuse_distances", "fuse_resident_1", "fuse_streamed_1"]
 def written_kernels():
     """Names of the library's kernels: functions that take pointers and that no other one calls."""
     functions = {}
-    for module in pkgutil.iter_modules(triton_kernels.__path__):
-        loaded = importlib.import_module(f"blockdiag.triton_kernels.{module.name}")
+    for module in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}."):
+        loaded = importlib.import_module(module.name)
         own = {name: x for name, x in vars(loaded).items() if isinstance(x, triton.JITFunction)}
         functions |= {name: x for name, x in own.items() if x.fn.__module__ == loaded.__name__}
     # Partitions of a warp-specialised kernel are named in tuples, the others called.

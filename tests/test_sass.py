@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockdiag.triton_kernels.sass import loop_depths
+from blockdiag.triton_kernels.launch.sass import loop_depths
 
 # A loop within a loop. The wait for a barrier stands behind the kernel's end and jumps back into the inner loop, a
 # second one to where no loop is; the last branch is the padding behind every kernel.

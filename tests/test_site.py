@@ -125,7 +125,7 @@ def test_supported_tables_are_what_implementations_declare(supported):
 
 
 def test_a_declaration_that_changes_is_found(supported, monkeypatch):
-    from blockdiag.triton_kernels import block_diagonal
+    from blockdiag.triton_kernels.block_diagonal import plans as block_diagonal
 
     takes = block_diagonal.supports
     monkeypatch.setattr(block_diagonal, "supports", lambda problem: "odd" if problem.head_dim == 24 else takes(problem))
@@ -170,7 +170,7 @@ def test_quoted_code_is_the_code():
 
 
 def test_every_line_of_the_kernel_is_explained():
-    file = "src/blockdiag/triton_kernels/block_diagonal_forward.py"
+    file = "src/blockdiag/triton_kernels/block_diagonal/forward.py"
     source = (ROOT / file).read_text()
     shown = {i for name, text in quotations(WALK.read_text()) if name == file for i in places(text, source)[0]}
     lines = source.split("\n")

@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.packing import tiles_from_lengths, tiles_from_offsets
-from blockdiag.problem import count_length_tiles, count_offset_tiles
+from blockdiag.common.packing import tiles_from_lengths, tiles_from_offsets
+from blockdiag.ops.block_diagonal.problem import count_length_tiles, count_offset_tiles
 
 pytest.importorskip("triton")
 
-from blockdiag.interop.interpreter import interpret_plan
-from blockdiag.triton_kernels.offline import inspect_plan
-from blockdiag.triton_kernels.plan import Target
-from blockdiag.triton_kernels.tile_table import TileTableLaunch
+from blockdiag.interop.interpreter.launch import interpret_plan
+from blockdiag.triton_kernels.launch.offline import inspect_plan
+from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.parts.tile_table import TileTableLaunch
 from tests.support import compiled_quickly
 
 MANY = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import BLOCK_DIAGONAL_OUTPUT, Rotary, block_diagonal_attention, rotary_tables
-from blockdiag.dispatch import IMPLEMENTATIONS
+from blockdiag.common.dispatch import IMPLEMENTATIONS
 from blockdiag.interop import compile_target
 from tests.support import Case, RotaryCase, compiled_quickly, to_array, value_and_gradients
 
@@ -355,7 +355,7 @@ def test_new_offsets_do_not_compile_again():
 
 def test_concrete_offsets_do_not_change_the_program():
     """Called outside jit, too, values of offsets are checked but not compiled in."""
-    from blockdiag.block_diagonal import _attention
+    from blockdiag.ops.block_diagonal.api import _attention
 
     query, key, value = random_arrays((40, 2, 8), (40, 2, 8), (40, 2, 8))
     attend(query, key, value, sequence_offsets=jnp.asarray([0, 10, 40], jnp.int32))

@@ -9,12 +9,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from blockdiag.interop.interpreter import interpret_plan, numpy_dtype
-from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
-from blockdiag.triton_kernels.block_diagonal import BlockDiagonalLaunch, backward_kinds, supports
-from blockdiag.triton_kernels.compile import check_plan, compile_key
-from blockdiag.triton_kernels.plan import Scalar, Target
-from blockdiag.triton_kernels.private_triton import version
+from blockdiag.interop.interpreter.launch import interpret_plan, numpy_dtype
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch, backward_kinds, supports
+from blockdiag.triton_kernels.launch.compile import check_plan, compile_key
+from blockdiag.triton_kernels.launch.plan import Scalar, Target
+from blockdiag.triton_kernels.launch.private_triton import version
 from tests.plans_support import report_of
 
 HALF_SPLIT = RotaryProblem(

@@ -19,10 +19,10 @@ from blockdiag import (
     paged_attention,
 )
 from blockdiag.interop import compile_target
-from blockdiag.triton_kernels.append import AppendLaunch
-from blockdiag.triton_kernels.key_convolution import KeyConvolutionLaunch
-from blockdiag.triton_kernels.moba_paged import steps
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.append.plans import AppendLaunch
+from blockdiag.triton_kernels.key_convolution.plans import KeyConvolutionLaunch
+from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.moba_paged.plans import steps
 from tests import (
     test_append_plans,
     test_fusion_plans,

@@ -8,54 +8,54 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockdiag.append import append_to_pages as append_to_pages
-    from blockdiag.block_diagonal import BLOCK_DIAGONAL_OUTPUT as BLOCK_DIAGONAL_OUTPUT
-    from blockdiag.block_diagonal import block_diagonal_attention as block_diagonal_attention
-    from blockdiag.context_parallel import ContextParallel as ContextParallel
+    from blockdiag.common.context_parallel import ContextParallel as ContextParallel
+    from blockdiag.common.rotary import Rotary as Rotary
+    from blockdiag.common.rotary import apply_rotary as apply_rotary
+    from blockdiag.common.rotary import rotary_tables as rotary_tables
+    from blockdiag.common.zigzag import inverse_zigzag_order as inverse_zigzag_order
+    from blockdiag.common.zigzag import zigzag_order as zigzag_order
     from blockdiag.fusion.api import NotFusible as NotFusible
     from blockdiag.fusion.api import fuse as fuse
     from blockdiag.fusion.explain import explain as explain
-    from blockdiag.key_convolution import key_convolution as key_convolution
-    from blockdiag.moba import MOBA_OUTPUT as MOBA_OUTPUT
-    from blockdiag.moba import MOBA_ROUTING as MOBA_ROUTING
-    from blockdiag.moba import moba_attention as moba_attention
-    from blockdiag.moba import moba_routing as moba_routing
-    from blockdiag.moba_paged import moba_paged_attention as moba_paged_attention
-    from blockdiag.paged import merge_attention_states as merge_attention_states
-    from blockdiag.paged import paged_attention as paged_attention
-    from blockdiag.projection import BLOCK_DIAGONAL_QKV as BLOCK_DIAGONAL_QKV
-    from blockdiag.projection import fused_qkv_block_attention as fused_qkv_block_attention
-    from blockdiag.rotary import Rotary as Rotary
-    from blockdiag.rotary import apply_rotary as apply_rotary
-    from blockdiag.rotary import rotary_tables as rotary_tables
-    from blockdiag.routing import Routing as Routing
-    from blockdiag.zigzag import inverse_zigzag_order as inverse_zigzag_order
-    from blockdiag.zigzag import zigzag_order as zigzag_order
+    from blockdiag.ops.append.api import append_to_pages as append_to_pages
+    from blockdiag.ops.block_diagonal.api import BLOCK_DIAGONAL_OUTPUT as BLOCK_DIAGONAL_OUTPUT
+    from blockdiag.ops.block_diagonal.api import block_diagonal_attention as block_diagonal_attention
+    from blockdiag.ops.block_diagonal.projection import BLOCK_DIAGONAL_QKV as BLOCK_DIAGONAL_QKV
+    from blockdiag.ops.block_diagonal.projection import fused_qkv_block_attention as fused_qkv_block_attention
+    from blockdiag.ops.key_convolution.api import key_convolution as key_convolution
+    from blockdiag.ops.moba.api import MOBA_OUTPUT as MOBA_OUTPUT
+    from blockdiag.ops.moba.api import MOBA_ROUTING as MOBA_ROUTING
+    from blockdiag.ops.moba.api import moba_attention as moba_attention
+    from blockdiag.ops.moba.api import moba_routing as moba_routing
+    from blockdiag.ops.moba.routing import Routing as Routing
+    from blockdiag.ops.moba_paged.api import moba_paged_attention as moba_paged_attention
+    from blockdiag.ops.paged.api import merge_attention_states as merge_attention_states
+    from blockdiag.ops.paged.api import paged_attention as paged_attention
 
 _HOMES = {
-    "BLOCK_DIAGONAL_OUTPUT": "blockdiag.block_diagonal",
-    "BLOCK_DIAGONAL_QKV": "blockdiag.projection",
-    "MOBA_OUTPUT": "blockdiag.moba",
-    "MOBA_ROUTING": "blockdiag.moba",
-    "ContextParallel": "blockdiag.context_parallel",
+    "BLOCK_DIAGONAL_OUTPUT": "blockdiag.ops.block_diagonal.api",
+    "BLOCK_DIAGONAL_QKV": "blockdiag.ops.block_diagonal.projection",
+    "MOBA_OUTPUT": "blockdiag.ops.moba.api",
+    "MOBA_ROUTING": "blockdiag.ops.moba.api",
+    "ContextParallel": "blockdiag.common.context_parallel",
     "NotFusible": "blockdiag.fusion.api",
-    "Rotary": "blockdiag.rotary",
-    "Routing": "blockdiag.routing",
-    "append_to_pages": "blockdiag.append",
-    "apply_rotary": "blockdiag.rotary",
-    "block_diagonal_attention": "blockdiag.block_diagonal",
+    "Rotary": "blockdiag.common.rotary",
+    "Routing": "blockdiag.ops.moba.routing",
+    "append_to_pages": "blockdiag.ops.append.api",
+    "apply_rotary": "blockdiag.common.rotary",
+    "block_diagonal_attention": "blockdiag.ops.block_diagonal.api",
     "explain": "blockdiag.fusion.explain",
     "fuse": "blockdiag.fusion.api",
-    "fused_qkv_block_attention": "blockdiag.projection",
-    "inverse_zigzag_order": "blockdiag.zigzag",
+    "fused_qkv_block_attention": "blockdiag.ops.block_diagonal.projection",
+    "inverse_zigzag_order": "blockdiag.common.zigzag",
     "key_convolution": "blockdiag.key_convolution",
-    "merge_attention_states": "blockdiag.paged",
-    "moba_attention": "blockdiag.moba",
-    "moba_paged_attention": "blockdiag.moba_paged",
-    "moba_routing": "blockdiag.moba",
-    "paged_attention": "blockdiag.paged",
-    "rotary_tables": "blockdiag.rotary",
-    "zigzag_order": "blockdiag.zigzag",
+    "merge_attention_states": "blockdiag.ops.paged.api",
+    "moba_attention": "blockdiag.ops.moba.api",
+    "moba_paged_attention": "blockdiag.ops.moba_paged.api",
+    "moba_routing": "blockdiag.ops.moba.api",
+    "paged_attention": "blockdiag.ops.paged.api",
+    "rotary_tables": "blockdiag.common.rotary",
+    "zigzag_order": "blockdiag.common.zigzag",
 }
 
 __all__ = [

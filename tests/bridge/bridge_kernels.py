@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from blockdiag.triton_kernels.gluon_names import tma_load, tma_store
-from blockdiag.triton_kernels.plan import (
+from blockdiag.triton_kernels.launch.gluon_names import tma_load, tma_store
+from blockdiag.triton_kernels.launch.plan import (
     CompileOptions,
     Constexpr,
     Descriptor,

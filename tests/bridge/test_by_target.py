@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from blockdiag.bench.moba_programs import collect_specs
-from blockdiag.interop import compile_target, triton_fused
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.interop import compile_target
 from blockdiag.interop.by_target import by_target
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.resident_cases import CASES
 
 X = jnp.arange(3.0)

@@ -13,8 +13,8 @@ import pytest
 import triton
 import triton.language as tl
 
-from blockdiag.triton_kernels import compile as compile_module
-from blockdiag.triton_kernels.compile import (
+from blockdiag.triton_kernels.launch import compile as compile_module
+from blockdiag.triton_kernels.launch.compile import (
     KernelCompileError,
     check_plan,
     compile_ahead,
@@ -22,8 +22,8 @@ from blockdiag.triton_kernels.compile import (
     compile_plan,
     compile_together,
 )
-from blockdiag.triton_kernels.offline import inspect_plan
-from blockdiag.triton_kernels.plan import (
+from blockdiag.triton_kernels.launch.offline import inspect_plan
+from blockdiag.triton_kernels.launch.plan import (
     CompileOptions,
     Constexpr,
     Descriptor,
@@ -206,8 +206,8 @@ def test_empty_output_needs_no_parameter():
 
 SECOND_PROCESS = """
 import triton
-from blockdiag.triton_kernels.compile import compile_plan
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.compile import compile_plan
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.bridge.bridge_kernels import AddSpec, GluonCopySpec, MatmulSpec
 
 hits = []

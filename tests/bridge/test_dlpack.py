@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockdiag.features import Feature
+from blockdiag.common.features import Feature
 from blockdiag.interop import _lifetimes, dlpack, jaxlib_launcher, to_jax, to_torch
 
 WIDE = ["int64", "uint64", "float64", "complex128"]

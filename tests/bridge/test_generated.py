@@ -8,18 +8,18 @@ import sys
 import pytest
 from triton.runtime.jit import JITCallable
 
-from blockdiag.interop.interpreter import interpret_plan
-from blockdiag.triton_kernels import generated
-from blockdiag.triton_kernels.compile import compile_key, compile_plan
-from blockdiag.triton_kernels.generated import GeneratedKernel, function_of, modules_needed
-from blockdiag.triton_kernels.plan import Constexpr, LaunchPlan, Pointer, Target, TensorSpec
+from blockdiag.interop.interpreter.launch import interpret_plan
+from blockdiag.triton_kernels.launch import generated
+from blockdiag.triton_kernels.launch.compile import compile_key, compile_plan
+from blockdiag.triton_kernels.launch.generated import GeneratedKernel, function_of, modules_needed
+from blockdiag.triton_kernels.launch.plan import Constexpr, LaunchPlan, Pointer, Target, TensorSpec
 from tests.resident_cases import CASES
 from tests.test_fusion_plans import launches_of
 
 HEAD = """import triton
 import triton.language as tl
 
-from blockdiag.triton_kernels.tiles import rotate
+from blockdiag.triton_kernels.parts.tiles import rotate
 
 
 """
@@ -77,7 +77,7 @@ def test_keys_follow_the_text_and_the_modules_it_imports(monkeypatch):
     assert GeneratedKernel(FILL, "other_kernel").cache_key != key
     assert compile_key(plan_of(GeneratedKernel(FILL, "fill_kernel")), 90)[0] == key
     read = generated._source_of
-    for module in ("blockdiag.triton_kernels.tiles", "blockdiag.triton_kernels.moba"):
+    for module in ("blockdiag.triton_kernels.parts.tiles", "blockdiag.triton_kernels.moba.plans"):
         monkeypatch.setattr(generated, "_source_of", lambda name, m=module: read(name) + "#" * (name == m))
         assert (GeneratedKernel(FILL, "fill_kernel").cache_key != key) == module.endswith("tiles")
 
@@ -120,10 +120,10 @@ def test_modules_are_imported_by_name():
 SECOND_PROCESS = """
 import sys
 import triton
-from blockdiag.triton_kernels import generated
-from blockdiag.triton_kernels.compile import compile_plan
-from blockdiag.triton_kernels.generated import GeneratedKernel
-from blockdiag.triton_kernels.plan import Constexpr, LaunchPlan, Pointer, Target, TensorSpec
+from blockdiag.triton_kernels.launch import generated
+from blockdiag.triton_kernels.launch.compile import compile_plan
+from blockdiag.triton_kernels.launch.generated import GeneratedKernel
+from blockdiag.triton_kernels.launch.plan import Constexpr, LaunchPlan, Pointer, Target, TensorSpec
 
 plan = LaunchPlan(
     name="fill",
@@ -136,7 +136,7 @@ plan = LaunchPlan(
 hits = []
 triton.knobs.compilation.listener = lambda **event: hits.append(event["cache_hit"])
 compile_plan(plan, Target.for_arch(90))
-print(hits, generated._function.cache_info().misses, "blockdiag.triton_kernels.tiles" in sys.modules)
+print(hits, generated._function.cache_info().misses, "blockdiag.triton_kernels.parts.tiles" in sys.modules)
 """
 
 

@@ -12,10 +12,18 @@ import triton
 import triton.language as tl
 from triton.language import exp2 as exponential
 
-from blockdiag.interop.interpreter import interpret, interpret_plan, numpy_dtype
-from blockdiag.triton_kernels.compile import compile_plan
-from blockdiag.triton_kernels.offline import inspect_plan
-from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, Target, TensorSpec
+from blockdiag.interop.interpreter.launch import interpret, interpret_plan, numpy_dtype
+from blockdiag.triton_kernels.launch.compile import compile_plan
+from blockdiag.triton_kernels.launch.offline import inspect_plan
+from blockdiag.triton_kernels.launch.plan import (
+    Constexpr,
+    Descriptor,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Target,
+    TensorSpec,
+)
 from tests.bridge import bridge_kernels
 from tests.bridge.bridge_kernels import AddSpec, DeviceDescriptorSpec, HalvesSpec, IncrementSpec, MatmulSpec
 

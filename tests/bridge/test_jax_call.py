@@ -15,8 +15,8 @@ from jax.sharding import AxisType, PartitionSpec
 import blockdiag
 from blockdiag.interop import EXPORT_DISABLED_CHECKS, compile_target, jax_call
 from blockdiag.interop.jax_call import available, launch, launch_alone, launch_together
-from blockdiag.triton_kernels import compile as compile_module
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch import compile as compile_module
+from blockdiag.triton_kernels.launch.plan import Target
 from tests.bridge.bridge_kernels import AddSpec, GluonCopySpec, HalvesSpec, IncrementSpec, MatmulSpec
 
 CALL = "stablehlo.custom_call @triton_kernel_call_ffi"
@@ -149,7 +149,7 @@ def test_gluon_kernel_lowers():
     x = jnp.ones((80, 64), jnp.float16)
     assert CALL in lowered_text(lambda x: launch(GluonCopySpec(80), x), x)
     with pytest.raises(NotImplementedError, match="Gluon"):
-        from blockdiag.interop.interpreter import interpret
+        from blockdiag.interop.interpreter.launch import interpret
 
         interpret(GluonCopySpec(80), np.asarray(x))
 
@@ -587,7 +587,7 @@ assert not xla_bridge.backends_are_initialized()
 
 import numpy as np
 from tests.bridge.bridge_kernels import AddSpec
-from blockdiag.interop.interpreter import interpret
+from blockdiag.interop.interpreter.launch import interpret
 import jax
 
 x = np.ones(10, np.float32)

@@ -11,10 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from blockdiag.features import Feature
+from blockdiag.common.features import Feature
 from blockdiag.interop import jax_call, jaxlib_launcher
-from blockdiag.triton_kernels.compile import compile_plan
-from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Scalar, Target, TensorSpec
+from blockdiag.triton_kernels.launch.compile import compile_plan
+from blockdiag.triton_kernels.launch.plan import (
+    Constexpr,
+    Descriptor,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Target,
+    TensorSpec,
+)
 from tests.bridge.bridge_kernels import AddSpec, DeviceDescriptorSpec, MatmulSpec, SineSpec
 
 pytestmark = pytest.mark.versions

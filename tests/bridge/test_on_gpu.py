@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from blockdiag.interop import EXPORT_DISABLED_CHECKS
-from blockdiag.interop.interpreter import interpret
+from blockdiag.interop.interpreter.launch import interpret
 from blockdiag.interop.jax_call import launch
 from blockdiag.interop.targets import session_target
 from tests.bridge.bridge_kernels import (

@@ -9,12 +9,12 @@ import pytest
 import triton
 
 import blockdiag
-from blockdiag.interop.triton_fused import FusedLaunch
-from blockdiag.triton_kernels import compile as compile_module
-from blockdiag.triton_kernels import private_triton
-from blockdiag.triton_kernels.compile import KernelCompileError, compile_plan
-from blockdiag.triton_kernels.moba import MoBALaunch
-from blockdiag.triton_kernels.plan import CompileOptions, Target
+from blockdiag.fusion.runtime.triton import FusedLaunch
+from blockdiag.triton_kernels.launch import compile as compile_module
+from blockdiag.triton_kernels.launch import private_triton
+from blockdiag.triton_kernels.launch.compile import KernelCompileError, compile_plan
+from blockdiag.triton_kernels.launch.plan import CompileOptions, Target
+from blockdiag.triton_kernels.moba.plans import MoBALaunch
 from tests.bridge.bridge_kernels import AddSpec
 from tests.resident_cases import CASES
 from tests.test_fusion_plans import launches_of
@@ -231,7 +231,7 @@ def test_version_of_a_release_name_is_its_numbers(text, numbers, monkeypatch):
 
 
 def test_gluon_names_take_the_first_name_that_a_version_knows():
-    from blockdiag.triton_kernels.gluon_names import _named
+    from blockdiag.triton_kernels.launch.gluon_names import _named
 
     older, newer = SimpleNamespace(old=1), SimpleNamespace(old=2, new=3)
     assert [_named(owner, "new", "old") for owner in (older, newer)] == [1, 3]

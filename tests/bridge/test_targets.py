@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from blockdiag.interop import targets
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 
 
 def gpu(compute_capability, **attributes):

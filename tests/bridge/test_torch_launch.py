@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from blockdiag.interop import torch_launch  # noqa: E402
-from blockdiag.triton_kernels.plan import Target  # noqa: E402
+from blockdiag.triton_kernels.launch.plan import Target  # noqa: E402
 from tests.bridge.bridge_kernels import AddSpec, HalvesSpec, IncrementSpec  # noqa: E402
 
 pytestmark = pytest.mark.versions

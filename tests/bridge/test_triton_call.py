@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from blockdiag.interop import TensorDescriptor, compile_target, triton_call
-from blockdiag.triton_kernels.plan import Scalar
+from blockdiag.triton_kernels.launch.plan import Scalar
 from tests.bridge.bridge_kernels import add_kernel, increment_kernel, matmul_kernel
 
 X = jnp.arange(1000, dtype=jnp.float32)
@@ -107,7 +107,7 @@ def scalar_kernel(p_out, a, b, c, d, LABEL: tl.constexpr):
 
 
 def entry_parameters(**values) -> list[str]:
-    from blockdiag.triton_kernels import compile as compiler
+    from blockdiag.triton_kernels.launch import compile as compiler
 
     values = {"a": 1, "b": 2.0, "c": True, "d": 3} | values
     compiler._compiled.clear()

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 import blockdiag
 import blockdiag.torch
-from blockdiag import dispatch
 from blockdiag.cli import app as command_line
 from blockdiag.cli import doctor, doctor_checks, doctor_features
 from blockdiag.cli.doctor_checks import Outcome
 from blockdiag.cli.doctor_features import features_table
-from blockdiag.features import Feature
+from blockdiag.common import dispatch
+from blockdiag.common.features import Feature
 from tests.support import Case, exact_attention, largest_error, naive_attention, to_array
 
 
@@ -145,7 +145,7 @@ def test_differentiable_ops_are_differentiated():
     ids=["value", "nan", "infinity", "gradient"],
 )
 def test_wrong_implementation_fails_and_exits_with_one(monkeypatch, only_convolution, method, spoil, words):
-    module = importlib.import_module("blockdiag.xla.key_convolution")
+    module = importlib.import_module("blockdiag.ops.key_convolution.xla")
     right = getattr(module, method)
     monkeypatch.setattr(module, method, lambda *arguments: spoil(right(*arguments)))
     result = run_doctor("--json")
@@ -164,7 +164,7 @@ def test_implementation_that_raises_is_shown_and_the_others_are_checked(monkeypa
     def fail(*arguments):
         raise kind("no [brackets] of markup")
 
-    monkeypatch.setattr(importlib.import_module("blockdiag.xla.key_convolution"), "forward", fail)
+    monkeypatch.setattr(importlib.import_module("blockdiag.ops.key_convolution.xla"), "forward", fail)
     result = run_doctor()
     assert result.exit_code == 1
     (row,) = [line for line in result.output.splitlines() if "no [brackets] of markup" in line and "│ JAX" in line]
@@ -176,7 +176,7 @@ def test_implementation_whose_module_cannot_be_asked_fails(monkeypatch, only_con
     def fail():
         raise ImportError("no such name in triton")
 
-    module = importlib.import_module("blockdiag.interop.triton_key_convolution")
+    module = importlib.import_module("blockdiag.ops.key_convolution.triton")
     monkeypatch.setattr(module, "available", fail)
     for arguments in ((), ("--quick",)):
         result = run_doctor("--json", *arguments)
@@ -187,7 +187,7 @@ def test_implementation_whose_module_cannot_be_asked_fails(monkeypatch, only_con
 
 
 def test_each_implementation_of_an_op_gives_its_own_reason(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("blockdiag.interop.triton_moba"), "available", lambda: "no MoBA here")
+    monkeypatch.setattr(importlib.import_module("blockdiag.ops.moba.triton"), "available", lambda: "no MoBA here")
     result = run_doctor("--quick", "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
@@ -198,7 +198,7 @@ def test_each_implementation_of_an_op_gives_its_own_reason(monkeypatch):
 
 
 def test_unavailable_implementation_is_not_run(monkeypatch, only_convolution):
-    module = importlib.import_module("blockdiag.interop.triton_key_convolution")
+    module = importlib.import_module("blockdiag.ops.key_convolution.triton")
     monkeypatch.setattr(module, "available", lambda: "nothing [to] run it on")
     monkeypatch.setattr(module, "forward", lambda *arguments, **options: pytest.fail("it was run"))
     result = run_doctor()
@@ -253,7 +253,7 @@ def test_kernels_that_do_not_compile_fail_without_a_gpu(monkeypatch, only_convol
 
     monkeypatch.setattr(doctor_checks, "COMPILED", ("key_convolution",))
     assert rows_of(json.loads(run_doctor("--json").stdout), "key_convolution")["triton, compiled"]["seconds"] > 0
-    monkeypatch.setattr(importlib.import_module("blockdiag.triton_kernels.compile"), "compile_plan", fail)
+    monkeypatch.setattr(importlib.import_module("blockdiag.triton_kernels.launch.compile"), "compile_plan", fail)
     result = run_doctor("--json")
     assert result.exit_code == 1
     rows = rows_of(json.loads(result.stdout), "key_convolution")

@@ -291,8 +291,8 @@ def test_second_derivatives_agree_with_array_code():
 def test_the_torch_door_launches_the_same_kernels_bitwise():
     torch = pytest.importorskip("torch")
     from blockdiag.interop import torch_launch
-    from blockdiag.problem import BlockDiagonalProblem
-    from blockdiag.triton_kernels.block_diagonal import BlockDiagonalLaunch
+    from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+    from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch
 
     for head_dim, key_heads in ((128, 8), (128, 2), (64, 8)):
         problem = BlockDiagonalProblem(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
-from blockdiag.fusion import tile_tables
-from blockdiag.interop import triton_fused
+from blockdiag.fusion.analysis import tile_tables
+from blockdiag.fusion.runtime import triton as triton_fused
 from tests.test_fusion_long_masks import causal, fused_documents, masked, places
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
-from blockdiag.interop import triton_fused
+from blockdiag.fusion.runtime import triton as triton_fused
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
 from tests.resident_cases import CASES
 

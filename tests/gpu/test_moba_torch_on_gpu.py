@@ -13,9 +13,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from blockdiag import moba_tables  # noqa: E402
-from blockdiag.torch import MoBASelfAttention, Routing, _moba_tables, moba_attention, moba_routing  # noqa: E402
-from blockdiag.torch._moba_call import describe_lists  # noqa: E402
+from blockdiag.ops.moba import tables as moba_tables  # noqa: E402
+from blockdiag.torch import MoBASelfAttention, Routing, moba_attention, moba_routing  # noqa: E402
+from blockdiag.torch.ops.moba import tables  # noqa: E402
+from blockdiag.torch.ops.moba.call import describe_lists  # noqa: E402
 from tests import moba_cases  # noqa: E402
 from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory  # noqa: E402
@@ -130,7 +131,7 @@ def test_tables_are_those_of_jax(offsets, is_causal):
     problem = describe_lists(arguments)
     problem = dataclasses.replace(problem, num_blocks=(key_tokens + 15 * num_sequences) // 16)
     expected = moba_tables.moba_tables(problem, 1, *map(jnp.asarray, offsets))
-    actual = _moba_tables.moba_tables(problem, 1, *(to_tensor(x, GPU) for x in offsets), torch.device(GPU))
+    actual = tables.moba_tables(problem, 1, *(to_tensor(x, GPU) for x in offsets), torch.device(GPU))
     assert_same_bits(actual, expected)
 
 

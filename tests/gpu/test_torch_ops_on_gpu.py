@@ -13,8 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
-from blockdiag import packing  # noqa: E402
-from blockdiag.problem import count_length_tiles, count_offset_tiles  # noqa: E402
+from blockdiag.common import packing  # noqa: E402
+from blockdiag.ops.block_diagonal.problem import count_length_tiles, count_offset_tiles  # noqa: E402
 from blockdiag.torch import (  # noqa: E402
     Rotary,
     block_diagonal_attention,
@@ -278,7 +278,7 @@ def test_second_gpu(via):
 
 def launched_table(kind: str, values: np.ndarray, tokens: int, block_size: int) -> torch.Tensor:
     from blockdiag.interop.torch_launch import launch
-    from blockdiag.triton_kernels.tile_table import TileTableLaunch
+    from blockdiag.triton_kernels.parts.tile_table import TileTableLaunch
 
     if kind == "offsets":
         num_tiles = count_offset_tiles(tokens, len(values) - 1, block_size)

@@ -26,10 +26,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from blockdiag.triton_kernels import private_triton
-from blockdiag.triton_kernels.gluon_names import thread_barrier, tma_store
-from blockdiag.triton_kernels.offline import inspect_plan
-from blockdiag.triton_kernels.plan import CompileOptions, Constexpr, Descriptor, LaunchPlan, Pointer, TensorSpec
+from blockdiag.triton_kernels.launch import private_triton
+from blockdiag.triton_kernels.launch.gluon_names import thread_barrier, tma_store
+from blockdiag.triton_kernels.launch.offline import inspect_plan
+from blockdiag.triton_kernels.launch.plan import (
+    CompileOptions,
+    Constexpr,
+    Descriptor,
+    LaunchPlan,
+    Pointer,
+    TensorSpec,
+)
 
 VALUES = 256
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockdiag.pallas_kernels.block_diagonal_backward import BackwardSchedule, backward_call
-from blockdiag.pallas_kernels.block_diagonal_forward import ForwardSchedule, forward_call
-from blockdiag.problem import BlockDiagonalProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+from blockdiag.pallas_kernels.block_diagonal.backward import BackwardSchedule, backward_call
+from blockdiag.pallas_kernels.block_diagonal.forward import ForwardSchedule, forward_call
 
 TOKENS = 262_144
 CHECKED_SHAPES = [  # query heads, key heads, head_dim, is_causal, dtype

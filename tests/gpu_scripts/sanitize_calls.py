@@ -493,7 +493,7 @@ def launched_kernels(call: Call, arch: int) -> set[str]:
     """Names of the kernels that a call of JAX launches on an architecture, without a GPU."""
     from blockdiag.interop import compile_target
     from blockdiag.interop.jax_call import launch_p
-    from blockdiag.triton_kernels.plan import Target
+    from blockdiag.triton_kernels.launch.plan import Target
 
     target = Target.for_arch(arch)
     names: set[str] = set()

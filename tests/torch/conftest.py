@@ -14,9 +14,11 @@ def interpreted_paged_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The native path with Triton's interpreter in place of the launcher; gives the module of paged attention's."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from blockdiag.interop.interpreter import interpret
-    from blockdiag.torch import _append_native, _moba_paged_native, _paged_native
-    from blockdiag.triton_kernels.plan import Target
+    from blockdiag.interop.interpreter.launch import interpret
+    from blockdiag.torch.ops.append import native as _append_native
+    from blockdiag.torch.ops.moba_paged import native as _moba_paged_native
+    from blockdiag.torch.ops.paged import native as _paged_native
+    from blockdiag.triton_kernels.launch.plan import Target
     from tests.torch.torch_support import to_numpy, to_tensor
 
     target = Target.for_arch(90)

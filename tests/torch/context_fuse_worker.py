@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from blockdiag.torch import ContextParallel, _fuse_program, explain, fuse
+from blockdiag.torch import ContextParallel, explain, fuse
+from blockdiag.torch.fusion import program
 from tests.torch.context_worker import assert_alike, differentiated, expected_of, int32, own_part, world
 from tests.torch.division_worker import mesh_of, random, spread
 
@@ -152,7 +153,7 @@ def check_fuse_kernels() -> None:
     """The kernels themselves, in the interpreter on a CPU, with rows in zigzag order and nothing of JAX around them."""
     steps: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_fuse_program, "_InJax", steps.append)
+        patch.setattr(program, "_InJax", steps.append)
         check_shared(causal, operands(1), (1, 1, 1), world(), "in zigzag order", implementation="triton")
     assert not steps
 

@@ -16,8 +16,8 @@ from blockdiag.torch import (
     moba_attention,
     rotary_tables,
 )
-from blockdiag.torch._context_collectives import Transfer
-from blockdiag.torch._context_exchange import exchange
+from blockdiag.torch.context.collectives import Transfer
+from blockdiag.torch.context.exchange import exchange
 from tests.torch.division_worker import device, implementation, mesh_of, random, spread
 
 BLOCK, HEAD_DIM = 16, 16

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
 from blockdiag.torch import append_to_pages, paged_attention  # noqa: E402
-from blockdiag.torch._append import AppendArguments, _apart  # noqa: E402
-from blockdiag.torch._rotary import rotary_of  # noqa: E402
+from blockdiag.torch.ops.append.api import AppendArguments, _apart  # noqa: E402
+from blockdiag.torch.rotary import rotary_of  # noqa: E402
 from tests.append_support import AppendCase, RotaryCase, assert_appended  # noqa: E402
 from tests.test_append import CASES, GOOD, MISTAKES  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
@@ -99,40 +99,42 @@ def test_what_is_returned_is_what_was_given():
 @pytest.mark.usefixtures("interpreted_paged_kernels")
 @pytest.mark.parametrize("name", CASES)
 def test_the_native_path_in_the_interpreter(name):
-    from blockdiag.torch import _append_native
+    from blockdiag.torch.ops.append import native
 
-    check(CASES[name], lambda **arguments: _append_native.append(operator_arguments(**arguments)))
+    check(CASES[name], lambda **arguments: native.append(operator_arguments(**arguments)))
 
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
 def test_nothing_to_append_natively():
-    from blockdiag.torch import _append_native
+    from blockdiag.torch.ops.append import native
 
     arguments = good_tensors()
     empty = {name: arguments[name][:, :0] for name in ("key", "value")}
     expected = arguments["key_pages"].clone()
-    _append_native.append(operator_arguments(**arguments | empty))
+    native.append(operator_arguments(**arguments | empty))
     assert_same_bits([arguments["key_pages"]], [expected])
 
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
 def test_autograd_knows_that_pages_changed():
-    from blockdiag.torch import _append_native
+    from blockdiag.torch.ops.append import native
 
     arguments = good_tensors()
     versions = [arguments[name]._version for name in ("key_pages", "value_pages")]
-    _append_native.append(operator_arguments(**arguments))
+    native.append(operator_arguments(**arguments))
     assert all(arguments[name]._version > old for name, old in zip(("key_pages", "value_pages"), versions, strict=True))
     with torch.inference_mode():
         pages = {name: arguments[name].clone() for name in ("key_pages", "value_pages")}
-        _append_native.append(operator_arguments(**arguments | pages))
+        native.append(operator_arguments(**arguments | pages))
     assert_same_bits(list(pages.values()), [arguments[name] for name in pages])
 
 
 NO_JAX = """
 import sys
 import torch
-from blockdiag.torch import _append_native, _moba_paged_native, _paged_native, _append, _moba_paged
+from blockdiag.torch.ops.append import native, api as _append
+from blockdiag.torch.ops.moba_paged import native as _moba_paged_native, api as _moba_paged
+from blockdiag.torch.ops.paged import native as _paged_native
 
 def bound_launch(spec, device_index):
     shapes = [(x.shape, getattr(torch, x.dtype)) for x in spec.outputs]
@@ -144,7 +146,7 @@ new, pages, centroids = torch.zeros(2, 1, 2, 16), torch.zeros(5, 16, 2, 16), tor
 shared = dict(key_pages=pages, value_pages=pages.clone(), page_table=torch.zeros(2, 9, dtype=torch.int32),
               kv_lengths=torch.ones(2, dtype=torch.int32), key_centroids=centroids, block_size=16, implementation="")
 defaults = dict.fromkeys(_append.AppendArguments._fields)
-_append_native.append(_append.AppendArguments(**defaults | shared | dict(key=new, value=new, rotary="")))
+native.append(_append.AppendArguments(**defaults | shared | dict(key=new, value=new, rotary="")))
 defaults = dict.fromkeys(_moba_paged.MoBAPagedArguments._fields)
 output, _ = _moba_paged_native.attend(_moba_paged.MoBAPagedArguments(**defaults | shared | dict(query=new, top_k=3)))
 assert output.shape == new.shape

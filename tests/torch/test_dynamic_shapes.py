@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from blockdiag._describe_moba import count_packed_blocks, count_slots  # noqa: E402
+from blockdiag.ops.moba.checks import count_packed_blocks, count_slots  # noqa: E402
 from blockdiag.torch import (  # noqa: E402
     BlockDiagonalSelfAttention,
     MoBASelfAttention,
@@ -23,7 +23,7 @@ from blockdiag.torch import (  # noqa: E402
     paged_attention,
     rotary_tables,
 )
-from blockdiag.torch._moba_ops import symbolic_packed_blocks, symbolic_slots  # noqa: E402
+from blockdiag.torch.ops.moba.operators import symbolic_packed_blocks, symbolic_slots  # noqa: E402
 from tests.torch.torch_support import assert_same_bits  # noqa: E402
 
 BLOCK, TOP_K = 16, 3

@@ -8,13 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from blockdiag.interop import to_jax, wrap_jax, wrap_torch  # noqa: E402
-from blockdiag.torch import (  # noqa: E402
-    BlockDiagonalSelfAttention,
-    _native,
-    block_diagonal_attention,
-    fused_qkv_block_attention,
-)
-from blockdiag.torch._call import Arguments  # noqa: E402
+from blockdiag.torch import BlockDiagonalSelfAttention, block_diagonal_attention, fused_qkv_block_attention  # noqa: E402
+from blockdiag.torch.ops.block_diagonal import native  # noqa: E402
+from blockdiag.torch.ops.block_diagonal.call import Arguments  # noqa: E402
 
 COMPILER_WARNINGS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -113,9 +109,9 @@ def launches(monkeypatch):
         yield
         current[0] = before
 
-    monkeypatch.setattr(_native, "_prepared", type(_native._prepared)())
-    monkeypatch.setattr(_native, "device_target", lambda index: None)
-    monkeypatch.setattr(_native, "bound_launch", lambda spec, index: seen.append((spec.name, index, current[0])))
+    monkeypatch.setattr(native, "_prepared", type(native._prepared)())
+    monkeypatch.setattr(native, "device_target", lambda index: None)
+    monkeypatch.setattr(native, "bound_launch", lambda spec, index: seen.append((spec.name, index, current[0])))
     monkeypatch.setattr(torch.cuda, "device", device)
     return seen
 
@@ -137,12 +133,12 @@ def call_of(*shape, key_heads):
 
 
 def test_kernels_are_bound_while_their_device_is_current(launches):
-    _native.prepare(call_of(2, 128, 4, 64, key_heads=2))
+    native.prepare(call_of(2, 128, 4, 64, key_heads=2))
     assert launches == [("block_diagonal_forward", 1, 1)]
 
 
 def test_nothing_is_bound_for_no_tokens(launches):
-    _native.prepare(call_of(2, 0, 4, 64, key_heads=2))
+    native.prepare(call_of(2, 0, 4, 64, key_heads=2))
     assert launches == []
 
 
@@ -155,12 +151,12 @@ def test_plain_tensors_are_those_that_nobody_watches(monkeypatch):
     """As on CUDA, but for the device."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     x = torch.ones(2)
-    assert _native.is_plain(x, None)
-    assert not _native.is_plain(x, torch.nn.Buffer(x).as_subclass(Watched))
+    assert native.is_plain(x, None)
+    assert not native.is_plain(x, torch.nn.Buffer(x).as_subclass(Watched))
     with torch.utils._python_dispatch.TorchDispatchMode():
-        assert not _native.is_plain(x)
+        assert not native.is_plain(x)
     seen = []
-    torch.func.vmap(lambda row: seen.append(_native.is_plain(row)) or row)(torch.ones(2, 3))
+    torch.func.vmap(lambda row: seen.append(native.is_plain(row)) or row)(torch.ones(2, 3))
     assert seen == [False]
 
 

@@ -16,11 +16,12 @@ import blockdiag  # noqa: E402
 from blockdiag import NotFusible  # noqa: E402
 from blockdiag.fusion.api import trace  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
-from blockdiag.torch import _fuse_call, fuse  # noqa: E402
-from blockdiag.torch._fuse_program import marked  # noqa: E402
-from blockdiag.torch._fuse_region import BoundRegion, region_p  # noqa: E402
-from blockdiag.torch._fuse_split import Segment, Split  # noqa: E402
-from blockdiag.triton_kernels.plan import Target  # noqa: E402
+from blockdiag.torch import fuse  # noqa: E402
+from blockdiag.torch.fusion import call  # noqa: E402
+from blockdiag.torch.fusion.program import marked  # noqa: E402
+from blockdiag.torch.fusion.region import BoundRegion, region_p  # noqa: E402
+from blockdiag.torch.fusion.split import Segment, Split  # noqa: E402
+from blockdiag.triton_kernels.launch.plan import Target  # noqa: E402
 from tests import fusion_refused  # noqa: E402
 from tests import test_fusion_features as features  # noqa: E402
 from tests import test_fusion_grids as grids  # noqa: E402
@@ -227,8 +228,8 @@ def test_arguments_are_trees_with_static_values(implementation):
 @BOTH
 def test_only_what_requires_a_gradient_gets_one(implementation, monkeypatch):
     launched = []
-    original = _fuse_call._interpreted
-    monkeypatch.setattr(_fuse_call, "_interpreted", lambda spec: (launched.append(spec.name), original(spec))[1])
+    original = call._interpreted
+    monkeypatch.setattr(call, "_interpreted", lambda spec: (launched.append(spec.name), original(spec))[1])
     query, key, value = tensors(3, (2, 2, 20, 16))
     bias = torch.zeros(2, 20, 20)
     value.requires_grad_()

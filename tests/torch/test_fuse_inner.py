@@ -12,10 +12,11 @@ pytest.importorskip("triton")
 
 from blockdiag import NotFusible  # noqa: E402
 from blockdiag.fusion.api import trace  # noqa: E402
-from blockdiag.torch import _fuse_call, fuse  # noqa: E402
-from blockdiag.torch._fuse_program import marked  # noqa: E402
-from blockdiag.torch._fuse_region import region_p  # noqa: E402
-from blockdiag.torch._fuse_split import Segment, Split  # noqa: E402
+from blockdiag.torch import fuse  # noqa: E402
+from blockdiag.torch.fusion import call  # noqa: E402
+from blockdiag.torch.fusion.program import marked  # noqa: E402
+from blockdiag.torch.fusion.region import region_p  # noqa: E402
+from blockdiag.torch.fusion.split import Segment, Split  # noqa: E402
 from tests import test_fusion_inner as inner  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
 
@@ -69,13 +70,13 @@ def assert_as_in_jax(function, given, tolerance=1e-5):
 def launched(monkeypatch):
     """The names of all kernels that run, in order."""
     names = []
-    original = _fuse_call._interpreted
+    original = call._interpreted
 
     def counted(spec):
         launch = original(spec)
         return lambda tensors: (names.append(spec.name), launch(tensors))[1]
 
-    monkeypatch.setattr(_fuse_call, "_interpreted", counted)
+    monkeypatch.setattr(call, "_interpreted", counted)
     return names
 
 

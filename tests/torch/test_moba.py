@@ -11,12 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from blockdiag import moba_tables  # noqa: E402
-from blockdiag.moba_problem import MoBAProblem  # noqa: E402
-from blockdiag.torch import Routing, _moba_tables, moba_attention, moba_routing  # noqa: E402
-from blockdiag.torch._moba_call import describe_lists  # noqa: E402
-from blockdiag.triton_kernels.moba import MoBALaunch  # noqa: E402
-from blockdiag.triton_kernels.moba_steps import forward_steps  # noqa: E402
+from blockdiag.ops.moba import tables as moba_tables  # noqa: E402
+from blockdiag.ops.moba.problem import MoBAProblem  # noqa: E402
+from blockdiag.torch import Routing, moba_attention, moba_routing  # noqa: E402
+from blockdiag.torch.ops.moba import tables as _moba_tables  # noqa: E402
+from blockdiag.torch.ops.moba.call import describe_lists  # noqa: E402
+from blockdiag.triton_kernels.moba.plans import MoBALaunch  # noqa: E402
+from blockdiag.triton_kernels.moba.steps import forward_steps  # noqa: E402
 from tests.moba_cases import MoBACase, assert_accurate, dense_results, dense_routing  # noqa: E402
 from tests.torch.moba_torch_support import (  # noqa: E402
     CASES,
@@ -201,9 +202,9 @@ def test_tables_are_those_of_jax(name):
 def interpreted_kernels(monkeypatch):
     """The native path with Triton's interpreter in place of the launcher."""
     pytest.importorskip("triton")
-    from blockdiag.interop.interpreter import interpret
-    from blockdiag.torch import _moba_native
-    from blockdiag.triton_kernels.plan import Target
+    from blockdiag.interop.interpreter.launch import interpret
+    from blockdiag.torch.ops.moba import native as _moba_native
+    from blockdiag.triton_kernels.launch.plan import Target
 
     def bound_launch(spec, device_index):
         spec = dataclasses.replace(spec, is_portable=True)
@@ -273,8 +274,8 @@ def test_the_native_path_in_the_interpreter(interpreted_kernels, name, is_given)
 
 @pytest.mark.parametrize("name", ["packed, other keys", "not causal", "more queries"])
 def test_choices_of_given_routings_are_those_of_jax(name):
-    from blockdiag import routing as jax_routing
-    from blockdiag.torch import _moba_routing
+    from blockdiag.ops.moba import routing as jax_routing
+    from blockdiag.torch.ops.moba import routing as _moba_routing
 
     case = CASES[name]
     extremes = np.random.default_rng(1).choice(
@@ -584,7 +585,7 @@ def test_lists_of_another_call_are_refused():
 
 
 def test_parts_of_some_heads_go_before_those_of_the_next():
-    from blockdiag.torch import _moba_native
+    from blockdiag.torch.ops.moba import native as _moba_native
 
     problem = MoBAProblem(
         query_tokens=256,

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
 from blockdiag.torch import moba_paged_attention  # noqa: E402
-from blockdiag.torch._moba_paged import MoBAPagedArguments  # noqa: E402
+from blockdiag.torch.ops.moba_paged.api import MoBAPagedArguments  # noqa: E402
 from tests.test_moba_paged import BAD, CASES, last_rows_of_moba  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
     as_arrays,
@@ -70,22 +70,22 @@ NATIVE = (
 @pytest.mark.usefixtures("interpreted_paged_kernels")
 @pytest.mark.parametrize("name", NATIVE)
 def test_the_native_path_in_the_interpreter(name):
-    from blockdiag.torch import _moba_paged_native
+    from blockdiag.torch.ops.moba_paged import native
 
     case = CASES[name]
-    case.check(as_arrays(_moba_paged_native.attend(operator_arguments(arguments_of(case)))))
+    case.check(as_arrays(native.attend(operator_arguments(arguments_of(case)))))
 
 
 @pytest.mark.usefixtures("interpreted_paged_kernels")
 def test_empty_calls():
     """No queries, and no pages."""
-    from blockdiag.torch import _moba_paged_native
+    from blockdiag.torch.ops.moba_paged import native
 
     arguments = small_arguments()
     nothing = dict(key_pages=torch.zeros(2, 0, 2, 16), value_pages=torch.zeros(2, 0, 2, 8))
     nothing |= dict(kv_lengths=torch.zeros(2, dtype=torch.int32), key_centroids=torch.zeros(2, 0, 2, 16))
     for changes in ({"query": torch.zeros(2, 0, 4, 16)}, nothing):
-        results = _moba_paged_native.attend(operator_arguments(arguments | changes))
+        results = native.attend(operator_arguments(arguments | changes))
         assert_same_bits(results, moba_paged_attention(**arguments | changes, return_residual=True))
         assert not results[0].any() and results[1].isneginf().all()
 

@@ -115,9 +115,10 @@ def test_packed_queries_natively(interpreted_paged_kernels):
 
 def test_wild_offsets_natively(interpreted_paged_kernels, monkeypatch):
     """What a GPU does, where values are not known: clipped, and NaN for a sequence that is too long."""
-    from blockdiag import _describe_paged, _validate
+    from blockdiag.common import validation
+    from blockdiag.ops.paged import checks
 
-    for module in (_describe_paged, _validate):
+    for module in (checks, validation):
         monkeypatch.setattr(module, "known_values", lambda array: None)
     jax_arguments = simple_arguments(batch=3)
     jax_arguments["query"] = jnp.concatenate([jax_arguments["query"][:, 0]] * 2)
@@ -217,7 +218,8 @@ def test_what_kernels_cannot_read_as_it_is(interpreted_paged_kernels):
 NO_JAX = """
 import contextlib, sys, types
 import torch
-from blockdiag.torch import _paged_native, _paged_call, merge_attention_states
+from blockdiag.torch import merge_attention_states
+from blockdiag.torch.ops.paged import native as _paged_native, call as _paged_call
 
 def bound_launch(spec, device_index):
     shapes = [(x.shape, getattr(torch, x.dtype)) for x in spec.outputs]

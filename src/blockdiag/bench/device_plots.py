@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from blockdiag.bench.plot_style import Theme, frame, new_figure
-from blockdiag.zigzag import zigzag_order
+from blockdiag.common.zigzag import zigzag_order
 
 _DEVICES = 4
 

@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 from blockdiag.bench.clock import Subject, interleave, summarise
 from blockdiag.bench.records import DeviceTiming, Environment
-from blockdiag.block_diagonal import block_diagonal_attention
-from blockdiag.context_parallel import ContextParallel, Strategy, exchange
+from blockdiag.common.context_parallel import ContextParallel, Strategy, exchange
 from blockdiag.fusion.api import fuse
-from blockdiag.moba import moba_attention
+from blockdiag.ops.block_diagonal.api import block_diagonal_attention
+from blockdiag.ops.moba.api import moba_attention
 
 MESHES = ("automatic", "explicit", "manual")
 DIVISIONS = {"batch": P("devices"), "heads": P(None, None, "devices")}

@@ -103,7 +103,7 @@ def timed_compilation(specs: Sequence[Any], target: Any, folder: str) -> float |
     """
     from triton import knobs
 
-    from blockdiag.triton_kernels.compile import compile_together, load_compiler
+    from blockdiag.triton_kernels.launch.compile import compile_together, load_compiler
 
     load_compiler()  # what every process loads once
     shutil.rmtree(folder, ignore_errors=True)

@@ -249,7 +249,7 @@ def _load_kernels(context: _Context, pass_name: FusePass, loads: dict[Any, float
     from triton import knobs
 
     from blockdiag.interop.targets import session_target
-    from blockdiag.triton_kernels.compile import compile_plan
+    from blockdiag.triton_kernels.launch.compile import compile_plan
 
     target = session_target()
     with knobs.cache.scope():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from blockdiag.bench.compiled import address_table_bytes, calls_as_text, custom_calls
 from blockdiag.bench.fuse_cases import SECOND_SHARE, SOFT_CAP, FuseCase, FusePass, alibi_slopes
 from blockdiag.bench.moba_programs import ChainBroken, Program, collect_specs
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 
 type Array = jax.Array
 type Attend = Callable[..., Array]

@@ -13,7 +13,7 @@ from blockdiag.bench.gallery_cases import shape_text
 from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.api import fuse
 from blockdiag.fusion.gallery import Sizes, Variant
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 
 type Whose = Literal["ours", "xla"]
 type GalleryPass = Literal["fwd", "fwd+bwd"]

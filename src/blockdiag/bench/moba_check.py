@@ -181,7 +181,7 @@ def float32_attention(case: MoBACase, pattern: jax.Array) -> Callable[..., jax.A
 def errors_at(case: MoBACase, implementation: str, tokens: int, *, seed: int = 0) -> dict[str, float]:
     """`errors_of` an implementation, of one sequence of `tokens` tokens."""
     from blockdiag.bench.moba_programs import Passes
-    from blockdiag.moba import moba_routing
+    from blockdiag.ops.moba.api import moba_routing
 
     small = case.shrunk(tokens)
     operands: Any = random_operands(small, seed)

@@ -44,7 +44,7 @@ def compile_ahead(
 
 def different_kernels(specs: Iterable[Any], target: Any) -> tuple[list[Any], list[str]]:
     """One launch of each kernel, as lengths and scales share kernels; and a line for each that cannot be planned."""
-    from blockdiag.triton_kernels.compile import compile_key
+    from blockdiag.triton_kernels.launch.compile import compile_key
 
     different: dict[Any, Any] = {}
     lines: list[str] = []
@@ -58,7 +58,7 @@ def different_kernels(specs: Iterable[Any], target: Any) -> tuple[list[Any], lis
 
 def compile_one(spec: Any, target: Any, binary: bool) -> str:
     """Compile one launch; an empty string, or why it could not be."""
-    from blockdiag.triton_kernels.compile import compile_plan
+    from blockdiag.triton_kernels.launch.compile import compile_plan
 
     try:
         compile_plan(spec.plan(target), target, binary=binary)

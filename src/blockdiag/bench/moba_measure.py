@@ -198,7 +198,7 @@ def _prepare_ours(case: MoBACase, tensors: tuple[torch.Tensor, ...], settings: M
 
 def _check(passes: Passes, results: tuple[Any, ...], seed: int) -> None:
     """The routing and the results of a case, in float64."""
-    from blockdiag.moba import moba_routing
+    from blockdiag.ops.moba.api import moba_routing
 
     case = passes.case
     query, key, _, _ = passes.operands

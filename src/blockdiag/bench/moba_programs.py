@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from blockdiag.bench.compiled import address_table_bytes, calls_as_text, custom_calls
 from blockdiag.bench.moba_cases import MOBA_PASSES, MoBACase, MoBAPass
-from blockdiag.dispatch import call_implementation
+from blockdiag.common.dispatch import call_implementation
 from blockdiag.interop.by_target import by_target_p, chosen_jaxpr
-from blockdiag.moba import moba_attention, prepare_moba_call
-from blockdiag.moba_tables import moba_tables
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.ops.moba.api import moba_attention, prepare_moba_call
+from blockdiag.ops.moba.tables import moba_tables
+from blockdiag.triton_kernels.launch.plan import Target
 
 type Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 

@@ -9,7 +9,7 @@ from blockdiag.bench.moba_check import check_sample, errors_of, random_operands
 from blockdiag.bench.moba_programs import Passes
 from blockdiag.bench.moba_recorded import shape_of
 from blockdiag.bench.records import Environment, MoBATiming
-from blockdiag.moba import moba_routing
+from blockdiag.ops.moba.api import moba_routing
 
 SMOKE_CASE = MoBACase(
     name="smoke", tokens=200, batch=2, query_heads=4, key_heads=2, head_dim=32, block_size=16, top_k=4

@@ -8,7 +8,7 @@ import torch
 from blockdiag.bench.cases import Case
 from blockdiag.bench.implementations import Implementation, PassMakers, Prepared, torch_peak_bytes
 from blockdiag.bench.workload import Workload
-from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
 
 
 def problem_of(case: Case, num_tiles: int) -> BlockDiagonalProblem:
@@ -61,8 +61,8 @@ def traced_launches(
     """
     import jax
 
-    from blockdiag.interop import triton_block_diagonal
     from blockdiag.interop.torch_launch import launch as torch_launch
+    from blockdiag.ops.block_diagonal import triton as triton_block_diagonal
 
     def call(*arrays: Any) -> Any:
         operands = iter(arrays)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from blockdiag.append_problem import AppendProblem
-from blockdiag.moba_paged_problem import MoBAPagedProblem
-from blockdiag.paged_problem import CacheScale, PagedProblem
-from blockdiag.paged_splits import choose_splits
+from blockdiag.ops.append.problem import AppendProblem
+from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
+from blockdiag.ops.paged.problem import CacheScale, PagedProblem
+from blockdiag.ops.paged.splits import choose_splits
 
 type Group = Literal["decode", "moba", "short", "speculative", "splits", "scales", "append"]
 

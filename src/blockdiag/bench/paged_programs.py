@@ -24,9 +24,9 @@ class ChainBroken(RuntimeError):
 
 def launch_steps(case: PagedCase) -> Sequence[Any]:
     """The kernel launches of a case, each of which reads arrays by name and adds those that it writes."""
-    from blockdiag.triton_kernels.append import AppendLaunch
-    from blockdiag.triton_kernels.moba_paged import steps
-    from blockdiag.triton_kernels.paged import PagedLaunch
+    from blockdiag.triton_kernels.append.plans import AppendLaunch
+    from blockdiag.triton_kernels.moba_paged.plans import steps
+    from blockdiag.triton_kernels.paged.plans import PagedLaunch
 
     if case.group == "append":
         return (AppendLaunch(case.append_problem()),)
@@ -66,8 +66,8 @@ def sdpa_call(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value
 
 def jax_attention(case: PagedCase, implementation: str) -> Callable[..., Any]:
     """Output and log-sum-exp of `paged_attention`, or of MoBA, from a query and the other arrays by name."""
-    from blockdiag.moba_paged import moba_paged_attention
-    from blockdiag.paged import paged_attention
+    from blockdiag.ops.moba_paged.api import moba_paged_attention
+    from blockdiag.ops.paged.api import paged_attention
 
     def attend(query: Any, arrays: Mapping[str, Any]) -> Any:
         cache = (arrays["key"], arrays["value"], arrays["page_table"], arrays["kv_lengths"])

@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import jax
 
-from blockdiag.append import append_to_pages
 from blockdiag.bench.clock import Subject, interleave, summarise
 from blockdiag.bench.paged_arrays import Tensors, case_arrays, make_pool
 from blockdiag.bench.paged_cases import PagedCase, PagedShape
@@ -15,6 +14,7 @@ from blockdiag.bench.paged_programs import jax_attention
 from blockdiag.bench.paged_recorded import columns_of
 from blockdiag.bench.records import Environment, PagedTiming
 from blockdiag.bench.workload import to_jax, to_torch
+from blockdiag.ops.append.api import append_to_pages
 
 SMOKE_SHAPE = PagedShape(name="smoke", batch=2, kv_length=96, query_heads=4, key_heads=2, head_dim=16)
 SMOKE_CASES = (

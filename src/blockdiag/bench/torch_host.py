@@ -58,9 +58,9 @@ def _launches(kinds: tuple[str, ...], *, through_jit: bool) -> Callable[[], None
 
     `through_jit` is Triton's own `kernel[grid](...)`; without, the compiled kernel is launched directly.
     """
-    from blockdiag._describe import describe_call
     from blockdiag.interop.torch_launch import bound_launch
-    from blockdiag.triton_kernels.block_diagonal import BlockDiagonalLaunch
+    from blockdiag.ops.block_diagonal.checks import describe_call
+    from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch
 
     query, key, value = _operands(requires_grad=False)
     options: dict[str, Any] = {"block_size": 64, "sequence_offsets": None, "block_lengths": None}

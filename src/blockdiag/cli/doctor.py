@@ -17,8 +17,8 @@ from rich.table import Table
 from blockdiag.bench.records import driver_version
 from blockdiag.cli.doctor_checks import Check, Outcome, attempt, checks, examine
 from blockdiag.cli.doctor_features import features_table, gather_features
-from blockdiag.features import Feature
-from blockdiag.versions import DISTRIBUTION, TESTED, installed_version, other_distributions
+from blockdiag.common.features import Feature
+from blockdiag.common.versions import DISTRIBUTION, TESTED, installed_version, other_distributions
 
 PACKAGES = (DISTRIBUTION, "jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "flax", "numpy")
 EXTRAS = {"jax-cuda13-plugin": "cuda", "triton": "cuda", "torch": "torch", "flax": "flax"}

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import blockdiag
-from blockdiag import dispatch
 from blockdiag.bench.records import reason_of
+from blockdiag.common import dispatch
 from blockdiag.interop.jaxlib_launcher import CALL_TARGET
 from blockdiag.interop.targets import compile_target
 

@@ -7,11 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from blockdiag.cli.doctor_checks import attempt
-from blockdiag.features import Feature
+from blockdiag.common.features import Feature
 
 # The modules that own private names of another package, by that package.
 MODULES = {
-    "triton": "blockdiag.triton_kernels.private_triton",
+    "triton": "blockdiag.triton_kernels.launch.private_triton",
     "jaxlib": "blockdiag.interop.jaxlib_launcher",
     "torch": "blockdiag.interop.private_torch",
 }

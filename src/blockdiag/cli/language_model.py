@@ -18,8 +18,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from blockdiag.common.rotary import Rotary, rotary_tables
 from blockdiag.interop.flax import attention_fn
-from blockdiag.rotary import Rotary, rotary_tables
 
 type AttentionFunction = Callable[..., Float[Array, "B T N H"]]
 type Batch = Int[np.ndarray, "B T+1"]

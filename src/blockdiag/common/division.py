@@ -20,7 +20,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from blockdiag._sizes import is_symbolic
 from blockdiag.common.meshes import explicit_mesh, spec_on, warn_of_gather
 from blockdiag.common.rule import Dim, Rule, digest_of, shardy_rule
 from blockdiag.common.shards import (
@@ -34,6 +33,7 @@ from blockdiag.common.shards import (
     split_axes,
     wanted_spec,
 )
+from blockdiag.common.sizes import is_symbolic
 
 type Plan = Callable[..., tuple[Rule, Local[Any]]]
 """From what is static of a call, and its operands, to its rule and to what computes a part of it."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from blockdiag.versions import installed_version
+from blockdiag.common.versions import installed_version
 
 _ADDRESS = " at 0x"
 

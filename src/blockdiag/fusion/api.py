@@ -10,35 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from blockdiag.context_parallel import ContextParallel
-from blockdiag.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
-from blockdiag.fusion.apart import taken_apart
-from blockdiag.fusion.chosen import with_chosen
-from blockdiag.fusion.context import Sharing, attend_to_shared_tokens, sharing_of, whole_type
-from blockdiag.fusion.coordinates import with_places
-from blockdiag.fusion.diagnosis import diagnosis, softmax_in
-from blockdiag.fusion.dims import place_of, producers_of
-from blockdiag.fusion.draws import drawn_by, with_counters
-from blockdiag.fusion.exponents import with_factors_inside
-from blockdiag.fusion.inner import CHECKPOINTS, OPENED, Inner, has_checkpoints, inner_of
-from blockdiag.fusion.joined import joined
-from blockdiag.fusion.log_sums import Wanted, in_order
-from blockdiag.fusion.lone import with_query_axes
-from blockdiag.fusion.lookups import read_rows, reads_rows
-from blockdiag.fusion.made import with_made
-from blockdiag.fusion.match import NoAttention, QueryWithoutAxis, regions_and_sides
-from blockdiag.fusion.merged import with_merged_keys
-from blockdiag.fusion.op import Call, attend, region_p
-from blockdiag.fusion.plain import plain
-from blockdiag.fusion.positions import with_positions
-from blockdiag.fusion.respelled import as_products, respelled
-from blockdiag.fusion.shared import shared
-from blockdiag.fusion.sources import with_sources
-from blockdiag.fusion.squares import with_products
-from blockdiag.fusion.sums import with_sums
-from blockdiag.fusion.trace import aval_of, bind, body_of, flat_jaxpr, has_effects, hidden_attention, read
-from blockdiag.fusion.tree import NotFusible as NotFusible
-from blockdiag.fusion.tree import Region, Source, SymbolicSizes
+from blockdiag.common.context_parallel import ContextParallel
+from blockdiag.common.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
+from blockdiag.fusion.frontend.nested_programs import CHECKPOINTS, OPENED, Inner, has_checkpoints, inner_of
+from blockdiag.fusion.frontend.trace import aval_of, bind, body_of, flat_jaxpr, has_effects, hidden_attention, read
+from blockdiag.fusion.ir.structural_hash import shared
+from blockdiag.fusion.ir.tree import NotFusible as NotFusible
+from blockdiag.fusion.ir.tree import Region, Source, SymbolicSizes
+from blockdiag.fusion.passes.canonicalise_exponentials import with_factors_inside
+from blockdiag.fusion.passes.canonicalise_products import as_products, respelled
+from blockdiag.fusion.passes.cond_to_select import with_chosen
+from blockdiag.fusion.passes.defer_division import with_sums
+from blockdiag.fusion.passes.index_maps import with_places
+from blockdiag.fusion.passes.log_sum_exps import Wanted, in_order
+from blockdiag.fusion.passes.materialise import with_made
+from blockdiag.fusion.passes.merge_contractions import with_merged_keys
+from blockdiag.fusion.passes.merge_products import joined
+from blockdiag.fusion.passes.merge_sources import with_sources
+from blockdiag.fusion.passes.position_constants import with_positions
+from blockdiag.fusion.passes.query_axis import with_query_axes
+from blockdiag.fusion.passes.random_bits import drawn_by, with_counters
+from blockdiag.fusion.passes.simplify import plain
+from blockdiag.fusion.passes.sink_slices import taken_apart
+from blockdiag.fusion.passes.squared_distances import with_products
+from blockdiag.fusion.passes.table_lookups import read_rows, reads_rows
+from blockdiag.fusion.regions.axis_labels import place_of, producers_of
+from blockdiag.fusion.regions.diagnosis import diagnosis, softmax_in
+from blockdiag.fusion.regions.match import NoAttention, QueryWithoutAxis, regions_and_sides
+from blockdiag.fusion.runtime.context_parallel import Sharing, attend_to_shared_tokens, sharing_of, whole_type
+from blockdiag.fusion.runtime.region_op import Call, attend, region_p
 
 type _Compute = Callable[[Region, bool, list[Any], Any], tuple[Any, Any]]
 type _Bind = Callable[[core.JaxprEqn, list[Any]], list[Any]]

@@ -11,19 +11,19 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from blockdiag.fusion.analysis.block_sparsity import Live, live_tiles
 from blockdiag.fusion.api import UNOPENED, Program, is_fused, trace
-from blockdiag.fusion.context import Sharing, choose
-from blockdiag.fusion.dims import MOVES, place_of, producers_of
-from blockdiag.fusion.guards import CASTS
-from blockdiag.fusion.inner import OPENED
-from blockdiag.fusion.kernels import Tile
-from blockdiag.fusion.live import Live, live_tiles
-from blockdiag.fusion.op import region_p
-from blockdiag.fusion.sharding import backward_rule
-from blockdiag.fusion.shared import shared
-from blockdiag.fusion.tiles import leaf_array, value_columns
-from blockdiag.fusion.trace import aval_of, bind, has_effects, loop_with_attention, read
-from blockdiag.fusion.tree import WITH_FEATURES, NotFusible, Region, nodes_of
+from blockdiag.fusion.codegen.kernels import Tile
+from blockdiag.fusion.frontend.nested_programs import OPENED
+from blockdiag.fusion.frontend.trace import aval_of, bind, has_effects, loop_with_attention, read
+from blockdiag.fusion.ir.structural_hash import shared
+from blockdiag.fusion.ir.tree import WITH_FEATURES, NotFusible, Region, nodes_of
+from blockdiag.fusion.lowering.tile_program import leaf_array, value_columns
+from blockdiag.fusion.regions.axis_labels import MOVES, place_of, producers_of
+from blockdiag.fusion.regions.guards import CASTS
+from blockdiag.fusion.runtime.context_parallel import Sharing, choose
+from blockdiag.fusion.runtime.region_op import region_p
+from blockdiag.fusion.runtime.sharding import backward_rule
 
 __all__ = ["Explanation", "LeafReport", "RegionReport", "SummedGradient", "explain"]
 
@@ -337,7 +337,7 @@ def _scores_outside(program: Program, regions: Sequence[Region]) -> Iterator[str
 
 
 def _report(region: Region, known: Mapping[Any, Any], sharing: Sharing | None) -> RegionReport:
-    from blockdiag.interop import triton_fused
+    from blockdiag.fusion.runtime import triton as triton_fused
 
     common = shared(region)
     declined = triton_fused.supports(common)
@@ -401,7 +401,7 @@ def _summed(region: Region) -> Iterator[SummedGradient]:
 
 def _tables(region: Region, tile: Tile, known: Mapping[Any, Any]) -> Live | None:
     """What tells which tiles are visited, where that is known."""
-    from blockdiag.interop import triton_fused
+    from blockdiag.fusion.runtime import triton as triton_fused
 
     inner, change = triton_fused.arranged(region)
     arrays = {}

@@ -9,7 +9,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir, xla
 
 from blockdiag.interop.targets import overriding_target, session_target
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 
 type Function = Callable[..., Sequence[Any]]
 

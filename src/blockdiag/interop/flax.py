@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from blockdiag import _validate
-from blockdiag._arrays import known_values
-from blockdiag.block_diagonal import block_diagonal_attention
-from blockdiag.moba import moba_attention
-from blockdiag.rotary import Rotary, apply_rotary
+from blockdiag.common import validation
+from blockdiag.common.arrays import known_values
+from blockdiag.common.rotary import Rotary, apply_rotary
+from blockdiag.ops.block_diagonal.api import block_diagonal_attention
+from blockdiag.ops.moba.api import moba_attention
 
 __all__ = ["attention_fn", "moba_attention_fn"]
 
@@ -410,7 +410,7 @@ def _rotate(rotary: Rotary | None, query: Array, key: Array, value: Array) -> tu
     if rotary is None:
         return query, key, value
     tokens_shape = query.shape[:-2]
-    _validate.check_rotary(rotary, tokens_shape, query.shape[-1], tokens_shape[-1])
+    validation.check_rotary(rotary, tokens_shape, query.shape[-1], tokens_shape[-1])
     cos, sin = jnp.asarray(rotary.cos), jnp.asarray(rotary.sin)
     if not rotary.per_token and rotary.positions is None:
         cos, sin = cos[: tokens_shape[-1]], sin[: tokens_shape[-1]]

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from blockdiag.interop import jaxlib_launcher
 from blockdiag.interop.targets import compile_target as compile_target
 from blockdiag.interop.targets import overriding_target, session_target
-from blockdiag.triton_kernels.plan import KernelSpec, LaunchPlan, Target, TensorSpec
+from blockdiag.triton_kernels.launch.plan import KernelSpec, LaunchPlan, Target, TensorSpec
 
 EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(jaxlib_launcher.CALL_TARGET),)
 """What `jax.export.export` takes as `disabled_checks=` for functions with a Triton kernel in them.
@@ -252,7 +252,7 @@ def _lower_together(ctx: Any, *operands: Any, call_jaxpr: jax.extend.core.Closed
 
 
 def _lower_together_cuda(ctx: Any, *operands: Any, call_jaxpr: jax.extend.core.ClosedJaxpr) -> Any:
-    from blockdiag.triton_kernels.compile import compile_together
+    from blockdiag.triton_kernels.launch.compile import compile_together
 
     launches = [x for x in _launches(call_jaxpr) if not x["interpret"]]
     targets = [(x["spec"], x["target"] or session_target()) for x in launches]
@@ -282,7 +282,7 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | Non
 
 def _compile_others(spec: KernelSpec, target: Target, made: _Made | None) -> None:
     """Begins to compile what is in one group with a launch that is about to be compiled."""
-    from blockdiag.triton_kernels.compile import compile_ahead
+    from blockdiag.triton_kernels.launch.compile import compile_ahead
 
     others = {
         x: None
@@ -296,7 +296,7 @@ def _compile_others(spec: KernelSpec, target: Target, made: _Made | None) -> Non
 def _lower_plan(
     ctx: Any, inputs: Sequence[Any], plan: LaunchPlan, target: Target, made: _Made | None = None
 ) -> list[Any]:
-    from blockdiag.triton_kernels.compile import compile_plan
+    from blockdiag.triton_kernels.launch.compile import compile_plan
 
     compiled = compile_plan(plan, target, made=made)
     layout = jaxlib_launcher.lay_out_buffers(plan)
@@ -339,7 +339,7 @@ def _assemble_ahead(plan: LaunchPlan, target: Target) -> None:
     each is assembled in a thread, beside the compilation of the others, as part of a program that is thrown away. Where
     JAX keeps whole programs on disk, the one that was asked for may need no kernel.
     """
-    from blockdiag.triton_kernels.compile import in_background
+    from blockdiag.triton_kernels.launch.compile import in_background
 
     if jax.config.jax_compilation_cache_dir is None or not jax.config.jax_enable_compilation_cache:
         in_background(_assemble, plan, target)
@@ -412,7 +412,7 @@ _PARTITIONED_MODULE = "tmp_xla_computation"
 
 def _call_interpreter(spec: KernelSpec, target: Target | None, *arrays: jax.Array) -> Sequence[jax.Array]:
     def run_on_host(*host_arrays: Any) -> tuple[np.ndarray, ...]:
-        from blockdiag.interop.interpreter import interpret
+        from blockdiag.interop.interpreter.launch import interpret
 
         return interpret(spec, *map(np.asarray, host_arrays), target=target)
 

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from blockdiag.features import Feature
-from blockdiag.triton_kernels import private_triton
-from blockdiag.triton_kernels.compile import CompiledLaunch
-from blockdiag.triton_kernels.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Role, Scalar
+from blockdiag.common.features import Feature
+from blockdiag.triton_kernels.launch import private_triton
+from blockdiag.triton_kernels.launch.compile import CompiledLaunch
+from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPlan, Pointer, Role, Scalar
 
 CALL_TARGET = "triton_kernel_call_ffi"
 

@@ -14,7 +14,7 @@ from blockdiag.common.division import divide
 from blockdiag.common.shards import Part
 from blockdiag.interop.jax_call import launch, without_transformations
 from blockdiag.interop.kernel_rule import OfSizes, function_text, local_shape, parse_rule
-from blockdiag.triton_kernels.plan import (
+from blockdiag.triton_kernels.launch.plan import (
     Argument,
     CompileOptions,
     Constexpr,
@@ -108,8 +108,8 @@ def triton_call(
     Args:
         *args: arrays of any shape and dtype (passed as pointers), or each in a `TensorDescriptor`; scalars; and
             compile-time values where the kernel says `tl.constexpr`. Python ints become i32, or i64 where they do
-            not fit; Python floats become fp32, never fp64; a `blockdiag.triton_kernels.plan.Scalar` spells a type out.
-            None may stand for an optional pointer.
+            not fit; Python floats become fp32, never fp64; a `blockdiag.triton_kernels.launch.plan.Scalar` spells a
+            type out. None may stand for an optional pointer.
         kernel: the kernel.
         out_shape: pytree of objects with `shape` and `dtype`, the outputs; the result has the same structure.
         grid: one to three sizes, or a function of a mapping of all compile-time values (and num_warps, num_stages,

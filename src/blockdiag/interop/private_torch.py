@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from blockdiag.features import Feature
+from blockdiag.common.features import Feature
 
 # --- Transforms and observers
 

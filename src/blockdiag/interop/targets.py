@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from blockdiag.triton_kernels.plan import Target
+from blockdiag.triton_kernels.launch.plan import Target
 
 # A context of JAX's own, so that jit keeps traces under different targets apart.
 _override = jax.make_user_context(default_value=None)

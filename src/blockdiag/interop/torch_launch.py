@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from blockdiag.triton_kernels import private_triton
-from blockdiag.triton_kernels.compile import buffer_spec, compile_key, compile_plan
-from blockdiag.triton_kernels.generated import function_of
-from blockdiag.triton_kernels.plan import (
+from blockdiag.triton_kernels.launch import private_triton
+from blockdiag.triton_kernels.launch.compile import buffer_spec, compile_key, compile_plan
+from blockdiag.triton_kernels.launch.generated import function_of
+from blockdiag.triton_kernels.launch.plan import (
     Constexpr,
     Descriptor,
     KernelSpec,

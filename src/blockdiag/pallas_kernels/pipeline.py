@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from blockdiag.problem import BlockDiagonalProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 # Shared memory one program may have on Hopper, less what Mosaic takes for barriers, reductions and alignment.
 SHARED_BUDGET_BYTES = 232_448 - 3_072

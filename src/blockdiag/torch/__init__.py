@@ -3,26 +3,26 @@
 Importing this module imports no JAX; calls on the CPU, calls that ask for it, `fuse` and `explain` do.
 """
 
-from blockdiag.torch import _sharding
-from blockdiag.torch._append import append_to_pages as append_to_pages
-from blockdiag.torch._attention import block_diagonal_attention as block_diagonal_attention
-from blockdiag.torch._attention import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
-from blockdiag.torch._attention import fused_qkv_block_attention as fused_qkv_block_attention
-from blockdiag.torch._context_parallel import ContextParallel as ContextParallel
-from blockdiag.torch._fuse import explain as explain
-from blockdiag.torch._fuse import fuse as fuse
-from blockdiag.torch._key_convolution import key_convolution as key_convolution
-from blockdiag.torch._moba import moba_attention as moba_attention
-from blockdiag.torch._moba import moba_routing as moba_routing
-from blockdiag.torch._moba_paged import moba_paged_attention as moba_paged_attention
-from blockdiag.torch._moba_routing import Routing as Routing
-from blockdiag.torch._paged import merge_attention_states as merge_attention_states
-from blockdiag.torch._paged import paged_attention as paged_attention
-from blockdiag.torch._rotary import Rotary as Rotary
-from blockdiag.torch._rotary import apply_rotary as apply_rotary
-from blockdiag.torch._rotary import rotary_tables as rotary_tables
+from blockdiag.torch.context.parallel import ContextParallel as ContextParallel
+from blockdiag.torch.dtensor import registration
+from blockdiag.torch.fusion.api import explain as explain
+from blockdiag.torch.fusion.api import fuse as fuse
 from blockdiag.torch.moba_modules import MoBASelfAttention as MoBASelfAttention
 from blockdiag.torch.modules import BlockDiagonalSelfAttention as BlockDiagonalSelfAttention
+from blockdiag.torch.ops.append.api import append_to_pages as append_to_pages
+from blockdiag.torch.ops.block_diagonal.api import block_diagonal_attention as block_diagonal_attention
+from blockdiag.torch.ops.block_diagonal.api import block_diagonal_attention_bhsd as block_diagonal_attention_bhsd
+from blockdiag.torch.ops.block_diagonal.api import fused_qkv_block_attention as fused_qkv_block_attention
+from blockdiag.torch.ops.key_convolution.api import key_convolution as key_convolution
+from blockdiag.torch.ops.moba.api import moba_attention as moba_attention
+from blockdiag.torch.ops.moba.api import moba_routing as moba_routing
+from blockdiag.torch.ops.moba.routing import Routing as Routing
+from blockdiag.torch.ops.moba_paged.api import moba_paged_attention as moba_paged_attention
+from blockdiag.torch.ops.paged.api import merge_attention_states as merge_attention_states
+from blockdiag.torch.ops.paged.api import paged_attention as paged_attention
+from blockdiag.torch.rotary import Rotary as Rotary
+from blockdiag.torch.rotary import apply_rotary as apply_rotary
+from blockdiag.torch.rotary import rotary_tables as rotary_tables
 
 __all__ = [
     "BlockDiagonalSelfAttention",
@@ -46,4 +46,4 @@ __all__ = [
     "rotary_tables",
 ]
 
-_sharding.register_where_imported()
+registration.register_where_imported()

@@ -6,17 +6,17 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from blockdiag import _validate
-from blockdiag._describe_moba import check_moba_block_size, check_top_k
-from blockdiag.key_convolution_problem import MAX_SIZE
-from blockdiag.torch import _nested
-from blockdiag.torch._attention import _autocast
-from blockdiag.torch._key_convolution import key_convolution
-from blockdiag.torch._moba import moba_attention
-from blockdiag.torch._moba_routing import Routing
-from blockdiag.torch._moba_tables import clip_offsets, rows_to_sequences
-from blockdiag.torch._rotary import Rotary, apply_rotary, rotary_tables
-from blockdiag.torch._self_attention import SelfAttention, positive
+from blockdiag.common import validation
+from blockdiag.ops.key_convolution.problem import MAX_SIZE
+from blockdiag.ops.moba.checks import check_moba_block_size, check_top_k
+from blockdiag.torch import nested
+from blockdiag.torch.ops.block_diagonal.api import _autocast
+from blockdiag.torch.ops.key_convolution.api import key_convolution
+from blockdiag.torch.ops.moba.api import moba_attention
+from blockdiag.torch.ops.moba.routing import Routing
+from blockdiag.torch.ops.moba.tables import clip_offsets, rows_to_sequences
+from blockdiag.torch.rotary import Rotary, apply_rotary, rotary_tables
+from blockdiag.torch.self_attention import SelfAttention, positive
 
 
 class MoBASelfAttention(SelfAttention):
@@ -160,9 +160,9 @@ class MoBASelfAttention(SelfAttention):
             NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         """
         if x.is_nested:
-            (values,), (offsets,) = _nested.unpack(sequence_offsets, x=x)
+            (values,), (offsets,) = nested.unpack(sequence_offsets, x=x)
             more = {"positions": positions, "key_mask": key_mask, "routing": routing}
-            return _nested.repack(self.forward(values, sequence_offsets=offsets, **more), x)
+            return nested.repack(self.forward(values, sequence_offsets=offsets, **more), x)
         self._check_input(x, positions, has_rotary=self.rotary is not None)
         who: dict[str, Any] = {"implementation": self.implementation, "via": self.via}
         query, key, value = self._project(x)
@@ -196,7 +196,7 @@ class MoBASelfAttention(SelfAttention):
         bias = None if self.in_proj_bias is None else _autocast(self.in_proj_bias)[0]
         heads = (self.num_heads, self.num_key_heads, self.num_key_heads)
         if not torch.compiler.is_compiling():
-            _validate.check_projection(x, weight.t(), bias, *heads[:2], self.head_dim)
+            validation.check_projection(x, weight.t(), bias, *heads[:2], self.head_dim)
         buffer = nn.functional.linear(x, weight, bias)
         return buffer.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
 
@@ -246,9 +246,9 @@ class _RotaryTables(nn.Module):
         if not torch.compiler.is_compiling():
             longest = tokens_shape[-1]
             if sequence_offsets is not None:
-                longest = _validate.check_sequence_offsets(tokens_shape[-1], sequence_offsets, operand="x")
+                longest = validation.check_sequence_offsets(tokens_shape[-1], sequence_offsets, operand="x")
             rotary = Rotary(self.cos, self.sin, positions=positions, interleaved=self.interleaved)
-            _validate.check_rotary(rotary, tokens_shape, self.head_dim, longest)
+            validation.check_rotary(rotary, tokens_shape, self.head_dim, longest)
         if positions is None and sequence_offsets is not None:
             edges = clip_offsets(sequence_offsets, tokens_shape[-1])
             sequence, _ = rows_to_sequences(edges, tokens_shape[-1])

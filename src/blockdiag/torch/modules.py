@@ -5,11 +5,11 @@ from typing import Any, Literal, Self
 
 import torch
 
-from blockdiag import _validate
-from blockdiag.torch import _nested
-from blockdiag.torch._attention import fused_qkv_block_attention
-from blockdiag.torch._rotary import Operand, Rotary, rotary_tables
-from blockdiag.torch._self_attention import SelfAttention, positive
+from blockdiag.common import validation
+from blockdiag.torch import nested
+from blockdiag.torch.ops.block_diagonal.api import fused_qkv_block_attention
+from blockdiag.torch.rotary import Operand, Rotary, rotary_tables
+from blockdiag.torch.self_attention import SelfAttention, positive
 
 
 class BlockDiagonalSelfAttention(SelfAttention):
@@ -93,7 +93,7 @@ class BlockDiagonalSelfAttention(SelfAttention):
             implementation=implementation,
             via=via,
         )
-        self.block_size = _validate.check_block_size(block_size)
+        self.block_size = validation.check_block_size(block_size)
         self.rotary_max_position = (
             None if rotary_max_position is None else positive("rotary_max_position", rotary_max_position)
         )
@@ -102,7 +102,7 @@ class BlockDiagonalSelfAttention(SelfAttention):
         self.rotary_theta = rotary_theta
         self.rotary_interleaved = rotary_interleaved
         self.rotary_apply_to: Sequence[Operand] = rotary_apply_to
-        _validate.check_apply_to(rotary_apply_to)
+        validation.check_apply_to(rotary_apply_to)
         self.register_buffer("rotary_cos", None, persistent=False)
         self.register_buffer("rotary_sin", None, persistent=False)
         self.reset_parameters()
@@ -137,8 +137,8 @@ class BlockDiagonalSelfAttention(SelfAttention):
             NotImplementedError: none of the implementations asked for can compute this call; the message says why.
         """
         if x.is_nested:
-            (values,), (offsets,) = _nested.unpack(block_lengths if sequence_offsets is None else sequence_offsets, x=x)
-            return _nested.repack(self.forward(values, sequence_offsets=offsets, positions=positions), x)
+            (values,), (offsets,) = nested.unpack(block_lengths if sequence_offsets is None else sequence_offsets, x=x)
+            return nested.repack(self.forward(values, sequence_offsets=offsets, positions=positions), x)
         self._check_input(x, positions, has_rotary=self.rotary_cos is not None)
         attended = fused_qkv_block_attention(
             x,

@@ -1,0 +1,372 @@
+"""One sequence over several devices: how its tokens, heads and keys move between them.
+
+Every strategy is ordinary code on the parts of one device, between collectives. Where the mesh is not manual already it
+runs inside of `jax.shard_map`.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental.xla_metadata import xla_metadata_call
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from blockdiag.common import validation
+from blockdiag.common.context_sizes import choose_groups, next_multiple
+from blockdiag.common.dtypes import accumulation_dtype
+from blockdiag.common.meshes import explicit_mesh
+
+type Strategy = Literal["ulysses", "gather", "ring"]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Tokens of each sequence are divided among the devices along an axis of a mesh, in equal consecutive parts.
+
+    Attributes:
+        axis: the mesh's axis that shards the token axis.
+        strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads; for as
+            many devices as divide the key heads. "gather", for MoBA and `fuse`: each device gathers keys and values
+            and computes queries of its own. "ring", for `fuse`: parts of keys and values travel around the devices, so
+            that none ever has them whole; for sequences whose keys do not fit into the memory of a device, since it
+            moves as many bytes as "gather" and is not faster. None chooses "ulysses" where it can serve, otherwise
+            "gather", and nothing is communicated where attention within blocks needs nothing.
+        mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
+        batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
+            explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered. Of
+            `fuse`, batch rows are the first batch axis of the attention, and heads the last one that queries, keys and
+            values share.
+
+    Raises:
+        ValueError: `strategy` is none of these. What a strategy cannot serve is said by the call that uses it.
+
+    References:
+        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023). Keys that travel: Liu et al., "Ring
+        Attention with Blockwise Transformers for Near-Infinite Context" (2023).
+
+    Example:
+        >>> import jax
+        >>> from blockdiag import ContextParallel, moba_attention
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("sequence",))
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 64 * jax.device_count(), 4, 32))
+        >>> with jax.set_mesh(mesh):
+        ...     shards = [jax.device_put(x, jax.P(None, "sequence")) for x in (query, key, value)]
+        ...     context = ContextParallel("sequence")
+        ...     output = moba_attention(*shards, block_size=16, top_k=3, context_parallel=context)
+        >>> output.sharding.spec[:2] == (None, "sequence")
+        True
+    """
+
+    axis: str
+    strategy: Strategy | None = None
+    mesh: Mesh | None = None
+    batch_axes: tuple[str, ...] = ()
+    head_axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.strategy not in (None, "ulysses", "gather", "ring"):
+            raise ValueError(
+                f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' serves "
+                "attention whose key heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads, "
+                "'ring' `fuse`"
+            )
+
+
+type Parts = Callable[..., Any]
+"""A computation on the parts of one device."""
+
+
+def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], roles: Sequence[str], result: Any) -> Any:
+    """Compute on each device's part of arrays whose token axis several devices share.
+
+    Args:
+        context: over which axis of which mesh.
+        compute: of the parts, inside of a mesh whose axes are manual.
+        arrays: arrays or None, the query first.
+        roles: the axes of each array, a letter an axis: "b" batch, "t" tokens, "h" heads, "." any other.
+        result: the roles of the results, a pytree.
+
+    Raises:
+        ValueError: there is no such axis, or it does not divide the tokens.
+    """
+    kinds = _kinds(jax.sharding.get_abstract_mesh())
+    if kinds.get(context.axis) == AxisType.Manual:
+        return compute(*arrays)
+    mesh = explicit_mesh([x for x in arrays if x is not None])
+    shape = {} if mesh is None else dict(mesh.shape)
+    if _kinds(mesh).get(context.axis) == AxisType.Explicit:
+        names = {"b": _sharded_by(arrays[0], roles[0], "b"), "h": _sharded_by(arrays[0], roles[0], "h")}
+        manual = {name for name, kind in _kinds(mesh).items() if kind == AxisType.Explicit}
+    else:
+        mesh = context.mesh if context.mesh is not None else jax.sharding.get_abstract_mesh()
+        shape = dict(mesh.shape)
+        names = {"b": context.batch_axes, "h": context.head_axes}
+        manual = set(mesh.axis_names)
+        _warn_of_unnamed_axes(arrays, roles, names)
+    if context.axis not in shape:
+        raise ValueError(
+            f"`context_parallel` names the axis {context.axis!r}, and the mesh has {sorted(shape) or 'none'}; call "
+            "inside `jax.set_mesh(mesh)` or pass ContextParallel(axis, mesh=mesh)"
+        )
+    names["t"] = (context.axis,)
+    for x, axes in zip(arrays, roles, strict=True):
+        tokens, devices = 0 if x is None or "t" not in axes else x.shape[axes.index("t")], shape[context.axis]
+        if tokens % devices:
+            raise ValueError(
+                f"tokens must be a multiple of the {devices} devices along {context.axis!r}, got {tokens}; pad them to "
+                f"{next_multiple(tokens, devices)}"
+            )
+    spec = functools.partial(_spec, names)
+    specs = tuple(None if x is None else spec(axes) for x, axes in zip(arrays, roles, strict=True))
+    if _kinds(mesh).get(context.axis) == AxisType.Explicit:
+        arrays = [x if x is None else jax.sharding.reshard(x, s) for x, s in zip(arrays, specs, strict=True)]
+    results = jax.tree.map(spec, result)
+    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, axis_names=manual)
+    return mapped(*arrays)
+
+
+def exchange(
+    axis: str, compute: Parts, query: Array, keys: Sequence[Array], head_axes: Sequence[int] = (2,)
+) -> tuple[Array, ...]:
+    """Attention over whole sequences of each device's heads, between exchanges of tokens for heads (Ulysses).
+
+    Heads move in groups: while one group is computed, the next one is on its way to it, and the results of the one
+    before on their way back.
+
+    Args:
+        axis: of the mesh, manual here.
+        compute: of query [.., T, n, H] and keys [.., T, k, H], heads of the device, to a tuple of results.
+        query: [.., t, N, H], the device's tokens.
+        keys: [.., t, K, H] each; K is a multiple of the devices.
+        head_axes: of each result, where its heads are, counted from the last axis as 1; tokens come before them.
+
+    Returns:
+        The results for the device's tokens and all heads.
+    """
+    devices = jax.lax.axis_size(axis)
+    if devices == 1:
+        return tuple(compute(query, *keys))
+    groups = choose_groups(keys[0].shape[-2], devices)
+    tokens = query.ndim - 3
+
+    def packed(x: Array, group: int) -> Array:
+        """The group's heads of every device, [devices, .., t, n, H]."""
+        x = x.reshape(*x.shape[:-2], devices, groups, -1, x.shape[-1])[..., group, :, :]
+        return jnp.moveaxis(x, tokens + 1, 0)
+
+    def whole_sequences(x: Array) -> Array:
+        """[devices, .., t, n, H] to [.., T, n, H]."""
+        x = jnp.moveaxis(x, 0, tokens)
+        return x.reshape(*x.shape[:tokens], -1, *x.shape[tokens + 2 :])
+
+    def parts(x: Array) -> Array:
+        """[.., T, n, ..] to [devices, .., t, n, ..]."""
+        x = x.reshape(*x.shape[:tokens], devices, -1, *x.shape[tokens + 1 :])
+        return jnp.moveaxis(x, tokens, 0)
+
+    arriving = _swap_one_by_one(axis, [packed(x, 0) for x in (query, *keys)])
+    leaving: list[Array] = []
+    results: list[list[Array]] = [[] for _ in head_axes]
+    for group in range(groups):
+        here, following = arriving, list[Array]()
+        if group + 1 < groups:
+            # XLA would make all exchanges first: the next group's waits until this one is here.
+            here, following = jax.lax.optimization_barrier((here, [packed(x, group + 1) for x in (query, *keys)]))
+        # The results of the group before leave beside the attention of this one. The backward pass is the mirror image.
+        moved = _swap_compiled(axis, [*following, *leaving])
+        arriving = moved[: len(following)]
+        for own, x in zip(results, moved[len(following) :], strict=False):
+            own.append(x)
+        leaving = [parts(x) for x in compute(*map(whole_sequences, here))]
+    for own, x in zip(results, _swap_one_by_one(axis, leaving), strict=True):
+        own.append(x)
+    whole = []
+    for own, place in zip(results, head_axes, strict=True):
+        heads = own[0].ndim - 1 - place
+        # [devices, .., t, n, ..] of each group, to [.., t, devices, groups, n, ..]
+        stacked = jnp.stack(own, heads + 1)
+        stacked = jnp.moveaxis(stacked, 0, heads)
+        whole.append(stacked.reshape(*stacked.shape[:heads], -1, *stacked.shape[heads + 3 :]))
+    return tuple(whole)
+
+
+def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
+    """Parts of all devices for this one, of arrays [devices, ..] with a part for each device."""
+    return [jax.lax.all_to_all(x, axis, 0, 0) for x in arrays]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swap_together(axis: str, arrays: list[Array]) -> list[Array]:
+    """Exchange all arrays by one call of the communication library, and their gradients by another one."""
+    return _together(axis, functools.partial(_swap_one_by_one, axis), arrays)
+
+
+def _swap_forward(axis: str, arrays: list[Any]) -> tuple[list[Array], None]:
+    return _swap_together(axis, [x.value for x in arrays]), None
+
+
+def _swap_backward(axis: str, residuals: None, cotangents: list[Any]) -> tuple[list[Array | None]]:
+    del residuals
+    is_moving = [not isinstance(x, SymbolicZero) for x in cotangents]
+    moving = [x for x, moves in zip(cotangents, is_moving, strict=True) if moves]
+    moved = iter(_together(axis, functools.partial(_swap_one_by_one, axis), moving))
+    return ([next(moved) if moves else None for moves in is_moving],)
+
+
+_swap_together.defvjp(_swap_forward, _swap_backward, symbolic_zeros=True)
+
+# Outside of `jax.jit`, `jax.shard_map` refuses derivatives with symbolic zeros, but not inside of a compiled call.
+_swap_compiled = jax.jit(_swap_together, static_argnums=0)
+
+
+def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
+    """Move arrays by one call of the communication library, since XLA runs one call at a time beside kernels."""
+    # XLA for GPUs cannot compile such a call where nothing moves.
+    if len(arrays) < 2 or jax.lax.axis_size(axis) == 1:
+        return move(arrays)
+    # What XLA for GPUs makes of the attribute: a group of NCCL. Elsewhere it says nothing.
+    call: Any = xla_metadata_call(move, _collectives_group="", inlineable="false")
+    return call(arrays)
+
+
+def choose_strategy(
+    context: ContextParallel, key_heads: int, devices: int, remedy: str = "use strategy='gather'"
+) -> Strategy:
+    """The strategy that the user wants, or that suits; `remedy` says what to do where "ulysses" cannot serve.
+
+    Raises:
+        ValueError: the devices do not divide the key heads, which "ulysses" needs; or the strategy is "ring".
+    """
+    refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the devices divide the key heads")
+    is_divided = key_heads % devices == 0
+    if context.strategy == "ulysses" and not is_divided:
+        raise ValueError(
+            f"strategy 'ulysses' needs key heads that are a multiple of the {devices} devices along {context.axis!r}, "
+            f"got {key_heads} on each; {remedy}"
+        )
+    return context.strategy or ("ulysses" if is_divided else "gather")
+
+
+def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
+    """Refuse the strategy "ring" for an operation that it does not serve.
+
+    Raises:
+        ValueError: that is the strategy.
+    """
+    if context.strategy == "ring":
+        raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")
+
+
+def check_packing(
+    context: ContextParallel,
+    tokens_shape: Sequence[int],
+    sequence_offsets: Any,
+    block_lengths: Any = None,
+    block_size: int = 1,
+    operand: str = "query",
+) -> None:
+    """Check what describes packed tokens against the tokens of all devices.
+
+    Args:
+        context: along which axis.
+        tokens_shape: [T] or [B, T], where the axis is manual the device's.
+        sequence_offsets, block_lengths, block_size: of the call.
+        operand: the name of the operand that has these tokens.
+
+    Raises:
+        ValueError: there are batch rows, or offsets or lengths do not describe the tokens.
+    """
+    is_manual = _kinds(jax.sharding.get_abstract_mesh()).get(context.axis) == AxisType.Manual
+    *batch, tokens = tokens_shape
+    tokens *= jax.lax.axis_size(context.axis) if is_manual else 1
+    validation.check_packing((*batch, tokens), block_size, sequence_offsets, block_lengths, operand)
+
+
+def roles_of(x: Array, last: str) -> str:
+    """The roles of an array's axes for `on_parts`: batch axes, and then `last`."""
+    batch = x.ndim - len(last)
+    return ("b" + "." * (batch - 1) if batch else "") + last
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_tokens(arrays: Sequence[Array], axis: str, tokens: int) -> list[Array]:
+    """The whole of arrays whose axis `tokens` devices share; gradients of all devices are added in float32."""
+
+    def gather(arrays: Sequence[Array]) -> list[Array]:
+        return [jax.lax.all_gather(x, axis, axis=tokens, tiled=True) for x in arrays]
+
+    return _together(axis, gather, arrays)
+
+
+def _gather_forward(arrays: Sequence[Array], axis: str, tokens: int) -> tuple[list[Array], None]:
+    return gather_tokens(arrays, axis, tokens), None
+
+
+def _gather_backward(axis: str, tokens: int, residuals: None, cotangents: list[Array]) -> tuple[list[Array]]:
+    del residuals
+    wide = [x.astype(accumulation_dtype(x.dtype)) for x in cotangents]
+
+    def add_up(arrays: Sequence[Array]) -> list[Array]:
+        return [jax.lax.psum_scatter(x, axis, scatter_dimension=tokens, tiled=True) for x in arrays]
+
+    totals = _together(axis, add_up, wide)
+    return ([total.astype(x.dtype) for total, x in zip(totals, cotangents, strict=True)],)
+
+
+gather_tokens.defvjp(_gather_forward, _gather_backward)
+
+
+def rows_before(x: Array, axis: str, tokens: int, count: int) -> Array:
+    """The last `count` rows of the device before this one, 0 on the first device."""
+    devices = jax.lax.axis_size(axis)
+    last = jax.lax.slice_in_dim(x, x.shape[tokens] - count, x.shape[tokens], axis=tokens)
+    return jax.lax.ppermute(last, axis, [(device, device + 1) for device in range(devices - 1)])
+
+
+def rows_after(x: Array, axis: str, tokens: int, count: int) -> Array:
+    """The first `count` rows of the device after this one, 0 on the last device."""
+    devices = jax.lax.axis_size(axis)
+    first = jax.lax.slice_in_dim(x, 0, count, axis=tokens)
+    return jax.lax.ppermute(first, axis, [(device + 1, device) for device in range(devices - 1)])
+
+
+def _kinds(mesh: Any) -> dict[str, AxisType]:
+    return {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def _warn_of_unnamed_axes(arrays: Sequence[Any], roles: Sequence[str], names: dict[str, tuple[str, ...]]) -> None:
+    """Warn of arrays whose batch rows or heads are gathered; only those outside of `jax.jit` tell."""
+    fields = {"b": "batch_axes", "h": "head_axes"}
+    for x, axes in zip(arrays, roles, strict=True):
+        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        for role, entry in zip(axes, sharding.spec, strict=False):
+            found = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            unnamed = [axis for axis in found if sharding.mesh.shape[axis] > 1 and axis not in names.get(role, found)]
+            if unnamed:
+                warnings.warn(
+                    f"an array of shape {x.shape} is sharded as {sharding.spec}, and is gathered over {unnamed}: name "
+                    f"them in `{fields[role]}` of ContextParallel, as explicit axes need not be",
+                    stacklevel=2,
+                )
+
+
+def _sharded_by(x: Array, roles: str, role: str) -> tuple[str, ...]:
+    """The axes of an explicit mesh that shard the first axis of an array with a role."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    place = roles.find(role)
+    entry = spec[place] if 0 <= place < len(spec) else None
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _spec(names: dict[str, tuple[str, ...]], roles: str) -> P:
+    """The spec of an array; of several batch axes the first is sharded."""
+    return P(*(names.get(role) or None if roles.index(role) == place else None for place, role in enumerate(roles)))

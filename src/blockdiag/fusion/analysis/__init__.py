@@ -1,0 +1,1 @@
+"""Analysis: ranges of values, masks, and which tiles of scores are live."""

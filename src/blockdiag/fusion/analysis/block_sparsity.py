@@ -1,0 +1,400 @@
+"""Which tiles of scores masks leave alive: lists of them, from the leaves alone."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag.common.zigzag import zigzag_order
+from blockdiag.fusion.analysis.interval import unknown
+from blockdiag.fusion.analysis.leaf_ranges import Extent, Tiling, constant_extent, distance_extent
+from blockdiag.fusion.analysis.mask_states import DEAD, MaskStates
+from blockdiag.fusion.analysis.range_analysis import tile_extent
+from blockdiag.fusion.analysis.refinement import decided_blocks, offset_states
+from blockdiag.fusion.analysis.tile_lists import Lists
+from blockdiag.fusion.analysis.tile_tables import Table, dynamic_tables, expanded, tables_of_blocks, tables_of_offsets
+from blockdiag.fusion.codegen.kernels import Tile, Writer
+from blockdiag.fusion.frontend.trace import primitives
+from blockdiag.fusion.ir.factors import unmasked
+from blockdiag.fusion.ir.tree import Leaf, Node, Region, leaves_of, nodes_of
+from blockdiag.fusion.lowering.tile_program import leaf_array
+
+# What can rule a score out whatever queries and keys are; a bias that is only added to it is taken not to.
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_KILLERS = _COMPARISONS | {"select_n", "min", "clamp"}
+# Functions that follow a bias wherever it goes; others may decide by it.
+_SMOOTH = frozenset((
+    "add", "add_any", "convert_element_type", "div", "erf", "exp", "exp2", "integer_pow", "logistic", "mul", "neg",
+    "square", "stop_gradient", "sub", "tanh",
+))  # fmt: skip
+# Products of queries and keys are taken to be within this, so that adding -1e9 rules a score out. A softmax has no use
+# for larger ones: neighbouring float32 numbers are 4 apart there.
+_LARGEST_PRODUCT = 2.0**25
+# Biases are taken to be at most this, so that some of them and a product still leave what -1e9 rules out ruled out.
+_LARGEST_BIAS = 2.0**23
+
+
+@dataclass(frozen=True)
+class Live:
+    """Tiles that are not dead.
+
+    Attributes:
+        lists: what kernels are told of them.
+        arrays: int32, by name: "live_counts" [labels.., tq, 2], for each tile of queries how many tiles of keys there
+            are that no mask touches, and how many in all; and "live_tiles", which, see `lists`. "live_counts_t" and
+            "live_tiles_t" are the other way round. Where leaves are distances and tiles are squares, "live_counts_d"
+            and "live_tiles_d" have the tiles of queries of each diagonal of tiles.
+    """
+
+    lists: Lists
+    arrays: Mapping[str, Any]
+
+    def share(self, key_tiles: int) -> float:
+        """The fraction of tiles that are not dead, of known arrays and so many tiles of keys."""
+        return float(np.asarray(self.arrays["live_counts"])[..., 1].mean(dtype=np.float64)) / key_tiles
+
+    def states(self, key_tiles: int) -> np.ndarray:
+        """The states int8 [labels.., tq, tk] of all tiles, see `mask_states`; of known arrays."""
+        counts = np.asarray(self.arrays["live_counts"])
+        found = expanded(self.lists.forms[0], counts, self.arrays["live_tiles"], key_tiles)
+        return found.reshape(*counts.shape[:-1], key_tiles)
+
+
+def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
+    """The tiles that a region needs; None where it needs all.
+
+    A tile is dead where every score in it is at most -9e8 whatever queries and keys are, products of up to 2^25 in
+    magnitude and biases of up to 2^23; without a softmax, where every weight is 0 whatever floating arrays hold, biases
+    of up to 2^23. What numbers alone decide is decided while tracing.
+
+    Args:
+        arrays: by name, "leaf0", ... as the region has them.
+    """
+    masks = region.once(_masks, tile)
+    if masks is None:
+        return None
+    found = region.once(_known_tables, tile) if masks.is_known else _tables(region, tile, masks, arrays)
+    if found is None:
+        return None
+    tables, has_full = found
+    shape = tuple(region.sizes[label] for label in masks.labels)
+    made: dict[str, Any] = {}
+    for way, table in tables.items():
+        for what, x in (("counts", table.counts), ("tiles", table.numbers)):
+            x = jnp.asarray(x)
+            made[f"live_{what}{way}"] = x if x.ndim == 1 else x.reshape(*shape, -1, x.shape[-1])
+    return Live(Lists(masks.labels, has_full, tuple(table.form for table in tables.values())), made)
+
+
+def needs_balance(region: Region, devices: int) -> bool:
+    """Whether devices have unequal work where each has consecutive rows, and less so in zigzag order.
+
+    Masks that arrays decide, such as prefixes, are taken to be unequal.
+    """
+    masks = region.once(_masks, _coarse_tile(region))
+    if masks is None or not masks.is_known:
+        return masks is not None
+    is_alive = region.once(_coarse_states)
+    row_tiles = is_alive.shape[-2]
+    work = np.cumsum(is_alive.sum((0, 2)))
+    edges = np.linspace(0, row_tiles, 2 * devices + 1)
+    parts = np.diff(np.interp(edges, np.arange(row_tiles + 1), [0, *work]))
+    zigzag = parts[:devices] + parts[devices:][::-1]
+    return bool(parts.reshape(devices, 2).sum(-1).max() > 1.02 * zigzag.max())
+
+
+def needed_shifts(region: Region, devices: int, is_zigzag: bool) -> tuple[int, ...]:
+    """How far keys must travel around devices that have equal parts of rows and of keys: 0, and on whom masks leave.
+
+    The device d sees keys of d - shift. A shift that no device needs is left out; of masks that arrays decide none is.
+
+    Args:
+        devices: how many there are.
+        is_zigzag: whether rows and keys are in zigzag order, see `zigzag_order`.
+    """
+    masks = region.once(_masks, _coarse_tile(region))
+    if masks is None or not masks.is_known:
+        return tuple(range(devices))
+    is_alive = region.once(_coarse_states).any(0)
+    size = _coarse_tile(region).rows
+    # The tiles of each half of a device's part, along either side.
+    rows, columns = (
+        [slice(int(first / size), math.ceil(end / size)) for first, end in itertools.pairwise(edges)]
+        for edges in (np.linspace(0, region.sizes[label], 2 * devices + 1) for label in ("q", "k"))
+    )
+    seen = np.asarray([[is_alive[row, column].any() for column in columns] for row in rows])
+    own = zigzag_order(2 * devices, devices) if is_zigzag else np.arange(2 * devices)
+    of_devices = seen[np.ix_(own, own)].reshape(devices, 2, devices, 2).any((1, 3))
+    places = np.arange(devices)
+    return tuple(
+        shift for shift in range(devices) if shift == 0 or of_devices[places, (places - shift) % devices].any()
+    )
+
+
+def _coarse_tile(region: Region) -> Tile:
+    """Tiles of which there are some hundred along either side, which tells enough of work."""
+    size = max(16, 1 << (max(region.sizes["q"], region.sizes["k"]) // 256).bit_length())
+    return Tile(size, size)
+
+
+def _coarse_states(region: Region) -> np.ndarray:
+    """Which coarse tiles are not dead, bool [cells, tq, tk], of masks that numbers alone decide."""
+    states = mask_states(region, _coarse_tile(region), {})
+    row_tiles, key_tiles = states.tiling.counts
+    found = states.at(np.arange(row_tiles)[:, None], np.arange(key_tiles)[None, :])
+    is_alive = np.broadcast_to(np.asarray(found) != DEAD, (*np.shape(found)[:-2], row_tiles, key_tiles))
+    return is_alive.reshape(-1, row_tiles, key_tiles)
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """What is known of a region's masks without any array.
+
+    Attributes:
+        labels: batch labels that the states of tiles differ along.
+        is_known: whether numbers alone decide them.
+    """
+
+    labels: tuple[str, ...]
+    is_known: bool
+
+
+def _masks(region: Region, tile: Tile) -> _Masks | None:
+    """What is known without any array; None where nothing masks scores."""
+    root = region.weight if region.score is None else region.score
+    if root is None or _KILLERS.isdisjoint(primitives(Writer(region, "forward", tile).tile_program([root]).jaxpr)):
+        return None
+    shapes = []
+
+    def one_tile(*leaves: Any) -> None:
+        arrays = {f"leaf{i}": x for i, x in enumerate(leaves)}
+        first = np.zeros((1, 1), np.int64)
+        states = mask_states(region, tile, arrays).at(first, first)
+        shapes.append((isinstance(states, np.ndarray), states.shape[:-2]))
+
+    jax.eval_shape(one_tile, *(jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in region.leaves))
+    ((is_known, lead),) = shapes
+    lead = (1,) * (len(region.batch) - len(lead)) + lead
+    labels = tuple(label for label, size in zip(region.batch, lead, strict=True) if size > 1)
+    return _Masks(labels, is_known)
+
+
+def _known_tables(region: Region, tile: Tile) -> tuple[dict[str, Table], bool] | None:
+    """The tables of masks that numbers alone decide; None where no tile is dead."""
+    masks = region.once(_masks, tile)
+    assert masks is not None
+    return _tables(region, tile, masks, {})
+
+
+def _tables(
+    region: Region, tile: Tile, masks: _Masks, arrays: Mapping[str, Any]
+) -> tuple[dict[str, Table], bool] | None:
+    """The tables of a region, and whether they know tiles that no mask touches; None where no tile is known to be
+    dead."""
+    states = mask_states(region, tile, arrays)
+    ways = ("", "_t")
+    if tile.rows == tile.columns and any(leaf.role == "distance" for leaf in region.leaves):
+        ways = (*ways, "_d")
+    batch = tuple(region.sizes[label] if label in masks.labels else 1 for label in region.batch)
+    if not masks.is_known and not all(x.is_known for x in states.extents):
+        return dynamic_tables(states, batch, ways), states.predicates is not None
+    cells = math.prod(batch)
+    if states.is_by_distance:
+        tables, has_full = tables_of_offsets(offset_states(states, batch), ways)
+    else:
+        blocks = decided_blocks(states, batch)
+        tables, has_full = tables_of_blocks(blocks, states.tiling, cells, ways), True
+    if int(tables[""].counts[:, 1].astype(np.int64).sum()) == cells * math.prod(states.tiling.counts):
+        return None
+    return tables, has_full and states.predicates is not None
+
+
+def mask_states(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> MaskStates:
+    """The masks of a region on tiles of scores.
+
+    Args:
+        arrays: by name; of a leaf that is not there nothing is known.
+    """
+    tiling = Tiling(tile, region.sizes["q"], region.sizes["k"])
+    root = region.weight if region.score is None else region.score
+    assert root is not None
+    biases = _biases(root, _terms if region.score is not None else _factors)
+    # Without a softmax masks are factors, which make nothing 0 that is infinite.
+    least = -math.inf if region.score is not None else -_LARGEST_BIAS
+    extents, fixed = [], set()
+    for i, leaf in enumerate(region.leaves):
+        array = arrays.get(f"leaf{i}")
+        if leaf in biases:
+            assumed = constant_extent(tiling, least, _LARGEST_BIAS)
+        elif array is None and leaf.source.key is not None and leaf.source.constant is None:
+            assumed = _assumed(region, leaf, tiling) or Extent(unknown(leaf.source.dtype), tiling)
+        else:
+            assumed = _assumed(region, leaf, tiling)
+        if assumed is not None:
+            fixed.add(i)
+        extents.append(assumed or _extent(region, leaf, array, tiling))
+    writer = Writer(region, "forward", tile)
+    predicates, masks = None, ()
+    if region.score is not None and writer.scores[1] is not None:
+        _, masks = unmasked(region.score)
+        predicates = writer.tile_program([x.predicate for x in masks])
+    return MaskStates(
+        writer.tile_program([root]),
+        region.score is not None,
+        predicates,
+        masks,
+        tuple(extents),
+        frozenset(fixed),
+        tiling,
+    )
+
+
+def _biases(root: Node, terms_of: Callable[[Node], tuple[Node, ...]]) -> frozenset[Leaf]:
+    """Floating arrays of queries by keys that a value is made of in harmless ways alone.
+
+    Args:
+        terms_of: the inputs of a node that may be such arrays, or be made of them.
+    """
+    added: set[Leaf] = set()
+    waiting, seen, factors = [root], set[int](), list[Node]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.leaf is not None and _is_bias(node.leaf):
+            added.add(node.leaf)
+            continue
+        terms = terms_of(node)
+        waiting += [x for x in node.inputs if any(x is term for term in terms)]
+        factors += [x for x in node.inputs if not any(x is term for term in terms)]
+    return frozenset(added.difference(leaves_of(*factors)))
+
+
+def _terms(node: Node) -> tuple[Node, ...]:
+    """What a node is a sum of, a choice between, or a multiple of."""
+    match _name(node):
+        case "add" | "add_any" | "convert_element_type" | "stop_gradient":
+            return node.inputs
+        case "sub":
+            return node.inputs[:1]
+        case "mul" | "div":
+            # What is scaled by a number; intervals know by which.
+            return tuple(x for x in node.inputs if x.kind != "number") if _is_scaled(node) else ()
+        case "select_n":
+            return node.inputs[1:]
+    return ()
+
+
+def _factors(node: Node) -> tuple[Node, ...]:
+    """What a weight's node is made of, where it compares nothing, and what it chooses between."""
+    name = _name(node)
+    return node.inputs[1:] if name == "select_n" else node.inputs if name in _SMOOTH else ()
+
+
+def _name(node: Node) -> str:
+    return getattr(node.primitive, "name", "")
+
+
+def _is_scaled(node: Node) -> bool:
+    """Whether a product or quotient is a value times a number."""
+    first, second = (x.kind == "number" for x in node.inputs)
+    return (second and not first) or (first and not second and _name(node) == "mul")
+
+
+def _is_bias(leaf: Leaf) -> bool:
+    return leaf.role in ("score", "distance") and leaf.source.dtype.kind in "fV"
+
+
+def _compared(region: Region) -> frozenset[Leaf]:
+    """The leaves of products, and of sums over features, by whose size something is decided: what they mask is not to
+    be guessed."""
+    nodes = list(nodes_of(region.score, region.weight, *region.extras))
+    deciding = [node for node in nodes if node.kind == "sum" and _decides(node)]
+    tests = [node for node in nodes if _name(node) in _COMPARISONS and not _is_of_sign(node)]
+    deciding += [node for node in nodes_of(*(x for test in tests for x in test.inputs)) if node.kind == "product"]
+    return frozenset(leaf for node in deciding for leaf in leaves_of(*node.inputs))
+
+
+def _is_of_sign(test: Node) -> bool:
+    """Whether a comparison is of a multiple of a product with 0: how large the product may be decides nothing."""
+    for one, other in (test.inputs, test.inputs[::-1]):
+        if other.kind != "number" or other.number != 0:
+            continue
+        while _name(one) in ("convert_element_type", "stop_gradient", "neg") or (
+            _name(one) in ("mul", "div") and _is_scaled(one)
+        ):
+            one = next((x for x in one.inputs if x.kind != "number"), one.inputs[0])
+        return one.kind == "product"
+    return False
+
+
+def _decides(node: Node) -> bool:
+    """Whether the function of a sum, or of a call in it, chooses or compares."""
+    assert node.function is not None
+    for one in nodes_of(*node.function.value.roots):
+        if _name(one) in _KILLERS or (one.function is not None and _decides(one)):
+            return True
+    return False
+
+
+def _assumed(region: Region, leaf: Leaf, tiling: Tiling) -> Extent | None:
+    """The extent of a leaf that is taken to be the same in all tiles; None of one that is looked at."""
+    if leaf.role in ("query", "key", "feature"):
+        if leaf in region.once(_compared):
+            return constant_extent(tiling, -math.inf, math.inf)
+        # Reading all of it costs more than it tells.
+        features = math.prod(region.sizes[label] for label in leaf.features)
+        most = math.sqrt(_LARGEST_PRODUCT / max(1, features))
+        return constant_extent(tiling, -most, most)
+    is_floating = leaf.source.dtype.kind in "fV" and leaf.source.key is not None
+    is_known = leaf.source.constant is not None
+    # A weight that happens to be 0 still has a derivative.
+    is_unknown = is_floating and (_is_bias(leaf) or (region.score is None and not is_known))
+    if leaf.source.key is None and leaf.role != "scalar":
+        size = region.sizes["q" if leaf.role == "row" else "k"]
+        is_unknown |= leaf.source.shape != (size,) or leaf.role in ("score", "distance")
+    return constant_extent(tiling, -math.inf, math.inf) if is_unknown else None
+
+
+def _extent(region: Region, leaf: Leaf, array: Any, tiling: Tiling) -> Extent:
+    """The extent of a leaf that is looked at."""
+    tile = tiling.tile
+    assert leaf.role != "feature", "features are not looked at"
+    if leaf.source.key is None:
+        array = np.arange(leaf.source.shape[0], dtype=leaf.source.dtype)
+    elif leaf.source.constant is not None:
+        array = leaf.source.constant
+    elif leaf.source.dtype.kind == "b":
+        array = array.astype(bool)
+    if leaf.role == "score" and isinstance(array, jax.Array):
+        # A mask that a program holds as a constant: XLA would reduce it while compiling, for many seconds.
+        array = jax.lax.optimization_barrier(array)
+    whole = leaf_array(leaf, array, region.batch, region.sizes)
+    sizes = [region.sizes[label] if label in leaf.labels else 1 for label in region.batch]
+    if leaf.role == "distance":
+        return distance_extent(tiling, whole.reshape([*sizes, whole.shape[-1]]))
+    last = {"row": [region.sizes["q"]], "column": [region.sizes["k"]], "scalar": []}.get(
+        leaf.role, list(whole.shape[-2:])
+    )
+    whole = whole.reshape(sizes + last)
+    interval = tile_extent(whole, leaf.role, tile.rows, tile.columns)
+    start = _line_start(whole) if leaf.role in ("row", "column") else None
+    if start is None:
+        return Extent(interval, tiling)
+    return Extent(interval, tiling, line="q" if leaf.role == "row" else "k", start=start)
+
+
+def _line_start(line: Any) -> int | None:
+    """The first of numbers that are known to grow by one, and are the same for the whole batch; None of others."""
+    if not isinstance(line, np.ndarray) or line.size != line.shape[-1] or line.dtype.kind == "b":
+        return None
+    numbers = line.reshape(-1).astype(np.float64)
+    start = float(numbers[0])
+    is_line = start.is_integer() and np.array_equal(numbers, start + np.arange(line.size))
+    return int(start) if is_line else None

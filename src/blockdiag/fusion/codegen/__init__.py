@@ -1,0 +1,1 @@
+"""Code generation: the source of a region's kernels in Triton and Gluon."""

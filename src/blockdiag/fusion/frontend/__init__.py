@@ -1,0 +1,1 @@
+"""Front end: jaxprs as flat programs, and programs nested in them."""

@@ -1,0 +1,1 @@
+"""Intermediate representation: the region, its leaves and the trees of operations on tiles."""

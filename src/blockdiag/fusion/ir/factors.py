@@ -1,0 +1,124 @@
+"""What kernels need not compute for each score: positive factors of the whole score, and masks of tiles without any."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from blockdiag.fusion.ir.recursion import Steps, finished
+from blockdiag.fusion.ir.tree import Node, bottom_up, leaves_of, number, operation
+
+# A score that is at most this is masked: -1e9 in any dtype, which bfloat16 rounds to -998244352.
+MASKED = -9e8
+# A row whose scores are all at most this sees no key: masked ones may have been added to others.
+NO_KEY = -5e8
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A choice between a score and a number that masks it.
+
+    Attributes:
+        predicate: a node of booleans.
+        keeps: the value of the predicate with which the score stays.
+    """
+
+    predicate: Node
+    keeps: bool
+
+
+def factored(node: Node) -> tuple[Node, float]:
+    """A node and a positive number whose product is `node`; it goes through masks, never through sums."""
+    return finished(_factored(node))
+
+
+def _factored(node: Node) -> Steps[tuple[Node, float]]:
+    if node.kind == "operation":
+        match getattr(node.primitive, "name", ""), node.inputs:
+            case "mul", (left, right):
+                for one, other in ((left, right), (right, left)):
+                    if (by := _positive(other)) is not None:
+                        inner, factor = yield _factored(one)
+                        return inner, factor * by
+            case "div", (left, right) if (by := _positive(right)) is not None:
+                inner, factor = yield _factored(left)
+                return inner, factor / by
+            case "convert_element_type", (only,) if only.kind == "operation":
+                inner, factor = yield _factored(only)
+                if factor != 1.0:
+                    return replace(node, inputs=(inner,)), factor
+            case "select_n", (predicate, *cases):
+                for place, case in enumerate(cases):
+                    if (fill := _number(case)) is None or len(cases) != 2:
+                        continue
+                    inner, factor = yield _factored(cases[1 - place])
+                    if factor != 1.0:
+                        # A finite fill stays finite: rows of nothing else are uniform.
+                        scaled = fill / factor if np.isinf(fill) else max(fill / factor, _LOWEST)
+                        pair = (
+                            [number(np.float32(scaled)), inner] if place == 0 else [inner, number(np.float32(scaled))]
+                        )
+                        return replace(node, inputs=(predicate, *pair)), factor
+    return node, 1.0
+
+
+def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
+    """A score where its masks mask nothing, and these masks."""
+    found: dict[int, Mask] = {}
+    known: dict[int, Node] = {}
+
+    def rebuilt(one: Node) -> Steps[Node]:
+        if id(one) not in known:
+            known[id(one)] = yield without(one)
+        return known[id(one)]
+
+    def without(one: Node) -> Steps[Node]:
+        if one.kind != "operation":
+            return one
+        if getattr(one.primitive, "name", "") == "select_n" and len(one.inputs) == 3:
+            predicate, *cases = one.inputs
+            for place, case in enumerate(cases):
+                fill = _number(case)
+                if fill is not None and fill <= MASKED:
+                    found[id(one)] = Mask(predicate, keeps=place == 0)
+                    return (yield rebuilt(cases[1 - place]))
+        inputs = []
+        for x in one.inputs:
+            inputs.append((yield rebuilt(x)))
+        same = all(new is old for new, old in zip(inputs, one.inputs, strict=True))
+        return one if same else replace(one, inputs=tuple(inputs))
+
+    return finished(rebuilt(node)), tuple(found.values())
+
+
+def stopped(node: Node, primitive: core.Primitive) -> Node:
+    """The same value of which leaves and products have no derivative, so that masks and factors are still seen.
+
+    Args:
+        primitive: what takes derivatives from a value.
+    """
+    known: dict[int, Node] = {}
+    for one in bottom_up(node):
+        if one.kind in ("product", "sum") or (one.leaf is not None and one.leaf.has_gradient):
+            known[id(one)] = operation(primitive, one)
+        else:
+            known[id(one)] = replace(one, inputs=tuple(known[id(x)] for x in one.inputs)) if one.inputs else one
+    return known[id(node)]
+
+
+def has_keys(*nodes: Node) -> bool:
+    """Whether any node depends on keys."""
+    return any(leaf.role in ("key", "column", "score", "distance") for leaf in leaves_of(*nodes))
+
+
+def _number(node: Node) -> float | None:
+    if node.kind != "number" or np.size(node.number) != 1 or node.number.dtype.kind == "b":
+        return None
+    return float(np.asarray(node.number, np.float64).item()) if not isinstance(node.number, jax.Array) else None
+
+
+def _positive(node: Node) -> float | None:
+    found = _number(node)
+    return found if found is not None and np.isfinite(found) and found > 0 else None

@@ -1,0 +1,184 @@
+"""Nodes as sums of terms."""
+
+from collections.abc import Callable, Sequence, Set
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from blockdiag.fusion.ir.tree import Leaf, Node, bottom_up, leaves_of, number, operation
+
+_OF_TRUTHS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"))
+"""Operations on numbers that give truths."""
+
+_LARGE = 2.0**6
+"""Larger numbers cost scores digits that softmaxes need, where they are added to these one by one."""
+
+
+def terms_of(
+    node: Node, factor: float = 1.0, apart: Callable[[Node], bool] = lambda _: False
+) -> list[tuple[float, Node]]:
+    """A sum as its terms, each with a factor.
+
+    A sum that is multiplied, or has a large number, stays whole where nothing in it is a product of queries and keys:
+    -1e9 (1 - mask) is 0 where the mask is 1, while a score less 1e9 is rounded, and so stays when 1e9 is added again.
+
+    Args:
+        node, factor: the sum, and what all of it is multiplied by.
+        apart: of what other nodes there are to be terms of their own, within a sum that is multiplied as well.
+    """
+    # Ids of nodes with such a node in them.
+    split: set[int] = set()
+    for one in bottom_up(node):
+        if one.kind == "product" or apart(one) or any(id(x) in split for x in one.inputs):
+            split.add(id(one))
+    found, waiting = [], [(factor, node)]
+    while waiting:
+        one = waiting.pop()
+        parts = _parts(*one)
+        if parts is None or (id(one[1]) not in split and _is_whole(parts, one[1])):
+            found.append(one)
+        else:
+            waiting += reversed(parts)
+    return found
+
+
+def factor_in(score: Node, leaf: Leaf) -> float | None:
+    """What a leaf is multiplied by in a sum, of which that is the derivative; None where it is not simply a term."""
+    # All sums are taken apart, whatever that would round: nothing is added up.
+    own = [(factor, node) for factor, node in terms_of(score, apart=lambda _: True) if leaf in leaves_of(node)]
+    return None if any(node.leaf is not leaf for _, node in own) else sum(factor for factor, _ in own)
+
+
+def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
+    """What a node times a factor is the sum of; None of what is a term."""
+    if node.kind == "operation":
+        match getattr(node.primitive, "name", ""), node.inputs:
+            case "add" | "add_any", (left, right):
+                return [(factor, left), (factor, right)]
+            case "sub", (left, right):
+                return [(factor, left), (-factor, right)]
+            case "neg", (only,):
+                return [(-factor, only)]
+            case "convert_element_type", (only,) if (
+                only.kind in ("operation", "product") and _is_floating(node) and _is_floating(only)
+            ):
+                # Tiles are float32 whatever the program says; integers and truths become so here, and not before.
+                return [(factor, only)]
+            case "mul", (left, right):
+                for one, other in ((left, right), (right, left)):
+                    if (by := _finite(other)) is not None:
+                        return [(factor * by, one)]
+            case "div", (left, right) if by := _finite(right):
+                return [(factor / by, left)]
+    return None
+
+
+def _is_whole(parts: Sequence[tuple[float, Node]], node: Node) -> bool:
+    """Whether a node without products is one term: a sum that is multiplied, or one that has a large number.
+
+    Args:
+        parts: of the node, see `_parts`.
+    """
+    if len(parts) == 1:
+        return _is_of_sum(node)
+    return any(abs(factor * (_finite(part) or 0.0)) > _LARGE for factor, part in parts)
+
+
+def _is_of_sum(node: Node) -> bool:
+    """Whether a node is a sum times a number."""
+    while (parts := _parts(1.0, node)) is not None:
+        if len(parts) > 1:
+            return True
+        ((_, node),) = parts
+    return False
+
+
+def _is_floating(node: Node) -> bool:
+    """Whether a value is made of floats."""
+    while node.kind == "operation" and "new_dtype" not in node.params:
+        name = getattr(node.primitive, "name", "")
+        if name in _OF_TRUTHS:
+            return False
+        # Operands of others have one dtype, which is the result's, but for choices.
+        node = node.inputs[1 if name == "select_n" else 0]
+    match node.kind:
+        case "operation":
+            return bool(jnp.issubdtype(node.params["new_dtype"], jnp.floating))
+        case "leaf":
+            assert node.leaf is not None
+            return bool(jnp.issubdtype(node.leaf.source.dtype, jnp.floating))
+        case "number":
+            return bool(jnp.issubdtype(node.number.dtype, jnp.floating))
+    return True
+
+
+def _finite(node: Node) -> float | None:
+    if node.kind != "number" or np.size(node.number) != 1 or not jnp.issubdtype(node.number.dtype, jnp.floating):
+        return None
+    found = float(np.asarray(node.number, np.float64).item())
+    return found if np.isfinite(found) else None
+
+
+def sum_of(terms: Sequence[tuple[float, Node]], unit: float = 1.0) -> Node | None:
+    """The sum of terms, each times its factor, over `unit`; None where there are none."""
+    total = None
+    for factor, term in terms:
+        scaled = term if factor == unit else operation(lax.mul_p, term, number(np.float32(factor / unit)))
+        total = scaled if total is None else operation(lax.add_p, total, scaled)
+    return total
+
+
+def is_linear_in_products(node: Node) -> bool:
+    """Whether a node is a sum of products, each times what is no function of queries and keys at once."""
+    # Of each node whether it is, whether a product is in it, and the roles of its leaves.
+    linear: dict[int, bool] = {}
+    has_product: dict[int, bool] = {}
+    roles: dict[int, frozenset[str]] = {}
+    for one in bottom_up(node):
+        inputs, key = [id(x) for x in one.inputs], id(one)
+        has_product[key] = one.kind == "product" or any(has_product[x] for x in inputs)
+        roles[key] = frozenset([] if one.leaf is None else [one.leaf.role]).union(*(roles[x] for x in inputs))
+        match getattr(one.primitive, "name", ""):
+            case _ if one.kind == "product" or not has_product[key]:
+                linear[key] = True
+            case "add" | "add_any" | "sub" | "neg" | "convert_element_type":
+                linear[key] = all(linear[x] for x in inputs)
+            case "mul":
+                linear[key] = any(linear[x] and not _is_of_both(roles[y]) for x, y in (inputs, inputs[::-1]))
+            case "div":
+                linear[key] = linear[inputs[0]] and not _is_of_both(roles[inputs[1]])
+            case _:
+                linear[key] = False
+    return linear[id(node)]
+
+
+def _is_of_both(roles: Set[str]) -> bool:
+    """Whether what has leaves of these roles is a function of queries and keys."""
+    return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})
+
+
+def is_finite(node: Node) -> bool:
+    """Whether a value is finite whatever the leaves hold: numbers, choices between them, and products of these."""
+    return _largest(node) <= float(np.finfo(np.float32).max)
+
+
+def _largest(node: Node) -> float:
+    """A bound of the magnitude of a value that is made of numbers; infinity where it is made of anything else."""
+    found: dict[int, float] = {}
+    for one in bottom_up(node):
+        inputs = [found[id(x)] for x in one.inputs]
+        match getattr(one.primitive, "name", ""), inputs:
+            case _ if one.kind == "number":
+                found[id(one)] = float(np.abs(np.asarray(one.number, np.float64)).max())
+            case "select_n", (_, *cases):
+                found[id(one)] = max(cases)
+            case "convert_element_type", (only,):
+                found[id(one)] = only
+            case "mul", (left, right):
+                found[id(one)] = left * right
+            case "div", (left, _) if by := _finite(one.inputs[1]):
+                found[id(one)] = left / abs(by)
+            case _:
+                found[id(one)] = np.inf
+    return found[id(node)]

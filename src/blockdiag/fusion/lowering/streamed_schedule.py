@@ -1,0 +1,127 @@
+"""Regions whose keys and values stream through shared memory on Hopper, past queries that stay there.
+
+Those are softmaxes of a function of one product and of numbers of queries, times other numbers of queries perhaps,
+without biases of queries by keys: the copy engine brings all that tiles are made of. Where masks leave lists of tiles,
+they may read numbers of keys, too.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from blockdiag.fusion.analysis.tile_lists import Lists
+from blockdiag.fusion.codegen.kernels import Tile, scores_of
+from blockdiag.fusion.ir.factors import factored, has_keys
+from blockdiag.fusion.ir.tree import Leaf, Node, Region, Source, bottom_up, leaves_of, nodes_of
+from blockdiag.fusion.lowering.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
+from blockdiag.fusion.lowering.tile_program import value_columns
+
+# Numbers of a query and of a value: how many keys there are at least. With fewer, or of other widths, plain kernels are
+# as fast on an H200, several of which share a multiprocessor: one begins while another one ends.
+_FEWEST_KEYS = {(64, 128): 2048, (64, 256): 512, (128, 128): 512, (128, 256): 256, (256, 256): 512}
+_MOST_SLOTS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """How a region is computed so.
+
+    Attributes:
+        region: with a leaf in the place of the product.
+        product: this leaf.
+        query, key: the factors of the product.
+        places: of the arrays that the copy engine moves: "query", "key", "value", "output".
+        features, columns: numbers of a query and of a value.
+        chunk: keys of a slot.
+        slots: for keys, and as many for values.
+        lists: of the tiles that masks leave, which are chunks; None: all.
+    """
+
+    region: Region
+    product: Leaf
+    query: Leaf
+    key: Leaf
+    places: dict[str, Place]
+    features: int
+    columns: int
+    chunk: int
+    slots: int
+    lists: Lists | None
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether results are float32, which threads store themselves."""
+        return _is_wide(self.region)
+
+    @property
+    def has_exit(self) -> bool:
+        """Whether results leave by way of memory of their own; else by that of queries, if they need any."""
+        return self.features != self.columns and not self.is_wide
+
+
+def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None:
+    """How keys and values can stream, None where they cannot, or where a plain kernel is as fast.
+
+    Args:
+        region: arranged.
+        tile: of which there are lists.
+    """
+    if region.score is None or region.extras or (region.weight is not None and has_keys(region.weight)):
+        return None
+    products = [node for node in nodes_of(region.score) if node.kind in ("product", "sum")]
+    if len(products) != 1 or products[0].kind == "sum":
+        return None
+    query, key = (x.leaf for x in products[0].inputs)
+    if query is None or key is None:
+        return None
+    features, columns = count_of(region, query.features), count_of(region, value_columns(region))
+    # Scores of a chunk are in registers beside results.
+    chunk = tile.columns if lists is not None else 128 if columns <= 128 else 64
+    keys = region.sizes["k"]
+    is_tiled = region.sizes["q"] % ROWS == 0 and keys % chunk == 0 and (lists is None or tile.rows == ROWS)
+    # At most, of what masks leave.
+    seen = keys if lists is None else lists.forms[0].most * tile.columns
+    is_long = seen >= _FEWEST_KEYS.get((features, columns), math.inf)
+    has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), query, key)
+    is_stored = _is_wide(region) or region.dtype == region.value.dtype
+    if not is_tiled or not is_long or not has_narrow_operands or not is_stored:
+        return None
+    # Short products leave no time for more than exponentials: with ALiBi or a soft cap plain kernels are as fast.
+    is_bare = lists is None and factored(region.score)[0] is products[0]
+    places = places_of(region, query, key)
+    if places is None or not _is_at_hand(region, lists) or (features < 128 and not is_bare):
+        return None
+    shape = (region.sizes["q"], keys)
+    product = Leaf(Source("product", shape, np.dtype(np.float32)), (("q",), ("k",)), "score", (), is_constant=True)
+    score = _with_leaf(region.score, products[0], product)
+    inner = replace(region, score=score, leaves=(*region.leaves, product))
+    slots = _slots(features, columns, chunk, has_exit=features != columns and not _is_wide(region))
+    return Streamed(inner, product, query, key, places, features, columns, chunk, slots, lists)
+
+
+def _is_at_hand(region: Region, lists: Lists | None) -> bool:
+    """Whether threads have all leaves all the time, the copy engine brings them, or only tiles with masks need them."""
+    if any(leaf.role in ("score", "distance") for leaf in region.leaves):
+        return False
+    plain = scores_of(region)[0][1]
+    needed = leaves_of(plain) if lists is not None and lists.has_full and plain is not None else region.leaves
+    return not any(leaf.role == "column" and leaf.source.key is not None for leaf in needed)
+
+
+def _with_leaf(score: Node, product: Node, leaf: Leaf) -> Node:
+    known = {id(product): Node("leaf", leaf=leaf)}
+    for node in bottom_up(score):
+        if node is not product:
+            known[id(node)] = replace(node, inputs=tuple(known[id(x)] for x in node.inputs))
+    return known[id(score)]
+
+
+def _is_wide(region: Region) -> bool:
+    return region.dtype == np.float32
+
+
+def _slots(features: int, columns: int, chunk: int, *, has_exit: bool) -> int:
+    """How many chunks of keys and of values there is room for."""
+    once = ROWS * features * 2 + (ROWS * columns * 2 if has_exit else 0)
+    return min(_MOST_SLOTS, (SHARED_BYTES - once) // (chunk * (features + columns) * 2))

@@ -1,0 +1,122 @@
+"""Which tiles the generated kernels use, and Triton's options for them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockdiag.fusion.codegen.kernels import Kind, Tile
+from blockdiag.fusion.ir.tree import Region, nodes_of
+from blockdiag.fusion.lowering.tile_program import value_columns
+from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of scores, and options of Triton's compiler."""
+
+    tile: Tile
+    num_warps: int
+    num_stages: int
+
+
+# The fastest on an H200 of those tried, for 16-bit arrays (rows, columns, warps, stages): by kernel and by the most
+# features or columns of values, 512 where both are above 128 (compiled only, not timed). Biases of
+# queries by keys travel with every tile; with them small tiles win. Those of distances have the same tiles; neither
+# these nor the tiles of diagonals were chosen by times.
+_PLAIN: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {64: (64, 128, 4, 2), 128: (128, 64, 8, 3), 256: (128, 64, 8, 3), 512: (64, 64, 8, 2)},
+    "rows": {64: (64, 64, 4, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)},
+    "columns": {64: (64, 64, 4, 2), 128: (32, 64, 4, 3), 256: (32, 128, 8, 3), 512: (16, 64, 8, 2)},
+    "pairs": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 64, 8, 1)},
+    "diagonals": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (64, 64, 8, 2), 512: (64, 64, 8, 1)},
+}
+_BIASED: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {64: (128, 32, 4, 3), 128: (128, 32, 4, 3), 256: (128, 32, 8, 3), 512: (64, 64, 8, 2)},
+    "rows": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), 512: (64, 32, 8, 2)},
+    "columns": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (32, 64, 8, 2), 512: (16, 64, 8, 2)},
+    "pairs": _PLAIN["pairs"],
+    "diagonals": _PLAIN["diagonals"],
+}
+
+# With many numbers of each query and key, which travel in registers with every score they are a part of. Compiled only,
+# not timed: with the tiles above, kernels of 24 such numbers kept hundreds of bytes of a thread in memory, in the loop.
+_MANY_LINES = 8
+_LINED: dict[Kind, tuple[int, int, int, int]] = {
+    "forward": (64, 32, 4, 3), "rows": (64, 16, 4, 3), "columns": (16, 64, 4, 2), "pairs": (64, 32, 4, 3),
+    "diagonals": (32, 32, 4, 3),
+}  # fmt: skip
+
+# With a sum over features, whose tiles are in registers beside those of scores, forward and backward. With 64 features
+# larger and smaller tiles took as long or longer on an H100, eight warps backward longer; with more than 128 gradients
+# need their registers.
+_SUMMED = (64, 64, 4, 2)
+_SUMMED_BACKWARD: dict[int, tuple[int, int, int, int]] = {128: (64, 32, 4, 2), 512: (64, 32, 8, 2)}
+
+
+def config_of(region: Region, kind: Kind) -> Config:
+    """What is fastest among what registers have room for."""
+    features = max((_size(region, leaf.features) for leaf in region.leaves), default=0)
+    values = _size(region, value_columns(region))
+    operands = [leaf for leaf in region.leaves if leaf.role in ("query", "key")]
+    has_many = sum(leaf.role in ("row", "column") for leaf in region.leaves) > _MANY_LINES
+    has_sum = any(node.kind == "sum" for node in nodes_of(region.score, region.weight))
+    if any(leaf.source.dtype.itemsize == 4 for leaf in operands) or region.value.dtype.itemsize == 4:
+        # Products of float32 are made by the processor's other units, where larger tiles do not pay.
+        rows, columns, warps, stages = 32, 32, 8 if has_many and kind == "columns" else 4, 2
+        if has_sum and kind != "forward":
+            columns, warps = 16, 8
+    elif has_sum:
+        backward = next(_SUMMED_BACKWARD[wide] for wide in _SUMMED_BACKWARD if features <= wide)
+        rows, columns, warps, stages = _SUMMED if kind == "forward" else backward
+    elif has_many and max(features, values) <= 128:
+        rows, columns, warps, stages = _LINED[kind]
+    else:
+        has_bias = any(leaf.role in ("score", "distance") for leaf in region.leaves)
+        table = (_BIASED if has_bias else _PLAIN)[kind]
+        width = 512 if min(features, values) > 128 else max(features, values)
+        rows, columns, warps, stages = table[next(wide for wide in table if width <= wide)]
+        if kind == "forward" and not has_bias and features <= 64 < values <= 128:
+            warps, stages = 4, 4
+    tile = _fitting(region, rows, columns)
+    if kind == "diagonals":
+        tile = Tile(*[min(tile.rows, tile.columns)] * 2)
+    return Config(tile, warps, stages)
+
+
+def _fitting(region: Region, rows: int, columns: int) -> Tile:
+    """No larger than the scores."""
+    size = {axis: max(16, next_power_of_2(region.sizes[axis])) for axis in ("q", "k")}
+    return Tile(min(rows, size["q"]), min(columns, size["k"]))
+
+
+def shared_bytes(region: Region, kind: Kind, config: Config) -> tuple[int, int]:
+    """About how many bytes of shared memory a kernel needs once, and for each stage."""
+    width = region.value.dtype.itemsize
+    features = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "query")
+    keys = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "key")
+    values = _padded(region, value_columns(region))
+    bias = sum(leaf.source.dtype.itemsize for leaf in region.leaves if leaf.role in ("score", "distance"))
+    rows, columns = config.tile.rows, config.tile.columns
+    per_row, per_column = features * width, (keys + values) * width
+    if kind != "forward":
+        per_row += values * width
+    scores = rows * columns
+    match kind:
+        case "columns":
+            return columns * per_column + 2 * scores * width, rows * per_row + bias * scores
+        case "pairs" | "diagonals":
+            return scores * width, rows * per_row + columns * per_column
+    return rows * per_row + scores * width, columns * per_column + bias * scores
+
+
+def _padded(region: Region, labels: Sequence[str]) -> int:
+    return next_power_of_2(max(16, _size(region, labels)))
+
+
+def _size(region: Region, labels: Sequence[str]) -> int:
+    return math.prod(region.sizes[label] for label in labels)
+
+
+def widest(region: Region) -> int:
+    """The most columns of values, or features of a query or a key."""
+    return max(_size(region, line) for line in (value_columns(region), *(leaf.features for leaf in region.leaves)))

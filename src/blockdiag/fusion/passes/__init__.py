@@ -1,0 +1,1 @@
+"""Passes: rewrites of the flat program, each from one equivalent program to another."""

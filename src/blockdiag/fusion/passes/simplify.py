@@ -1,0 +1,215 @@
+"""Programs without what changes nothing: values computed twice, moves that undo each other, numbers plus 0, times 1.
+
+Softmaxes are known by which values are the same ones, so that this comes before they are looked for.
+"""
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from blockdiag.fusion.frontend.trace import aval_of, has_effects, without_unused
+
+# These give the same elements in the same order, where they do not repeat any.
+_IN_ORDER = ("broadcast_in_dim", "reshape", "squeeze")
+# What is there to keep values apart, and programs that are looked at by themselves.
+_APART = frozenset({"optimization_barrier", "cond", "scan", "while"})
+
+
+def plain(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
+    """The same flat program without such equations; None where there are none."""
+    return _Plain(closed.jaxpr).program(closed)
+
+
+class _Plain:
+    """What is left of the equations of a program, in order.
+
+    Attributes:
+        same: of variables of the program, the operand that they are the same as.
+        equations: that are left.
+        producers: the equation that computes a variable, of those that are left.
+        known: equations that are left, by what they compute.
+    """
+
+    def __init__(self, jaxpr: core.Jaxpr) -> None:
+        self.same: dict[core.Var, Any] = {}
+        self.equations: list[core.JaxprEqn] = []
+        self.producers: dict[core.Var, core.JaxprEqn] = {}
+        self.known: dict[Hashable, core.JaxprEqn] = {}
+        for equation in jaxpr.eqns:
+            self._take(equation)
+
+    def program(self, closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
+        """The program of these equations, None where they are those that it had."""
+        jaxpr = closed.jaxpr
+        if list(map(id, self.equations)) == list(map(id, jaxpr.eqns)):
+            return None
+        outvars = [self._of(x) for x in jaxpr.outvars]
+        return without_unused(core.ClosedJaxpr(jaxpr.replace(eqns=self.equations, outvars=outvars), closed.consts))
+
+    def _take(self, equation: core.JaxprEqn) -> None:
+        given = [self._of(x) for x in equation.invars]
+        if any(x is not y for x, y in zip(given, equation.invars, strict=True)):
+            equation = equation.replace(invars=given)
+        if len(equation.outvars) == 1 and not has_effects(equation) and equation.primitive.name not in _APART:
+            equation = self._shortened(equation)
+            (result,) = equation.outvars
+            same = self._operand(equation)
+            if same is None:
+                key = _key(equation)
+                first = self.known.setdefault(key, equation) if key is not None else equation
+                same = None if first is equation else first.outvars[0]
+            if same is not None and aval_of(same) == aval_of(result):
+                self.same[result] = same
+                return
+        self.equations.append(equation)
+        self.producers |= dict.fromkeys(equation.outvars, equation)
+
+    def _of(self, operand: Any) -> Any:
+        return self.same.get(operand, operand) if isinstance(operand, core.Var) else operand
+
+    def _producer(self, operand: Any) -> core.JaxprEqn | None:
+        return self.producers.get(operand) if isinstance(operand, core.Var) else None
+
+    def _made_by(self, operand: Any, name: str) -> core.JaxprEqn | None:
+        """The equation that computes an operand, None where that is another one."""
+        equation = self._producer(operand)
+        return equation if equation is not None and equation.primitive.name == name else None
+
+    def _shortened(self, equation: core.JaxprEqn) -> core.JaxprEqn:
+        """An equation that computes the same in one step less, or the same one."""
+        match equation.primitive.name:
+            case "transpose" if (inner := self._made_by(equation.invars[0], "transpose")) is not None:
+                order = tuple(inner.params["permutation"][axis] for axis in equation.params["permutation"])
+                return equation.replace(invars=inner.invars, params={**equation.params, "permutation": order})
+            case "exp2" if (scaled := self._made_by(equation.invars[0], "mul")) is not None:
+                exponent = self._beside(scaled, math.log2(math.e))
+                if exponent is not None and aval_of(exponent) == aval_of(scaled.outvars[0]):
+                    return equation.replace(primitive=lax.exp_p, invars=[exponent])
+            case "add" | "sub":
+                return self._unnegated(equation)
+            case "concatenate":
+                return self._flat(equation)
+        return equation
+
+    def _flat(self, joined: core.JaxprEqn) -> core.JaxprEqn:
+        """Values side by side, without some of them side by side before."""
+        parts = []
+        for operand in joined.invars:
+            inner = self._made_by(operand, "concatenate")
+            is_along = inner is not None and inner.params["dimension"] == joined.params["dimension"]
+            parts += inner.invars if inner is not None and is_along else [operand]
+        return joined.replace(invars=parts) if len(parts) > len(joined.invars) else joined
+
+    def _unnegated(self, equation: core.JaxprEqn) -> core.JaxprEqn:
+        """A sum or a difference without a negation below."""
+        is_sum, operands = equation.primitive.name == "add", equation.invars
+        for one, other in ((1, 0), (0, 1)) if is_sum else ((1, 0),):
+            negated = self._made_by(operands[one], "neg")
+            if negated is not None:
+                primitive = lax.sub_p if is_sum else lax.add_p
+                return equation.replace(primitive=primitive, invars=[operands[other], *negated.invars])
+        return equation
+
+    def _operand(self, equation: core.JaxprEqn) -> Any:
+        """The value that the result of an equation is the same as; None where it is new."""
+        name, operands, params = equation.primitive.name, equation.invars, equation.params
+        match name:
+            case "add" | "add_any" | "sub" | "mul" | "div":
+                return self._beside(equation, 1 if name in ("mul", "div") else 0)
+            case "and" | "or" if aval_of(operands[0]).dtype == bool:
+                return self._beside(equation, name == "and")
+            case "select_n" if [self._is_number(x, i) for i, x in enumerate(operands[1:])] == [True, True]:
+                return operands[0]
+            case "neg":
+                inner = self._made_by(operands[0], "neg")
+                return None if inner is None else inner.invars[0]
+            case "convert_element_type":
+                return operands[0]
+            case "transpose":
+                order = params["permutation"]
+                return operands[0] if tuple(order) == tuple(range(len(order))) else None
+            case "slice":
+                return self._joined(equation)
+            case "squeeze" if (sliced := self._made_by(operands[0], "slice")) is not None:
+                return self._stacked(sliced, params["dimensions"])
+        return self._in_order(equation)
+
+    def _beside(self, equation: core.JaxprEqn, number: float) -> Any:
+        """The operand beside the other one, which is a number everywhere; None where it is not that number."""
+        sides = ((0, 1),) if equation.primitive.name in ("sub", "div") else ((0, 1), (1, 0))
+        operands = equation.invars
+        return next((operands[one] for one, other in sides if self._is_number(operands[other], number)), None)
+
+    def _in_order(self, equation: core.JaxprEqn) -> Any:
+        """What an equation moves back into its shape; None of others."""
+        shape, inner = aval_of(equation.outvars[0]).shape, equation
+        while inner is not None and _keeps_order(inner):
+            operand = inner.invars[0]
+            if isinstance(operand, core.Var) and aval_of(operand).shape == shape:
+                return operand
+            inner = self._producer(operand)
+        return None
+
+    def _joined(self, sliced: core.JaxprEqn) -> Any:
+        """Which part a slice of joined values is; None where it is not one of them."""
+        joined, starts = self._made_by(sliced.invars[0], "concatenate"), sliced.params["start_indices"]
+        if joined is None or sliced.params["strides"] is not None:
+            return None
+        axis, first = joined.params["dimension"], 0
+        for operand in joined.invars:
+            if first == starts[axis] and aval_of(operand).shape == aval_of(sliced.outvars[0]).shape:
+                return operand
+            first += aval_of(operand).shape[axis]
+        return None
+
+    def _stacked(self, sliced: core.JaxprEqn, removed: tuple[int, ...]) -> Any:
+        """Which one of stacked values a slice of them is; None where it is not one of them."""
+        stacked, params = self._made_by(sliced.invars[0], "stack"), sliced.params
+        if stacked is None or params["strides"] is not None:
+            return None
+        axis = stacked.params["axis"] % len(params["start_indices"])
+        operand = stacked.invars[params["start_indices"][axis]]
+        is_whole = math.prod(aval_of(operand).shape) == math.prod(aval_of(sliced.outvars[0]).shape)
+        return operand if is_whole and tuple(removed) == (axis,) else None
+
+    def _is_number(self, operand: Any, number: float) -> bool:
+        """Whether a value is one number everywhere, rounded to its dtype."""
+        while (inner := self._made_by(operand, "broadcast_in_dim")) is not None:
+            operand = inner.invars[0]
+        if not isinstance(operand, core.Literal):
+            return False
+        return bool(np.all(np.asarray(operand.val) == np.asarray(number, aval_of(operand).dtype)))
+
+
+def _keeps_order(equation: core.JaxprEqn) -> bool:
+    """Whether an equation gives the same elements in the same order."""
+    name, params = equation.primitive.name, equation.params
+    if name not in _IN_ORDER or not isinstance(equation.invars[0], core.Var):
+        return False
+    given, shape = (aval_of(x).shape for x in (equation.invars[0], equation.outvars[0]))
+    return math.prod(given) == math.prod(shape) and params.get("dimensions" if name == "reshape" else "") is None
+
+
+def _key(equation: core.JaxprEqn) -> Hashable | None:
+    """What an equation computes: the same for all equations that compute the same; None where that is not known."""
+    operands: list[Hashable] = []
+    for x in equation.invars:
+        if not isinstance(x, core.Literal):
+            operands.append(x)
+        elif jnp.issubdtype(aval_of(x).dtype, np.number) or aval_of(x).dtype == bool:
+            value = np.asarray(x.val)
+            operands.append((value.tobytes(), value.shape, aval_of(x).dtype))
+        else:
+            return None
+    key = (equation.primitive, tuple(sorted(equation.params.items())), tuple(operands), equation.ctx)
+    try:
+        hash(key)
+    except TypeError:
+        # Among the parameters are arrays, or programs.
+        return None
+    return key

@@ -1,0 +1,403 @@
+"""Finds attention in a program: products with values of what is linear in a softmax of scores."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.extend import core
+
+from blockdiag.fusion.frontend.trace import aval_of, kept
+from blockdiag.fusion.ir.tree import COLUMNS, ROWS, Dim, NotFusible, Region, leaves_of, nodes_of, source_of
+from blockdiag.fusion.regions.axis_labels import MOVES, equations_by_name, parts_of, place_of, producers_of, users_of
+from blockdiag.fusion.regions.epilogue import followed, read_by
+from blockdiag.fusion.regions.guards import CASTS, NoMatch, linear_in_powers
+from blockdiag.fusion.regions.operand_indexing import MadeOfScores
+from blockdiag.fusion.regions.softmaxes import LINEAR
+from blockdiag.fusion.regions.weight_terms import Matcher, lie_in_order
+
+# Of a function that is one attention, with projections, gates and derivatives.
+_MOST_PRODUCTS = 16
+
+
+@dataclass(frozen=True)
+class _Unmatched:
+    """A product neither side of which was found to have probabilities.
+
+    Attributes:
+        weights: the side that was looked at.
+        reason: says why it is not linear in softmaxes; nothing where that is not known.
+        refused: says why it is no function of scores on tiles; nothing where that is not known.
+        lacks_queries: whether that is because nothing has an axis of queries.
+        dims: what the axes of the weights stand for; None where that is not known.
+    """
+
+    matcher: Matcher
+    equation: core.JaxprEqn
+    weights: object
+    reason: Callable[[], str] = str
+    refused: Callable[[], str] = str
+    lacks_queries: bool = False
+    dims: tuple[Dim, ...] | None = None
+
+
+class NoAttention(NotFusible):
+    """No product is attention; the message says what is against one that may have been meant as such."""
+
+
+class QueryWithoutAxis(NoAttention):
+    """There are softmaxes before products, and nothing but that their one query has no axis is known against them.
+
+    Attributes:
+        products: with values.
+    """
+
+    def __init__(self, message: str, products: Sequence[core.JaxprEqn]) -> None:
+        super().__init__(message)
+        self.products = products
+
+
+def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
+    """Why attention cannot be fused; None where there seems to be none."""
+    for one in unmatched:
+        if one.matcher.puller.is_attention(one.weights, one.dims):
+            whole = "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums"
+            said = one.reason() or one.matcher.along_queries(one.weights, one.dims)
+            return said or f"{whole}, {place_of(one.equation)}"
+    refused = next(filter(None, (one.refused() for one in unmatched)), None)
+    return refused and f"there is no product with a softmax of scores, nor with another function of them: {refused}"
+
+
+def find_regions(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[Region, ...]]:
+    """The attention of a flat program: results of products, each of which is a sum of regions.
+
+    Raises:
+        NotFusible: there is a softmax of scores before a product, but it breaks a rule.
+    """
+    return regions_and_sides(jaxpr)[0]
+
+
+def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, ...]], dict[int, int]]:
+    """`find_regions`, and of the products that are regions as they stand the side of the weights, by `id`."""
+    unmatched: list[_Unmatched] = []
+    users, matches = users_of(jaxpr), _matches(jaxpr, unmatched)
+    if not matches and _may_be_alone(jaxpr) and (alone := _matches(jaxpr, [], is_alone=True)):
+        seen = {id(one.equation) for one in alone}
+        if _refusal([one for one in unmatched if id(one.equation) not in seen]) is None:
+            matches = alone
+    if not matches and (refusal := _refusal(unmatched)) is not None:
+        lone = [one.equation for one in unmatched if one.lacks_queries]
+        if lone and _refusal([one for one in unmatched if not one.lacks_queries]) is None:
+            raise QueryWithoutAxis(refusal, lone)
+        raise NoAttention(refusal)
+    if any(region.score is not None for one in matches for region in one.regions):
+        # Beside attention, what looks like it without a softmax may be a layer with matrices for each head or expert.
+        producers = producers_of(jaxpr)
+        matches = [one for one in matches if not _is_layer(one, producers)]
+    sides = {id(one.equation): one.side for one in matches if one.result is one.equation.outvars[0]}
+    read = {var for one in matches for region in one.regions for var in read_by(region)}
+    return dict(followed(one.result, one.regions, users, read) for one in matches), sides
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A product that becomes regions.
+
+    Attributes:
+        side: which operand has the weights.
+        result: whose value the sum of the regions is: the product's, or a quotient's.
+    """
+
+    equation: core.JaxprEqn
+    side: int
+    result: core.Var
+    regions: tuple[Region, ...]
+
+
+def _is_layer(match: _Match, producers: Mapping[core.Var, core.JaxprEqn]) -> bool:
+    """Whether keys and values are arguments of the function, and queries are computed, without a softmax."""
+
+    def is_argument(var: object) -> bool:
+        while isinstance(var, core.Var) and (equation := producers.get(var)) is not None:
+            if equation.primitive.name not in (*MOVES, *CASTS, "slice"):
+                return False
+            var = equation.invars[0]
+        return True
+
+    if any(region.score is not None for region in match.regions):
+        return False
+    products = [x for region in match.regions for x in nodes_of(region.weight) if x.kind == "product"]
+    pairs = [[None if x.leaf is None else x.leaf.source.key for x in product.inputs] for product in products]
+    values = [region.value.key for region in match.regions]
+    return all(is_argument(key) and not is_argument(query) for query, key in pairs) and all(map(is_argument, values))
+
+
+def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched], is_alone: bool = False) -> list[_Match]:
+    """The products with weights; others are added to `unmatched`.
+
+    Args:
+        is_alone: see Matcher.
+    """
+    found: list[_Match] = []
+    results: frozenset[core.Var] = frozenset()
+    for equation in equations_by_name(jaxpr).get("dot_general", ()):
+        sides = []
+        for side in (0, 1):
+            result, regions = _regions_of(_Sought(jaxpr, equation, side, results, is_alone), unmatched)
+            if regions:
+                sides.append(_Match(equation, side, result, regions))
+            if any(region.score is not None for region in regions):
+                break
+        # Softmaxes before other functions of scores, which may be values of theirs.
+        chosen = sides[-1:] if sides and sides[-1].regions[0].score is not None else sides[:1]
+        found += chosen
+        # What another attention gives is in memory, whatever it is made of.
+        results |= {match.result for match in chosen}
+    return found
+
+
+def is_attention(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> bool:
+    """Whether a product is of values and of weights that are made tile by tile."""
+    return _has_weights(jaxpr, product) or (lacks_attention(jaxpr) and _has_weights(jaxpr, product, is_alone=True))
+
+
+def attention_count(jaxpr: core.Jaxpr) -> int:
+    """How many products are of values and of weights that are made tile by tile."""
+    return _attention_count(jaxpr) or (_attention_count(jaxpr, is_alone=True) if _may_be_alone(jaxpr) else 0)
+
+
+@kept
+def lacks_attention(jaxpr: core.Jaxpr) -> bool:
+    """Whether a small program has no product of values and weights, but for what Matcher's `is_alone` allows."""
+    return _may_be_alone(jaxpr) and not _attention_count(jaxpr)
+
+
+def _may_be_alone(jaxpr: core.Jaxpr) -> bool:
+    """Whether a program is small enough to be one attention: a model's layers reach down through all that is below."""
+    return len(equations_by_name(jaxpr).get("dot_general", ())) <= _MOST_PRODUCTS
+
+
+def _attention_count(jaxpr: core.Jaxpr, is_alone: bool = False) -> int:
+    return sum(_has_weights(jaxpr, x, is_alone) for x in equations_by_name(jaxpr).get("dot_general", ()))
+
+
+def _has_weights(jaxpr: core.Jaxpr, product: core.JaxprEqn, is_alone: bool = False) -> bool:
+    for side in (0, 1):
+        try:
+            _, regions = _regions_of(_Sought(jaxpr, product, side, is_alone=is_alone), [])
+        except NotFusible:
+            continue
+        if regions:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Sought:
+    """A product one side of which may have probabilities.
+
+    Attributes:
+        results: of other attention.
+        is_alone: see Matcher.
+    """
+
+    jaxpr: core.Jaxpr
+    equation: core.JaxprEqn
+    side: int
+    results: frozenset[core.Var] = frozenset()
+    is_alone: bool = False
+
+
+def _regions_of(sought: _Sought, unmatched: list[_Unmatched]) -> tuple[core.Var, tuple[Region, ...]]:
+    """The regions of a product, and the variable whose value they are.
+
+    None where no side has probabilities, which is added to `unmatched`.
+    """
+    equation, side = sought.equation, sought.side
+    weights = equation.invars[side]
+    if isinstance(weights, core.Literal):
+        return equation.outvars[0], ()
+    rest: list[_Unmatched] = []
+    refusal, found = None, None
+    try:
+        found = _regions_beside(sought, {}, rest)
+    except NotFusible as failure:
+        refusal = failure
+    contracted, shared = equation.params["dimension_numbers"]
+    parts: dict[int, tuple[int, ...]] = {}
+    pairs = None if found is None or not found[1] else _pairs_of(found[1])
+    if pairs != 0 and (shared[side] or weights in linear_in_powers(sought.jaxpr)):
+        # Batch axes that scores had apart may be one axis of their weights.
+        parts = parts_of(producers_of(sought.jaxpr), weights)
+    parts = {axis: each for axis, each in parts.items() if axis not in contracted[side]}
+    if parts:
+        with contextlib.suppress(NotFusible):
+            divided = _regions_beside(sought, parts, [])
+            if divided[1] and (pairs is None or _pairs_of(divided[1]) < pairs):
+                return divided
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    unmatched += rest
+    return found
+
+
+def _pairs_of(regions: Sequence[Region]) -> int:
+    """How many numbers of queries by keys regions read, which may be scores where sequences are short."""
+    shapes = [leaf.source.shape for region in regions for leaf in region.leaves if leaf.role == "score"]
+    return sum(map(math.prod, shapes))
+
+
+def _regions_beside(
+    sought: _Sought, parts: dict[int, tuple[int, ...]], unmatched: list[_Unmatched]
+) -> tuple[core.Var, tuple[Region, ...]]:
+    """`_regions_with`; products of which something is known of whole rows are arrays beside the scores of others."""
+    stored: frozenset[core.Var] = frozenset()
+    refusal: MadeOfScores | None = None
+    while True:
+        rest: list[_Unmatched] = []
+        try:
+            found = _regions_with(sought, stored, parts, rest)
+        except MadeOfScores as failure:
+            if failure.products <= stored or not failure.others - stored:
+                raise refusal or failure from None
+            refusal = refusal or failure
+            stored |= failure.products
+            continue
+        except NotFusible:
+            if refusal is not None:
+                raise refusal from None
+            raise
+        if refusal is not None and not found[1]:
+            raise refusal
+        unmatched += rest
+        return found
+
+
+def _regions_with(
+    sought: _Sought, stored: frozenset[core.Var], parts: dict[int, tuple[int, ...]], unmatched: list[_Unmatched]
+) -> tuple[core.Var, tuple[Region, ...]]:
+    """`_regions_of`, with more than one label for some axes of weights.
+
+    Args:
+        stored: products that are arrays in memory.
+        parts: of these axes, which are not summed over: the sizes of their labels.
+    """
+    jaxpr, equation, side = sought.jaxpr, sought.equation, sought.side
+    replaced = equation.outvars[0]
+    contracted, shared = equation.params["dimension_numbers"]
+    weights, value = equation.invars[side], equation.invars[1 - side]
+    if isinstance(value, core.Literal):
+        return replaced, ()
+    sizes: dict[str, int] = {}
+    dims: dict[int, list[Dim]] = {side: [()] * len(aval_of(weights).shape), 1 - side: [()] * len(aval_of(value).shape)}
+
+    def assign(label: str, **axes: int) -> tuple[str, ...]:
+        places = [(side if name == "weights" else 1 - side, axis) for name, axis in axes.items()]
+        at, axis = places[0]
+        each = parts.get(axis, ()) if at == side else ()
+        labels = tuple(f"{label}_{i}" for i in range(len(each))) or (label,)
+        sizes.update(zip(labels, each or (aval_of(equation.invars[at]).shape[axis],), strict=True))
+        for at, axis in places:
+            dims[at][axis] = labels
+        return labels
+
+    if len(contracted[0]) != 1:
+        reason = f"`dot_general` that sums over {len(contracted[0])} axes of weights: make keys one axis"
+        matcher = Matcher(jaxpr, sizes, [])
+        message = f"{reason}, {place_of(equation)}"
+        unmatched.append(_Unmatched(matcher, equation, weights, lambda: message))
+        return replaced, ()
+    batch = []
+    for i, axes in enumerate(zip(*shared, strict=True)):
+        batch += assign(f"b{i}", weights=axes[side], value=axes[1 - side])
+    assign(COLUMNS, weights=contracted[side][0], value=contracted[1 - side][0])
+    free = [axis for axis, dim in enumerate(dims[side]) if dim == ()]
+    if not free:
+        matcher = Matcher(jaxpr, sizes, batch)
+        if matcher.has_softmax(weights, tuple(dims[side])):
+            refused = f"queries have no axis: give them one, of size 1, {place_of(equation)}"
+            unmatched.append(_Unmatched(matcher, equation, weights, refused=lambda: refused, lacks_queries=True))
+        return replaced, ()
+    # Keys are read once for each tile of rows, so that these lie along the longest axis that values lack.
+    rows = max(reversed(free), key=lambda axis: aval_of(weights).shape[axis])
+    parts = {axis: each for axis, each in parts.items() if axis != rows}
+    for i, axis in enumerate(axis for axis in free if axis != rows):
+        batch += assign(f"g{i}", weights=axis)
+    assign(ROWS, weights=rows)
+    columns = [axis for axis, dim in enumerate(dims[1 - side]) if dim == ()]
+    for i, axis in enumerate(columns):
+        assign(f"d{i}", value=axis)
+    weight_axes = [dims[side][axis] for axis in free]
+    value_axes = [dims[1 - side][axis] for axis in columns]
+    out_dims = tuple(
+        [dims[side][axis] for axis in shared[side]]
+        + (weight_axes + value_axes if side == 0 else value_axes + weight_axes)
+    )
+    # Of weights without a softmax: values lie as keys do, see Matcher.
+    matcher = Matcher(jaxpr, sizes, batch)
+    if sought.is_alone:
+        with contextlib.suppress(NoMatch):
+            _, value_dims = matcher.through_moves(value, tuple(dims[1 - side]))
+            matcher.is_alone = lie_in_order(value_dims, ((COLUMNS,), *value_axes))
+    matcher.puller.results, matcher.puller.stored = sought.results, stored
+    given = tuple(dims[side])
+    missed = _Unmatched(matcher, equation, weights, functools.partial(matcher.why_not, weights, given), dims=given)
+    refusal = ""
+    try:
+        if not matcher.may_be_linear(weights):
+            raise NoMatch
+        terms = matcher.terms(weights, given)
+        if any(term.softmax is not None and term.softmax.mask is not None for term in terms):
+            raise NoMatch
+    except NoMatch:
+        divided = matcher.divided_terms(equation, out_dims, weights, given)
+        if divided is not None:
+            terms, replaced, out_dims = divided
+        elif matcher.may_be_plain:
+            terms, refusal = matcher.plain(weights, given)
+        else:
+            # A model has many layers, and what a layer is made of reaches down through all that it is added to.
+            unmatched.append(replace(missed, refused=lambda: matcher.plain(weights, given)[1]))
+            return replaced, ()
+    if not terms:
+        unmatched.append(replace(missed, refused=lambda: refusal))
+        return replaced, ()
+    regions = []
+    for term in terms:
+        score = None if term.softmax is None else term.softmax.score
+        extras = () if term.softmax is None else term.softmax.extras
+        leaves = leaves_of(score, *extras, term.weight)
+        if score is not None:
+            matcher.puller.check_scores(score)
+            matcher.puller.check_leaves(leaves_of(score, *extras))
+        try:
+            matcher.puller.check_leaves(leaves_of(term.weight))
+        except MadeOfScores as failure:
+            if score is not None:
+                # Of what weights are scaled by, which may be another function of themselves.
+                why = matcher.misused(weights, but=LINEAR) or str(failure)
+                raise MadeOfScores(why, failure.products, failure.others) from None
+            # The leaf may be the largest score, or the sum, of a softmax that something else is done to; or this is
+            # another layer, below attention.
+            reason = functools.partial(matcher.why_made, weights, given, str(failure))
+            unmatched.append(replace(missed, reason=reason))
+            return replaced, ()
+        regions.append(
+            Region(
+                sizes=dict(sizes),
+                batch=tuple(batch),
+                score=score,
+                extras=extras,
+                weight=term.weight,
+                leaves=leaves,
+                value=source_of(value),
+                value_dims=tuple(dims[1 - side]),
+                out_dims=out_dims,
+                dtype=np.dtype(aval_of(replaced).dtype),
+                log_sums=() if term.softmax is None else term.softmax.log_sums,
+            )
+        )
+    return replaced, tuple(regions)

@@ -1,0 +1,1 @@
+"""Runtime: a region as a differentiable function, launched on one device or shared by several."""

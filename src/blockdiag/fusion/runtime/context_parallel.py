@@ -1,0 +1,365 @@
+"""Fused attention of sequences whose tokens several devices share: what moves before a region and after it.
+
+| strategy | before a region | after it |
+|---|---|---|
+| "ulysses" | devices exchange tokens for a batch axis, such as heads, which divides the region as any other | back |
+| "gather" | rows in zigzag order, where the mask wants that; the region's own code gathers keys and values | back |
+| "ring" | rows and keys in zigzag order, where the mask wants that; the region's own code sends keys around | back |
+
+No move changes a value, and their derivatives are JAX's own.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from blockdiag.common.context_parallel import ContextParallel, Strategy
+from blockdiag.common.meshes import explicit_mesh
+from blockdiag.common.shards import division_of
+from blockdiag.common.zigzag import from_zigzag, to_zigzag, zigzag_order
+from blockdiag.fusion.analysis.block_sparsity import needed_shifts, needs_balance
+from blockdiag.fusion.ir.tree import COLUMNS, DISTANCE, ROWS, Dim, Region, Source
+from blockdiag.fusion.runtime.region_op import Call, attend
+from blockdiag.fusion.runtime.rows import Tokens, axis_of
+from blockdiag.fusion.runtime.sharding import forward_rule, is_known
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The devices that share the tokens of a call.
+
+    Attributes:
+        context: what the user wants.
+        mesh: whose axis it is about.
+        is_explicit: whether shardings along this axis are parts of types.
+    """
+
+    context: ContextParallel
+    mesh: Any
+    is_explicit: bool
+
+    @property
+    def axis(self) -> str:
+        """The axis of the mesh."""
+        return self.context.axis
+
+    @property
+    def devices(self) -> int:
+        """The number of devices along it."""
+        return self.mesh.shape[self.axis]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The way in which devices work together on one region.
+
+    Attributes:
+        strategy: which one.
+        label: of "ulysses", the batch axis that they divide in place of tokens.
+        is_zigzag: of "gather" and "ring", whether rows are in zigzag order.
+        shifts: of "ring", see `Tokens`.
+    """
+
+    strategy: Strategy
+    label: str | None = None
+    is_zigzag: bool = False
+    shifts: tuple[int, ...] = ()
+
+    def described(self, sharing: Sharing) -> str:
+        """In words."""
+        if sharing.devices == 1:
+            return f"one device along {sharing.axis!r} has all tokens"
+        shared = f"{sharing.devices} devices share tokens along {sharing.axis!r}"
+        if self.label is not None:
+            return f"{shared}; 'ulysses': they exchange tokens for {self.label}"
+        order = "rows in zigzag order" if self.is_zigzag else "consecutive rows"
+        if self.strategy == "ring":
+            return f"{shared}; 'ring': what has keys travels around them in {len(self.shifts)} steps, {order}"
+        return f"{shared}; 'gather': they gather what has keys, and compute {order}"
+
+    def tokens(self, devices: int) -> Tokens | None:
+        """How devices share tokens; None where they divide a batch axis instead."""
+        return None if self.strategy == "ulysses" else Tokens(self.strategy, self.is_zigzag, devices, self.shifts)
+
+
+def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
+    """The devices that share the tokens of a call.
+
+    Args:
+        context: of the call.
+        arrays: its arguments.
+
+    Raises:
+        ValueError: there is no such axis, or the call is inside of a `jax.shard_map`.
+    """
+    current = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in current.axis_types:
+        raise ValueError(
+            "`fuse` with `context_parallel` was called inside of `jax.shard_map`, where the function would make its "
+            "masks of one device's tokens; call it outside, on arrays that are sharded along tokens"
+        )
+    mesh = explicit_mesh([x for x in arrays if not isinstance(x, np.ndarray | jax.ShapeDtypeStruct)])
+    if mesh is None or context.axis not in mesh.shape:
+        mesh = context.mesh or current
+    if context.axis not in mesh.shape:
+        raise ValueError(
+            f"`context_parallel` names the axis {context.axis!r}, and the mesh has {sorted(mesh.shape) or 'none'}; "
+            "call inside `jax.set_mesh(mesh)` or pass ContextParallel(axis, mesh=mesh)"
+        )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds[context.axis] == AxisType.Auto and AxisType.Explicit in kinds.values():
+        raise ValueError(
+            f"`context_parallel` of `fuse` needs a mesh whose axes are of one kind: {context.axis!r} is automatic, and "
+            "others are explicit; make it explicit, too"
+        )
+    return Sharing(context, mesh, kinds[context.axis] == AxisType.Explicit)
+
+
+def whole_type(sharing: Sharing, x: Any) -> Any:
+    """The type of an argument as if no token were sharded, with which the function is traced.
+
+    A function as written has scores of sharded queries by sharded keys, which explicit types refuse.
+    """
+    if not sharing.is_explicit or not isinstance(x, jax.Array):
+        return x
+    aval = jax.typeof(x)
+    if aval.sharding.mesh.empty:
+        return x
+    spec = P(*(_without(entry, sharing.axis) or None for entry in aval.sharding.spec))
+    whole = NamedSharding(aval.sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole, weak_type=aval.weak_type)
+
+
+def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
+    """The result of a region and its log-sum-exp; see `attend`.
+
+    Raises:
+        ValueError: the strategy cannot serve the region, or the devices do not divide its tokens.
+    """
+    region, arrays = call.region, [*leaves, value]
+    chosen = choose(sharing, region, [jax.typeof(x) for x in arrays])
+    move = _Moves(sharing, region, chosen)
+    labels: list[tuple[Dim, ...]] = [*(leaf.dims for leaf in region.leaves), region.value_dims]
+    call = dataclasses.replace(call, tokens=chosen.tokens(sharing.devices))
+    *leaves, value = (move.there(*each) for each in zip(arrays, region.sources, labels, strict=True))
+    output, log_sum = attend(call, leaves, value)
+    output = move.back(output, region.out_dims)
+    if log_sum is not None:
+        log_sum = move.back(log_sum, tuple((label,) for label in (*region.batch, ROWS)))
+    return output, log_sum
+
+
+def choose(
+    sharing: Sharing, region: Region, types: Sequence[Any], others: Sequence[Strategy] = ("gather", "ring")
+) -> Chosen:
+    """Choose the way in which devices work together on a region.
+
+    Args:
+        types: of its leaves and values: shapes, dtypes and shardings.
+        others: strategies beside "ulysses" that messages name.
+
+    Raises:
+        ValueError: see `attend_to_shared_tokens`.
+    """
+    context, devices = sharing.context, sharing.devices
+    if devices == 1:
+        return Chosen("gather")
+    if region.sizes[ROWS] % devices:
+        raise ValueError(
+            f"queries must be a multiple of the {devices} devices along {context.axis!r}, got {region.sizes[ROWS]}; "
+            "pad them, and leave out what comes of the padding"
+        )
+    left = _left(sharing, region, types)
+    able = [label for label in reversed(left) if left[label] % devices == 0]
+    obstacle = _obstacle(region)
+    if able and context.strategy in (None, "ulysses"):
+        return Chosen("ulysses", able[0])
+    if context.strategy == "ulysses":
+        remedy = f"use strategy={' or '.join(map(repr, others))}"
+        other = remedy if obstacle is None else f"no other strategy serves, as {obstacle}"
+        raise ValueError(
+            f"strategy 'ulysses' needs an axis that queries, keys and values share, such as key heads, and that the "
+            f"{devices} devices along {context.axis!r} divide, got {left or 'none'}; {other}"
+        )
+    strategy, able_ones = context.strategy or "gather", ["ulysses"] if able else []
+    if strategy == "ring" and obstacle is None and region.sizes[ROWS] != region.sizes[COLUMNS]:
+        obstacle = f"there are {region.sizes[ROWS]} queries and {region.sizes[COLUMNS]} keys, not as many"
+        able_ones.append("gather")
+    if obstacle is not None:
+        other = "nor does 'ulysses', as the devices divide no axis of key heads"
+        other = f"use strategy={' or '.join(map(repr, able_ones))}" if able_ones else other
+        raise ValueError(f"strategy {strategy!r} does not serve this attention, as {obstacle}; {other}")
+    is_zigzag = region.once(needs_balance, devices)
+    if is_zigzag and region.sizes[ROWS] % (2 * devices):
+        raise ValueError(
+            f"strategy {strategy!r} of a causal mask needs tokens that are a multiple of twice the {devices} devices "
+            f"along {context.axis!r}, got {region.sizes[ROWS]}; pad them"
+        )
+    shifts = region.once(needed_shifts, devices, is_zigzag) if strategy == "ring" else ()
+    return Chosen(strategy, is_zigzag=is_zigzag, shifts=shifts)
+
+
+def _left(sharing: Sharing, region: Region, types: Sequence[Any]) -> dict[str, int]:
+    """Batch labels that devices may divide in place of tokens, and how many indices other devices leave of them."""
+    shared = _shared_labels(region)
+    if sharing.is_explicit:
+        specs = [(x.shape, P(*(_without(e, sharing.axis) or None for e in x.sharding.spec))) for x in types]
+        division = division_of(forward_rule(region, None), dict(sharing.mesh.shape), specs)
+        parts = {label: math.prod(x.count for x in pieces) for label, pieces in division.items()}
+    else:
+        parts = {x: math.prod(sharing.mesh.shape[name] for name in _names(sharing, region, x)) for x in shared}
+    return {x: region.sizes[x] // parts.get(x, 1) for x in shared if region.sizes[x] % parts.get(x, 1) == 0}
+
+
+def _shared_labels(region: Region) -> list[str]:
+    """Batch labels that queries, keys and values have, each as the slowest label of an axis."""
+    products = [leaf.dims for leaf in region.leaves if leaf.role in ("query", "key")]
+    arrays = [*products, region.value_dims, region.out_dims]
+    return [
+        label
+        for label in region.batch
+        if region.sizes[label] > 1
+        if all(axis_of(dims, label) is not None and _is_first(region, dims, label) for dims in arrays)
+    ]
+
+
+def _is_first(region: Region, dims: Sequence[Dim], label: str) -> bool:
+    """Whether a label is the slowest one of an array's axis, so that sharding the axis divides it."""
+    for dim in dims:
+        if not isinstance(dim, int) and label in dim:
+            return all(region.sizes[other] == 1 for other in dim[: dim.index(label)])
+    return True
+
+
+def _obstacle(region: Region) -> str | None:
+    """The reason why neither "gather" nor "ring" can serve a region; None where they can."""
+    if any(leaf.role == "distance" and (DISTANCE,) not in leaf.dims for leaf in region.leaves):
+        return "a bias of distances has no axis of these alone"
+    for dims in (*(leaf.dims for leaf in region.leaves), region.value_dims, region.out_dims):
+        label = COLUMNS if axis_of(dims, ROWS) is None else ROWS
+        if not _is_first(region, dims, label):
+            return "tokens have no axis of their own"
+    return None
+
+
+def _names(sharing: Sharing, region: Region, label: str) -> tuple[str, ...]:
+    """The automatic axes of a mesh that the user says shard a label."""
+    if label == region.batch[0] and len(region.batch) > 1:
+        return sharing.context.batch_axes
+    return sharing.context.head_axes if label == _heads(region) else ()
+
+
+def _heads(region: Region) -> str | None:
+    """The label of heads: the last one after batch rows that queries, keys and values share, or else the last one."""
+    own = region.batch[1:] or region.batch
+    shared = [label for label in own if label in _shared_labels(region)]
+    return next(iter(reversed(shared or own)), None)
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """Moves of arrays before a region and after it."""
+
+    sharing: Sharing
+    region: Region
+    chosen: Chosen
+
+    def there(self, x: Any, source: Source, dims: Sequence[Dim]) -> Any:
+        """An operand of the region."""
+        rows, columns = axis_of(dims, ROWS), axis_of(dims, COLUMNS)
+        if is_known(source) and (rows is None or self.chosen.strategy == "ulysses"):
+            return x
+        region, devices = self.region, self.sharing.devices
+        if self.chosen.label is not None:
+            tokens, heads = columns if rows is None else rows, axis_of(dims, self.chosen.label)
+            is_divided = tokens is not None and x.shape[tokens] % devices == 0
+            if is_divided and heads is not None and _is_first(region, dims, self.chosen.label):
+                return self._exchanged(x, dims, tokens, heads)
+            # Read as a whole, or where its heads are.
+            return self._placed(x, self._spec(x, dims))
+        if rows is None:
+            # Keys are divided where there are as many as queries.
+            shared = columns if region.sizes[ROWS] == region.sizes[COLUMNS] else None
+            if shared is not None and self.chosen.strategy == "ring" and self.chosen.is_zigzag:
+                return self._reordered(to_zigzag, x, dims, shared)
+            return self._placed(x, self._spec(x, dims, shared))
+        if not self.chosen.is_zigzag:
+            return self._placed(x, self._spec(x, dims, rows))
+        if source.key is None:
+            order = zigzag_order(source.shape[0], devices)
+            return self._placed(jnp.asarray(order.astype(source.dtype)), self._spec(x, dims, rows))
+        return self._reordered(to_zigzag, x, dims, rows)
+
+    def back(self, x: Any, dims: Sequence[Dim]) -> Any:
+        """A result of the region, its rows sharded in their order."""
+        rows = axis_of(dims, ROWS)
+        assert rows is not None, "results have rows"
+        if self.chosen.label is not None:
+            heads = axis_of(dims, self.chosen.label)
+            assert heads is not None, "results have all batch labels"
+            return self._exchanged(x, dims, heads, rows)
+        if self.chosen.is_zigzag:
+            return self._reordered(from_zigzag, x, dims, rows)
+        return self._placed(x, self._spec(x, dims, rows))
+
+    def _exchanged(self, x: Any, dims: Sequence[Dim], before: int, after: int) -> Any:
+        """An array of which the devices share one axis before and another one after."""
+        if before == after:
+            # Heads are one axis with tokens, and slower: parts of this axis are heads.
+            return self._placed(x, self._spec(x, dims, after))
+        exchange = functools.partial(
+            jax.lax.all_to_all, axis_name=self.sharing.axis, split_axis=after, concat_axis=before, tiled=True
+        )
+        return self._mapped(exchange, x, self._spec(x, dims, before), self._spec(x, dims, after))
+
+    def _reordered(self, order: Callable[..., Any], x: Any, dims: Sequence[Dim], rows: int) -> Any:
+        """An array whose rows, which are sharded, are in another order."""
+        spec = self._spec(x, dims, rows)
+        return self._mapped(functools.partial(order, axis=self.sharing.axis, tokens=rows), x, spec, spec)
+
+    def _mapped(self, compute: Callable[..., Any], x: Any, before: P, after: P) -> Any:
+        """A function of the part of one device."""
+        mesh = self.sharing.mesh
+        if self.sharing.is_explicit:
+            x = self._placed(x, before)
+        kind = AxisType.Explicit if self.sharing.is_explicit else AxisType.Auto
+        manual = {name for name, own in zip(mesh.axis_names, mesh.axis_types, strict=True) if own == kind}
+        # Within `jax.vmap` the axes that a mapped axis is sharded over are not to be named: none given means all.
+        names = manual if len(manual) < len(mesh.axis_names) else set()
+        return jax.shard_map(compute, mesh=mesh, in_specs=before, out_specs=after, axis_names=names)(x)
+
+    def _placed(self, x: Any, spec: P) -> Any:
+        """An array with a sharding."""
+        sharding = NamedSharding(self.sharing.mesh, spec)
+        if self.sharing.is_explicit:
+            return jax.sharding.reshard(x, sharding)
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def _spec(self, x: Any, dims: Sequence[Dim], place: int | None = None) -> P:
+        """The spec of an array: one axis, if any, over the devices that share tokens, others as they were."""
+        others = [()] * x.ndim
+        if self.sharing.is_explicit:
+            given = tuple(jax.typeof(x).sharding.spec)
+            others = [_without(entry, self.sharing.axis) for entry in (*given, *[None] * (x.ndim - len(given)))]
+        else:
+            for axis, dim in enumerate(dims):
+                labels = () if isinstance(dim, int) else dim
+                label = next((own for own in labels if self.region.sizes[own] > 1), None)
+                others[axis] = () if label is None else _names(self.sharing, self.region, label)
+        own = self.sharing.axis
+        return P(*((*names, own) if axis == place else names or None for axis, names in enumerate(others)))
+
+
+def _without(entry: Any, axis: str) -> tuple[str, ...]:
+    """The names of an entry of a spec, but for one."""
+    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in names if name != axis)

@@ -1,0 +1,305 @@
+"""One device's part of a region whose keys travel around the devices that share tokens, one part at a time (ring).
+
+Of keys, values and other arrays by key a device has two parts at most: the one that it computes with, and the next one
+on its way. The results of parts are merged by their log-sum-exps. Backward, parts travel again, and their gradients
+with them.
+
+References:
+    Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockdiag.common.shards import Part
+from blockdiag.fusion.ir.tree import COLUMNS, DISTANCE, ROWS, Dim, Leaf, Region, leaves_of, with_leaves
+from blockdiag.fusion.lowering.tile_program import result_array, value_columns
+from blockdiag.fusion.runtime.rows import (
+    Pass,
+    Tokens,
+    axis_of,
+    dims_of,
+    has_distances,
+    joined_results,
+    joined_runs,
+    mapped_to_runs,
+    split_results,
+    split_runs,
+    spread_runs,
+    with_gradient,
+)
+from blockdiag.fusion.runtime.sharding import gathered_axes, local_region
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The rows of one device, and the keys that come by.
+
+    Arrays that have keys and no rows travel: each device has one part of them at a time. Known numbers, and arrays of
+    rows by keys, stay: a device has all keys of its rows there, and reads those of the part. An array of distances is
+    read from another place for each run of rows and each run of keys. Runs of rows are then a batch axis of the pass,
+    and runs of keys are computed one after the other.
+
+    Attributes:
+        region: of all devices.
+        part: of one device, whose label of rows tells which axes of the mesh share tokens.
+        tokens: how they are shared.
+    """
+
+    region: Region
+    part: Part
+    tokens: Tokens
+
+    def __post_init__(self) -> None:
+        assert self._own * self.tokens.devices == self.region.sizes[ROWS], "each device has an equal part of tokens"
+
+    def results(self, results_of: Callable[[Region], Pass]) -> Pass:
+        """The forward pass; `results_of` a region is that of rows of a device, and keys of a part."""
+
+        def compute(*operands: Any) -> Sequence[Any]:
+            merged: tuple[Any, Any] | None = None
+            here = self._travelling(operands)
+            for step, shift in enumerate(self.tokens.shifts):
+                following = self._sent(here, step)
+                region = self._piece_region(shift).once(_with_wide_result)
+                found = [results_of(region)(*self._cut(operands, piece)) for piece in self._pieces(here, shift)]
+                for results in found:
+                    output, log_sum = joined_results(self.region, results) if has_distances(self.region) else results
+                    merged = self._merged(merged, output, log_sum)
+                # Without a barrier XLA would send all parts before it computes any, and merge all results in the end.
+                merged, here = jax.lax.optimization_barrier((merged, following))
+            assert merged is not None, "a device computes with its own part"
+            output, log_sum = merged
+            return output.astype(self.region.dtype), log_sum
+
+        return compute
+
+    def gradients(self, gradients_of: Callable[[Region], Pass]) -> Pass:
+        """The backward pass: of leaves, values, result, log-sum-exp and cotangents, to the gradients."""
+        count = len(self.region.leaves) + 1
+
+        def compute(*operands: Any) -> Sequence[Any]:
+            # Without a barrier XLA may keep a part that came by forward, rather than send it again.
+            operands = jax.lax.optimization_barrier(operands)
+            rest = operands[count:]
+            if has_distances(self.region):
+                rest = split_results(self.region, rest, self.tokens.runs)
+            here = self._travelling(operands)
+            sums: dict[int, Any] = {}
+            for step, shift in enumerate(self.tokens.shifts):
+                following = self._sent(here, step)
+                pieces = self._pieces(here, shift)
+                region = self._piece_region(shift)
+                wanted = with_gradient(region, range(count))
+                found = [gradients_of(region)(*self._cut(operands, piece), *rest) for piece in pieces]
+                of_leaves = [dict(zip(wanted, grads, strict=True)) for grads in found]
+                for i in wanted:
+                    sums[i] = self._added(i, sums.get(i), operands[i].shape, pieces, [grads[i] for grads in of_leaves])
+                sums, here = jax.lax.optimization_barrier((sums, following))
+                # Gradients of a part follow it, and after the last step they go home.
+                sums |= self._moved({i: sums[i] for i in wanted if i in self._places}, self._distance_after(step))
+            return [sums[i] for i in with_gradient(self.region, range(count))]
+
+        return compute
+
+    # What a region is on one device, for one piece of keys
+
+    @property
+    def _places(self) -> dict[int, int]:
+        """The axis of keys of each leaf that travels, and of the values, which are counted as the last leaf."""
+        return {i: place for i, place in enumerate(gathered_axes(self.region)) if place is not None}
+
+    @property
+    def _own(self) -> int:
+        """Tokens of a device."""
+        return self.part.sizes[ROWS]
+
+    def _sizes(self) -> dict[str, int]:
+        """The sizes of labels of a pass."""
+        sizes = {**self.part.sizes, COLUMNS: self._own}
+        if has_distances(self.region):
+            sizes[ROWS] = sizes[COLUMNS] = self._own // self.tokens.runs
+            sizes[DISTANCE] = sizes[ROWS] + sizes[COLUMNS] - 1
+        return sizes
+
+    def _piece_region(self, shift: int) -> Region:
+        """The region of a pass; logits without values take part in those of the first step."""
+        local = local_region(self.region, self._sizes(), (*self.part.axes, COLUMNS))
+        if has_distances(self.region):
+            local = mapped_to_runs(self.region, local, self.tokens.runs)
+        return local.once(_without_extras) if shift and local.extras else local
+
+    def _pieces(self, here: Mapping[int, Any], shift: int) -> list["_Piece"]:
+        """The pieces of the part that is `shift` devices from home, each computed by one pass."""
+        devices, own = self.tokens.devices, self._own
+        number = self.part.starts[ROWS] // own
+        starts = self.tokens.run_starts((number + devices - shift) % devices * own, own)
+        length = own // self.tokens.runs
+        if not has_distances(self.region) or self.tokens.runs == 1:
+            return [_Piece(starts, length, here)]
+        halves = {i: jnp.split(here[i], 2, place) for i, place in self._places.items()}
+        return [
+            _Piece([start], length, {i: half[run] for i, half in halves.items()}) for run, start in enumerate(starts)
+        ]
+
+    def _cut(self, operands: Sequence[Any], piece: "_Piece") -> list[Any]:
+        """Leaves and values of a pass."""
+        found = []
+        for i, (dims, x) in enumerate(zip(dims_of(self.region), operands, strict=False)):
+            rows, distances = axis_of(dims, ROWS), axis_of(dims, DISTANCE)
+            if distances is not None:
+                size = self._sizes()[DISTANCE]
+                parts = [jax.lax.dynamic_slice_in_dim(x, at, size, distances) for at in self._distance_starts(piece)]
+                found.append(jnp.stack(parts))
+                continue
+            if i in self._places:
+                x = piece.travelling[i]
+            elif axis_of(dims, COLUMNS) is not None:
+                x = self._columns(x, dims, piece)
+            if has_distances(self.region) and rows is not None:
+                x = split_runs(x, rows, self.tokens.runs)
+            found.append(x)
+        return found
+
+    def _distance_starts(self, piece: "_Piece") -> list[Any]:
+        """Where the distances of each run of rows to a run of keys begin."""
+        (first,) = piece.starts
+        starts = self.tokens.run_starts(self.part.starts[ROWS], self._own)
+        return [start - first + self.region.sizes[COLUMNS] - piece.length for start in starts]
+
+    def _columns(self, x: Any, dims: Sequence[Dim], piece: "_Piece") -> Any:
+        """The keys of a piece, of an array that has all keys."""
+        place, shape, axis = _keys_apart(x.shape, dims, self.part.sizes)
+        apart = x.reshape(shape)
+        parts = [jax.lax.dynamic_slice_in_dim(apart, start, piece.length, axis) for start in piece.starts]
+        return jnp.concatenate(parts, axis).reshape(*x.shape[:place], -1, *x.shape[place + 1 :])
+
+    def _with_columns(self, total: Any, x: Any, dims: Sequence[Dim], piece: "_Piece") -> Any:
+        """An array that has all keys, with other numbers for those of a piece."""
+        _, shape, axis = _keys_apart(total.shape, dims, self.part.sizes)
+        whole = total.reshape(shape)
+        parts = jnp.split(x.reshape(*shape[:axis], -1, *shape[axis + 1 :]), len(piece.starts), axis)
+        for start, part in zip(piece.starts, parts, strict=True):
+            whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis)
+        return whole.reshape(total.shape)
+
+    # Travel
+
+    def _travelling(self, operands: Sequence[Any]) -> dict[int, Any]:
+        return {i: operands[i] for i in self._places}
+
+    def _distance_after(self, step: int) -> int:
+        """How far parts travel after a step; after the last one they go home."""
+        shifts = self.tokens.shifts
+        return (shifts[step + 1] if step + 1 < len(shifts) else self.tokens.devices) - shifts[step]
+
+    def _sent(self, here: dict[int, Any], step: int) -> dict[int, Any]:
+        """The parts of the next step, on their way; none after the last step."""
+        return self._moved(here, self._distance_after(step)) if step + 1 < len(self.tokens.shifts) else {}
+
+    def _moved(self, arrays: dict[int, Any], distance: int) -> dict[int, Any]:
+        """Arrays of the device that is so many devices before this one."""
+        devices = self.tokens.devices
+        if distance % devices == 0:
+            return arrays
+        pairs = [(device, (device + distance) % devices) for device in range(devices)]
+        return {i: jax.lax.ppermute(x, self.part.axes[ROWS], pairs) for i, x in arrays.items()}
+
+    # What passes leave
+
+    def _merged(self, merged: tuple[Any, Any] | None, output: Any, log_sum: Any) -> tuple[Any, Any]:
+        """Result and log-sum-exp of the keys so far, and of others."""
+        if merged is None:
+            return output, log_sum
+        if self.region.score is None:
+            return merged[0] + output, log_sum
+        both = jnp.logaddexp(merged[1], log_sum)
+        # Rows that have seen nothing are 0.
+        base = jnp.where(jnp.isneginf(both), 0, both)
+        shares = [self._of_rows(jnp.exp(x - base)).astype(output.dtype) for x in (merged[1], log_sum)]
+        return merged[0] * shares[0] + output * shares[1], both
+
+    def _of_rows(self, x: Any) -> Any:
+        """Numbers of rows [batch.., q] in the layout of results."""
+        local = local_region(self.region, self.part.sizes, self.part.axes)
+        columns = int(np.prod([local.sizes[label] for label in value_columns(local)], dtype=np.int64))
+        return result_array(local, jnp.broadcast_to(x[..., None], (*x.shape, columns)))
+
+    def _added(self, i: int, total: Any, shape: Sequence[int], pieces: Sequence["_Piece"], grads: Sequence[Any]) -> Any:
+        """The gradient of a leaf, or of the values, of all steps so far.
+
+        Args:
+            i: which leaf.
+            total: of the steps before; None of the first one.
+            shape: of the device's array.
+            pieces, grads: of this step.
+        """
+        dims = dims_of(self.region)[i]
+        rows, distances = axis_of(dims, ROWS), axis_of(dims, DISTANCE)
+        if has_distances(self.region) and rows is not None:
+            grads = [joined_runs(x, rows) for x in grads]
+        if distances is not None:
+            pairs = zip(pieces, grads, strict=True)
+            grads = [spread_runs(x, self._distance_starts(piece), distances, shape[distances]) for piece, x in pairs]
+        elif i in self._places:
+            grads = [jnp.concatenate(grads, self._places[i])]
+        elif axis_of(dims, COLUMNS) is not None:
+            # Each step has keys of its own.
+            total = jnp.zeros(shape, grads[0].dtype) if total is None else total
+            for piece, x in zip(pieces, grads, strict=True):
+                total = self._with_columns(total, x, dims, piece)
+            return total
+        for x in grads:
+            total = x if total is None else total + x
+        return total
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Keys that one pass computes with.
+
+    Attributes:
+        starts: the first key of each run.
+        length: keys of a run.
+        travelling: what has these keys and travels, by leaf.
+    """
+
+    starts: Sequence[Any]
+    length: int
+    travelling: Mapping[int, Any]
+
+
+def _keys_apart(
+    shape: Sequence[int], dims: Sequence[Dim], sizes: Mapping[str, int]
+) -> tuple[int, tuple[int, ...], int]:
+    """The axis of an array that has keys, its shape where labels of this axis are apart, and the axis of keys there.
+
+    Args:
+        sizes: of labels.
+    """
+    place = axis_of(dims, COLUMNS)
+    assert place is not None
+    labels = dims[place]
+    assert isinstance(labels, tuple)
+    apart = (*shape[:place], *(sizes[label] for label in labels), *shape[place + 1 :])
+    return place, apart, place + labels.index(COLUMNS)
+
+
+def _without_extras(region: Region) -> Region:
+    """The region without logits that have no value."""
+    used = leaves_of(region.score, region.weight)
+    leaves: dict[Leaf, Leaf] = {
+        leaf: leaf if leaf in used else dataclasses.replace(leaf, is_constant=True) for leaf in region.leaves
+    }
+    return dataclasses.replace(with_leaves(region, leaves), extras=())
+
+
+def _with_wide_result(region: Region) -> Region:
+    """The region with a result that is not rounded before it is merged with others."""
+    return dataclasses.replace(region, dtype=np.dtype(np.float32)) if region.dtype.itemsize < 4 else region

@@ -1,0 +1,207 @@
+"""Equations around attention, computed for the tokens of one process out of several that share them.
+
+A program is traced with the shapes of whole arrays. Each process binds its equations to its own part of the arrays: the
+axis at which the shape of an operand differs from that of its variable is the axis of tokens. Operands that are whole,
+such as weights or positions that the program counts itself, are cut where they meet such a part. An equation that needs
+tokens of other processes is refused.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from blockdiag.fusion.frontend.trace import aval_of, bind
+from blockdiag.fusion.ir.tree import ELEMENTWISE
+from blockdiag.fusion.passes.table_lookups import read_rows, reads_rows
+from blockdiag.fusion.regions.axis_labels import place_of
+
+type _Axes = Sequence[int | None]
+"""The axis of tokens of each operand, None of one that is whole."""
+
+
+class _Mixed(Exception):
+    """An equation needs tokens of other processes; the message says why, if more is known than its name."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The part of one process: the index `rank` of `count` equal consecutive parts of the axis of tokens."""
+
+    rank: int
+    count: int
+
+    def bind(self, equation: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
+        """Return the results of an equation for the process's tokens.
+
+        Args:
+            given: operands, each whole or the process's part of it.
+
+        Raises:
+            ValueError: the equation needs tokens of other processes.
+        """
+        axes = [token_axis(aval_of(x).shape, array) for x, array in zip(equation.invars, given, strict=True)]
+        if all(axis is None for axis in axes):
+            return _bind(equation, given)
+        name = equation.primitive.name
+        rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name)
+        try:
+            if rule is None:
+                raise _Mixed
+            return rule(self, equation, list(given), axes)
+        except _Mixed as reason:
+            more = f": {reason}" if str(reason) else ""
+            raise ValueError(
+                f"with `context_parallel`, what is outside of attention must not mix tokens, which `{name}` "
+                f"{place_of(equation)} may do{more}; compute it before or after the fused function"
+            ) from None
+
+    def cut(self, x: Any, axis: int) -> Any:
+        """Return the process's part of a whole array."""
+        size = x.shape[axis] // self.count
+        return lax.slice_in_dim(x, self.rank * size, (self.rank + 1) * size, axis=axis)
+
+    def smaller(self, sizes: Sequence[int], axis: int) -> tuple[int, ...]:
+        """Return sizes of which one is that of the process's part."""
+        return tuple(size // self.count if place == axis else size for place, size in enumerate(sizes))
+
+    def cut_like(self, given: Sequence[Any], axes: _Axes) -> tuple[list[Any], int]:
+        """Return operands of one shape, all of them parts along one axis, and this axis; numbers stay."""
+        found = {axis for axis in axes if axis is not None}
+        if len(found) > 1:
+            raise _Mixed("it takes queries by keys, or two axes of tokens")
+        (axis,) = found
+        cut = [self.cut(x, axis) if own is None and np.ndim(x) else x for x, own in zip(given, axes, strict=True)]
+        return cut, axis
+
+
+def token_axis(shape: Sequence[int], x: Any) -> int | None:
+    """Return the axis at which an array is smaller than the whole `shape`, None where it is whole."""
+    return next((axis for axis, (whole, own) in enumerate(zip(shape, np.shape(x), strict=True)) if whole != own), None)
+
+
+def _bind(equation: core.JaxprEqn, given: Sequence[Any], **params: Any) -> list[Any]:
+    """The results of an equation; `params` replace parameters of it."""
+    if params:
+        return bind(equation.replace(params={**equation.params, **params}), given)
+    return [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
+
+
+def _elementwise(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+    return _bind(equation, parts.cut_like(given, axes)[0])
+
+
+def _stays(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+    """An equation that moves axes only."""
+    del parts, axes
+    return _bind(equation, given)
+
+
+def _broadcast(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+    place = equation.params["broadcast_dimensions"][_only(axes)]
+    return _bind(equation, given, shape=parts.smaller(equation.params["shape"], place))
+
+
+def _reshape(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+    if equation.params.get("dimensions") is not None:
+        raise _Mixed
+    before, after, axis = aval_of(equation.invars[0]).shape, equation.params["new_sizes"], _only(axes)
+    # Processes divide an axis into consecutive parts: their index is its slowest digit, and must stay one.
+    outer = math.prod(before[:axis])
+    for place, size in enumerate(after):
+        if size > 1 and math.prod(after[:place]) == outer and size % parts.count == 0:
+            return _bind(equation, given, new_sizes=parts.smaller(after, place))
+    raise _Mixed("tokens are not the slowest part of an axis after it")
+
+
+def _slice(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+    axis, whole = _only(axes), aval_of(equation.invars[0]).shape
+    starts, limits, strides = (equation.params[name] for name in ("start_indices", "limit_indices", "strides"))
+    if starts[axis] or limits[axis] != whole[axis] or (strides is not None and strides[axis] != 1):
+        raise _Mixed("it takes some of the tokens")
+    return _bind(equation, given, limit_indices=parts.smaller(limits, axis))
+
+
+def _pad(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+    del parts
+    axis = axes[0]
+    if axis is None or tuple(equation.params["padding_config"][axis]) != (0, 0, 0):
+        raise _Mixed("it pads tokens")
+    return _bind(equation, given)
+
+
+def _along(name: str) -> Callable[..., list[Any]]:
+    """An equation that mixes elements along the axes, or the axis, that a parameter names."""
+
+    def rule(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+        given, axis = parts.cut_like(given, axes)
+        named = equation.params[name]
+        if axis in (named if isinstance(named, tuple | list) else (named,)):
+            raise _Mixed("it goes along tokens")
+        return _bind(equation, given)
+
+    return rule
+
+
+def _product(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+    (contracted, shared) = equation.params["dimension_numbers"]
+    given, axes = list(given), list(axes)
+    for one, other in ((0, 1), (1, 0)):
+        axis = axes[one]
+        if axis is None:
+            continue
+        if axis in contracted[one]:
+            raise _Mixed("it adds up tokens")
+        if axis in shared[one]:
+            place = shared[other][tuple(shared[one]).index(axis)]
+            if axes[other] is None:
+                given[other], axes[other] = parts.cut(given[other], place), place
+            if axes[other] != place:
+                raise _Mixed("it takes two axes of tokens")
+        elif axes[other] is not None:
+            raise _Mixed("it takes queries by keys, or two axes of tokens")
+    return _bind(equation, given)
+
+
+def _gather(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
+    numbers = equation.params["dimension_numbers"]
+    if numbers.operand_batching_dims:
+        raise _Mixed
+    (of_table, of_indices), whole = axes, aval_of(equation.invars[0]).shape
+    if of_table is None:
+        # Rows of a table, for each token.
+        if of_indices == aval_of(equation.invars[1]).ndim - 1:
+            raise _Mixed
+        return _bind(equation, given)
+    sizes = equation.params["slice_sizes"]
+    if of_indices is not None or of_table in numbers.start_index_map or sizes[of_table] != whole[of_table]:
+        raise _Mixed("it reads tokens by number")
+    return _bind(equation, given, slice_sizes=parts.smaller(sizes, of_table))
+
+
+def _only(axes: _Axes) -> int:
+    """The axis of tokens of an equation with one operand."""
+    (axis,) = (axis for axis in axes if axis is not None)
+    return axis
+
+
+_ELEMENTWISE = ELEMENTWISE | {"convert_element_type", "copy", "copy_p", "reduce_precision", "real", "imag", "conj"}
+_RULES: dict[str, Callable[[Parts, core.JaxprEqn, list[Any], _Axes], list[Any]]] = {
+    "broadcast_in_dim": _broadcast,
+    "dot_general": _product,
+    "gather": _gather,
+    "pad": _pad,
+    "reshape": _reshape,
+    "slice": _slice,
+    "squeeze": _stays,
+    "transpose": _stays,
+    **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
+    "rev": _along("dimensions"),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "unstack"), _along("axis")),
+    **{f"reduce_{name}": _along("axes") for name in ("sum", "max", "min", "prod", "and", "or", "xor")},
+    **dict.fromkeys(("argmax", "argmin"), _along("axes")),
+}

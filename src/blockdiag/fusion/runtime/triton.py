@@ -1,0 +1,600 @@
+"""The Triton implementation of fused regions, from JAX: generated kernels as launches."""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from blockdiag.fusion.analysis.block_sparsity import Live, live_tiles
+from blockdiag.fusion.analysis.tile_lists import Lists
+from blockdiag.fusion.codegen.backward import columns_source, pairs_source, rows_source
+from blockdiag.fusion.codegen.diagonals import diagonals_source
+from blockdiag.fusion.codegen.expressions import NotPrintable
+from blockdiag.fusion.codegen.gluon import HopperKernel
+from blockdiag.fusion.codegen.kernels import Kind, Source, Tile, forward_source
+from blockdiag.fusion.codegen.resident_backward import resident_backward
+from blockdiag.fusion.codegen.resident_forward import resident_kernel
+from blockdiag.fusion.codegen.resident_pairs import OWN, resident_pairs
+from blockdiag.fusion.codegen.resident_sides import Side
+from blockdiag.fusion.codegen.streamed_forward import streamed_kernel
+from blockdiag.fusion.ir.layout import arranged_dims, flat_stride, layout_of, shape_of
+from blockdiag.fusion.ir.tree import FEATURES, Leaf, Region, nodes_of, with_leaves
+from blockdiag.fusion.ir.tree import Source as ArraySource
+from blockdiag.fusion.lowering.diagonals import distance_gradient
+from blockdiag.fusion.lowering.resident_schedule import CHUNK, rounds_each
+from blockdiag.fusion.lowering.tile_configs import Config, config_of, shared_bytes, widest
+from blockdiag.fusion.lowering.tile_program import (
+    canonical_result,
+    leaf_array,
+    result_array,
+    value_array,
+    value_columns,
+    value_labels,
+)
+from blockdiag.interop import jax_call
+from blockdiag.interop.by_target import by_target
+from blockdiag.triton_kernels.launch.compile import load_compiler, shared_limit
+from blockdiag.triton_kernels.launch.generated import GeneratedKernel
+from blockdiag.triton_kernels.launch.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    Descriptor,
+    LaunchPlan,
+    Pointer,
+    Role,
+    Target,
+    TensorSpec,
+)
+from blockdiag.triton_kernels.launch.private_triton import gluon_reason, has_hopper_kernels
+
+__all__ = [
+    "arranged", "arrays_by_name", "available", "backward", "backward_kernels", "forward", "forward_kernel",
+    "kernels", "supports",
+]  # fmt: skip
+
+_MOST_COLUMNS = 256
+_FLOATING = ("bfloat16", "float16", "float32")
+
+
+def available() -> str | None:
+    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    return jax_call.available()
+
+
+def supports(region: Region) -> str | None:
+    """None where the kernels can compute a region; otherwise a sentence with the reason and the remedy."""
+    for source in (*(leaf.source for leaf in region.leaves), region.value):
+        if source.dtype.itemsize == 8:
+            return f"the Triton kernels take no {source.dtype} arrays; use implementation='xla'"
+    if (declined := _declined_dtype(region)) is not None:
+        return f"{declined}; cast them, or use implementation='xla'"
+    columns = widest(region)
+    if columns > _MOST_COLUMNS:
+        return f"the Triton kernels take head sizes up to {_MOST_COLUMNS}, got {columns}; use implementation='xla'"
+    if 0 in region.sizes.values():
+        return "the Triton kernels take no empty arrays; use implementation='xla'"
+    try:
+        kernels(region)
+    except NotPrintable as reason:
+        return f"{reason}; use implementation='xla'"
+    return None
+
+
+def _declined_dtype(region: Region) -> str | None:
+    """Which factors of a product have dtypes that the kernels do not multiply, None where all do."""
+    if region.value.dtype.name not in _FLOATING:
+        return f"the Triton kernels take values of {', '.join(_FLOATING)}, got {region.value.dtype}"
+    for node in nodes_of(region.score, region.weight, *region.extras):
+        if node.kind == "product":
+            names = sorted({x.leaf.source.dtype.name for x in node.inputs if x.leaf is not None})
+            if len(names) > 1 or names[0] not in (*_FLOATING, "int8"):
+                given = " and ".join(names)
+                return f"the Triton kernels multiply two arrays of one of {', '.join(_FLOATING)}, int8, got {given}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedLaunch:
+    """One launch of a generated kernel; a KernelSpec, equal to another one of the same source.
+
+    Attributes:
+        num_stages: at most; fewer where shared memory is small.
+        shared: about how many bytes of it the kernel needs once, and for each stage.
+        on_hopper: what is launched in its place on Hopper; with the same source, nothing is launched elsewhere.
+        flops: floating-point operations of its products, about.
+    """
+
+    source: Source
+    inputs: tuple[TensorSpec, ...]
+    num_warps: int
+    num_stages: int
+    shared: tuple[int, int]
+    on_hopper: HopperKernel | None = None
+    flops: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return self.source.name
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch writes."""
+        return tuple(TensorSpec(x.shape, x.dtype) for x in self.source.outputs)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch on `target`."""
+        if self.on_hopper is not None and has_hopper_kernels(target.arch):
+            return self._hopper_plan(self.on_hopper, target)
+        if self.on_hopper is not None and self.on_hopper.source == self.source:
+            reason = gluon_reason() or f"got compute capability {target.arch}"
+            raise ValueError(f"kernel {self.name!r} is for Hopper alone and written in Gluon: {reason}")
+        names = [f"p_{x}" for x in self.source.inputs]
+        arguments = {name: Pointer("input", i) for i, name in enumerate(names)}
+        arguments |= {f"p_{x.name}": Pointer("output", i) for i, x in enumerate(self.source.outputs)}
+        return LaunchPlan(
+            name=self.name,
+            kernel=kernel_of(self.source.text, self.name),
+            grid=self.source.grid,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=arguments,
+            # Before Hopper warps hold the factors of products in registers.
+            options=CompileOptions(
+                num_warps=self.num_warps if target.arch >= 90 else 8, num_stages=self._stages(target)
+            ),
+            flops=self.flops,
+        )
+
+    def _hopper_plan(self, kernel: HopperKernel, target: Target) -> LaunchPlan:
+        load_compiler()
+        from triton.experimental.gluon import language as gl
+
+        places: dict[str, tuple[Role, int]] = {x: ("input", i) for i, x in enumerate(self.source.inputs)}
+        for i, written in enumerate(self.source.outputs):
+            places[written.name] = ("output", i)
+        dtype = {"bfloat16": gl.bfloat16, "float16": gl.float16}[kernel.dtype]
+        arguments: dict[str, Argument] = {}
+        for name, array, shape, block in kernel.moved:
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+            arguments[name] = Descriptor(*places[array], shape=shape, block_shape=block, layout=layout)
+        arguments |= {f"p_{name}": Pointer(*places[name]) for name in kernel.pointers}
+        shares = 1
+        if kernel.rounds is not None:
+            each = kernel.each or rounds_each(kernel.rounds, kernel.tiles, target.num_sms)
+            arguments["ROUNDS"] = Constexpr(each)
+            shares = -(-kernel.rounds // each)
+        return LaunchPlan(
+            name=kernel.source.name,
+            kernel=kernel_of(kernel.source.text, kernel.source.name),
+            grid=(kernel.tiles * shares, 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=arguments,
+            options=CompileOptions(num_warps=4),
+            flops=self.flops,
+        )
+
+    def _stages(self, target: Target) -> int:
+        once, each = self.shared
+        stages = self.num_stages if target.arch >= 90 else min(self.num_stages, 2)
+        limit = shared_limit(target.arch)
+        return stages if limit is None or not each else max(1, min(stages, (limit - once) // each))
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_of(text: str, name: str) -> GeneratedKernel:
+    """The kernel that a source defines, which Triton reads only where it is compiled."""
+    return GeneratedKernel(text, name)
+
+
+def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: bool = False) -> tuple[Any, Any]:
+    """The result, as the product that it replaces, and the log-sum-exp [batch.., q]."""
+    inner, change = arranged(region)
+    arrays = arrays_by_name(change, leaves, value)
+    (results,) = _launch([forward_kernel(inner, arrays)], arrays, interpret=interpret, group=_group(region))
+    output = results["output"]
+    return (result_array(region, output) if change.changes_result else output), results["log_sum"]
+
+
+def backward(
+    region: Region,
+    leaves: Sequence[Any],
+    value: Any,
+    output: Any,
+    log_sum: Any,
+    cotangent: Any,
+    log_sum_cotangent: Any = None,
+    *,
+    interpret: bool = False,
+) -> tuple[list[Any], Any]:
+    """The gradients of the leaves, None of those that have none, and of the values."""
+    operands = (*leaves, value, output, log_sum, cotangent)
+    inner, _ = arranged(region)
+    # The joint kernel compares slopes with sums of its own, which know nothing of the log-sum-exp's cotangent.
+    joint = None if interpret or log_sum_cotangent is not None else joint_kernel(inner)
+    if joint is None:
+        found = _gradients(region, None, None, *operands, log_sum_cotangent=log_sum_cotangent, interpret=interpret)
+    else:
+        on_hopper = functools.partial(_gradients, region, joint, _is_hopper)
+        elsewhere = functools.partial(_gradients, region, None, _is_not_hopper)
+        found = by_target(_is_hopper, on_hopper, elsewhere, *operands)
+    *found, value_grad = found
+    rest = iter(found)
+    return [next(rest) if leaf.has_gradient else None for leaf in region.leaves], value_grad
+
+
+def _is_hopper(target: Target) -> bool:
+    return has_hopper_kernels(target.arch)
+
+
+def _is_not_hopper(target: Target) -> bool:
+    return not _is_hopper(target)
+
+
+def _gradients(
+    region: Region,
+    joint: "Kernel | None",
+    where: Callable[[Target], bool] | None,
+    *operands: Any,
+    log_sum_cotangent: Any = None,
+    interpret: bool = False,
+) -> list[Any]:
+    """The gradients of the leaves that have one, and of the values.
+
+    Args:
+        joint: the kernel in the place of those by rows and by pairs, if one is launched.
+        where: the targets on which they are computed so; None: on all.
+        operands: arrays of leaves, values, result, log-sum-exp and cotangent.
+        log_sum_cotangent: of the log-sum-exp, None where it is 0; without a joint kernel only.
+    """
+    *leaves, value, output, log_sum, cotangent = operands
+    inner, change = arranged(region)
+    arrays = arrays_by_name(change, leaves, value)
+    wanted = backward_kernels(inner, arrays) if joint is None else hopper_kernels(inner, arrays, joint)
+    arrays |= {"log_sum": log_sum}
+    for name, x in (("output", output), ("cotangent", cotangent.astype(value.dtype))):
+        arrays[name] = canonical_result(region, x) if change.changes_result else x
+    # What a launch makes for those after it.
+    made = {x.name for x in wanted[0].source.outputs if x.name == "delta"}
+    if not made:
+        wide = jnp.float32
+        products = canonical_result(region, output).astype(wide) * canonical_result(region, cotangent).astype(wide)
+        delta = products.sum(-1)
+        arrays["delta"] = delta if log_sum_cotangent is None else delta - log_sum_cotangent.astype(wide)
+    launch = functools.partial(_launch, interpret=interpret, group=_group(region), where=where)
+    written = {}
+    for kernels in (wanted[:1], wanted[1:]) if made else (wanted,):
+        for kernel, results in zip(kernels, launch(kernels, arrays), strict=True):
+            written |= {x.name: (results[x.name], x.dims) for x in kernel.source.outputs}
+            arrays |= {name: results[name] for name in made & results.keys()}
+    grads = [
+        change.leaf_gradient(i, leaves[i], *written[f"grad{i}"])
+        for i, leaf in enumerate(region.leaves)
+        if leaf.has_gradient
+    ]
+    return [*grads, change.value_gradient(value, *written["grad_value"])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of a region, and how it is launched.
+
+    Attributes:
+        source: what it is.
+        tile: of scores.
+        num_warps, num_stages: options of Triton's compiler.
+        shared: bytes of shared memory that it needs once, and for each stage.
+        live: the lists of tiles that it reads, by name.
+        on_hopper: what is launched in its place on Hopper.
+        flops: floating-point operations of its products, about.
+    """
+
+    source: Source
+    tile: Tile
+    num_warps: int
+    num_stages: int
+    shared: tuple[int, int]
+    live: Mapping[str, Any]
+    on_hopper: HopperKernel | None = None
+    flops: float = 0.0
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All that it may launch."""
+        found = (self.source,) if self.on_hopper is None else (self.source, self.on_hopper.source)
+        return tuple(dict.fromkeys(found))
+
+    def given(self, arrays: Mapping[str, Any]) -> list[Any]:
+        """The arrays that it takes, in order."""
+        return [self.live[name] if name in self.live else arrays[name] for name in self.source.inputs]
+
+    def launch(self, specs: Sequence[TensorSpec]) -> FusedLaunch:
+        """One launch on arrays of these shapes and dtypes."""
+        return FusedLaunch(
+            self.source, tuple(specs), self.num_warps, self.num_stages, self.shared, self.on_hopper, self.flops
+        )
+
+
+def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
+    """The kernel of a forward pass.
+
+    Args:
+        region: arranged.
+        arrays: the leaves by name, "leaf0", ..., which lists of tiles are made from; None: a kernel without lists.
+    """
+    config = config_of(region, "forward")
+    live = None if arrays is None else live_tiles(region, config.tile, arrays)
+    lists = None if live is None else live.lists
+    kernel = _kernel(region.once(forward_source, config.tile, lists), region, "forward", config, live)
+
+    def on_hopper() -> HopperKernel | None:
+        held = region.once(resident_kernel) if lists is None else None
+        return region.once(streamed_kernel, config.tile, lists) if held is None else held
+
+    return _on_hopper(kernel, on_hopper)
+
+
+def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
+    """The kernels of a backward pass: gradients of the leaves that have any and of the values.
+
+    Args:
+        region: arranged.
+        arrays: as for `forward_kernel`.
+    """
+    places: dict[str, list[int]] = collections.defaultdict(list)
+    for i, leaf in enumerate(region.leaves):
+        if leaf.has_gradient:
+            places[leaf.role].append(i)
+    found = []
+    lists: dict[Tile, Live | None] = {}
+
+    def add(kind: Kind, make: Callable[[Tile, Lists | None], Source]) -> None:
+        config = config_of(region, kind)
+        if config.tile not in lists:
+            lists[config.tile] = None if arrays is None else live_tiles(region, config.tile, arrays)
+        live = lists[config.tile]
+        found.append(_kernel(make(config.tile, None if live is None else live.lists), region, kind, config, live))
+
+    def add_side(side: Side, make: Callable[[Tile, Lists | None], Source], places: tuple[int, ...]) -> None:
+        add(side, make)
+        kernel = found[-1]
+        if not kernel.live:
+            found[-1] = _on_hopper(kernel, lambda: region.once(resident_backward, side, places, kernel.source))
+
+    rows = tuple(sorted(places["query"] + places["feature"] + places["row"] + places["scalar"]))
+    columns = tuple(sorted(places["key"] + places["column"]))
+    if rows:
+        add_side("rows", lambda tile, lists: region.once(rows_source, tile, rows, lists), rows)
+    add_side("columns", lambda tile, lists: region.once(columns_source, tile, columns, lists), columns)
+    for i in places["score"]:
+        add("pairs", lambda tile, lists, i=i: region.once(pairs_source, tile, i))
+    for i in places["distance"]:
+        add("diagonals", lambda tile, lists, i=i: region.once(diagonals_source, tile, i, lists))
+    return found
+
+
+def joint_kernel(region: Region) -> Kernel | None:
+    """What takes the place of the kernels by rows and by pairs on Hopper, where both are asked for; None of nothing.
+
+    Args:
+        region: arranged.
+    """
+    try:
+        found = region.once(resident_pairs)
+    except NotPrintable:
+        # Gluon lacks words that Triton has.
+        return None
+    if found is None:
+        return None
+    tile = Tile(OWN, CHUNK)
+    return Kernel(found.source, tile, 4, 1, (0, 0), {}, found, _flops(region, "pairs", tile, None))
+
+
+def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None, joint: Kernel) -> list[Kernel]:
+    """The kernels of a backward pass on Hopper where there is a joint one, which comes first.
+
+    Args:
+        region, arrays: as for `backward_kernels`.
+    """
+    written = {x.name for x in joint.source.outputs}
+    rest = [x for x in backward_kernels(region, arrays) if not written & {out.name for out in x.source.outputs}]
+    return [joint, *rest]
+
+
+def _on_hopper(kernel: Kernel, make: Callable[[], HopperKernel | None]) -> Kernel:
+    """A kernel with what takes its place on Hopper, if anything does."""
+    try:
+        return dataclasses.replace(kernel, on_hopper=make())
+    except NotPrintable:
+        # Gluon lacks words that Triton has; the kernel stays as it is.
+        return kernel
+
+
+def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Live | None) -> Kernel:
+    own = {} if live is None else {name: x for name, x in live.arrays.items() if name in source.inputs}
+    shared = shared_bytes(region, kind, config)
+    flops = _flops(region, kind, config.tile, live)
+    return Kernel(source, config.tile, config.num_warps, config.num_stages, shared, own, flops=flops)
+
+
+def _flops(region: Region, kind: Kind, tile: Tile, live: Live | None) -> float:
+    """About how many floating-point operations the products of a kernel have, in tiles that are known to be needed."""
+    sizes = region.sizes
+    pairs = math.prod(sizes[label] for label in (*region.batch, "q", "k"))
+    features = sum(size for label, size in sizes.items() if label.startswith(FEATURES))
+    share = 1.0
+    if live is not None and not isinstance(live.arrays["live_counts"], jax.core.Tracer):
+        share = live.share(-(-sizes["k"] // tile.columns))
+    # Two products forward. Backward the weights are computed again, and each kernel has two or three of the gradients.
+    return 2.0 * pairs * features * share * (1.0 if kind == "forward" else 2.0)
+
+
+def kernels(region: Region) -> list[Kernel]:
+    """All kernels of a region, forward first, as a program launches them; lists made from arrays have shapes only.
+
+    Raises:
+        NotPrintable: Triton has no word for something in it.
+    """
+    found = region.once(_kernels)
+    if isinstance(found, str):
+        raise NotPrintable(found)
+    return list(found)
+
+
+def _kernels(region: Region) -> tuple[Kernel, ...] | str:
+    """`kernels`, or why there are none."""
+    inner, change = arranged(region)
+    found: list[Kernel] = []
+
+    def collect(leaves: Sequence[Any], value: Any) -> None:
+        arrays = arrays_by_name(change, leaves, value)
+        joint = joint_kernel(inner)
+        every = [forward_kernel(inner, arrays), *backward_kernels(inner, arrays), *([] if joint is None else [joint])]
+        for kernel in every:
+            shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in kernel.live.items()}
+            found.append(dataclasses.replace(kernel, live=shapes))
+
+    sources = [*(leaf.source for leaf in region.leaves), region.value]
+    *leaves, value = [jax.ShapeDtypeStruct(source.shape, source.dtype) for source in sources]
+    try:
+        jax.eval_shape(collect, leaves, value)
+    except NotPrintable as reason:
+        return str(reason)
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What is arranged anew for the kernels, see `arranged`.
+
+    Attributes:
+        region, inner: before and after.
+        leaves: whether each leaf is.
+        value, changes_result: whether the values and the result are.
+    """
+
+    region: Region
+    inner: Region
+    leaves: tuple[bool, ...]
+    value: bool
+    changes_result: bool
+
+    def leaf_gradient(self, place: int, array: Any, grad: Any, dims: Any) -> Any:
+        """The gradient of a leaf from what a kernel wrote."""
+        region = self.region
+        leaf = region.leaves[place]
+        if dims == leaf.dims and not self.leaves[place]:
+            return grad
+        if leaf.role == "distance":
+            return distance_gradient(region, leaf, array, grad)
+        inner = self.inner.leaves[place]
+        if dims == inner.dims:
+            canonical = grad
+        else:
+            # Numbers of parts are known here only.
+            sizes = self.inner.sizes | {
+                dim[0]: size for dim, size in zip(dims, grad.shape, strict=True) if len(dim) == 1
+            }
+            order = [label for dim in dims for label in dim]
+            parts = grad.reshape([sizes[label] for label in order])
+            kept = {*leaf.labels, "q", "k"} | {label for label in order if label.startswith("f")}
+            canonical = parts.sum(tuple(axis for axis, label in enumerate(order) if label not in kept))
+        array = array.astype(leaf.gradient_dtype)
+        shape, pull = jax.vjp(lambda x: leaf_array(leaf, x, region.batch, region.sizes), array)
+        return pull(canonical.reshape(shape.shape).astype(array.dtype))[0]
+
+    def value_gradient(self, array: Any, grad: Any, dims: Any) -> Any:
+        """The gradient of the values from what a kernel wrote."""
+        region = self.region
+        if dims == region.value_dims and not self.value:
+            return grad
+        if dims != self.inner.value_dims:
+            order = [label for dim in dims for label in dim]
+            parts = grad.reshape([self.inner.sizes[label] for label in order])
+            own = {*value_labels(region), "k", *value_columns(self.inner)}
+            grad = parts.sum(tuple(axis for axis, label in enumerate(order) if label not in own))
+        array = array.astype(region.value_gradient_dtype)
+        shape, pull = jax.vjp(lambda x: value_array(region, x), array)
+        return pull(grad.reshape(shape.shape).astype(array.dtype))[0]
+
+
+def arranged(region: Region) -> tuple[Region, _Change]:
+    """The region with features, and columns of values, in one axis each, and scores in rows or columns."""
+    return region.once(_arranged)
+
+
+def _arranged(region: Region) -> tuple[Region, _Change]:
+    replaced: dict[Leaf, Leaf] = {}
+    flags = []
+    for leaf in region.leaves:
+        dims = arranged_dims(leaf, region.sizes)
+        flags.append(dims is not None)
+        replaced[leaf] = leaf
+        if dims is not None:
+            # Leaves of one array differ in what its axes stand for.
+            key = ("arranged", leaf.source.key, leaf.dims)
+            source = ArraySource(key, shape_of(dims, region.sizes), leaf.source.dtype)
+            replaced[leaf] = dataclasses.replace(leaf, source=source, dims=dims)
+    columns = value_columns(region)
+    changes_value = (
+        flat_stride(layout_of(region.value.shape, region.value_dims, region.sizes), columns, region.sizes) is None
+    )
+    value, value_dims = region.value, region.value_dims
+    if changes_value:
+        value_dims = (*((label,) for label in value_labels(region)), ("k",), tuple(columns))
+        value = ArraySource(("arranged", value.key), shape_of(value_dims, region.sizes), value.dtype)
+    out_layout = layout_of(shape_of(region.out_dims, region.sizes), region.out_dims, region.sizes)
+    changes_result = flat_stride(out_layout, columns, region.sizes) is None
+    out_dims = (*((label,) for label in region.batch), ("q",), tuple(columns)) if changes_result else region.out_dims
+    inner = region
+    if any(flags) or changes_value or changes_result:
+        inner = with_leaves(region, replaced, value=value, value_dims=value_dims, out_dims=out_dims)
+    return inner, _Change(region, inner, tuple(flags), changes_value, changes_result)
+
+
+def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[str, Any]:
+    """The arrays of a call as the kernels take them: "leaf0", "leaf1", ... and "value"."""
+    region = change.region
+    found = {}
+    for i, (leaf, x) in enumerate(zip(region.leaves, leaves, strict=True)):
+        x = leaf_array(leaf, x, region.batch, region.sizes) if change.leaves[i] else x
+        found[f"leaf{i}"] = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+    found["value"] = value_array(region, value) if change.value else value
+    return found
+
+
+def _group(region: Region) -> Hashable:
+    """Of the kernels of a region and of its derivative, whose leaves are marked otherwise."""
+    return (region.value, tuple(leaf.source for leaf in region.leaves), region.out_dims)
+
+
+def _launch(
+    wanted: Sequence[Kernel],
+    arrays: Mapping[str, Any],
+    *,
+    interpret: bool,
+    group: Hashable,
+    where: Callable[[Target], bool] | None = None,
+) -> list[dict[str, Any]]:
+    """What each of these kernels writes, by name; none reads what another one writes.
+
+    Args:
+        group, where: of kernels that are compiled beside each other, see `jax_call.launch_together`.
+    """
+    launches = []
+    for kernel in wanted:
+        given = kernel.given(arrays)
+        specs = [TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name) for x in given]
+        # The interpreter knows no layouts, which Gluon's kernels are made of.
+        kernel = dataclasses.replace(kernel, on_hopper=None) if interpret else kernel
+        launches.append((kernel.launch(specs), given))
+    found = jax_call.launch_together(launches, interpret=interpret, group=group, where=where)
+    names = [[x.name for x in kernel.source.outputs] for kernel in wanted]
+    return [dict(zip(own, results, strict=True)) for own, results in zip(names, found, strict=True)]

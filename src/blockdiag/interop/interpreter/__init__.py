@@ -1,0 +1,1 @@
+"""Triton kernels on the CPU: an extension of Triton's interpreter with the rounding of a GPU."""

@@ -1,0 +1,1 @@
+"""Operations: what each one means, whoever computes it, one package an operation."""

@@ -1,0 +1,1 @@
+"""Appending new keys and values to a paged cache."""

@@ -1,0 +1,1 @@
+"""Block-diagonal attention: every token attends within its own block of its own sequence."""

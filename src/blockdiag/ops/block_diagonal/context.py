@@ -1,0 +1,210 @@
+"""Block-diagonal attention over sequences whose tokens several devices share."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from blockdiag.common.context_parallel import (
+    ContextParallel,
+    check_packing,
+    choose_strategy,
+    exchange,
+    on_parts,
+    refuse_ring,
+    roles_of,
+    rows_after,
+    rows_before,
+)
+from blockdiag.common.context_sizes import next_multiple
+from blockdiag.common.rotary import Rotary
+
+
+def attend_to_shared_tokens(
+    context: ContextParallel,
+    attend: Callable[..., Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    sequence_offsets: Array | None,
+    block_lengths: Array | None,
+    rotary: Rotary | None,
+    *,
+    block_size: int,
+    is_causal: bool,
+) -> Array:
+    """The output of each device's tokens.
+
+    Batched sequences whose cuts lie between blocks need nothing of each other. Of blocks that a cut divides, a device
+    is sent the rows that the devices beside it have: at most `block_size - 1` on each side, and none of later rows
+    where attention is causal. Where a device has fewer rows than that, tokens are exchanged for heads.
+
+    Args:
+        context: which devices share the tokens.
+        attend: `block_diagonal_attention` with everything but these arrays.
+        query, key, value, sequence_offsets, block_lengths, rotary, block_size, is_causal: of the call; offsets, lengths
+            and tables of positions are those of all tokens, tables of tokens and positions those of the device's.
+
+    Raises:
+        ValueError: the strategy cannot serve.
+    """
+    refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
+    if context.strategy == "gather":
+        raise ValueError("strategy 'gather' does not serve `block_diagonal_attention`; leave it None, or use 'ulysses'")
+    check_packing(context, query.shape[:-2], sequence_offsets, block_lengths, block_size)
+    heads = roles_of(query, "th.")
+    tables = positions = None
+    tables_roles = positions_roles = ""
+    if rotary is not None:
+        tables, positions = (jnp.asarray(rotary.cos), jnp.asarray(rotary.sin)), rotary.positions
+        tables_roles = roles_of(tables[0], "t.") if rotary.per_token else ".."
+        positions_roles = "" if positions is None else roles_of(jnp.asarray(positions), "t")
+    has_equal_sequences = sequence_offsets is None and block_lengths is None
+    compute = functools.partial(
+        _on_device, context, attend, rotary, "t" in tables_roles, block_size, is_causal, has_equal_sequences
+    )
+    cos, sin = (None, None) if tables is None else tables
+    arrays = (query, key, value, sequence_offsets, block_lengths, cos, sin, positions)
+    roles = (heads, heads, heads, ".", ".", tables_roles, tables_roles, positions_roles)
+    return on_parts(context, compute, [None if x is None else jnp.asarray(x) for x in arrays], roles, heads)
+
+
+def _on_device(
+    context: ContextParallel,
+    attend: Callable[..., Array],
+    rotary: Rotary | None,
+    is_per_token: bool,
+    block_size: int,
+    is_causal: bool,
+    has_equal_sequences: bool,
+    query: Array,
+    key: Array,
+    value: Array,
+    sequence_offsets: Array | None,
+    block_lengths: Array | None,
+    cos: Array | None,
+    sin: Array | None,
+    positions: Array | None,
+) -> Array:
+    own = query.shape[-3]
+
+    def with_tables(cos: Array | None, sin: Array | None, positions: Array | None) -> Rotary | None:
+        # Of the wanted shapes, whatever the public constructor was given.
+        return None if rotary is None else dataclasses.replace(rotary, cos=cos, sin=sin, positions=positions)  # pyrefly: ignore[bad-argument-type]
+
+    if has_equal_sequences and context.strategy is None and own % block_size == 0:
+        if rotary is not None and positions is None and not is_per_token:
+            positions = jax.lax.axis_index(context.axis).astype(jnp.int32) * own + jnp.arange(own, dtype=jnp.int32)
+        return attend(query, key, value, rotary=with_tables(cos, sin, positions))
+    if context.strategy is None and block_size - 1 <= own:
+        after = 0 if is_causal else block_size - 1
+        rows = _Rows(context.axis, own, block_size - 1, after, query.shape[:-3])
+        offsets = sequence_offsets if block_lengths is None else _edges(block_lengths)
+        if offsets is None:
+            offsets = jnp.asarray([0, own * jax.lax.axis_size(context.axis)], jnp.int32)
+        if is_per_token:
+            cos, sin = (None if x is None else rows.longer(x, 2) for x in (cos, sin))
+        if positions is not None:
+            positions = rows.longer(positions, 1)
+        elif rotary is not None and not is_per_token:
+            positions = rows.flat(rows.places(offsets), 1)
+        longer = [rows.longer(x, 3) for x in (query, key, value)]
+        whole_offsets = rows.offsets(offsets, block_size)
+        output = attend(*longer, sequence_offsets=whole_offsets, rotary=with_tables(cos, sin, positions))
+        output = rows.own_rows(output)
+        if block_lengths is None:
+            return output
+        # Rows of a block beyond `block_size` belong to no block.
+        is_inside = rows.places(offsets)[rows.before : rows.before + own] < block_size
+        return jnp.where(is_inside[:, None, None], output, 0)
+    exchanging = dataclasses.replace(context, strategy="ulysses")
+    devices = jax.lax.axis_size(context.axis)
+    length = next_multiple(own, block_size) * devices
+    remedy = f"batched sequences of {length} tokens, {own * devices} here, are cut between blocks and need no exchange"
+    if not has_equal_sequences:
+        remedy = f"share among fewer devices, so that each has {block_size - 1} tokens or more, {own} here"
+    choose_strategy(exchanging, key.shape[-2], devices, remedy)
+
+    def whole(x: Array | None, from_last: int) -> Array | None:
+        return None if x is None else jax.lax.all_gather(x, context.axis, axis=x.ndim - from_last, tiled=True)
+
+    if is_per_token:
+        cos, sin = whole(cos, 2), whole(sin, 2)
+    options: dict[str, Any] = {
+        "sequence_offsets": sequence_offsets,
+        "block_lengths": block_lengths,
+        "rotary": with_tables(cos, sin, whole(positions, 1)),
+    }
+    (output,) = exchange(context.axis, lambda *x: (attend(*x, **options),), query, (key, value))
+    return output
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """A device's rows with those of its neighbours that its blocks reach.
+
+    Attributes:
+        axis: of the mesh, manual here.
+        own: rows of the device.
+        before, after: rows of the device before it and after it.
+        batch: sizes of the batch axes of operands. Batch rows lie one after the other, as packed sequences.
+    """
+
+    axis: str
+    own: int
+    before: int
+    after: int
+    batch: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return self.before + self.own + self.after
+
+    @property
+    def first(self) -> Array:
+        """The place of the first row among those of all devices; below 0 on the first device."""
+        return jax.lax.axis_index(self.axis).astype(jnp.int32) * self.own - self.before
+
+    def longer(self, x: Array, from_last: int) -> Array:
+        """An array [.., own, ..] as [rows, ..], with its neighbours' rows; its tokens are axis -`from_last`."""
+        tokens = x.ndim - from_last
+        rows = [rows_before(x, self.axis, tokens, self.before), x, rows_after(x, self.axis, tokens, self.after)]
+        return self.flat(jnp.concatenate(rows, tokens), from_last)
+
+    def flat(self, x: Array, from_last: int) -> Array:
+        """[.., length, ..] as [rows, ..], the same for all batch rows where it has none."""
+        rest = x.shape[x.ndim - from_last :]
+        return jnp.broadcast_to(x, (*self.batch, *rest)).reshape(-1, *rest[1:])
+
+    def own_rows(self, x: Array) -> Array:
+        """[rows, ..] as [.., own, ..]."""
+        x = x.reshape(*self.batch, self.length, *x.shape[1:])
+        return jax.lax.slice_in_dim(x, self.before, self.before + self.own, axis=len(self.batch))
+
+    def offsets(self, offsets: Array, block_size: int) -> Array:
+        """Offsets of the sequences in these rows, so that blocks lie where they lie among all rows."""
+        first = self.first
+        # A sequence that began before these rows goes on with its first block that begins within them.
+        begun = offsets + -(-(first - offsets) // block_size) * block_size
+        ends = jnp.maximum(jnp.concatenate([offsets[1:], offsets[-1:]]), first)
+        starts = jnp.where(offsets < first, jnp.minimum(begun, ends), offsets)
+        starts = jnp.clip(starts - first, 0, self.length).astype(jnp.int32)
+        count = math.prod(self.batch)
+        return (jnp.arange(count, dtype=jnp.int32)[:, None] * self.length + starts[None]).reshape(-1)
+
+    def places(self, offsets: Array) -> Array:
+        """int32 [length]: the place of each row in its sequence."""
+        first = self.first
+        at = jnp.clip(offsets - first, 0, self.length)
+        starts = jnp.zeros(self.length + 1, jnp.int32).at[at].max(offsets.astype(jnp.int32))
+        return jnp.maximum(first + jnp.arange(self.length, dtype=jnp.int32) - jax.lax.cummax(starts)[:-1], 0)
+
+
+def _edges(block_lengths: Array) -> Array:
+    """Offsets of blocks that lie one after the other, each as a sequence of its own."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(block_lengths, dtype=jnp.int32)])

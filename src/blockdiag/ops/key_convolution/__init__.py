@@ -1,0 +1,1 @@
+"""Depthwise causal convolution of keys, which precedes MoBA's routing."""

@@ -1,0 +1,83 @@
+"""The static description of a call of key convolution, shared by every implementation.
+
+Like `problem`, this imports nothing but the standard library and its sibling.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from blockdiag.common.sizes import is_symbolic
+from blockdiag.ops.block_diagonal.problem import count_offset_tiles, count_uniform_tiles
+
+Activation = Literal["silu"]
+
+MAX_SIZE = 8
+_MOST_TILE_ROWS = 128
+_FEWEST_TILE_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyConvolutionProblem:
+    """One call over a flattened token axis: key [tokens, K, H], weights [groups, size, K, H].
+
+    Attributes:
+        tokens: rows of the flattened token axis, every batch row and mapped axis included.
+        key_heads, head_dim: K and H. Channels are independent, so that kernels see K * H of them.
+        size: taps of the convolution, 1..8.
+        groups: the token axis and the tiles are this many equal parts, each with weights of its own; more than one
+            only in mapped calls.
+        dtype: dtype name of key, output and the key's gradient.
+        weights_dtype: dtype name of the weights and their gradient: that of the key, or "float32".
+        activation: what the weighted sum goes through; None for nothing.
+        has_residual: whether the key itself is added.
+        sequence_length: tokens of each sequence when all sequences are equally long, back to back; then no tile table
+            is given. None when a tile table int32 [num_tiles, 3] says where sequences lie (see `packing`).
+        tile_rows: the most rows of a tile; at least `size - 1`, so that a tap reaches no further than the next tile.
+        num_tiles: tiles the launch covers; rows of the tile table when there is one.
+    """
+
+    tokens: int
+    key_heads: int
+    head_dim: int
+    size: int
+    groups: int
+    dtype: str
+    weights_dtype: str
+    activation: Activation | None
+    has_residual: bool
+    sequence_length: int | None
+    tile_rows: int
+    num_tiles: int
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's key, K * H."""
+        return self.key_heads * self.head_dim
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether tiles follow from arithmetic alone, without a tile table."""
+        return self.sequence_length is not None
+
+
+def count_tiles(tokens: int, length: int, num_sequences: int | None) -> tuple[int, int]:
+    """Rows of a tile and number of tiles, both functions of shapes alone.
+
+    Args:
+        tokens: rows of the token axis.
+        length: tokens of each sequence of a uniform call.
+        num_sequences: sequences of a packed call; None of a uniform one.
+    """
+    if num_sequences is None:
+        rows = _tile_rows(length)
+        return rows, count_uniform_tiles(tokens, length, rows)
+    # Tiles that suit sequences of the mean length.
+    rows = _tile_rows(tokens // max(num_sequences, 1))
+    return rows, count_offset_tiles(tokens, num_sequences, rows)
+
+
+def _tile_rows(length: int) -> int:
+    """The power of two that holds a sequence of `length` tokens, within limits."""
+    if is_symbolic(length):
+        return _MOST_TILE_ROWS
+    return max(_FEWEST_TILE_ROWS, min(_MOST_TILE_ROWS, 1 << max(length - 1, 0).bit_length()))

@@ -1,0 +1,1 @@
+"""Mixture of block attention over a paged cache."""

@@ -1,0 +1,1 @@
+"""Paged attention: few queries against a long paged cache of keys and values."""

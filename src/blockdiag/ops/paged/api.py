@@ -1,0 +1,453 @@
+"""Paged attention: few queries against a long cache of keys and values; the public functions and the batching rule."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from blockdiag.common.derivatives import not_differentiable, on_common_axes
+from blockdiag.common.dispatch import PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.common.division import divisible
+from blockdiag.common.dtypes import accumulation_dtype
+from blockdiag.common.meshes import explicit_mesh
+from blockdiag.common.packing import count_not_above
+from blockdiag.common.rule import Rule
+from blockdiag.common.shards import Local, Part
+from blockdiag.ops.paged import sharding
+from blockdiag.ops.paged.batching import fold_paged
+from blockdiag.ops.paged.checks import describe_paged_call, with_chosen_splits
+from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.ops.paged.scales import canonical_scales
+
+type Window = int | tuple[int | None, int | None]
+
+
+@overload
+def paged_attention(
+    query: Float[Array, "*tokens N H"],
+    key_pages: Float[Array, "P page_size K H"],
+    value_pages: Float[Array, "P page_size K V"],
+    page_table: Int[Array, "B max_pages"] | None,
+    kv_lengths: Int[Array, " B"],
+    *,
+    query_lengths: Int[Array, " B"] | None = None,
+    query_offsets: Int[Array, " offsets"] | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, "..."] | float | None = None,
+    value_scale: Float[Array, "..."] | float | None = None,
+    query_scale: Float[Array, "..."] | float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: Literal[False] = False,
+) -> Float[Array, "*tokens N V"]: ...
+
+
+@overload
+def paged_attention(
+    query: Float[Array, "*tokens N H"],
+    key_pages: Float[Array, "P page_size K H"],
+    value_pages: Float[Array, "P page_size K V"],
+    page_table: Int[Array, "B max_pages"] | None,
+    kv_lengths: Int[Array, " B"],
+    *,
+    query_lengths: Int[Array, " B"] | None = None,
+    query_offsets: Int[Array, " offsets"] | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, "..."] | float | None = None,
+    value_scale: Float[Array, "..."] | float | None = None,
+    query_scale: Float[Array, "..."] | float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: Literal[True],
+) -> tuple[Float[Array, "*tokens N V"], Float[Array, "*tokens N"]]: ...
+
+
+def paged_attention(
+    query: Float[Array, "*tokens N H"],
+    key_pages: Float[Array, "P page_size K H"],
+    value_pages: Float[Array, "P page_size K V"],
+    page_table: Int[Array, "B max_pages"] | None,
+    kv_lengths: Int[Array, " B"],
+    *,
+    query_lengths: Int[Array, " B"] | None = None,
+    query_offsets: Int[Array, " offsets"] | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    key_scale: Float[Array, "..."] | float | None = None,
+    value_scale: Float[Array, "..."] | float | None = None,
+    query_scale: Float[Array, "..."] | float | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Attention of the last few queries of each sequence to its keys and values, which lie in pages of a pool.
+
+    Key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``, for j below
+    ``kv_lengths[b]``, which counts the new tokens too: the last query has the position of the last key. Query head n
+    attends to key head n // (N // K). Softmax and sums are float32 (float64 for float64 queries); the output is rounded
+    once. Bitwise repeatable.
+
+    What lies beyond the lengths, in pages that no sequence uses and in unused entries of the table may be anything, NaN
+    too, and never reaches a result. A sequence without keys gives 0 and the log-sum-exp -inf.
+
+    The keys of each sequence are divided into splits, which are computed side by side and merged; the result depends on
+    how only by rounding. Everything that decides how a call is computed follows from shapes and options, nothing from
+    lengths, so that calls live under `jax.jit` and in CUDA graphs.
+
+    For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes, `jax.shard_map`
+    and `jax.export`. On a mesh, `query` may be sharded over batch rows and heads, the pages over heads, and a
+    contiguous cache over both; each device computes its own part, without communication. Query heads may be sharded
+    over more devices than there are key heads. Packed queries of a contiguous cache that is sharded over batch rows
+    cost one sum over the devices.
+
+    Args:
+        query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,
+            bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
+        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], N a multiple of K; pages of any
+            size, V any. Of the dtype of `query`, or of eight bits, float8_e4m3fn or float8_e5m2, each by itself; beside
+            a query of eight bits both have eight.
+        page_table: int32 [B, max_pages], numbers of pages. Known ones are checked where keys use them, which outside
+            `jax.jit` waits until they are computed; traced ones are clipped to [0, P). None for a contiguous cache: the
+            pages are then [B, S, K, H], one for each sequence.
+        kv_lengths: int32 [B], keys of each sequence, those of the new tokens included, 0 to max_pages * page_size.
+            Known ones are checked; traced ones are clipped.
+        query_lengths: int32 [B], how many of the T queries each sequence has, the first ones; all when None. Rows
+            beyond give 0 and -inf. Known ones are checked; traced ones are clipped to [0, T].
+        query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Starts with
+            0 and does not decrease. Rows beyond the last offset give 0 and -inf.
+        max_query_length: queries that the longest packed sequence may have, known when tracing; the number of rows, at
+            most 64, when None. Work grows with it. Longer sequences are a ValueError where offsets are known; a traced
+            one gives NaN.
+        scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
+        is_causal: whether a query sees no keys after its own position.
+        local_window_size: how many keys before and after its own position a query sees at most, as in
+            `jax.nn.dot_product_attention`: one integer, or (left, right), None for no bound.
+        logits_soft_cap: scores s become ``cap * tanh(s / cap)``; positive.
+        sinks: [N], floating, a logit of each query head that takes part in the softmax without a value; it is computed
+            in float32 and counted in the log-sum-exp. A query that sees no key has its sink's logit there.
+        key_scale, value_scale: what keys and values are to be multiplied by: a number, or float32 of shape [], [B, K],
+            or [P, page_size, K], one factor for each token and head in pages like those of the cache. They cost a
+            multiplication of scores, weights or outputs; keys and values are never written.
+        query_scale: the same for queries: a number, or float32 of shape [] or [B, K], by key head.
+        num_splits: parts that the keys of each sequence are divided into, evenly, 1..256; chosen from the shapes when
+            None.
+        split_size: keys of a part, a multiple of 64, instead of `num_splits`: then every bit of a sequence's result is
+            independent of the other sequences, and of how many there are ("xla" and "triton"; "reference" does not
+            split).
+        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
+            it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on a
+            CPU runs in a slow interpreter. A sequence means the first that supports the call.
+        return_residual: whether to return the log-sum-exp too, with which `merge_attention_states` merges results.
+
+    Returns:
+        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, bfloat16 for queries of eight bits; with
+        `return_residual` also the natural logarithm of the sum of the exponentials of the scores seen, scale, soft cap
+        and sink included, float32 [B, T, N] or [rows, N] (float64 for float64 queries).
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        TypeError: the call is differentiated.
+
+    References:
+        Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+        Splits: Flash-Decoding of Dao et al. (2023). The soft cap as in Gemma 2 (2024), sinks as in gpt-oss (2025).
+        Layout of the pages as FlashInfer's NHD, Ye et al. (2025).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from blockdiag import paged_attention
+        >>> query = jax.random.normal(jax.random.key(0), (2, 1, 8, 64))
+        >>> key_pages, value_pages = jax.random.normal(jax.random.key(1), (2, 10, 16, 2, 64))
+        >>> page_table = jnp.asarray([[7, 1, 4], [0, 9, 9]], jnp.int32)
+        >>> paged_attention(query, key_pages, value_pages, page_table, jnp.asarray([40, 3], jnp.int32)).shape
+        (2, 1, 8, 64)
+    """
+    query, key_pages, value_pages = jnp.asarray(query), jnp.asarray(key_pages), jnp.asarray(value_pages)
+    options = dict(
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        max_query_length=max_query_length,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
+    arrays = dict(
+        query=query,
+        key_pages=key_pages,
+        value_pages=value_pages,
+        page_table=page_table,
+        kv_lengths=kv_lengths,
+        query_lengths=query_lengths,
+        query_offsets=query_offsets,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        query_scale=query_scale,
+    )
+    problem = describe_paged_call(**arrays, **options)
+    names = normalise_implementation(implementation, PAGED_IMPLEMENTATIONS)
+    resolve(problem, names)
+    call = Call(problem, names, chooses_splits=num_splits is None and split_size is None)
+    arrays = {name: None if x is None else jnp.asarray(x, _dtype(name, x)) for name, x in arrays.items()}
+    output, log_sum = _attention(call, arrays)
+    return (output, log_sum) if return_residual else output
+
+
+def merge_attention_states(
+    outputs: Float[Array, "parts *rows V"] | Sequence[Float[Array, "*rows V"]],
+    lses: Float[Array, "parts ..."] | Sequence[Float[Array, "*rows"]],
+) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
+    """Attention to several sets of keys, as attention to all of them: outputs weighted by their log-sum-exps.
+
+    With `paged_attention` it joins, say, a prefix that sequences share with what each has of its own; or what several
+    devices computed of one long cache. Each set has its keys counted once, and sinks belong into one of the calls only.
+
+    Computed in float32 (float64 for float64 outputs), and plain `jax.numpy`: every transformation applies. Devices of a
+    mesh divide every axis but the parts without communication; parts on several devices are summed over them.
+
+    Args:
+        outputs: normalised outputs of each part, a sequence of arrays [..., V] of one shape and one floating dtype, or
+            those stacked along a leading axis.
+        lses: their natural log-sum-exps [...], floating, likewise. Where one is -inf the part saw nothing, and its
+            output, NaN too, plays no part.
+
+    Returns:
+        The merged output [..., V] in the dtype of `outputs`, and its log-sum-exp [...] in float32 (float64). Where no
+        part saw anything they are 0 and -inf.
+
+    Raises:
+        ValueError: there are no parts, or their shapes or dtypes do not match.
+
+    References:
+        Merging by log-sum-exps: the cascade of FlashInfer, Ye et al. (2025), from the online softmax of Milakov and
+        Gimelshein (2018).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from blockdiag import merge_attention_states
+        >>> outputs, lses = jnp.asarray([[1.0], [4.0]]), jnp.log(jnp.asarray([2.0, 1.0]))
+        >>> output, lse = merge_attention_states(outputs, lses)
+        >>> print(round(float(output[0]), 4), round(float(jnp.exp(lse)), 4))
+        2.0 3.0
+    """
+    output, log_sum = _stacked("outputs", outputs), _stacked("lses", lses)
+    if log_sum.shape != output.shape[:-1] or output.ndim < 2 or output.shape[0] == 0:
+        raise ValueError(
+            f"`lses` must have the shape of `outputs` without its last axis, of at least one part, got "
+            f"{log_sum.shape} and {output.shape}, parts first; [parts, B, T, N] belongs to [parts, B, T, N, V]"
+        )
+    for name, array in (("outputs", output), ("lses", log_sum)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"`{name}` must have a floating dtype, got {array.dtype}; convert it")
+    wide = accumulation_dtype(output.dtype)
+    log_sum = _sharded_beside(log_sum, output).astype(wide)
+    is_empty = log_sum == -jnp.inf
+    is_all_empty = jnp.all(is_empty, axis=0)
+    largest = jnp.where(is_all_empty, 0, jax.lax.stop_gradient(jnp.max(log_sum, axis=0)))
+    weights = jnp.where(is_empty, 0, jnp.exp(jnp.where(is_empty, 0, log_sum - largest[None])))
+    total = jnp.where(is_all_empty, 1, jnp.sum(weights, axis=0))
+    parts = jnp.where(is_empty[..., None], 0, output.astype(wide))
+    merged = jnp.sum(parts * (weights / total[None])[..., None], axis=0)
+    return merged.astype(output.dtype), jnp.where(is_all_empty, -jnp.inf, jnp.log(total) + largest)
+
+
+def _sharded_beside(log_sum: Array, output: Array) -> Array:
+    """Log-sum-exps sharded as outputs are, where explicit axes of a mesh shard other axes of theirs."""
+    spec, wanted = (tuple(jax.typeof(x).sharding.spec) for x in (log_sum, output))
+    wanted = (*wanted, *[None] * (output.ndim - len(wanted)))
+    used = {name for entry in wanted for name in (entry if isinstance(entry, tuple) else (entry,))} - {None}
+    agrees = all(
+        entry == other or used.isdisjoint(entry if isinstance(entry, tuple) else (entry,))
+        for entry, other in zip(spec, wanted, strict=False)
+    )
+    mesh = explicit_mesh([output])
+    return log_sum if agrees or mesh is None else jax.sharding.reshard(log_sum, NamedSharding(mesh, P(*wanted[:-1])))
+
+
+def _stacked(name: str, parts: Any) -> Array:
+    if hasattr(parts, "ndim"):
+        return jnp.asarray(parts)
+    arrays = [jnp.asarray(part) for part in parts]
+    if len({(array.shape, array.dtype) for array in arrays}) != 1:
+        raise ValueError(
+            f"`{name}` must be one or more arrays of one shape and dtype, got "
+            f"{[f'{array.dtype}{list(array.shape)}' for array in arrays]}; broadcast or cast them first"
+        )
+    return jnp.stack(arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`).
+
+    Attributes:
+        problem: the canonical call.
+        implementations: names to try, or None.
+        chooses_splits: whether the number of splits was chosen from the shapes, so that it follows them when they
+            change.
+    """
+
+    problem: PagedProblem
+    implementations: tuple[str, ...] | None
+    chooses_splits: bool
+
+
+def _dtype(name: str, x: Any) -> Any:
+    """What an argument is converted to: its own dtype, or float32."""
+    is_number = isinstance(x, (int, float))
+    return jnp.float32 if is_number or name == "sinks" else None
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
+    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    arrays = jax.tree.map(lambda x: not_differentiable(x, "paged_attention"), arrays)
+    problem, query = call.problem, arrays["query"]
+    if problem.batch == 0 or problem.query_tokens == 0:
+        rows, wide = query.shape[:-1], accumulation_dtype(query.dtype)
+        return jnp.zeros((*rows, problem.value_dim), problem.output_dtype), jnp.full(rows, -jnp.inf, wide)
+    operands = {name: arrays.get(name) for name in sharding.OPERANDS}
+    method = f"chooses_splits={call.chooses_splits}"
+    rule = sharding.rule(problem, call.implementations, method, operands)
+    sharding.check(rule, operands)
+    return divisible(_plan, call, rule)(*on_common_axes(*operands.values()))
+
+
+def _plan(call: Call, rule: Rule, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
+    """The rule of a call, and what computes a part of it."""
+    del operands
+    return rule, functools.partial(_on_device, call)
+
+
+def _on_device(call: Call, part: Part) -> Any:
+    """The call on the arrays of one device."""
+    problem = sharding.local_problem(call.problem, part)
+    if part.starts and call.chooses_splits:
+        problem = with_chosen_splits(problem)
+    call = dataclasses.replace(call, problem=problem)
+
+    def attend(*operands: Any) -> tuple[Array, Array]:
+        arrays = dict(zip(sharding.OPERANDS, operands, strict=True))
+        query, query_lengths, offsets = arrays["query"], arrays["query_lengths"], arrays["query_offsets"]
+        rows = query.shape[0]
+        if offsets is not None:
+            offsets = _clipped(offsets, rows)
+            query, query_lengths = _unpack(problem, query, _own(offsets, part))
+        scales = canonical_scales(problem, *(arrays[name] for name in ("key_scale", "value_scale", "query_scale")))
+        output, log_sum = _mappable(call)(
+            query,
+            arrays["key_pages"],
+            arrays["value_pages"],
+            arrays["page_table"],
+            arrays["kv_lengths"],
+            query_lengths,
+            arrays["sinks"],
+            *scales,
+        )
+        return (output, log_sum) if offsets is None else _pack(problem, output, log_sum, rows, offsets, part)
+
+    return attend
+
+
+def _clipped(offsets: Array, rows: int) -> Array:
+    """Offsets within the rows, each at least its predecessor."""
+    return jax.lax.cummax(jnp.clip(offsets, 0, rows))
+
+
+def _own(offsets: Array, part: Part) -> Array:
+    """The offsets of the sequences that a device has."""
+    first = part.starts.get("rows")
+    return offsets if first is None else jax.lax.dynamic_slice_in_dim(offsets, first, part.sizes["rows"] + 1)
+
+
+def _unpack(problem: PagedProblem, packed: Array, offsets: Array) -> tuple[Array, Array]:
+    """Packed queries [rows, N, H] as [B, T, N, H], and how many each sequence has."""
+    row = offsets[:-1, None] + jnp.arange(problem.query_tokens, dtype=jnp.int32)[None, :]
+    return packed.at[row].get(mode="clip"), jnp.diff(offsets)
+
+
+def _pack(
+    problem: PagedProblem, output: Array, log_sum: Array, rows: int, offsets: Array, part: Part
+) -> tuple[Array, Array]:
+    """Results [B, T, ...] of own sequences as [rows, ...], 0 where other devices have the sequence.
+
+    Sequences too long to be computed get NaN. Of rows without a sequence the first device gives what they get.
+    """
+    own = _own(offsets, part)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    sequence = count_not_above(own, row) - 1
+    is_outside = (sequence < 0) | (sequence >= problem.batch)
+    sequence = jnp.clip(sequence, 0, max(problem.batch - 1, 0))
+    is_too_long = jnp.diff(own)[sequence] > problem.query_tokens
+    place = jnp.minimum(row - own[sequence], problem.query_tokens - 1)
+    blind = jnp.where((row < offsets[0]) | (row >= offsets[-1]), -jnp.inf, 0.0)
+    blind = jnp.where(part.starts.get("rows", 0) == 0, blind, 0.0)
+
+    def packed(x: Array, outside: Array) -> Array:
+        is_bad, is_beyond, outside = (
+            array.reshape(-1, *[1] * (x.ndim - 2)) for array in (is_too_long, is_outside, outside)
+        )
+        values = jnp.where(is_bad, jnp.nan, x[sequence, place])
+        return jnp.where(is_beyond, outside.astype(x.dtype), values).astype(x.dtype)
+
+    return packed(output, jnp.zeros_like(blind)), packed(log_sum, blind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mappable(call: Call) -> Any:
+    """The canonical call with its batching rule; one function object for each call."""
+
+    @jax.custom_batching.custom_vmap
+    def compute(*operands: Any) -> Any:
+        return call_implementation("forward", call.problem, call.implementations, *operands)
+
+    @compute.def_vmap
+    def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
+        sinks = 6
+        if is_mapped[sinks]:
+            # Sequences of a batch share the sinks, so that elements take turns.
+            return _loop(compute, is_mapped, operands), (True, True)
+        problem, folded = fold_paged(call.problem, axis_size, is_mapped, operands)
+        problem = with_chosen_splits(problem) if call.chooses_splits else problem
+        results = _mappable(Call(problem, call.implementations, call.chooses_splits))(*folded)
+        results = jax.tree.map(lambda x: x.reshape(axis_size, call.problem.batch, *x.shape[1:]), results)
+        return results, (True, True)
+
+    return compute
+
+
+def _loop(function: Any, is_mapped: Sequence[Any], operands: tuple) -> Any:
+    """A function of operands, some of which have a mapped axis in front, one element after the other."""
+    mapped = [x for x, has_axis in zip(operands, is_mapped, strict=True) if has_axis]
+
+    def compute(elements: list[Array]) -> Any:
+        remaining = iter(elements)
+        return function(*(next(remaining) if has_axis else x for x, has_axis in zip(operands, is_mapped, strict=True)))
+
+    return jax.lax.map(compute, mapped)

@@ -1,0 +1,351 @@
+"""From the arguments of a public call of paged attention to the static description that every implementation reads.
+
+Each mistake is a ValueError that names the argument, its value and the remedy. The same for arrays of JAX and of torch,
+of which only shapes and dtypes are read, and values of lengths and page numbers where they are known.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from blockdiag.common import validation
+from blockdiag.common.arrays import dtype_name, is_traced, known_values
+from blockdiag.common.sizes import is_symbolic, smaller_bound
+from blockdiag.ops.paged.problem import CacheScale, PagedProblem
+from blockdiag.ops.paged.splits import choose_splits
+
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+MAX_PACKED_QUERY_LENGTH = 64
+SPLIT_TILE = 64
+MAX_NUM_SPLITS = 256
+
+
+def describe_paged_call(
+    query: Any,
+    key_pages: Any,
+    value_pages: Any,
+    page_table: Any,
+    kv_lengths: Any,
+    *,
+    query_lengths: Any,
+    query_offsets: Any,
+    max_query_length: Any,
+    scale: Any,
+    is_causal: Any,
+    local_window_size: Any,
+    logits_soft_cap: Any,
+    sinks: Any,
+    key_scale: Any,
+    value_scale: Any,
+    query_scale: Any,
+    num_splits: Any,
+    split_size: Any,
+) -> PagedProblem:
+    """Check every argument and describe the call.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+    """
+    check_paged_operands(query, key_pages, value_pages)
+    has_table = page_table is not None
+    batch, query_tokens = check_sequences(query, kv_lengths, query_lengths, query_offsets, max_query_length)
+    check_cache(key_pages, page_table, kv_lengths, batch)
+    query_heads, head_dim = query.shape[-2:]
+    num_pages, page_size, key_heads = key_pages.shape[:3]
+    max_pages = page_table.shape[1] if has_table else 1
+    max_keys = max_pages * page_size
+    is_causal = validation.check_is_causal(is_causal)
+    is_causal, window = check_window(local_window_size, is_causal, max_keys, query_tokens)
+    _check_sinks(sinks, query_heads)
+    pool = (num_pages, page_size, key_heads)
+    query_kind = check_cache_scale("query_scale", query_scale, batch, key_heads, None)
+    key_kind = check_cache_scale("key_scale", key_scale, batch, key_heads, pool)
+    value_kind = check_cache_scale("value_scale", value_scale, batch, key_heads, pool)
+    split_size = _check_split_size(split_size)
+    query_dtype = dtype_name(query.dtype)
+    problem = PagedProblem(
+        batch=batch,
+        query_tokens=query_tokens,
+        query_heads=query_heads,
+        key_heads=key_heads,
+        head_dim=head_dim,
+        value_dim=value_pages.shape[-1],
+        query_dtype=query_dtype,
+        key_dtype=dtype_name(key_pages.dtype),
+        value_dtype=dtype_name(value_pages.dtype),
+        output_dtype="bfloat16" if query_dtype in EIGHT_BITS else query_dtype,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_pages=max_pages,
+        scale=validation.check_scale(scale, head_dim),
+        has_page_table=has_table,
+        has_query_lengths=query_lengths is not None or query_offsets is not None,
+        is_causal=is_causal,
+        window=window,
+        soft_cap=check_soft_cap(logits_soft_cap),
+        has_sinks=sinks is not None,
+        has_score_scale=query_kind == "head" or key_kind == "head",
+        key_scale="token" if key_kind == "token" else "none",
+        value_scale=value_kind,
+        num_splits=_check_num_splits(num_splits, split_size, max_keys),
+        split_size=split_size,
+    )
+    return problem if num_splits is not None or split_size is not None else with_chosen_splits(problem)
+
+
+def with_chosen_splits(problem: PagedProblem) -> PagedProblem:
+    """The same call, divided as its shapes suggest; a symbolic size counts as 1."""
+    sizes = dict(
+        batch=problem.batch,
+        query_tokens=problem.query_tokens,
+        group_size=problem.group_size,
+        key_heads=problem.key_heads,
+        max_keys=problem.max_keys,
+    )
+    chosen = choose_splits(**{name: 1 if is_symbolic(size) else size for name, size in sizes.items()})
+    return dataclasses.replace(problem, num_splits=chosen)
+
+
+def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
+    """Shapes and dtypes of query [B, T, N, H] or [rows, N, H] against pages [P, page_size, K, H] and [.., V]."""
+    if query.ndim not in (3, 4):
+        raise ValueError(
+            f"`query` must have shape [B, T, N, H], or [rows, N, H] with `query_offsets`, got {tuple(query.shape)}; "
+            "reshape more batch axes into one, or map over them with jax.vmap"
+        )
+    num_heads, head_dim = query.shape[-2:]
+    if num_heads == 0 or head_dim == 0:
+        raise ValueError(f"`query` must have at least one head of at least one element, got shape {tuple(query.shape)}")
+    if key_pages.ndim != 4 or key_pages.shape[-1] != head_dim:
+        raise ValueError(
+            f"`key_pages` must have shape [P, page_size, K, {head_dim}] to match `query` of shape "
+            f"{tuple(query.shape)}, got {tuple(key_pages.shape)}; a contiguous cache is [B, S, K, H]"
+        )
+    if value_pages.ndim != 4 or tuple(value_pages.shape[:3]) != tuple(key_pages.shape[:3]) or not value_pages.shape[3]:
+        expected = ", ".join(map(str, key_pages.shape[:3]))
+        raise ValueError(
+            f"`value_pages` must have shape ({expected}, V) to match `key_pages` of shape {tuple(key_pages.shape)}, "
+            f"got {tuple(value_pages.shape)}; one page number leads to keys and values"
+        )
+    validation.check_heads(num_heads, key_pages.shape[2])
+    dtype = dtype_name(query.dtype)
+    if dtype not in (*validation.DTYPES, *EIGHT_BITS):
+        raise ValueError(
+            f"`query` must have one of the dtypes {[*validation.DTYPES, *EIGHT_BITS]}, got {query.dtype}; cast it first"
+        )
+    allowed = EIGHT_BITS if dtype in EIGHT_BITS else (dtype, *EIGHT_BITS)
+    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if dtype_name(pages.dtype) not in allowed:
+            raise ValueError(
+                f"`{name}` must have one of the dtypes {list(allowed)} beside a query of {query.dtype}, got "
+                f"{pages.dtype}; cast the query, which is the smaller array"
+            )
+
+
+def check_sequences(
+    query: Any, kv_lengths: Any, query_lengths: Any, query_offsets: Any, max_query_length: Any
+) -> tuple[int, int]:
+    """Sequences of a call, and queries of each at most."""
+    validation.check_int32("kv_lengths", kv_lengths, "1")
+    if query_offsets is None:
+        if query.ndim == 3:
+            raise ValueError(
+                f"`query` of shape {tuple(query.shape)} needs `query_offsets`, which say where each sequence begins; "
+                "one query for each sequence is query[:, None], of shape [B, 1, N, H]"
+            )
+        if max_query_length is not None:
+            raise ValueError(
+                f"`max_query_length` is for packed queries, with `query_offsets`, got {max_query_length!r}; "
+                "a query [B, T, N, H] has T queries of each sequence at most"
+            )
+        batch, tokens = query.shape[:2]
+    else:
+        tokens = _check_packed(query, query_lengths, query_offsets, max_query_length)
+        batch = query_offsets.shape[0] - 1
+    if kv_lengths.shape[0] != batch:
+        raise ValueError(
+            f"`kv_lengths` must have shape ({batch},), one length for each sequence, got {tuple(kv_lengths.shape)}"
+        )
+    if query_lengths is not None:
+        validation.check_int32("query_lengths", query_lengths, "1")
+        if query_lengths.shape[0] != batch:
+            raise ValueError(
+                f"`query_lengths` must have shape ({batch},), one for each sequence, got {tuple(query_lengths.shape)}"
+            )
+        _check_range("query_lengths", query_lengths, tokens, f"the {tokens} queries that `query` has of each sequence")
+    return batch, tokens
+
+
+def _check_packed(query: Any, query_lengths: Any, query_offsets: Any, max_query_length: Any) -> int:
+    """Queries of a packed sequence at most."""
+    if query.ndim != 3:
+        raise ValueError(
+            f"`query_offsets` describes packed queries [rows, N, H], got a query of shape {tuple(query.shape)}; "
+            "pass `query_lengths`, or reshape the batch into the rows"
+        )
+    if query_lengths is not None:
+        raise ValueError(
+            "`query_lengths` and `query_offsets` exclude each other, got both; the offsets say how long sequences are"
+        )
+    longest = validation.check_sequence_offsets(query.shape[0], query_offsets, "query_offsets")
+    tokens = smaller_bound(query.shape[0], MAX_PACKED_QUERY_LENGTH)
+    if max_query_length is not None:
+        tokens = None if isinstance(max_query_length, bool) or is_traced(max_query_length) else max_query_length
+        tokens = validation.as_index(tokens)
+        if tokens is None or tokens < 0:
+            raise ValueError(
+                f"`max_query_length` must be an integer from 0, known when tracing, got {max_query_length!r}; "
+                "it is the number of queries that the longest sequence may have"
+            )
+    if longest is not None and longest > tokens:
+        raise ValueError(
+            f"`query_offsets` describes a sequence of {longest} queries, more than max_query_length={tokens}; "
+            f"pass max_query_length={longest}"
+        )
+    return tokens
+
+
+def check_cache(key_pages: Any, page_table: Any, kv_lengths: Any, batch: int) -> None:
+    """Page table and lengths against the pages; values where they are known."""
+    num_pages, page_size = key_pages.shape[:2]
+    if page_table is None:
+        if num_pages != batch:
+            raise ValueError(
+                f"`key_pages` without a `page_table` must have shape [B, S, K, H] with the {batch} sequences of "
+                f"`kv_lengths`, got {tuple(key_pages.shape)}; pass the page table"
+            )
+        _check_range("kv_lengths", kv_lengths, page_size, f"the {page_size} keys that `key_pages` has room for")
+        return
+    validation.check_int32("page_table", page_table, "2")
+    if page_table.shape[0] != batch:
+        raise ValueError(
+            f"`page_table` must have shape ({batch}, max_pages), one row for each sequence of `kv_lengths`, got "
+            f"{tuple(page_table.shape)}"
+        )
+    if page_size == 0:
+        raise ValueError(f"`key_pages` must have pages of at least one token, got shape {tuple(key_pages.shape)}")
+    max_keys = page_table.shape[1] * page_size
+    _check_range("kv_lengths", kv_lengths, max_keys, f"the {max_keys} keys that `page_table` has room for")
+    lengths, table = known_values(kv_lengths), known_values(page_table)
+    if lengths is None or table is None:
+        return
+    is_used = np.arange(page_table.shape[1])[None, :] < -(-lengths // page_size)[:, None]
+    is_wrong = is_used & ((table < 0) | (table >= num_pages))
+    if is_wrong.any():
+        row, column = (int(x) for x in np.argwhere(is_wrong)[0])
+        raise ValueError(
+            f"`page_table` must hold page numbers in [0, {num_pages}) for the keys that `kv_lengths` counts, got "
+            f"{table[row, column]} at [{row}, {column}]; entries beyond a sequence's pages may hold anything"
+        )
+
+
+def _check_range(name: str, lengths: Any, largest: int, meaning: str) -> None:
+    values = known_values(lengths)
+    if values is not None and values.size and not (values.min() >= 0 and values.max() <= largest):
+        bad = values.min() if values.min() < 0 else values.max()
+        raise ValueError(f"`{name}` must lie in [0, {largest}], {meaning}, got {bad}; a sequence without any has 0")
+
+
+def check_window(
+    local_window_size: Any, is_causal: bool, max_keys: int, query_tokens: int
+) -> tuple[bool, tuple[int | None, int | None]]:
+    """Whether later keys are hidden, and the keys seen before and after a query; None where nothing is cut off."""
+    if local_window_size is None:
+        return is_causal, (None, None)
+    sizes = local_window_size if isinstance(local_window_size, (tuple, list)) else (local_window_size,) * 2
+    numbers = [None if isinstance(size, bool) or is_traced(size) else validation.as_index(size) for size in sizes]
+    is_valid = [
+        size is None or (number is not None and number >= 0) for size, number in zip(sizes, numbers, strict=True)
+    ]
+    if len(sizes) != 2 or not all(is_valid):
+        raise ValueError(
+            f"`local_window_size` must be an integer from 0, or (left, right) of those or None for no bound, known "
+            f"when tracing, got {local_window_size!r}"
+        )
+    left, right = numbers
+    # A query may stand before the first key, when there are more queries than keys.
+    left = None if left is not None and left >= max_keys else left
+    right = None if is_causal or (right is not None and right >= max_keys + query_tokens) else right
+    return (True, (left, None)) if right == 0 else (is_causal, (left, right))
+
+
+def check_soft_cap(logits_soft_cap: Any) -> float | None:
+    """A positive finite number, or None."""
+    if logits_soft_cap is None:
+        return None
+    number = validation.as_number(logits_soft_cap)
+    if number is None or not 0 < number < math.inf:
+        raise ValueError(
+            f"`logits_soft_cap` must be a positive number, known when tracing, got {logits_soft_cap!r}; "
+            "pass None for none"
+        )
+    return number
+
+
+def _check_sinks(sinks: Any, query_heads: int) -> None:
+    if sinks is None:
+        return
+    if not hasattr(sinks, "dtype") or dtype_name(sinks.dtype) not in validation.DTYPES:
+        got = sinks.dtype if hasattr(sinks, "dtype") else type(sinks)
+        raise ValueError(f"`sinks` must be an array of floats, got {got}; float32 is what it is computed in")
+    if tuple(sinks.shape) != (query_heads,):
+        raise ValueError(
+            f"`sinks` must have shape ({query_heads},), one logit for each query head, got {tuple(sinks.shape)}"
+        )
+
+
+def check_cache_scale(
+    name: str, scale: Any, batch: int, key_heads: int, pool: tuple[int, int, int] | None
+) -> CacheScale:
+    """How a scale is given: a number, [] or [B, K] is "head"; as pages, which a query has not, it is "token"."""
+    if scale is None:
+        return "none"
+    if type(scale) in (int, float):
+        return "head"
+    if not hasattr(scale, "dtype") or dtype_name(scale.dtype) != "float32":
+        got = scale.dtype if hasattr(scale, "dtype") else type(scale)
+        raise ValueError(f"`{name}` must be a number or a float32 array, got {got}; convert it to float32")
+    shape = tuple(scale.shape)
+    if shape in ((), (batch, key_heads)):
+        return "head"
+    if pool is not None and shape == tuple(pool):
+        return "token"
+    by_token = "" if pool is None else f"or {tuple(pool)}, one for each token of the pages and key head; "
+    raise ValueError(
+        f"`{name}` must have shape (), ({batch}, {key_heads}), one for each sequence and key head, "
+        f"{by_token}got {shape}"
+    )
+
+
+def _check_num_splits(num_splits: Any, split_size: int | None, max_keys: int) -> int:
+    if split_size is not None:
+        if num_splits is not None:
+            raise ValueError(
+                f"`num_splits` and `split_size` exclude each other, got {num_splits!r} and {split_size}; "
+                "a fixed size makes as many splits as the cache has room for"
+            )
+        return max(1, -(-max_keys // split_size))
+    if num_splits is None:
+        return 1
+    count = None if isinstance(num_splits, bool) or is_traced(num_splits) else validation.as_index(num_splits)
+    if count is None or not 1 <= count <= MAX_NUM_SPLITS:
+        raise ValueError(
+            f"`num_splits` must be an integer of 1..{MAX_NUM_SPLITS}, known when tracing, got {num_splits!r}; "
+            "leave it out to have it chosen"
+        )
+    # A split has whole tiles, so that more splits than tiles would have no keys.
+    return max(1, min(count, -(-max_keys // SPLIT_TILE)))
+
+
+def _check_split_size(split_size: Any) -> int | None:
+    if split_size is None:
+        return None
+    size = None if isinstance(split_size, bool) or is_traced(split_size) else validation.as_index(split_size)
+    if size is None or size < SPLIT_TILE or size % SPLIT_TILE:
+        raise ValueError(
+            f"`split_size` must be a positive multiple of {SPLIT_TILE}, known when tracing, got {split_size!r}; "
+            "2048 suits long caches"
+        )
+    return size

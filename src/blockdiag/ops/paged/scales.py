@@ -1,0 +1,34 @@
+"""Scales of queries and paged caches, as implementations take them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from blockdiag.ops.paged.problem import PagedProblem
+
+
+def canonical_scales(
+    problem: PagedProblem, key_scale: Array | None, value_scale: Array | None, query_scale: Array | None
+) -> tuple[Array | None, Array | None, Array | None]:
+    """The factor on scores [B, K], scales of keys by token, and those of values by head [B, K] or by token.
+
+    Args:
+        problem: the call, which says which of them there are.
+        key_scale, value_scale: [], [B, K] or [P, page_size, K], float32.
+        query_scale: [] or [B, K], float32.
+    """
+    shape = (problem.batch, problem.key_heads)
+    score_scale = None
+    if problem.has_score_scale:
+        by_head = key_scale if problem.key_scale == "none" else None
+        score_scale = _by_head(by_head, shape) * _by_head(query_scale, shape)
+    return (
+        score_scale,
+        key_scale if problem.key_scale == "token" else None,
+        _by_head(value_scale, shape) if problem.value_scale == "head" else value_scale,
+    )
+
+
+def _by_head(scale: Array | None, shape: tuple[int, int]) -> Array:
+    """A scale [] or [B, K] as [B, K]; 1 for none."""
+    scale = jnp.ones((), jnp.float32) if scale is None else scale
+    return jnp.broadcast_to(scale if scale.ndim else scale[None, None], shape)

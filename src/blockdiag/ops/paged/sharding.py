@@ -1,0 +1,111 @@
+"""How paged attention and MoBA over a paged cache divide over devices: batch rows are independent, and key heads are.
+
+All rows share a pool of pages, which is whole along its pages; a contiguous cache is divided with the rows. Packed
+queries have no axis of batch rows. They are whole, each device of a divided contiguous cache computes the queries of
+its own rows, and one sum joins the results.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from blockdiag.common.rule import Dim, Rule
+from blockdiag.common.shards import Part
+from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
+from blockdiag.ops.paged.pools import check_tokens, unfit_pools
+from blockdiag.ops.paged.problem import PagedProblem
+
+OPERANDS = (
+    "query", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "query_offsets", "sinks",
+    "key_scale", "value_scale", "query_scale", "key_centroids",
+)  # fmt: skip
+"""Arguments of the public functions that are arrays, in the order in which a rule has them."""
+
+_POOLS = ("key_pages", "value_pages")
+_QUERY_HEADS: Dim = ("key_heads", "group")
+
+
+def rule(
+    problem: PagedProblem | MoBAPagedProblem,
+    implementations: tuple[str, ...] | None,
+    method: str,
+    operands: Mapping[str, Any],
+) -> Rule:
+    """The rule of a call.
+
+    Args:
+        problem: the call.
+        implementations: who may compute it.
+        method: text that says what else the computation depends on.
+        operands: arrays or None, by name, in the order of `OPERANDS`.
+    """
+    moba = problem if isinstance(problem, MoBAPagedProblem) else None
+    paged = problem.paged if isinstance(problem, MoBAPagedProblem) else problem
+    is_packed = operands.get("query_offsets") is not None
+    # Tables and lengths of packed queries are cut only where the cache is.
+    row: Dim = () if is_packed and paged.has_page_table else ("rows",)
+    pool = (("pages",) if paged.has_page_table else ("rows",), ("page_rows",), ("key_heads",))
+    rows = (("queries",),) if is_packed else (row, ("queries",))
+    scales: dict[int, tuple[Dim, ...]] = {0: (), 2: (row, ("key_heads",)), 3: pool}
+    labels: dict[str, tuple[Dim, ...]] = {
+        "query": (*rows, _QUERY_HEADS, ("features",)),
+        "key_pages": (*pool, ("features",)),
+        "value_pages": (*pool, ("values",)),
+        "page_table": (row, ()),
+        "kv_lengths": (row,),
+        "query_lengths": (row,),
+        "query_offsets": ((),),
+        "sinks": (_QUERY_HEADS,),
+        "key_centroids": (row, ("blocks",), ("key_heads",), ("features",)),
+    }
+    given = {name: x for name, x in operands.items() if x is not None}
+    labels |= {name: scales[x.ndim] for name, x in given.items() if name.endswith("_scale")}
+    sizes = {
+        "rows": paged.batch,
+        "queries": given["query"].shape[-3],
+        "key_heads": paged.key_heads,
+        "group": paged.group_size,
+        "features": paged.head_dim,
+        "values": paged.value_dim,
+        "pages": paged.num_pages,
+        "page_rows": paged.page_size,
+        "blocks": 0 if moba is None else moba.max_blocks,
+    }
+    return Rule(
+        "paged_attention" if moba is None else "moba_paged_attention",
+        repr((problem, implementations, method)),
+        tuple(labels[name] for name in given),
+        ((*rows, _QUERY_HEADS, ("values",)), (*rows, _QUERY_HEADS)),
+        tuple(sizes.items()),
+        frozenset(("key_heads", "group", *row)),
+        anchors=tuple(list(given).index(name) for name in _POOLS),
+    )
+
+
+def local_problem(problem: PagedProblem, part: Part) -> PagedProblem:
+    """The call of one device, with as many splits as that of all devices."""
+    if not part.starts:
+        return problem
+    sizes = part.sizes
+    return dataclasses.replace(
+        problem,
+        batch=sizes["rows"],
+        query_heads=sizes["key_heads"] * sizes["group"],
+        key_heads=sizes["key_heads"],
+        num_pages=problem.num_pages if problem.has_page_table else sizes["rows"],
+    )
+
+
+def check(rule: Rule, operands: Mapping[str, Any]) -> None:
+    """Refuse what would move a pool between devices of a mesh with explicit axes.
+
+    Raises:
+        ValueError: the query is sharded over tokens or features, or the pages over what devices cannot have of their
+            own.
+    """
+    check_tokens("query", operands["query"])
+    for name, (spec, wanted) in unfit_pools(rule, operands, _POOLS, is_exact=False).items():
+        raise ValueError(
+            f"`{name}` must be sharded as `query` is, {wanted}, got {spec} for shape {operands[name].shape}; use "
+            "jax.sharding.reshard, or call inside jax.shard_map where each device has a pool of its own"
+        )

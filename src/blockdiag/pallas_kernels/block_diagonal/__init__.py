@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels of block-diagonal attention."""

@@ -1,1 +1,0 @@
-"""Readable oracles, one per operation: the executable specification, computed in float32 or float64."""

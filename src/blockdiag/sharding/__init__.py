@@ -1,1 +1,0 @@
-"""How each operation divides over the devices of a mesh, one module an operation."""

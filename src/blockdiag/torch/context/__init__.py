@@ -1,0 +1,1 @@
+"""One sequence over several processes: context parallelism by torch.distributed."""

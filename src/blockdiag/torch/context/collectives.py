@@ -1,0 +1,233 @@
+"""Differentiable transfers between the processes that share tokens, by public functions of torch.distributed.
+
+Gradients take the way back: of an exchange an exchange, of a gather a sum that leaves each process its part. A transfer
+may be under way while kernels run, in both passes: `Transfer.start` and `Transfer.wait` are one operation of autograd
+each, so that the gradient leaves in the backward of the one and is awaited in that of the other.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from blockdiag.torch.context.parallel import ContextParallel
+
+
+class Transfer:
+    """An exchange of rows between all processes of a group, which runs beside kernels until it is awaited.
+
+    Args:
+        group: the processes.
+        send, receive: rows for and from each of them; None for equal parts.
+    """
+
+    def __init__(self, group: Any, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> None:
+        self._group, self._send, self._receive = group, send, receive
+        self._work: Any = None
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        """Send rows; what is returned may be given to `wait` and to nothing else."""
+        return _Start.apply(x, self)
+
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows that other processes sent, ready for use on the current stream."""
+        return _Wait.apply(x, self)
+
+    def issue(self, x: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
+        """Send rows outside of autograd; `finish` makes the result ready."""
+        send, receive = (self._receive, self._send) if is_backward else (self._send, self._receive)
+        rows = x.shape[0] if receive is None else sum(receive)
+        received = x.new_empty(rows, *x.shape[1:])
+        self._work = dist.all_to_all_single(received, x.contiguous(), receive, send, group=self._group, async_op=True)
+        if torch.is_anomaly_enabled():
+            # It looks for NaN in gradients as soon as a function of autograd returns them.
+            self.finish()
+        return received
+
+    def finish(self) -> None:
+        """Let the current stream wait for what `issue` sent last."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        return transfer.issue(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.transfer.finish()
+        return gradients[0], None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.finish()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.transfer.issue(gradients[0], is_backward=True), None
+
+
+def send_rows(context: ContextParallel, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+    """Return rows of other processes in the order of their ranks, of an x [rows, ..] whose rows are sorted by rank."""
+    transfer = Transfer(context.group, send, receive)
+    return transfer.wait(transfer.start(x))
+
+
+class Gather:
+    """A gather of the axis `tokens` of a tensor, without a gradient, which runs beside kernels until it is awaited."""
+
+    def __init__(self, context: ContextParallel, x: torch.Tensor, tokens: int) -> None:
+        self.context, self.tokens = context, tokens
+        self._found = x.new_empty(context.size, *x.shape)
+        # Kept until it has been sent.
+        self._sent = x.detach().contiguous()
+        self._work: Any = dist.all_gather_into_tensor(
+            self._found.flatten(0, 1), self._sent, group=context.group, async_op=True
+        )
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensors of all processes, one after the other, ready for use on the current stream."""
+        self._work.wait()
+        return self._found.movedim(0, self.tokens).flatten(self.tokens, self.tokens + 1)
+
+
+def gather_whole(context: ContextParallel, x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the whole of a tensor whose axis `tokens` processes share, without a gradient."""
+    return Gather(context, x, tokens).wait()
+
+
+def gather_tokens(context: ContextParallel, x: torch.Tensor, tokens: int, gather: Gather | None = None) -> torch.Tensor:
+    """Return the whole of a tensor whose axis `tokens` processes share.
+
+    Gradients of all processes are added in float32 (float64), and each process gets its part of them.
+
+    Args:
+        context, x, tokens: the processes, the process's part, and its axis of tokens.
+        gather: the gather of `x`, where it is under way.
+    """
+    return _Gathered.apply(x, gather or Gather(context, x, tokens))
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gather: Gather) -> torch.Tensor:
+        ctx.context, ctx.tokens = gather.context, gather.tokens
+        return gather.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        context, tokens, dtype = ctx.context, ctx.tokens, gradients[0].dtype
+        wide = gradients[0].to(torch.promote_types(dtype, torch.float32))
+        parts = wide.unflatten(tokens, (context.size, -1)).movedim(tokens, 0).contiguous()
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=context.group)
+        return own.to(dtype), None
+
+
+def with_neighbours(
+    context: ContextParallel, tensors: Sequence[torch.Tensor], tokens: int, before: int, after: int
+) -> tuple[torch.Tensor, ...]:
+    """Return tensors with rows of the processes beside this one, which one exchange moves for all of them.
+
+    Args:
+        context: the processes.
+        tensors: of one dtype, with as many tokens each.
+        tokens: the axis of tokens.
+        before, after: rows of the process before this one and after it, which have as many; 0 where there is none.
+    """
+    return _Neighbours.apply(context, tokens, before, after, *tensors)
+
+
+class _Neighbours(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, context: ContextParallel, tokens: int, before: int, after: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.halo = halo = _Halo(context, tokens, before, after)
+        own = tensors[0].shape[tokens]
+        first = [x.narrow(tokens, 0, after) for x in tensors]
+        last = [x.narrow(tokens, own - before, before) for x in tensors]
+        earlier, later = halo.swap(first, last, before, after)
+        whole = zip(earlier, tensors, later, strict=True)
+        return tuple(torch.cat(parts, tokens) for parts in whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        halo: _Halo = ctx.halo
+        tokens, before, after = halo.tokens, halo.before, halo.after
+        own = gradients[0].shape[tokens] - before - after
+        earlier = [x.narrow(tokens, 0, before) for x in gradients]
+        later = [x.narrow(tokens, before + own, after) for x in gradients]
+        first, last = halo.swap(earlier, later, after, before)
+        found = [x.narrow(tokens, before, own).clone() for x in gradients]
+        for x, of_earlier, of_later in zip(found, first, last, strict=True):
+            x.narrow(tokens, 0, after).add_(of_earlier)
+            x.narrow(tokens, own - before, before).add_(of_later)
+        return None, None, None, None, *found
+
+
+class _Halo:
+    """Exchanges of rows with the processes beside this one.
+
+    Args:
+        context, tokens, before, after: see `with_neighbours`.
+    """
+
+    def __init__(self, context: ContextParallel, tokens: int, before: int, after: int) -> None:
+        self._context, self.tokens, self.before, self.after = context, tokens, before, after
+
+    def swap(
+        self, first: Sequence[torch.Tensor], last: Sequence[torch.Tensor], before: int, after: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Send rows to both sides, and return the rows of both, 0 where there is no process.
+
+        Args:
+            first, last: rows for the process before this one and for the one after it.
+            before, after: the numbers of rows that these send.
+        """
+        rank, size = self._context.rank, self._context.size
+        send, receive = [0] * size, [0] * size
+        leaving = []
+        if rank > 0:
+            send[rank - 1], receive[rank - 1] = first[0].shape[self.tokens], before
+            leaving.append(self._joined(first))
+        if rank + 1 < size:
+            send[rank + 1], receive[rank + 1] = last[0].shape[self.tokens], after
+            leaving.append(self._joined(last))
+        joined = torch.cat(leaving) if leaving else self._joined(first)[:0]
+        transfer = Transfer(self._context.group, send, receive)
+        found = transfer.issue(joined)
+        transfer.finish()
+        at = before if rank > 0 else 0
+        earlier = found[:at] if rank > 0 else found.new_zeros(before, found.shape[1])
+        later = found[at:] if rank + 1 < size else found.new_zeros(after, found.shape[1])
+        return self._parted(earlier, first), self._parted(later, first)
+
+    def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows of all tensors side by side, [rows, elements]."""
+        rows = [x.movedim(self.tokens, 0) for x in tensors]
+        return torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in rows], 1)
+
+    def _parted(self, joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The rows of each tensor."""
+        shapes = [x.movedim(self.tokens, 0).shape[1:] for x in like]
+        parts = joined.split([shape.numel() for shape in shapes], 1)
+        rows = [x.reshape(x.shape[0], *shape) for x, shape in zip(parts, shapes, strict=True)]
+        return [x.movedim(0, self.tokens) for x in rows]
+
+
+def sorted_sizes(size: int, rows: int, ranks: Sequence[int]) -> list[int]:
+    """Return how many rows each of `size` processes is sent, where parts of `rows` rows go to `ranks`."""
+    sizes = [0] * size
+    for rank in ranks:
+        sizes[rank] += rows
+    return sizes

@@ -1,0 +1,368 @@
+"""Fused functions over sequences whose tokens several processes share.
+
+A function is traced with the shapes of whole arrays. Around attention each process computes its own tokens
+(`fusion/parts.py`). A region becomes transfers between the processes, and a smaller region between these:
+
+| strategy | before the region | after it |
+|---|---|---|
+| "ulysses" | processes exchange tokens for a batch axis, such as key heads | back |
+| "gather" | rows in zigzag order, where the mask wants that; whatever has keys is gathered | rows back |
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend import core
+from jax.sharding import AbstractMesh
+
+from blockdiag.common.context_parallel import ContextParallel as Axis
+from blockdiag.fusion.api import Program
+from blockdiag.fusion.frontend.nested_programs import CHECKPOINTS
+from blockdiag.fusion.frontend.trace import aval_of, has_effects
+from blockdiag.fusion.ir.batching import map_region
+from blockdiag.fusion.ir.layout import shape_of
+from blockdiag.fusion.ir.tree import COLUMNS, DISTANCE, ROWS, Dim, Region
+from blockdiag.fusion.runtime.context_parallel import Chosen, Sharing, choose
+from blockdiag.fusion.runtime.rows import axis_of
+from blockdiag.fusion.runtime.sharding import is_known, local_region
+from blockdiag.fusion.runtime.token_parts import Parts, token_axis
+from blockdiag.torch.context.collectives import Gather, Transfer, gather_tokens
+from blockdiag.torch.context.exchange import from_zigzag, to_zigzag
+from blockdiag.torch.context.parallel import ContextParallel
+from blockdiag.torch.fusion.region import region_p
+from blockdiag.triton_kernels.launch.plan import TensorSpec
+
+type Tensors = Sequence[torch.Tensor]
+type Launch = Callable[["LocalRegion"], Callable[[Tensors], Tensors]]
+"""Makes a region ready to be computed by one process."""
+
+# The name of the axis in messages of JAX's strategies.
+_AXIS = "group"
+
+
+def as_axis(context: ContextParallel) -> Axis:
+    """Return the processes as devices along an axis of a mesh, for JAX's choice of a strategy."""
+    mesh: Any = AbstractMesh((context.size,), (_AXIS,))
+    return Axis(_AXIS, context.strategy, mesh)
+
+
+class SharedProgram:
+    """A traced call as one process evaluates it; see `TorchProgram` for what reads it.
+
+    Args:
+        program: traced with the shapes of whole arrays.
+        context: the processes.
+        arguments: the shapes and dtypes of the process's own arrays.
+        launch: makes regions ready.
+
+    Attributes:
+        arguments: the shapes and dtypes of the process's arrays.
+        structure: of the results.
+
+    Raises:
+        ValueError: the processes cannot share the tokens of the call.
+    """
+
+    def __init__(self, program: Program, context: ContextParallel, arguments: Sequence[Any], launch: Launch) -> None:
+        if program.inner:
+            name = next(iter(program.inner.values()))[0].equation.primitive.name
+            name = "jax.checkpoint" if name in CHECKPOINTS else name
+            raise ValueError(
+                f"`context_parallel` does not reach attention within `{name}`; fuse the attention alone, and call it "
+                "in a Python loop, or under torch.utils.checkpoint"
+            )
+        effect = next(filter(has_effects, program.jaxpr.jaxpr.eqns), None)
+        if effect is not None:
+            raise ValueError(
+                f"with `context_parallel` a function must only compute results, and has `{effect.primitive.name}`; "
+                "leave it out"
+            )
+        self._program, self._context, self._launch = program, context, launch
+        self.arguments, self.structure = arguments, program.structure
+
+    def evaluate(self, arrays: Sequence[Any], compute: Any) -> list[Any]:
+        """Return the process's part of the results as a flat list; `compute` is not used: regions are shared."""
+        del compute
+        parts = Parts(self._context.rank, self._context.size)
+        results = self._program.evaluate(arrays, self._attend, parts.bind)
+        jaxpr = self._program.jaxpr.jaxpr
+        derived = {*jaxpr.invars}
+        for equation in jaxpr.eqns:
+            if any(isinstance(x, core.Var) and x in derived for x in equation.invars):
+                derived.update(equation.outvars)
+        for place, (var, x) in enumerate(zip(jaxpr.outvars, results, strict=True)):
+            if isinstance(var, core.Var) and var in derived and token_axis(aval_of(var).shape, x) is None:
+                raise ValueError(
+                    f"result {place} of the function, of shape {x.shape}, has no axis of the tokens that processes "
+                    "share; compute it outside of the fused function"
+                )
+        return results
+
+    def _attend(self, region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
+        """The process's rows of the result of a region, and of its log-sum-exp."""
+        arrays = [*leaves, value]
+        axes = tuple(token_axis(source.shape, x) for source, x in zip(region.sources, arrays, strict=True))
+        shared = SharedRegion(self._context, region, axes, has_log_sum, self._launch)
+        operands = [x for x, source in zip(arrays, region.sources, strict=True) if not is_known(source)]
+        output, *rest = region_p.bind(*operands, steps=shared)
+        return output, rest[0] if rest else None
+
+
+def _dims_of(region: Region) -> list[tuple[Dim, ...]]:
+    """The labels of the axes of each leaf, and of the values."""
+    return [*(leaf.dims for leaf in region.leaves), region.value_dims]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalRegion:
+    """A region between transfers, as a program whose arguments are the arrays that move; see `TorchProgram`.
+
+    Attributes:
+        region: of one process.
+        has_log_sum: whether the log-sum-exp is a result, too.
+        constants: leaves and values that no argument has a part in, by place.
+    """
+
+    region: Region
+    has_log_sum: bool
+    constants: Mapping[int, np.ndarray]
+
+    @property
+    def arguments(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the other leaves and values."""
+        sources = enumerate(self.region.sources)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for place, x in sources if place not in self.constants]
+
+    @property
+    def structure(self) -> Any:
+        """The structure of the results."""
+        return jax.tree.structure([0, 0] if self.has_log_sum else [0])
+
+    def evaluate(self, arrays: Sequence[Any], compute: Callable[..., tuple[Any, Any]]) -> list[Any]:
+        """Return the result, and the log-sum-exp where that is one, which `compute` gives."""
+        given = iter(arrays)
+        *leaves, value = (
+            jnp.asarray(self.constants[place]) if place in self.constants else next(given)
+            for place in range(len(self.region.leaves) + 1)
+        )
+        output, log_sum = compute(self.region, self.has_log_sum, leaves, value)
+        return [output, log_sum] if self.has_log_sum else [output]
+
+
+class SharedRegion:
+    """A region whose tokens processes share.
+
+    Args:
+        context: the processes.
+        region: of all tokens.
+        axes: the axis at which the process has a part of each leaf, and of the values; None of whole ones.
+        has_log_sum: whether the log-sum-exp is a result, too.
+        launch: makes the process's region ready.
+
+    Attributes:
+        results: what it gives, the rows of the process.
+        chosen: the strategy.
+
+    Raises:
+        ValueError: tokens are not the rows or the keys of the attention, or the strategy cannot serve.
+    """
+
+    def __init__(
+        self,
+        context: ContextParallel,
+        region: Region,
+        axes: tuple[int | None, ...],
+        has_log_sum: bool,
+        launch: Launch,
+    ) -> None:
+        self._context, self._region, self._axes, self._launch = context, region, axes, launch
+        self._has_log_sum = has_log_sum
+        self._check_axes()
+        axis = as_axis(context)
+        self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, (), ("gather",))
+        sizes = region.sizes | {ROWS: region.sizes[ROWS] // context.size}
+        output = TensorSpec(shape_of(region.out_dims, sizes), region.dtype.name)
+        log_sum = TensorSpec(tuple(sizes[label] for label in (*region.batch, ROWS)), "float32")
+        self.results = (output, log_sum) if has_log_sum else (output,)
+
+    def bound(self, *_: Any) -> Callable[..., Tensors]:
+        """Return what computes the results of the leaves and values that are not known; see `BoundRegion`."""
+        local, constants = self._local(), {}
+        for place, (source, dims) in enumerate(zip(self._region.sources, _dims_of(self._region), strict=True)):
+            if is_known(source):
+                whole = np.arange(source.shape[0], dtype=source.dtype) if source.key is None else source.constant
+                assert whole is not None
+                numbers = torch.arange(whole.size).reshape(whole.shape)
+                constants[place] = whole.reshape(-1)[self._whole_moved(numbers, dims).numpy()]
+        compute = self._launch(LocalRegion(local, self._has_log_sum, constants))
+        moved = [
+            (dims, axis)
+            for source, dims, axis in zip(self._region.sources, _dims_of(self._region), self._axes, strict=True)
+            if not is_known(source)
+        ]
+
+        def attend(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            # All transfers are on their way before the first is awaited.
+            coming = [self._moving(x, *each) for x, each in zip(tensors, moved, strict=True)]
+            here = [finish() for finish in coming]
+            own = (self._region.out_dims, tuple((label,) for label in (*self._region.batch, ROWS)))
+            return [self._returned(x, dims) for x, dims in zip(compute(here), own, strict=False)]
+
+        return attend
+
+    def _check_axes(self) -> None:
+        """Check that processes share the rows, and nothing else but rows and keys."""
+        rows = []
+        for dims, axis in zip(_dims_of(self._region), self._axes, strict=True):
+            if axis is None:
+                continue
+            label = COLUMNS if axis_of(dims, ROWS) is None else ROWS
+            if axis_of(dims, label) != axis:
+                is_key = axis_of(dims, COLUMNS) == axis
+                found = "keys of an array that has queries, too" if is_key else "neither queries nor keys"
+                raise ValueError(
+                    f"`token_axes` must name axes of queries, or of keys of arrays without queries; the axis {axis} of "
+                    f"an array that attention reads, of whole shape {shape_of(dims, self._region.sizes)}, has {found}"
+                )
+            rows.append(label == ROWS)
+        if not any(rows):
+            raise ValueError(
+                "`token_axes` names no axis that becomes the queries of an attention of the function; name the token "
+                "axis of each argument that has this process's tokens"
+            )
+
+    @property
+    def _runs(self) -> int:
+        """Into how many runs of consecutive rows the process's rows fall."""
+        return 2 if self.chosen.is_zigzag else 1
+
+    @property
+    def _has_runs(self) -> bool:
+        """Whether runs are a batch axis: an array by distance is read from another place for each of them."""
+        return self.chosen.label is None and any(leaf.role == "distance" for leaf in self._region.leaves)
+
+    def _local(self) -> Region:
+        """The region between transfers."""
+        region, size, sizes = self._region, self._context.size, dict(self._region.sizes)
+        if self.chosen.label is not None:
+            return local_region(region, sizes | {self.chosen.label: sizes[self.chosen.label] // size})
+        sizes[ROWS] //= size
+        if not self._has_runs:
+            return local_region(region, sizes)
+        sizes[ROWS] //= self._runs
+        sizes[DISTANCE] = sizes[ROWS] + sizes[COLUMNS] - 1
+        in_runs = [axis_of(x, ROWS) is not None or axis_of(x, DISTANCE) is not None for x in _dims_of(region)]
+        return map_region(local_region(region, sizes), self._runs, in_runs)
+
+    def _moving(self, x: torch.Tensor, dims: tuple[Dim, ...], axis: int | None) -> Callable[[], torch.Tensor]:
+        """Send a leaf, or the values; what is returned gives it as the region between transfers reads it.
+
+        Args:
+            x: the process's part, or the whole.
+            dims: the labels of its axes.
+            axis: at which it is a part.
+        """
+        context, label, rows = self._context, self.chosen.label, axis_of(dims, ROWS)
+        heads = None if label is None else axis_of(dims, label)
+        if axis is not None and label is not None and heads is not None and self._is_slowest(dims[heads], label):
+            return start_exchange(context, x, axis, heads)
+        if axis is None:
+            return lambda: self._whole_moved(x, dims)
+        if rows is None or label is not None:
+            gather = Gather(context, x, axis)
+            return lambda: self._whole_moved(gather_tokens(context, x, axis, gather), dims)
+        found = self._in_runs(_reordered(to_zigzag, context, x, rows) if self.chosen.is_zigzag else x, rows)
+        return lambda: found
+
+    def _whole_moved(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
+        """A whole leaf, or whole values, as the region between transfers reads it."""
+        context, label, rows = self._context, self.chosen.label, axis_of(dims, ROWS)
+        if label is not None:
+            heads = axis_of(dims, label)
+            return x if heads is None else self._cut(x, dims[heads], heads, label)
+        if rows is None:
+            return self._by_runs(x, dims)
+        parts = x.unflatten(rows, (context.size * self._runs, -1)).unbind(rows)
+        own = (context.rank, 2 * context.size - 1 - context.rank)[: self._runs]
+        return self._in_runs(torch.cat([parts[place] for place in own], rows), rows)
+
+    def _in_runs(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """The process's rows, with a leading axis of runs where these are a batch axis."""
+        return x.unflatten(rows, (self._runs, -1)).movedim(rows, 0) if self._has_runs else x
+
+    def _by_runs(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
+        """An array without rows; one by distance with a leading axis of runs."""
+        place = axis_of(dims, DISTANCE)
+        if place is None:
+            return x
+        own, total = self._region.sizes[ROWS] // self._context.size, self._region.sizes[ROWS]
+        count, first = own // self._runs, self._context.rank * (own // self._runs)
+        starts = (first, total - count - first)[: self._runs]
+        # The distances of row q and key k are at q - k + keys - 1.
+        size = count + self._region.sizes[COLUMNS] - 1
+        return torch.stack([x.narrow(place, start, size) for start in starts])
+
+    def _returned(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
+        """The process's rows of a result of the region between transfers."""
+        rows = axis_of(dims, ROWS)
+        assert rows is not None, "results have rows"
+        if self.chosen.label is not None:
+            heads = axis_of(dims, self.chosen.label)
+            assert heads is not None, "results have all batch labels"
+            return start_exchange(self._context, x, heads, rows)()
+        if self._has_runs:
+            x = x.movedim(0, rows).flatten(rows, rows + 1)
+        return _reordered(from_zigzag, self._context, x, rows) if self.chosen.is_zigzag else x
+
+    def _is_slowest(self, dim: Dim, label: str) -> bool:
+        """Whether parts of an axis are parts of a label."""
+        assert isinstance(dim, tuple)
+        return all(self._region.sizes[other] == 1 for other in dim[: dim.index(label)])
+
+    def _cut(self, x: torch.Tensor, dim: Dim, axis: int, label: str) -> torch.Tensor:
+        """The process's part of a label of an axis."""
+        assert isinstance(dim, tuple)
+        sizes = [self._region.sizes[other] for other in dim]
+        own = self._region.sizes[label] // self._context.size
+        place = axis + dim.index(label)
+        x = x.unflatten(axis, sizes).narrow(place, self._context.rank * own, own)
+        return x.flatten(axis, axis + len(sizes) - 1)
+
+
+def start_exchange(context: ContextParallel, x: torch.Tensor, before: int, after: int) -> Callable[[], torch.Tensor]:
+    """Exchange parts of a tensor of which processes share the axis `before`, so that they share the axis `after`.
+
+    Returns:
+        A function that waits for the exchange and returns the process's part.
+    """
+    transfer = Transfer(context.group)
+    parts = x.unflatten(after, (context.size, -1)).movedim(after, 0)
+    coming = transfer.start(_as_numbers(parts))
+
+    def finish() -> torch.Tensor:
+        found = _as_before(transfer.wait(coming), x)
+        return found.movedim(0, before).flatten(before, before + 1)
+
+    return finish
+
+
+def _reordered(
+    order: Callable[..., torch.Tensor], context: ContextParallel, x: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """A tensor whose rows are in another order."""
+    return _as_before(order(context, _as_numbers(x.movedim(rows, 0))), x).movedim(0, rows)
+
+
+def _as_numbers(x: torch.Tensor) -> torch.Tensor:
+    """A tensor to be sent, of which truths are numbers: not all backends send truths."""
+    return x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _as_before(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What `_as_numbers` was given, after it was sent."""
+    return x.view(torch.bool) if like.dtype == torch.bool else x

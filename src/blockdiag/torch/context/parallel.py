@@ -1,0 +1,184 @@
+"""The argument `context_parallel` of torch functions: which processes share the tokens of each sequence, and how."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import distributed as dist
+
+from blockdiag.common import validation
+
+type Strategy = Literal["ulysses", "gather"]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Tokens of each sequence are divided among the processes of a group, in equal consecutive parts.
+
+    Operands and results are plain tensors: each process passes its own tokens, and the parts follow each other in the
+    order of ranks. Offsets of packed sequences, lengths of blocks and rotary tables that are read by position are those
+    of all tokens, the same in every process. Every process of the group makes the same calls, and differentiates by the
+    same operands. Otherwise processes wait for each other.
+
+    Attributes:
+        group: the processes, as `torch.distributed.new_group` returns them, or a DeviceMesh of one axis.
+        strategy: "ulysses": processes exchange tokens for heads, and each computes whole sequences of its heads; for as
+            many processes as divide the key heads. "gather", for MoBA and `fuse`: each process gathers keys and values
+            and computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated
+            where attention within blocks needs nothing.
+
+    Raises:
+        ValueError: `strategy` is none of these, or this process is not part of the group. What a strategy cannot serve
+            is said by the call that uses it.
+
+    References:
+        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from blockdiag.torch import ContextParallel, moba_attention
+        >>> if not dist.is_initialized():  # one process, as an example
+        ...     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> context = ContextParallel(dist.group.WORLD)
+        >>> query, key, value = torch.randn(3, 1, 64, 4, 32)  # this process's tokens
+        >>> moba_attention(query, key, value, block_size=16, top_k=3, context_parallel=context).shape
+        torch.Size([1, 64, 4, 32])
+        >>> dist.destroy_process_group()
+    """
+
+    group: Any
+    strategy: Strategy | None = None
+    # Devices on which the processes' numbers of tokens have been compared.
+    _compared: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in (None, "ulysses", "gather"):
+            raise ValueError(
+                f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}; 'ulysses' serves attention "
+                "whose key heads the processes divide, 'gather' MoBA and `fuse` with any number of key heads"
+            )
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError("`group` needs torch.distributed; call torch.distributed.init_process_group first")
+        group = self.group
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "`group` does not have this process, which torch.distributed.new_group returned no group for; make the "
+                "call in the processes of the group only"
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            from torch.distributed.device_mesh import DeviceMesh
+
+            if not isinstance(group, DeviceMesh):
+                raise ValueError(
+                    f"`group` must be a process group or a DeviceMesh of one axis, got {type(group)}; "
+                    "torch.distributed.group.WORLD has all processes"
+                )
+            if group.ndim != 1:
+                raise ValueError(
+                    f"`group` must be a DeviceMesh of one axis, got the axes {group.mesh_dim_names or group.ndim}; "
+                    "pass mesh['name'] of the axis whose processes share tokens"
+                )
+            if group.get_coordinate() is None:
+                raise ValueError(
+                    f"`group` does not have this process, whose rank is {dist.get_rank()}: {group}; make the call in "
+                    "the processes of the mesh only"
+                )
+            object.__setattr__(self, "group", group.get_group())
+
+    @property
+    def rank(self) -> int:
+        """The place of this process's part among those of all processes."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """The number of processes that share tokens."""
+        return dist.get_world_size(self.group)
+
+
+def check_plain(context: Any, **operands: torch.Tensor) -> None:
+    """Check the types of `context_parallel` and of operands.
+
+    Raises:
+        ValueError: `context_parallel` is something else, or an operand is a DTensor or a nested tensor.
+    """
+    if not isinstance(context, ContextParallel):
+        raise ValueError(
+            f"`context_parallel` must be a blockdiag.torch.ContextParallel or None, got {type(context)}; make one of a "
+            "process group"
+        )
+    for name, x in operands.items():
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested:
+            kind = "a nested tensor" if x.is_nested else f"{type(x)}"
+            raise ValueError(
+                f"`{name}` must be a plain tensor of this process's tokens where `context_parallel` is given, got "
+                f"{kind}; pass to_local() of a DTensor, or values() and offsets() of all tokens of a nested tensor"
+            )
+
+
+def check_parts(
+    context: ContextParallel,
+    operands: dict[str, torch.Tensor],
+    sequence_offsets: torch.Tensor | None,
+    block_lengths: torch.Tensor | None = None,
+    block_size: int = 1,
+) -> None:
+    """Check a process's operands, and what describes the tokens of all processes.
+
+    Args:
+        context: the processes.
+        operands: by name, [.., T, heads, H]; the first one decides about tokens.
+        sequence_offsets, block_lengths, block_size: of the call.
+
+    Raises:
+        ValueError: processes have different numbers of tokens, or offsets or lengths do not describe the tokens.
+    """
+    name, x = next(iter(operands.items()))
+    compare_tokens(context, {name: x.shape[-3]}, x.device)
+    tokens = (*x.shape[:-3], x.shape[-3] * context.size)
+    validation.check_packing(tokens, block_size, sequence_offsets, block_lengths, name)
+
+
+def compare_tokens(context: ContextParallel, tokens: dict[str, int], device: torch.device) -> None:
+    """Check that all processes have as many tokens.
+
+    Numbers of tokens are compared in every call on CPUs. On a GPU that waits for the device, so that only the first
+    call with a `ContextParallel` object compares them there.
+
+    Args:
+        context: the processes.
+        tokens: how many this process has of each operand, by name.
+        device: of the operands.
+
+    Raises:
+        ValueError: processes have different numbers of tokens.
+    """
+    if device.type in context._compared:
+        return
+    own = torch.tensor([list(tokens.values())], dtype=torch.int64, device=device)
+    found = own.new_empty(context.size, len(tokens))
+    dist.all_gather_into_tensor(found, own, group=context.group)
+    for name, counts in zip(tokens, found.T.tolist(), strict=True):
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the processes of `context_parallel` must have equally many tokens of `{name}`, got {counts}; pad "
+                f"{sum(counts)} tokens to {max(counts) * len(counts)} and give each process {max(counts)}"
+            )
+    if device.type != "cpu":
+        context._compared.add(device.type)
+
+
+def choose_strategy(context: ContextParallel, key_heads: int, remedy: str = "use strategy='gather'") -> Strategy:
+    """Return the strategy that the user wants, or that suits; `remedy` says what to do where "ulysses" cannot serve.
+
+    Raises:
+        ValueError: the processes do not divide the key heads, which "ulysses" needs.
+    """
+    is_divided = key_heads % context.size == 0
+    if context.strategy == "ulysses" and not is_divided:
+        raise ValueError(
+            f"strategy 'ulysses' needs key heads that are a multiple of the {context.size} processes of the group, got "
+            f"{key_heads}; {remedy}"
+        )
+    return context.strategy or ("ulysses" if is_divided else "gather")

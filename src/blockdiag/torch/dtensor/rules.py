@@ -1,0 +1,387 @@
+"""The rules by which each torch operator divides over the devices of a mesh: those of `blockdiag.sharding`.
+
+The rules of `blockdiag.sharding` describe canonical calls, whose batch rows and tokens are one axis. Operators have
+them as two. So nothing but the place of labels changes here, but for the tables of MoBA (see `_list_labels`).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from blockdiag.common.rule import Dim, Rule
+from blockdiag.ops.append import sharding as append
+from blockdiag.ops.append.problem import AppendProblem
+from blockdiag.ops.block_diagonal import sharding as block_diagonal
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, PositionSource, RotaryProblem
+from blockdiag.ops.key_convolution import sharding as key_convolution
+from blockdiag.ops.key_convolution.problem import KeyConvolutionProblem
+from blockdiag.ops.moba import sharding as moba
+from blockdiag.ops.moba.checks import count_sequence_blocks
+from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
+from blockdiag.ops.paged import sharding as paged
+from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.torch.ops.append.api import AppendArguments
+from blockdiag.torch.ops.block_diagonal.call import Arguments
+from blockdiag.torch.ops.key_convolution.api import Arguments as KeyConvolutionArguments
+from blockdiag.torch.ops.moba.call import AttentionArguments, ListArguments
+from blockdiag.torch.ops.moba.operators import symbolic_slots
+from blockdiag.torch.ops.moba_paged.api import MoBAPagedArguments
+from blockdiag.torch.ops.paged.call import PagedArguments
+
+
+class Operand(NamedTuple):
+    """Facts about a tensor that a rule depends on."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class OperatorRule:
+    """The rule of an operator's call, and more that placements need.
+
+    Attributes:
+        rule: operands are the tensors that are given, in the order of the schema, and results those of the schema.
+            Operands that are anchors are neither moved nor cut.
+        shared: numbers of the operands that may be plain tensors, which each process then has in full.
+        rows: the label of batch rows, which need not divide evenly; None where there is none.
+        remedy: what to do if an anchor does not lie as the call needs it.
+        alike: numbers of the results that are no sums over the labels that they lack: all processes have the same.
+    """
+
+    rule: Rule
+    shared: frozenset[int]
+    rows: str | None
+    remedy: str = ""
+    alike: frozenset[int] = frozenset()
+
+
+type RuleOf = Callable[..., OperatorRule]
+"""From the arguments of an operator, with operands in place of tensors, to its rule."""
+
+_ROWS = "sequences"
+_CACHE = (
+    "distribute the cache once, its heads as those of the query; where there are more devices than key heads, keep "
+    "each key head in the cache as often as devices need it"
+)
+_LISTS = (
+    "tables and lists must be sharded over the same batch rows: pass what torch.ops.blockdiag.moba_lists returns, as "
+    "it is, since its numbers count within what a process holds"
+)
+_SHARED = frozenset((
+    "sequence_offsets", "block_lengths", "key_sequence_offsets", "cos", "sin", "positions", "key_mask", "indices",
+    "page_table", "kv_lengths", "query_lengths", "query_offsets", "sinks", "key_scale", "value_scale", "query_scale",
+))  # fmt: skip
+"""Operands that every process may have in full, as plain tensors."""
+
+_WHOLE: tuple[Dim, ...] = ((),)
+_COTANGENT = ("cotangent",)
+
+
+def _block_diagonal(method: str, *values: Any) -> OperatorRule:
+    cotangent = _COTANGENT if method == "backward" else ()
+    arguments: Any = Arguments(*values[len(cotangent) :])
+    query, key, _, offsets, lengths, cos, _, positions = arguments[:8]
+    is_uniform = offsets is None and lengths is None
+    *lead, heads, head_dim = query.shape
+    rotary = None
+    if cos is not None:
+        is_per_token = "t" in arguments.rotary and not (is_uniform and cos.ndim == 2)
+        source: PositionSource = "explicit" if positions is not None else "token" if is_per_token else "sequence"
+        rotary = RotaryProblem(
+            interleaved=False, query=True, key=True, value=False, table_rows=0, table_dtype="", positions=source
+        )
+    problem = BlockDiagonalProblem(
+        tokens=math.prod(lead),
+        query_heads=heads - 2 * arguments.key_heads,
+        key_heads=arguments.key_heads if key is None else key.shape[-2],
+        head_dim=head_dim,
+        dtype="",
+        block_size=arguments.block_size,
+        sequence_length=lead[-1] if is_uniform else None,
+        num_tiles=0,
+        is_causal=arguments.is_causal,
+        scale=1.0,
+        rotary=rotary,
+        is_packed=key is None,
+    )
+    tables = None if rotary is None else (cos, cos, positions)
+    rule = block_diagonal.rule(problem, None, method, (query, key, key, None, tables, *cotangent))
+    names = ["query"] if key is None else ["query", "key", "value"]
+    names += [] if rotary is None else ["cos", "sin"] if positions is None else ["cos", "sin", "positions"]
+    given = _given((*cotangent, *Arguments._fields), values)
+    labels = dict(zip((*names, *cotangent), rule.operands, strict=True))
+    fixed = {"sequence_offsets": _WHOLE, "block_lengths": _WHOLE}
+    return _operator_rule(rule, labels, given, fixed, is_batched=query.ndim == 4)
+
+
+def _key_convolution(method: str, *values: Any) -> OperatorRule:
+    cotangent = _COTANGENT if method == "backward" else ()
+    arguments: Any = KeyConvolutionArguments(*values[len(cotangent) :])
+    key, weights = arguments[:2]
+    *lead, heads, head_dim = key.shape
+    problem = KeyConvolutionProblem(
+        tokens=math.prod(lead),
+        key_heads=heads,
+        head_dim=head_dim,
+        size=weights.shape[0],
+        groups=1,
+        dtype="",
+        weights_dtype="",
+        activation=arguments.activation,
+        has_residual=arguments.residual,
+        sequence_length=lead[-1] if arguments.sequence_offsets is None else None,
+        tile_rows=0,
+        num_tiles=0,
+    )
+    rule = key_convolution.rule(problem, None, method, (key, weights, None, *cotangent))
+    # The canonical call has weights for each of several groups.
+    key_dims, (_, *of_weights), *others = rule.operands
+    weight_dims = tuple(of_weights)
+    results = (key_dims, weight_dims)[: len(rule.results)]
+    rule = dataclasses.replace(rule, operands=(key_dims, weight_dims, *others), results=results)
+    given = _given((*cotangent, *KeyConvolutionArguments._fields), values)
+    labels = dict(zip(("key", "weights", *cotangent), rule.operands, strict=True))
+    return _operator_rule(rule, labels, given, {"sequence_offsets": _WHOLE}, is_batched=key.ndim == 4)
+
+
+# The tables of MoBA say where blocks and tokens lie, and in torch count within what a process holds, as lists do: they
+# are sharded with the batch rows. The rule of JAX has them whole and counts through all sequences, because its arrays
+# have one meaning for all devices; here nobody reads them but the operators that attend.
+
+_LIST_FIELDS = ("blocks", "queries", "offsets", "counts", "entries", "degrees", "own")
+_RESULTS = ("output", "log_sum", "output_cotangent", "log_sum_cotangent")
+
+
+def _moba_rule(query: Operand, key: Operand, method: str, operands: tuple[Any, ...], **sizes: Any) -> Rule:
+    """The canonical rule; `operands` say which there are, and `sizes` how many blocks and slots."""
+    problem = MoBAProblem(
+        query_tokens=math.prod(query.shape[:-2]),
+        key_tokens=math.prod(key.shape[:-2]),
+        query_heads=query.shape[-2],
+        key_heads=key.shape[-2],
+        head_dim=query.shape[-1],
+        dtype="",
+        block_size=0,
+        is_causal=True,
+        has_key_mask=False,
+        scale=1.0,
+        **sizes,
+    )
+    return moba.rule(problem, None, math.prod(query.shape[:-3]), method, operands)
+
+
+def _list_labels(rule: Rule) -> dict[str, tuple[Dim, ...]]:
+    """The labels of tables and lists, from the canonical rule of a forward call with all operands."""
+    labels = dict(zip(_LIST_FIELDS, rule.operands[4:11], strict=True))
+    return labels | {"blocks": (labels["offsets"][1], ()), "queries": (labels["degrees"][1], ())}
+
+
+def _moba_choice(method: str, *values: Any) -> OperatorRule:
+    """The rule of `moba_routing` and `moba_lists`."""
+    without_routing: Any = (*values[:5], None, 0, 0, *values[5:])
+    arguments: Any = ListArguments(*(values if method == "lists" else without_routing))
+    query, key, key_mask, _, _, indices = arguments[:6]
+    is_batched = query.ndim == 4
+    longest = count_sequence_blocks(key.shape[-3], max(arguments.block_size, 1))
+    slots = symbolic_slots(arguments.top_k, longest, arguments.is_causal) if indices is None else indices.shape[-1]
+    sizes: dict[str, Any] = {"num_blocks": arguments.num_sequences * longest, "slots": slots}
+    mask = () if key_mask is None else ("key_mask",)
+    rule = _moba_rule(query, key, "route", (True, True, True if mask else None, None, None), **sizes)
+    chosen = _moba_rule(query, key, "indices", (True, True, True), **sizes).results
+    labels = dict(zip(("query", "key", *mask), rule.operands, strict=True)) | {"indices": chosen[0]}
+    fixed = {"sequence_offsets": _WHOLE, "key_sequence_offsets": _WHOLE}
+    given = _given(ListArguments._fields, arguments)
+    rule = dataclasses.replace(rule, results=chosen)
+    found = _operator_rule(rule, labels, given, fixed, is_batched=is_batched)
+    if method == "routing":
+        return found
+    lists = _list_labels(_moba_rule(query, key, "forward", (True,) * 11, **sizes))
+    if indices is None or not arguments.is_causal:
+        lists["own"] = _WHOLE
+    alike = frozenset(i for i, dims in enumerate(lists.values()) if dims[0] != lists["offsets"][0])
+    return dataclasses.replace(found, rule=dataclasses.replace(found.rule, results=tuple(lists.values())), alike=alike)
+
+
+def _moba_attention(method: str, *values: Any) -> OperatorRule:
+    results = _RESULTS if method == "backward" else ()
+    arguments: Any = AttentionArguments(*values[len(results) :])
+    query, key = arguments[:2]
+    tokens = max(math.prod(query.shape[:-2]), 1)
+    slots = arguments.entries.shape[-1] // tokens
+    rule = _moba_rule(
+        query, key, method, (True,) * (11 + len(results)), num_blocks=arguments.blocks.shape[0], slots=slots
+    )
+    names = (*AttentionArguments._fields[:11], *results)
+    fixed = _list_labels(rule)
+    labels = {name: dims for name, dims in zip(names, rule.operands, strict=True) if name not in fixed}
+    given = _given((*results, *AttentionArguments._fields), values)
+    found = _operator_rule(rule, labels, given, fixed, is_batched=query.ndim == 4)
+    anchors = tuple(number for number, name in enumerate(given) if name in fixed)
+    return dataclasses.replace(
+        found, rule=dataclasses.replace(found.rule, anchors=anchors, is_anchored=True), remedy=_LISTS
+    )
+
+
+def _paged_problem(arguments: Any) -> PagedProblem:
+    pages = arguments.key_pages
+    return PagedProblem(
+        batch=arguments.kv_lengths.shape[0],
+        query_tokens=0,
+        query_heads=arguments.query.shape[-2],
+        key_heads=pages.shape[2],
+        head_dim=pages.shape[-1],
+        value_dim=arguments.value_pages.shape[-1],
+        query_dtype="",
+        key_dtype="",
+        value_dtype="",
+        output_dtype="",
+        num_pages=pages.shape[0],
+        page_size=pages.shape[1],
+        max_pages=0,
+        scale=1.0,
+        has_page_table=arguments.page_table is not None,
+    )
+
+
+def _paged(*values: Any) -> OperatorRule:
+    arguments: Any = PagedArguments(*values)
+    problem = _paged_problem(arguments)
+    found = _pool_rule(_given(PagedArguments._fields, values), functools.partial(paged.rule, problem, None, ""))
+    if arguments.query_offsets is None:
+        return found
+    # Packed queries have no axis of batch rows. Devices with some of the rows would give parts of a sum, of which a
+    # log-sum-exp is none.
+    rule = dataclasses.replace(found.rule, independent=found.rule.independent - {"rows"})
+    return dataclasses.replace(found, rule=rule)
+
+
+def _moba_paged(*values: Any) -> OperatorRule:
+    arguments: Any = MoBAPagedArguments(*values)
+    problem = MoBAPagedProblem(
+        paged=_paged_problem(arguments),
+        block_size=arguments.block_size,
+        max_blocks=arguments.key_centroids.shape[1],
+        slots=0,
+    )
+    return _pool_rule(_given(MoBAPagedArguments._fields, values), functools.partial(paged.rule, problem, None, ""))
+
+
+def _append(*values: Any) -> OperatorRule:
+    arguments: Any = AppendArguments(*values)
+    key, pages = arguments.key, arguments.key_pages
+    problem = AppendProblem(
+        tokens=0,
+        batch=arguments.kv_lengths.shape[0],
+        query_tokens=None if arguments.query_offsets is not None else 0,
+        key_heads=key.shape[-2],
+        head_dim=key.shape[-1],
+        value_dim=arguments.value.shape[-1],
+        dtype="",
+        key_dtype="",
+        value_dtype="",
+        num_pages=pages.shape[0],
+        page_size=pages.shape[1],
+        max_pages=0,
+        has_page_table=arguments.page_table is not None,
+        key_scale="none" if arguments.key_scale_pages is None else "token",
+        value_scale="none" if arguments.value_scale_pages is None else "token",
+        block_size=None if arguments.key_centroids is None else 0,
+    )
+    found = _pool_rule(_given(AppendArguments._fields, values), functools.partial(append.rule, problem, None))
+    # The operator writes where it is told to and returns nothing.
+    return dataclasses.replace(found, rule=dataclasses.replace(found.rule, results=()))
+
+
+def _pool_rule(given: Mapping[str, Operand], rule_of: Callable[[Mapping[str, Operand]], Rule]) -> OperatorRule:
+    """The rule of a call that reads or writes a cache, whose tensors are as in JAX; a cache never moves."""
+    order = append.OPERANDS if "value" in given else paged.OPERANDS
+    by_name = {name.removesuffix("_pages") if "scale" in name else name: x for name, x in given.items()}
+    rule = rule_of({name: by_name[name] for name in order if name in by_name})
+    labels = dict(zip([name for name in order if name in by_name], rule.operands, strict=True))
+    numbers = list(by_name)
+    anchors = {list(labels)[i] for i in rule.anchors}
+    anchors |= {name for name, x in by_name.items() if name.endswith("_scale") and x.ndim == 3}
+    shared = [number for number, name in enumerate(numbers) if name in _SHARED and name not in anchors]
+    rule = dataclasses.replace(
+        rule,
+        operands=tuple(labels[name] for name in numbers),
+        anchors=tuple(number for number, name in enumerate(numbers) if name in anchors),
+    )
+    return OperatorRule(rule, frozenset(shared), "rows", _CACHE)
+
+
+def _operator_rule(
+    rule: Rule,
+    labels: Mapping[str, tuple[Dim, ...]],
+    given: Mapping[str, Operand],
+    fixed: Mapping[str, tuple[Dim, ...]],
+    *,
+    is_batched: bool,
+) -> OperatorRule:
+    """The rule of a call of an operator, from that of the canonical one.
+
+    Args:
+        rule: of the canonical call.
+        labels: those of its operands.
+        given: the operands of the operator, in the order of its schema.
+        fixed: labels of operands that are not those of the canonical call.
+        is_batched: whether there is an axis of batch rows.
+    """
+    operands = [
+        fixed[name] if name in fixed else _stored(labels[name], x) if is_batched else labels[name]
+        for name, x in given.items()
+    ]
+    results = [_apart(dims) if is_batched else dims for dims in rule.results]
+    return OperatorRule(
+        dataclasses.replace(rule, operands=tuple(operands), results=tuple(results)),
+        frozenset(number for number, name in enumerate(given) if name in _SHARED),
+        _ROWS if is_batched else None,
+    )
+
+
+def _given(names: Sequence[str], values: Sequence[Any]) -> dict[str, Operand]:
+    """The operands among the arguments, by name."""
+    return {name: x for name, x in zip(names, values, strict=True) if isinstance(x, Operand)}
+
+
+def _apart(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The labels of an array whose batch rows have an axis of their own."""
+    first = dims[0]
+    return (first[:1], first[1:], *dims[1:]) if first[:1] == (_ROWS,) else dims
+
+
+def _stored(dims: tuple[Dim, ...], x: Operand) -> tuple[Dim, ...]:
+    """The labels of a tensor of a call with batch rows, of which `dims` are the labels in a canonical call."""
+    if x.ndim > len(dims):
+        return _apart(dims)
+    # Tables and positions without an axis of batch rows serve all of them.
+    return (tuple(label for label in dims[0] if label != _ROWS), *dims[1:])
+
+
+RULES: Mapping[str, RuleOf] = {
+    "block_diagonal_forward": functools.partial(_block_diagonal, "forward"),
+    "block_diagonal_backward": functools.partial(_block_diagonal, "backward"),
+    "block_diagonal_packed_backward": functools.partial(_block_diagonal, "backward"),
+    "moba_routing": functools.partial(_moba_choice, "routing"),
+    "moba_lists": functools.partial(_moba_choice, "lists"),
+    "moba_forward": functools.partial(_moba_attention, "forward"),
+    "moba_backward": functools.partial(_moba_attention, "backward"),
+    "key_convolution_forward": functools.partial(_key_convolution, "forward"),
+    "key_convolution_backward": functools.partial(_key_convolution, "backward"),
+    "paged_attention": _paged,
+    "moba_paged_attention": _moba_paged,
+    "append_to_pages": _append,
+}
+"""By the name of an operator, from its arguments to its rule."""

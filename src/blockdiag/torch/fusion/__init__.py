@@ -1,0 +1,1 @@
+"""`fuse` for torch: traced JAX programs whose regions torch launches."""

@@ -1,0 +1,189 @@
+"""A traced function as steps on tensors: regions as launches, and JAX where there is more to compute around them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.extend import core
+
+from blockdiag.fusion.frontend.nested_programs import CHECKPOINTS, bodies_of
+from blockdiag.fusion.frontend.trace import aval_of, flat_jaxpr
+from blockdiag.fusion.ir.tree import Region
+from blockdiag.interop.dlpack import to_torch
+from blockdiag.interop.torch_launch import device_target
+from blockdiag.interop.wrap import wrap_jax
+from blockdiag.torch.fusion.equations import computation_of
+from blockdiag.torch.fusion.nested_programs import Body, inner_of, is_launched
+from blockdiag.torch.fusion.random_keys import data_of, is_key
+from blockdiag.torch.fusion.region import Bind, mark, region_p
+from blockdiag.torch.fusion.split import Segment, Split, variables_of
+from blockdiag.triton_kernels.launch.plan import Target
+
+type Compute = Callable[..., Sequence[torch.Tensor]]
+
+
+class Traced(Protocol):
+    """A traced call, such as `blockdiag.fusion.api.Program`.
+
+    Attributes:
+        arguments: the shapes and dtypes of its arrays.
+        structure: of its results.
+    """
+
+    @property
+    def arguments(self) -> Sequence[Any]: ...
+    @property
+    def structure(self) -> Any: ...
+    def evaluate(self, arguments: Sequence[Any], compute: Callable[..., tuple[Any, Any]], /) -> list[Any]:
+        """Return the results as a flat list; `compute` gives those of regions, and their log-sum-exp."""
+        ...
+
+
+def marked(program: Traced, *, has_gradient: bool) -> core.ClosedJaxpr:
+    """The program with `region_p` in place of regions; flat.
+
+    Args:
+        has_gradient: whether backward kernels are wanted.
+    """
+
+    def with_marks(*arrays: Any) -> list[Any]:
+        def compute(region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
+            return mark(region, leaves, value, has_gradient=has_gradient, has_log_sum=has_log_sum)
+
+        return program.evaluate(arrays, compute)
+
+    return flat_jaxpr(with_marks, *program.arguments, keep=CHECKPOINTS)[0]
+
+
+class TorchProgram:
+    """A traced call on one device.
+
+    Args:
+        program: a traced call.
+        device: of all tensors.
+        bind: makes a launch ready.
+        has_gradient: whether gradients will be asked for.
+    """
+
+    def __init__(self, program: Traced, device: torch.device, bind: Bind, *, has_gradient: bool) -> None:
+        self._structure = program.structure
+        target = device_target(device.index) if device.type == "cuda" and device.index is not None else None
+        jaxpr = marked(program, has_gradient=has_gradient)
+        if any(is_key(aval_of(x)) for x in jaxpr.jaxpr.outvars):
+            raise TypeError("the function returns a key, which torch has not; return jax.random.key_data of it")
+        self._steps = _Steps(jaxpr, device, bind, target)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The results, as the function returns them: tensors of their own.
+
+        Args:
+            tensors: the arguments that are arrays.
+        """
+        results = self._steps(*tensors)
+        own = [x.clone() if is_shared else x for x, is_shared in zip(results, self._steps.shared, strict=True)]
+        return jax.tree.unflatten(self._structure, own)
+
+
+class _Steps:
+    """A flat program with `region_p`, as steps on tensors.
+
+    Args:
+        program: the program.
+        device: of all tensors.
+        bind: makes a launch ready.
+        target: the GPU, None for the interpreter.
+
+    Attributes:
+        shared: which results may lie in the memory of an argument, of a constant or of an earlier result.
+    """
+
+    def __init__(self, program: core.ClosedJaxpr, device: torch.device, bind: Bind, target: Target | None) -> None:
+        self._device, self._bind, self._target = device, bind, target
+        split = Split(program)
+        results = program.jaxpr.outvars
+        # A call's values lie in a list: arguments, constants, and what the steps make, in order.
+        self._slots: dict[Any, int] = {}
+        self._make_slots(program.jaxpr.invars)
+        self._known = dict(split.constants)
+        for operands in (results, *split.region_operands()):
+            self._known |= {
+                _key(x): jnp.asarray(x.val, aval_of(x).dtype) for x in operands if isinstance(x, core.Literal)
+            }
+        self._make_slots(self._known)
+        self._constants = [to_torch(data_of(jnp.asarray(x))).to(device, copy=True) for x in self._known.values()]
+        self._steps: list[tuple[Compute, tuple[int, ...]]] = []
+        # Results of loops and the like that may be what these were given.
+        self._borrowed: set[core.Var] = set()
+        for part in split.parts:
+            self._add(part)
+        self._results = [self._slots[_key(x)] for x in results]
+        self.shared = self._find_shared(split, results)
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        values = [*tensors, *self._constants]
+        for compute, given in self._steps:
+            values += compute(*[values[slot] for slot in given])
+        return [values[slot] for slot in self._results]
+
+    def _find_shared(self, split: Split, results: Sequence[Any]) -> list[bool]:
+        shared, owners = [], set()
+        for x in results:
+            owner = None if isinstance(x, core.Literal) else split.owner_of(x)
+            is_new = owner is not None and split.is_new(owner) and owner not in self._borrowed | owners
+            owners |= {owner} if is_new else set()
+            shared.append(not is_new)
+        return shared
+
+    def _make_slots(self, values: Iterable[Any]) -> None:
+        for x in values:
+            self._slots[x] = len(self._slots)
+
+    def _add(self, part: Segment | core.JaxprEqn) -> None:
+        inputs: Sequence[Any]
+        compute: Compute | None
+        if isinstance(part, Segment):
+            inputs, outputs, compute = part.inputs, part.outputs, _InJax(part)
+        elif part.primitive is region_p:
+            compute = part.params["steps"].bound(self._bind, self._target)
+            inputs, outputs = part.invars, part.outvars
+        elif is_launched(part):
+            inner, inputs = self._inner(part)
+            compute, outputs = inner, part.outvars
+            self._borrowed |= {var for var, is_shared in zip(outputs, inner.shared, strict=True) if is_shared}
+        else:
+            # Numbers are a part of what is computed.
+            inputs, outputs, compute = variables_of(part.invars), part.outvars, computation_of(part)
+        assert compute is not None
+        self._steps.append((compute, tuple(self._slots[_key(x)] for x in inputs)))
+        self._make_slots(outputs)
+
+    def _inner(self, equation: core.JaxprEqn) -> tuple[Body, Sequence[Any]]:
+        """What an equation with regions inside computes, and of which operands."""
+        bodies, *_ = bodies_of(equation)
+        index = self._known.get(_key(equation.invars[0])) if equation.primitive.name == "cond" else None
+        if index is not None:
+            # Which branch it is depends on no argument.
+            return self._within(bodies[int(index)]), equation.invars[1:]
+        return inner_of(equation, list(map(self._within, bodies)), self._device), equation.invars
+
+    def _within(self, body: core.ClosedJaxpr) -> "_Steps":
+        flat, _ = flat_jaxpr(core.jaxpr_as_fun(body), *body.in_avals, keep=CHECKPOINTS)
+        return _Steps(flat, self._device, self._bind, self._target)
+
+
+def _key(x: Any) -> Any:
+    """What stands for an operand where values are looked up: numbers are no keys."""
+    return id(x) if isinstance(x, core.Literal) else x
+
+
+class _InJax:
+    """A segment as a function of tensors, with autograd."""
+
+    def __init__(self, segment: Segment) -> None:
+        has_gradient = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in segment.outputs)
+        self._wrapped = wrap_jax(segment.function, differentiable=None if has_gradient else False)
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._wrapped(*tensors)

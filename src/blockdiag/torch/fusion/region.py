@@ -1,0 +1,395 @@
+"""A fused region in torch: its generated kernels as launches, and their derivative."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.extend import core
+
+from blockdiag.fusion.codegen.delta import delta_source
+from blockdiag.fusion.codegen.kernels import Output, Source
+from blockdiag.fusion.ir.tree import DISTANCE, Dim, Region
+from blockdiag.fusion.lowering.tile_program import result_array
+from blockdiag.fusion.runtime.triton import (
+    Kernel,
+    arranged,
+    arrays_by_name,
+    backward_kernels,
+    forward_kernel,
+    hopper_kernels,
+    joint_kernel,
+    kernel_of,
+)
+from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
+from blockdiag.torch.ops.block_diagonal.native import dense
+from blockdiag.triton_kernels.launch.plan import KernelSpec, LaunchPlan, Pointer, Target, TensorSpec
+from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
+
+type Tensors = tuple[torch.Tensor, ...]
+type Bind = Callable[[KernelSpec], Callable[[Tensors], Tensors]]
+"""Makes a launch ready to be called with dense tensors."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How the gradient of an operand follows from what a kernel wrote.
+
+    Attributes:
+        operand: its place.
+        dims: what the axes of the written array stand for.
+        sizes: of the labels of `dims`.
+        target: what the axes of the operand stand for.
+        shape: of the operand.
+        dtype: of the operand.
+    """
+
+    operand: int
+    dims: tuple[Dim, ...]
+    sizes: Mapping[str, int]
+    target: tuple[Dim, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def finished(self, written: torch.Tensor) -> torch.Tensor:
+        """The gradient: sums of parts, in the place that the region reads."""
+        if self.dims == self.target:
+            return written.to(self.dtype)
+        dims = self.dims
+        if ("diagonals",) in dims:
+            written, dims = _by_distance(written, self.sizes["q"], self.sizes["k"]), (*dims[:-3], (DISTANCE,))
+        labels = _labels(dims)
+        parts = written.reshape([self.sizes[label] for label in labels])
+        wanted = _labels(self.target)
+        summed = [axis for axis, label in enumerate(labels) if label not in wanted]
+        if summed:
+            parts = parts.sum(summed)
+        kept = [label for label in labels if label in wanted]
+        parts = parts.permute([kept.index(label) for label in wanted]).to(self.dtype)
+        index = tuple(dim if isinstance(dim, int) else slice(None) for dim in self.target)
+        if not any(isinstance(dim, int) for dim in self.target):
+            return parts.reshape(self.shape)
+        # The region reads one index of some axes.
+        whole = parts.new_zeros(self.shape)
+        whole[index] = parts.reshape(whole[index].shape)
+        return whole
+
+
+def _by_distance(parts: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
+    """The gradient by distance from what a kernel wrote, as `fusion.diagonals.distance_gradient` has it."""
+    size = parts.shape[-1] // 2
+    parts = parts.sum(-3)
+    low, high = (
+        torch.nn.functional.pad(x, (0, 0, *ends))
+        for x, ends in zip(parts.split(size, -1), ((0, 1), (1, 0)), strict=True)
+    )
+    first = -(-keys // size) * size - (keys - 1)
+    return (low + high).flatten(-2)[..., first : first + rows + keys - 1]
+
+
+def _labels(dims: Sequence[Dim]) -> list[str]:
+    return [label for dim in dims if isinstance(dim, tuple) for label in dim]
+
+
+@dataclass(frozen=True)
+class DeltaLaunch:
+    """The launch that makes "delta"; a KernelSpec.
+
+    Attributes:
+        output: of the result and of its cotangent.
+    """
+
+    source: Source
+    output: TensorSpec
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return self.source.name
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The result and its cotangent."""
+        return (self.output, self.output)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch writes."""
+        return tuple(TensorSpec(x.shape, x.dtype) for x in self.source.outputs)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch on `target`."""
+        del target
+        arguments = {f"p_{name}": Pointer("input", i) for i, name in enumerate(self.source.inputs)}
+        arguments |= {f"p_{x.name}": Pointer("output", i) for i, x in enumerate(self.source.outputs)}
+        return LaunchPlan(
+            name=self.name,
+            kernel=kernel_of(self.source.text, self.name),
+            grid=self.source.grid,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=arguments,
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A launch of a region.
+
+    Attributes:
+        launch: its kernel and arrays.
+        inputs: places among the operands, and names of what the region itself makes: "output", "log_sum", "cotangent"
+            and "delta".
+        gradients: of each array that it writes; None where that is no gradient of an operand.
+        has_delta: whether it makes "delta" itself, as the last array that it writes, for the launches after it.
+    """
+
+    launch: KernelSpec
+    inputs: tuple[int | str, ...]
+    gradients: tuple[Gradient | None, ...]
+    has_delta: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """The launches of a region.
+
+    Attributes:
+        forward: writes the result and the log-sum-exp.
+        delta: makes "delta", where a backward launch reads it.
+        backward: write gradients; none where they were not asked for.
+        on_hopper: in the place of `backward` there, where the gradient of a bias is needed that stays in shared memory.
+        cotangent: dtype of the cotangent that backward launches read.
+        has_log_sum: whether the log-sum-exp is a result, too.
+    """
+
+    forward: Step
+    delta: Step | None
+    backward: tuple[Step, ...]
+    on_hopper: tuple[Step, ...]
+    cotangent: torch.dtype
+    has_log_sum: bool
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """The result, and the log-sum-exp where that is one."""
+        return self.forward.launch.outputs[: 2 if self.has_log_sum else 1]
+
+    def bound(self, bind: Bind, target: Target | None) -> "BoundRegion":
+        """Return the launches on one device; see `BoundRegion`."""
+        return BoundRegion(self, bind, target)
+
+
+region_p = core.Primitive("blockdiag_fused_region")
+"""Stands for a region in a program that is split, never run: its operands are the arrays that its kernels read."""
+region_p.multiple_results = True
+
+
+@region_p.def_abstract_eval
+def _abstract_region(*avals: Any, steps: Steps) -> Any:
+    del avals
+    return [jax.core.ShapedArray(x.shape, jnp.dtype(x.dtype)) for x in steps.results]
+
+
+def mark(
+    region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: bool, has_log_sum: bool
+) -> tuple[Any, Any]:
+    """The result of a region as `region_p` of its arranged arrays and its lists of tiles; to be traced.
+
+    Args:
+        has_gradient: whether backward kernels are wanted.
+        has_log_sum: whether the log-sum-exp [batch.., q] is wanted, too; else None is in its place.
+    """
+    inner, change = arranged(region)
+    arrays = arrays_by_name(change, leaves, value)
+    constant = {name: jax.lax.stop_gradient(x) for name, x in arrays.items()}
+    groups = [[forward_kernel(inner, constant)], backward_kernels(inner, constant) if has_gradient else [], []]
+    joint = joint_kernel(inner) if has_gradient else None
+    if joint is not None:
+        groups[-1] = hopper_kernels(inner, constant, joint)
+    kernels = list(itertools.chain(*groups))
+    names = {name for kernel in kernels for name in kernel.source.inputs}
+    operands = {name: x for name, x in arrays.items() if name in names}
+    places = {name: place for place, name in enumerate(operands)}
+    arguments = list(operands.values())
+    made = _made(kernels[0], value.dtype)
+    steps: list[Step] = []
+    for kernel in kernels:
+        inputs: list[int | str] = []
+        for name in kernel.source.inputs:
+            if name in kernel.live:
+                # Kernels of equal tiles have the same lists.
+                found = [i for i, x in enumerate(arguments) if x is kernel.live[name]]
+                inputs.append(found[0] if found else len(arguments))
+                arguments += [] if found else [kernel.live[name]]
+            else:
+                inputs.append(places.get(name, name))
+        specs = [made[x] if isinstance(x, str) else _spec(arguments[x]) for x in inputs]
+        gradients = tuple(_gradient(inner, x, places) for x in kernel.source.outputs)
+        has_delta = kernel.source.outputs[-1].name == "delta"
+        steps.append(Step(kernel.launch(specs), tuple(inputs), gradients, has_delta))
+    delta = None
+    if any("delta" in step.inputs for step in steps):
+        delta = Step(DeltaLaunch(delta_source(inner), made["output"]), ("output", "cotangent"), (None,))
+    left = iter(steps)
+    (forward,), backward, on_hopper = (tuple(itertools.islice(left, len(group))) for group in groups)
+    marker = Steps(forward, delta, backward, on_hopper, _tensor_dtype(value.dtype), has_log_sum)
+    output, *rest = region_p.bind(*arguments, steps=marker)
+    return result_array(region, output) if change.changes_result else output, rest[0] if rest else None
+
+
+def _made(forward: Kernel, value_dtype: Any) -> dict[str, TensorSpec]:
+    """Of what the region makes itself."""
+    output, log_sum = (TensorSpec(x.shape, x.dtype) for x in forward.source.outputs)
+    cotangent = TensorSpec(output.shape, jnp.dtype(value_dtype).name)
+    return {"output": output, "log_sum": log_sum, "delta": log_sum, "cotangent": cotangent}
+
+
+def _spec(x: Any) -> TensorSpec:
+    return TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name)
+
+
+def _tensor_dtype(dtype: Any) -> torch.dtype:
+    return TENSOR_DTYPES[jnp.dtype(dtype)]
+
+
+def _gradient(inner: Region, written: Output, places: Mapping[str, int]) -> Gradient | None:
+    name = written.name.removeprefix("grad").removeprefix("_")
+    name = f"leaf{name}" if name.isdigit() else name
+    if name not in places:
+        # The result, and gradients of what is no array: positions.
+        return None
+    source, target = inner.value, inner.value_dims
+    if name != "value":
+        leaf = inner.leaves[int(name.removeprefix("leaf"))]
+        source, target = leaf.source, leaf.dims
+    sizes = dict(inner.sizes)
+    for dim, size in zip(written.dims, written.shape, strict=True):
+        if isinstance(dim, tuple) and len(dim) == 1:
+            # Numbers of tiles are known here only.
+            sizes[dim[0]] = size
+    return Gradient(places[name], written.dims, sizes, target, tuple(source.shape), _tensor_dtype(source.dtype))
+
+
+class BoundRegion:
+    """The launches of a region on one device.
+
+    Args:
+        bind: makes a launch ready; called for each launch when it first runs.
+        target: the GPU, None for the interpreter.
+    """
+
+    def __init__(self, steps: Steps, bind: Bind, target: Target | None) -> None:
+        self.steps = steps
+        self._target = target
+        self._bind = bind
+        self._bound: dict[int, Callable[[Tensors], Tensors]] = {}
+
+    def __call__(self, *operands: torch.Tensor) -> Tensors:
+        """The results."""
+        operands = tuple([dense(x) for x in operands])
+        if torch.is_grad_enabled() and any([x.requires_grad for x in operands]):
+            return _Region.apply(self, *operands)
+        return self.run(self.steps.forward, operands, {})[: len(self.steps.results)]
+
+    def run(self, step: Step, operands: Tensors, made: Mapping[str, torch.Tensor]) -> Tensors:
+        """What one launch writes."""
+        launch = self._bound.get(id(step))
+        if launch is None:
+            launch = self._bound[id(step)] = self._bind(step.launch)
+        return launch(tuple([made[x] if isinstance(x, str) else operands[x] for x in step.inputs]))
+
+    def backward(
+        self,
+        operands: Tensors,
+        output: torch.Tensor,
+        log_sum: torch.Tensor,
+        cotangent: torch.Tensor | None,
+        log_sum_cotangent: torch.Tensor | None,
+        needed: Any,
+    ) -> list[torch.Tensor | None]:
+        """The gradient of each operand that is needed, None of others; a cotangent that is None is 0."""
+        steps = self.steps
+        cotangent = torch.zeros_like(output) if cotangent is None else dense(cotangent)
+        made = {"output": output, "log_sum": log_sum, "cotangent": cotangent}
+        # The joint launch makes its delta of what it knows.
+        launches = self.backward_steps(needed) if log_sum_cotangent is None else steps.backward
+        if steps.delta is not None and not launches[0].has_delta:
+            (made["delta"],) = self.run(steps.delta, (), made)
+            if log_sum_cotangent is not None:
+                made["delta"] -= log_sum_cotangent
+        made["cotangent"] = cotangent.to(steps.cotangent)
+        found: list[torch.Tensor | None] = [None] * len(operands)
+        for step in launches:
+            wanted = [gradient is not None and needed[gradient.operand] for gradient in step.gradients]
+            if not any(wanted):
+                continue
+            results = self.run(step, operands, made)
+            if step.has_delta:
+                made["delta"] = results[-1]
+            for gradient, written, is_wanted in zip(step.gradients, results, wanted, strict=True):
+                if gradient is not None and is_wanted:
+                    found[gradient.operand] = gradient.finished(written)
+        return found
+
+    def backward_steps(self, needed: Any) -> tuple[Step, ...]:
+        """The launches for the gradients that are needed: a joint one does not pay where half of what it makes is."""
+        steps = self.steps.on_hopper
+        if not steps or self._target is None or not has_hopper_kernels(self._target.arch):
+            return self.steps.backward
+        is_needed = all(gradient is None or needed[gradient.operand] for gradient in steps[0].gradients)
+        return steps if is_needed else self.steps.backward
+
+
+class _Region(torch.autograd.Function):
+    """A region, and its backward launches as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, region: BoundRegion, *operands: torch.Tensor) -> Tensors:
+        output, log_sum = region.run(region.steps.forward, operands, {})
+        ctx.region = region
+        ctx.save_for_backward(*operands, output, log_sum)
+        ctx.set_materialize_grads(False)
+        return (output, log_sum)[: len(region.steps.results)]
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, cotangent: torch.Tensor | None, log_sum_cotangent: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        *operands, output, log_sum = ctx.saved_tensors
+        cotangents = (cotangent, log_sum_cotangent)
+        arguments = (ctx.region, ctx.needs_input_grad[1:], *cotangents, output, log_sum, *operands)
+        if torch.is_grad_enabled():
+            return None, *_RegionGradient.apply(*arguments)
+        return None, *_gradients(*arguments)
+
+
+class _RegionGradient(torch.autograd.Function):
+    """Gradients with `create_graph=True`: nothing is wrong until somebody differentiates them."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor | None, ...]:
+        del ctx
+        return tuple(_gradients(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            "second derivatives of a fused function are not available; take them in JAX, of the function as it stands"
+        )
+
+
+def _gradients(
+    region: BoundRegion,
+    needed: Sequence[bool],
+    cotangent: torch.Tensor | None,
+    log_sum_cotangent: torch.Tensor | None,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
+    *operands: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    refuse_several([x for x in (cotangent, log_sum_cotangent) if x is not None])
+    return region.backward(operands, output, log_sum, cotangent, log_sum_cotangent, needed)

@@ -1,0 +1,1 @@
+"""The registered torch operators, one package an operation."""

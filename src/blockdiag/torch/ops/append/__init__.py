@@ -1,0 +1,1 @@
+"""Appending to a paged cache for torch."""

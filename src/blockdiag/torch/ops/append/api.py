@@ -1,0 +1,305 @@
+"""Appending to a paged cache for torch: the public function and the registered operators that it calls."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from blockdiag.common import validation
+from blockdiag.ops.append.checks import describe_append_call
+from blockdiag.ops.append.problem import AppendProblem
+from blockdiag.torch import nested
+from blockdiag.torch.dtensor import registration
+from blockdiag.torch.ops.block_diagonal import operators as _ops  # noqa: F401 - _ops defines the library that this one adds to
+from blockdiag.torch.ops.paged.call import (
+    as_tensor_scale,
+    check_devices,
+    check_layout,
+    check_tensors,
+    check_via,
+    describe_tensors,
+    inference_error,
+    is_absent,
+    names_of,
+    refuse_tangents,
+    wants_gradient,
+)
+from blockdiag.torch.rotary import Rotary, rotary_of
+from blockdiag.triton_kernels.append.plans import takes_rows
+
+_TENSORS = 16
+"""The first arguments of the operators are tensors."""
+
+# What options of calls are that can be told from each other without being checked first.
+_PLAIN_OPTIONS = {int, str, type(None)}
+
+
+def append_to_pages(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor | None,
+    kv_lengths: torch.Tensor,
+    *,
+    query_lengths: torch.Tensor | None = None,
+    query_offsets: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    key_scale: torch.Tensor | float | None = None,
+    value_scale: torch.Tensor | float | None = None,
+    key_centroids: torch.Tensor | None = None,
+    block_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Write the keys and values of new tokens into the pages that `paged_attention` reads, in place.
+
+    The torch twin of `blockdiag.append_to_pages`: the same arguments and meaning, on CUDA the very same Triton kernel,
+    launched on the current stream without JAX and without ever waiting for the device. Where the JAX function returns
+    new arrays, this one changes the tensors, and returns them. It is a registered operator, which says what it changes:
+    `torch.compile` with full graphs and dynamic shapes and CUDA graphs work. Through JAX, and so on the CPU, arrays are
+    computed anew and copied into the tensors, which takes time in proportion to the pool.
+
+    Token t of the q new ones of sequence b goes to position ``kv_lengths[b] - q + t``, which is row
+    ``position % page_size`` of page ``page_table[b, position // page_size]``. Nothing else changes. Two tokens must not
+    have one place.
+
+    For inference: a tensor that autograd follows raises a TypeError at once. Of DTensors, heads may be sharded, and
+    batch rows of a contiguous cache. Each process writes to what it holds; new tokens that lie otherwise are gathered.
+
+    Args:
+        key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and
+            [rows, K, V] with `query_offsets`. Of one dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
+            float8_e5m2. Copied where they are not contiguous (or not aligned to 16 bytes).
+        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous, each of the dtype
+            of `key`, or of eight bits.
+        page_table: int32 [B, max_pages], numbers of pages. Checked on the CPU; on a GPU nothing is written where they
+            lie outside [0, P). None for a contiguous cache, [B, S, K, H].
+        kv_lengths: int32 [B], keys of each sequence once the new ones are there. Checked on the CPU; on a GPU tokens
+            before position 0 or after the last page are not written.
+        query_lengths: int32 [B], how many of the T tokens each sequence has, the first ones; all when None.
+        query_offsets: int32 [B + 1], for packed tokens: sequence b has rows [offsets[b], offsets[b + 1]).
+        rotary: rotary embedding of the key; its `positions` are those of the tokens in their sequences unless given.
+        key_scale, value_scale: a number, or float32 of shape [] or [B, K]: what each key or value is divided by. Or
+            contiguous pages of scales, float32 [P, page_size, K], beside pages of eight bits: then the scale of each
+            new token and head is computed and written to its place.
+        key_centroids: float32 [B, max_blocks, K, H], contiguous, the mean key of each block of a sequence: those of
+            blocks whose last key is new are written.
+        block_size: keys of a block; with `key_centroids`.
+        implementation, via: who computes it, see `paged_attention`.
+
+    Returns:
+        Every tensor that was written, in the order of the arguments: key_pages, value_pages, then key_scale and
+        value_scale where they are pages, then key_centroids where they were given.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        TypeError: autograd follows one of the tensors.
+
+    References:
+        Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+        Caches of eight bits: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import append_to_pages
+        >>> key_pages, value_pages = torch.zeros(2, 10, 16, 2, 64).unbind()
+        >>> page_table = torch.tensor([[7, 1, 4], [0, 9, 9]], dtype=torch.int32)
+        >>> key = value = torch.ones(2, 1, 2, 64)
+        >>> lengths = torch.tensor([17, 1], dtype=torch.int32)
+        >>> pages = append_to_pages(key, value, key_pages, value_pages, page_table, lengths)
+        >>> torch.argwhere(key_pages[:, :, 0, 0] == 1).tolist()
+        [[0, 0], [1, 0]]
+    """
+    check_via(via)
+    names = names_of(implementation)
+    tables, letters = rotary_of(rotary)
+    key_scale, key_scale_pages = _apart(key_scale)
+    value_scale, value_scale_pages = _apart(value_scale)
+    arguments = AppendArguments(
+        key, value, key_pages, value_pages, page_table, kv_lengths, query_lengths, query_offsets, *tables,
+        key_scale, value_scale, key_scale_pages, value_scale_pages, key_centroids, letters, block_size,
+        ",".join(names),
+    )  # fmt: skip
+    refuse_tangents("append_to_pages", arguments.tensors)
+    if wants_gradient(arguments.tensors):
+        raise inference_error("append_to_pages")
+    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    is_native = via is None and (not names or names[0] == "triton")
+    if not torch.compiler.is_compiling():
+        if is_native and isinstance(key, torch.Tensor) and key.is_cuda and _append_natively(arguments):
+            return arguments.written
+        arguments = _checked(arguments, implementation)
+    if type(key) is not torch.Tensor:
+        registration.prepare(key)
+    if is_native and key.is_cuda:
+        is_native = _takes(arguments)
+    scales = {name: as_tensor_scale(getattr(arguments, name), key) for name in ("key_scale", "value_scale")}
+    operators = torch.ops.blockdiag
+    operator = operators.append_to_pages if is_native else operators.append_to_pages_through_jax
+    operator(*arguments._replace(**scales))
+    return arguments.written
+
+
+class AppendArguments(NamedTuple):
+    """What the operators take, by name; see `append_to_pages`.
+
+    Attributes:
+        cos, sin, positions: the tensors of a rotary embedding.
+        key_scale, value_scale: scales that are given: tensors, or, for the native path and for checks, numbers.
+        key_scale_pages, value_scale_pages: scales that are computed and written.
+        rotary: the options of a rotary embedding as letters (see `Rotary.letters`); empty without.
+        implementation: names as for JAX with commas between them, empty for None.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_pages: torch.Tensor
+    value_pages: torch.Tensor
+    page_table: torch.Tensor | None
+    kv_lengths: torch.Tensor
+    query_lengths: torch.Tensor | None
+    query_offsets: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    positions: torch.Tensor | None
+    key_scale: torch.Tensor | float | None
+    value_scale: torch.Tensor | float | None
+    key_scale_pages: torch.Tensor | None
+    value_scale_pages: torch.Tensor | None
+    key_centroids: torch.Tensor | None
+    rotary: str
+    block_size: int | None
+    implementation: str
+
+    def key_of_call(self) -> tuple[Any, ...]:
+        """What decides about checks and launches: everything but the tensors' elements."""
+        options = self[_TENSORS:]
+        # True is 1 to a dictionary.
+        return (*describe_tensors(self[:_TENSORS]), *options, *map(type, options))
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors, None for those that are not given, and numbers for scales that are."""
+        return self[:_TENSORS]
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """Those that the call changes."""
+        given = self.key_pages, self.value_pages, self.key_scale_pages, self.value_scale_pages, self.key_centroids
+        return tuple([one for one in given if one is not None])
+
+    def to_rotary(self) -> Rotary | None:
+        """The rotary embedding that the arguments stand for."""
+        return Rotary.from_letters(self.rotary, self.cos, self.sin, self.positions)
+
+
+def _apart(scale: Any) -> tuple[Any, Any]:
+    """A scale as one that is given, and one that is computed: pages."""
+    return (None, scale) if isinstance(scale, torch.Tensor) and scale.ndim == 3 else (scale, None)
+
+
+def describe(arguments: AppendArguments) -> AppendProblem:
+    """Check the arguments and describe the call.
+
+    Raises:
+        ValueError: an argument is wrong; the same as the JAX function raises.
+    """
+    names = AppendArguments._fields
+    tensors = dict(zip(names, arguments.tensors, strict=False))
+    check_tensors(**{name: tensors[name] for name in names[:4]})
+    check_devices(**tensors)
+    given = {name: x for name, x in tensors.items() if name not in ("cos", "sin", "positions")}
+    for name in ("key_scale", "value_scale"):
+        pages = given.pop(f"{name}_pages")
+        given[name] = given[name] if pages is None else pages
+    problem = describe_append_call(**given, rotary=arguments.to_rotary(), block_size=arguments.block_size)
+    check_tensors(**{name: x for name, x in tensors.items() if not is_absent(x)})
+    check_layout(**dict(zip(problem.written, arguments.written, strict=True)))
+    return problem
+
+
+def _append_natively(arguments: AppendArguments) -> bool:
+    """The call without the dispatcher, for plain CUDA tensors in eager mode; False where it is not for this path."""
+    from blockdiag.torch.ops.append import native
+
+    tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
+    if not native.is_plain(*tensors) or not _PLAIN_OPTIONS.issuperset(map(type, arguments[_TENSORS:])):
+        return False
+    try:
+        native.append(arguments)
+    except native.Unsupported:
+        return False
+    except RuntimeError:
+        # Of nested tensors without the jagged layout torch has no shape.
+        nested.refuse(key=arguments.key, value=arguments.value)
+        raise
+    return True
+
+
+def _checked(arguments: AppendArguments, implementation: str | Sequence[str] | None) -> AppendArguments:
+    """The arguments in types that the operators' schemas know."""
+    if implementation is not None and arguments.implementation != "triton":
+        from blockdiag.common.dispatch import APPEND_IMPLEMENTATIONS, normalise_implementation
+
+        normalise_implementation(implementation, APPEND_IMPLEMENTATIONS)
+    describe(arguments)
+    return arguments._replace(block_size=validation.as_index(arguments.block_size))
+
+
+def _takes(arguments: AppendArguments) -> bool:
+    """Whether the kernel takes these dtypes and head sizes."""
+    tensors = {name: getattr(arguments, name) for name in ("key", "key_pages", "value_pages")}
+    dtypes = {name: _dtype_name(tensor) for name, tensor in tensors.items()}
+    table = None if arguments.cos is None else _dtype_name(arguments.cos)
+    return takes_rows(dtypes, table, arguments.key.shape[-1], arguments.value.shape[-1]) is None
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# The operators
+
+_SCHEMA = (
+    "(Tensor key, Tensor value, Tensor(a!) key_pages, Tensor(b!) value_pages, Tensor? page_table, Tensor kv_lengths, "
+    "Tensor? query_lengths, Tensor? query_offsets, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? key_scale, "
+    "Tensor? value_scale, Tensor(c!)? key_scale_pages, Tensor(d!)? value_scale_pages, Tensor(e!)? key_centroids, "
+    "str rotary, int? block_size, str implementation) -> ()"
+)
+
+# Kept alive: an operator is gone with its library.
+_library = torch.library.Library("blockdiag", "FRAGMENT")
+
+
+def _native(*values: Any) -> None:
+    from blockdiag.torch.ops.append import native
+
+    try:
+        native.append(AppendArguments(*values))
+    except native.Unsupported:
+        _through_jax(*values)
+
+
+def _through_jax(*values: Any) -> None:
+    from blockdiag.torch.ops.append import through_jax
+
+    through_jax.append(AppendArguments(*values))
+
+
+def _fake(*values: Any) -> None:
+    arguments = AppendArguments(*values)
+    check_devices(**dict(zip(AppendArguments._fields, arguments.tensors, strict=False)))
+
+
+def _define(name: str, tags: Sequence[torch.Tag], cuda: Callable[..., None]) -> None:
+    """There is no derivative: the public function refuses tensors that autograd follows."""
+    _library.define(name + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    _library.impl(name, _through_jax, "CPU")
+    _library.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"blockdiag::{name}", _fake, lib=_library)
+
+
+_define("append_to_pages", (), _native)
+_define("append_to_pages_through_jax", (torch.Tag.cudagraph_unsafe,), _through_jax)

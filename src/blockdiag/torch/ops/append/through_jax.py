@@ -1,0 +1,44 @@
+"""Appending to a paged cache of torch tensors through DLPack and JAX: on the CPU, and where JAX is asked for."""
+
+from typing import Any
+
+import blockdiag.common.rotary
+from blockdiag.common.dispatch import APPEND_IMPLEMENTATIONS, normalise_implementation, resolve
+from blockdiag.interop._lifetimes import same_device
+from blockdiag.interop.dlpack import to_torch
+from blockdiag.ops.append.api import Call, _append
+from blockdiag.torch.ops.append.api import AppendArguments, describe
+from blockdiag.torch.ops.paged.through_jax import given_names, precision, refuse_capture, to_arrays
+
+
+def append(arguments: AppendArguments) -> None:
+    """Write what is new: JAX's new arrays, copied into the tensors."""
+    with same_device(), precision(arguments.key, arguments.cos):
+        # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
+        problem = describe(arguments)
+        names = normalise_implementation(given_names(arguments.implementation), APPEND_IMPLEMENTATIONS)
+        resolve(problem, names)
+        refuse_capture(arguments.key.device)
+        results = [to_torch(x) for x in _append(Call(problem, names), _arrays(arguments))]
+        for target, result in zip(arguments.written, results, strict=True):
+            target.copy_(result)
+
+
+def _arrays(arguments: AppendArguments) -> dict[str, Any]:
+    """What the JAX function takes, by name."""
+    arrays = to_arrays(dict(zip(AppendArguments._fields, arguments.tensors, strict=False)))
+    for name in ("key_scale", "value_scale"):
+        pages = arrays.pop(f"{name}_pages")
+        arrays[name] = arrays[name] if pages is None else pages
+    tables = [arrays.pop(name) for name in ("cos", "sin", "positions")]
+    given, rotary = arguments.to_rotary(), None
+    if given is not None:
+        rotary = blockdiag.common.rotary.Rotary(
+            tables[0],
+            tables[1],
+            positions=tables[2],
+            per_token=given.per_token,
+            interleaved=given.interleaved,
+            apply_to=given.apply_to,
+        )
+    return arrays | {"rotary": rotary}

@@ -1,0 +1,1 @@
+"""Block-diagonal attention for torch."""

@@ -1,0 +1,334 @@
+"""Block-diagonal attention for torch: the public functions."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.autograd import forward_ad
+
+from blockdiag.common import validation
+from blockdiag.interop.private_torch import may_have_tangents
+from blockdiag.torch import nested
+from blockdiag.torch.context.parallel import ContextParallel, check_plain
+from blockdiag.torch.dtensor import registration
+from blockdiag.torch.ops.block_diagonal import operators  # noqa: F401 - operators registers the operators
+from blockdiag.torch.ops.block_diagonal.call import Arguments
+from blockdiag.torch.rotary import Rotary, rotary_of
+from blockdiag.triton_kernels.block_diagonal.plans import takes_operands
+
+
+def block_diagonal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int = 64,
+    sequence_offsets: torch.Tensor | None = None,
+    block_lengths: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
+) -> torch.Tensor:
+    """Self-attention in which every token attends within its own fixed-size block of its own sequence.
+
+    The torch twin of `blockdiag.block_diagonal_attention`: the same arguments and meaning, on CUDA the very same Triton
+    kernels, launched on the current stream without JAX. (Blocks of more than 256 rows are walked in chunks by the
+    kernels of smaller ones; `via="jax"` has the kernels of fused attention, as JAX.) It is a registered operator:
+    autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast, activation checkpointing and
+    DTensors sharded over batch or heads all work. Only query, key and value are kept for the backward pass. Repeatable
+    bit by bit. Second derivatives raise a NotImplementedError.
+
+    Args:
+        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
+            `block_lengths` describe; or a jagged nested tensor, as are key and value then. float16, bfloat16, float32
+            or float64, on a CPU or a CUDA device. Tensors that are not contiguous (or not aligned to 16 bytes) are
+            copied, in the forward and again in the backward pass.
+        key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
+        block_size: rows of a block, any positive number; with `block_lengths` the most rows of a block.
+        sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked
+            on the CPU; on a GPU that would wait for the device, and they are taken as JAX takes traced ones.
+        block_lengths: int32 [num_blocks], only for packed tensors and instead of `sequence_offsets`.
+        rotary: rotary embedding of query and key (or as it says), fused into both directions.
+        scale: positive factor on the scores; 1 / sqrt(H) when None.
+        is_causal: whether a token attends only to itself and earlier tokens of its block.
+        implementation: None for the native kernels on CUDA and "xla" through JAX elsewhere (and where the kernels do
+            not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference", "xla"
+            or "pallas" for JAX's implementation of that name; a sequence for the first that supports the call.
+        via: "jax" to go through DLPack and JAX on CUDA as well.
+        context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Operands are then
+            plain tensors of the process's tokens, and so are tables of tokens and positions in `rotary`; offsets,
+            lengths and tables of positions are those of all tokens. Nothing is communicated where cuts lie between
+            blocks. `torch.compile` runs such a call as it is, between graphs, and refuses it where `fullgraph=True`.
+
+    Under autocast, query, key and value are cast to its dtype first.
+
+    Returns:
+        The attention output, contiguous, in the shape and dtype of `query`.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        Attention within blocks of tokens: the local attention of Liu et al., "Generating Wikipedia by Summarizing Long
+        Sequences" (2018). Fixed blocks of packed sequences, with the rotary embedding fused: the block attention of
+        Meta's ads_model_kernel_library (2026). Blocks of more than 256 rows: FlashAttention of Dao et al. (2022). Fewer
+        key heads: Ainslie et al., "GQA" (2023).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import block_diagonal_attention
+        >>> query, key, value = torch.randn(3, 2, 100, 4, 32)
+        >>> block_diagonal_attention(query, key, value, block_size=32).shape
+        torch.Size([2, 100, 4, 32])
+    """
+    query, key, value = _autocast(query, key, value)
+    options = _options(block_size, scale, is_causal)
+    if context_parallel is not None:
+        check_plain(context_parallel, query=query, key=key, value=value)
+        validation.check_operands(query, key, value)
+        rotary_of(rotary)
+        # Only here, because it imports the compiler of torch, to keep out of its graphs.
+        from blockdiag.torch.context.block_diagonal import attend_to_shared_tokens
+
+        attend = functools.partial(
+            block_diagonal_attention, block_size=block_size, scale=scale, is_causal=is_causal,
+            implementation=implementation, via=via,
+        )  # fmt: skip
+        return attend_to_shared_tokens(
+            context_parallel, attend, query, key, value, sequence_offsets, block_lengths, rotary,
+            block_size=options[0], is_causal=options[2],
+        )  # fmt: skip
+    return _call((query, key, value), 0, sequence_offsets, block_lengths, rotary, options, implementation, via)
+
+
+def block_diagonal_attention_bhsd(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int = 64,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+) -> torch.Tensor:
+    """`block_diagonal_attention` in the layout of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Nothing is copied where the tensors are transposed views of [B, T, N, H], and, if key has as many heads as query,
+    where they are contiguous themselves (each head is then a sequence of its own). Other tensors are copied once.
+
+    Args:
+        query: [B, N, T, H]. float16, bfloat16, float32 or float64, on a CPU or a CUDA device.
+        key, value: [B, K, T, H] in the dtype of `query`, N a multiple of K.
+        block_size, rotary, scale, is_causal, implementation, via: as for `block_diagonal_attention`.
+
+    Returns:
+        [B, N, T, H] in the dtype of `query`: contiguous where the operands are, else a transposed view of a contiguous
+        [B, T, N, H].
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        As of `block_diagonal_attention`: Liu et al. (2018) and Meta's ads_model_kernel_library (2026).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import block_diagonal_attention_bhsd
+        >>> query, key, value = torch.randn(3, 1, 4, 40, 16)
+        >>> output = block_diagonal_attention_bhsd(query, key, value, block_size=40)
+        >>> torch.allclose(output, torch.nn.functional.scaled_dot_product_attention(query, key, value), atol=1e-5)
+        True
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(f"`{name}` must have shape [B, heads, T, H], got {tuple(tensor.shape)}")
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "scale": scale,
+        "is_causal": is_causal,
+        "implementation": implementation,
+        "via": via,
+    }
+    by_token = rotary is not None and (rotary.per_token or rotary.positions is not None)
+    is_folded = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+    is_plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in (query, key, value))
+    if is_plain and is_folded and query.shape == key.shape == value.shape and not by_token:
+        folded = (tensor.flatten(0, 1).unsqueeze(2) for tensor in (query, key, value))
+        return block_diagonal_attention(*folded, rotary=rotary, **options).view(query.shape)
+    transposed = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return block_diagonal_attention(*transposed, rotary=rotary, **options).transpose(1, 2)
+
+
+def fused_qkv_block_attention(
+    x: torch.Tensor,
+    w_qkv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    query_heads: int,
+    key_heads: int,
+    head_dim: int,
+    block_size: int = 64,
+    sequence_offsets: torch.Tensor | None = None,
+    block_lengths: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+) -> torch.Tensor:
+    """Project tokens to query, key and value by one matrix product, then attend within blocks.
+
+    Equal to `block_diagonal_attention` on the three parts of `x @ w_qkv + bias`. The kernels read the projected buffer
+    where it lies, and write the three gradients side by side into one buffer of its shape, so that nothing is copied
+    between the products and the attention.
+
+    Args:
+        x: [B, T, D], or packed [T, D]. float16, bfloat16, float32 or float64, on a CPU or a CUDA device.
+        w_qkv: [D, (N + 2 K) H] in the dtype of `x`, columns query | key | value, each head by head.
+        bias: [(N + 2 K) H] in the dtype of `x`, or None.
+        query_heads: N, a multiple of `key_heads`.
+        key_heads: K.
+        head_dim: H.
+        block_size, sequence_offsets, block_lengths, rotary, scale, is_causal, implementation, via: as for
+            `block_diagonal_attention`.
+
+    Returns:
+        The attention output [B, T, N, H] or [T, N, H] in the dtype of `x` (autocast's dtype under autocast).
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        The projections of multi-head attention as one matrix: Vaswani et al., "Attention Is All You Need" (2017), laid
+        out as `in_proj_weight` of `torch.nn.MultiheadAttention` (transposed). The attention: see
+        `block_diagonal_attention`.
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import fused_qkv_block_attention
+        >>> x, w_qkv = torch.randn(1, 40, 8), torch.randn(8, (4 + 2 * 2) * 16)
+        >>> fused_qkv_block_attention(x, w_qkv, query_heads=4, key_heads=2, head_dim=16, block_size=16).shape
+        torch.Size([1, 40, 4, 16])
+    """
+    x, w_qkv = _autocast(x, w_qkv)
+    if x.is_nested:
+        (values,), (offsets,) = nested.unpack(block_lengths if sequence_offsets is None else sequence_offsets, x=x)
+        output = fused_qkv_block_attention(
+            values, w_qkv, bias, query_heads=query_heads, key_heads=key_heads, head_dim=head_dim, block_size=block_size,
+            sequence_offsets=offsets, rotary=rotary, scale=scale, is_causal=is_causal, implementation=implementation,
+            via=via,
+        )  # fmt: skip
+        return nested.repack(output, x)
+    bias = None if bias is None else _autocast(bias)[0]
+    validation.check_projection(x, w_qkv, bias, query_heads, key_heads, head_dim)
+    buffer = torch.matmul(x, w_qkv) if bias is None else torch.nn.functional.linear(x, w_qkv.t(), bias)
+    buffer = buffer.unflatten(-1, (query_heads + 2 * key_heads, head_dim))
+    options = _options(block_size, scale, is_causal)
+    operands = (buffer, None, None)
+    return _call(operands, key_heads, sequence_offsets, block_lengths, rotary, options, implementation, via)
+
+
+def _options(block_size: int, scale: float | None, is_causal: bool) -> tuple[int, float | None, bool]:
+    """The options as the operators take them: their schema knows no other types."""
+    if torch.compiler.is_compiling():
+        return block_size, scale, is_causal
+    if scale is not None:
+        scale = validation.check_scale(scale, 1)
+    return validation.check_block_size(block_size), scale, validation.check_is_causal(is_causal)
+
+
+def _call(
+    operands: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    key_heads: int,
+    sequence_offsets: torch.Tensor | None,
+    block_lengths: torch.Tensor | None,
+    rotary: Rotary | None,
+    options: tuple[int, float | None, bool],
+    implementation: str | Sequence[str] | None,
+    via: Literal["jax"] | None,
+) -> torch.Tensor:
+    if via not in (None, "jax"):
+        raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
+    if implementation is not None and names != ("triton",) and not torch.compiler.is_compiling():
+        from blockdiag.common.dispatch import normalise_implementation
+
+        normalise_implementation(implementation)
+    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    is_native = via is None and (not names or names[0] == "triton")
+    if not operands[0].is_cuda:
+        is_native = is_native and len(names) < 2
+    elif is_native and torch.compiler.is_compiling():
+        # Eager calls find out when they are prepared; a compiled one must be tagged for CUDA graphs beforehand.
+        is_native = takes_operands(str(operands[0].dtype).removeprefix("torch."), operands[0].shape[-1]) is None
+    if may_have_tangents():
+        _refuse_tangents(operands)
+    (cos, sin, positions), letters = rotary_of(rotary)
+    if type(operands[0]) is not torch.Tensor:
+        registration.prepare(operands[0])
+    arguments = Arguments(
+        *operands, sequence_offsets, block_lengths, cos, sin, positions, key_heads, *options, letters, ",".join(names)
+    )
+    if is_native and operands[0].is_cuda and not torch.compiler.is_compiling():
+        from blockdiag.torch.ops.block_diagonal import native
+
+        if native.is_plain(*arguments[:8]):
+            try:
+                return native.attend(arguments)
+            except native.Unsupported:
+                return torch.ops.blockdiag.block_diagonal_forward_through_jax(*arguments)
+            except RuntimeError:
+                # Of nested tensors without the jagged layout torch has no shape.
+                nested.refuse(query=arguments.query, key=arguments.key, value=arguments.value)
+                raise
+    if any(tensor is not None and tensor.is_nested for tensor in operands):
+        tensors: Any = dict(zip(("query", "key", "value"), operands, strict=True))
+        values, (offsets, *_) = nested.unpack(
+            block_lengths if sequence_offsets is None else sequence_offsets, **tensors
+        )
+        nested.check_same_sequences(**tensors)
+        packed: Any = tuple(values)
+        output = _call(packed, key_heads, offsets, None, rotary, options, implementation, via)
+        return nested.repack(output, operands[0])
+    for name, tensor in (("sequence_offsets", sequence_offsets), ("block_lengths", block_lengths)):
+        # The schema would refuse it in words of its own.
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"`{name}` must be a tensor, got {type(tensor)}; convert it with torch.as_tensor")
+    if is_native:
+        return torch.ops.blockdiag.block_diagonal_forward(*arguments)
+    return torch.ops.blockdiag.block_diagonal_forward_through_jax(*arguments)
+
+
+def _refuse_tangents(operands: Sequence[torch.Tensor | None]) -> None:
+    """An operator in Python would drop them without a word, and give a derivative of 0."""
+    for operand in operands:
+        if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
+            raise NotImplementedError(
+                "forward-mode derivatives of block-diagonal attention are not available in torch; use reverse mode, or "
+                'blockdiag.block_diagonal_attention with implementation="reference" in JAX'
+            )
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands in autocast's dtype where it is on; float64 stays what it is, as elsewhere in torch."""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        found = [type(tensor).__name__ for tensor in tensors]
+        raise ValueError(f"operands must be torch tensors, got {found}; convert them with torch.as_tensor")
+    device_type = tensors[0].device.type
+    # There is no autocast on the meta device, and asking for it is an error.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors
+    )

@@ -1,0 +1,1 @@
+"""Key convolution for torch."""

@@ -1,0 +1,1 @@
+"""MoBA for torch."""

@@ -1,0 +1,334 @@
+"""MoBA, mixture of block attention, for torch: the public functions."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch.autograd import forward_ad
+
+from blockdiag.interop.private_torch import may_have_tangents
+from blockdiag.ops.moba.checks import check_moba_operands, count_sequence_blocks
+from blockdiag.torch import nested
+from blockdiag.torch.context.parallel import ContextParallel, check_plain
+from blockdiag.torch.dtensor import registration
+from blockdiag.torch.ops.moba import operators as _moba_ops  # noqa: F401 - _moba_ops registers the operators
+from blockdiag.torch.ops.moba.call import ListArguments, describe_lists
+from blockdiag.torch.ops.moba.routing import Routing
+from blockdiag.triton_kernels.block_diagonal.plans import takes_operands
+
+
+@overload
+def moba_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int,
+    top_k: int,
+    scale: float | None = None,
+    is_causal: bool = True,
+    sequence_offsets: torch.Tensor | None = None,
+    key_sequence_offsets: torch.Tensor | None = None,
+    routing: Routing | None = None,
+    key_mask: torch.Tensor | None = None,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
+    return_residual: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def moba_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int,
+    top_k: int,
+    scale: float | None = None,
+    is_causal: bool = True,
+    sequence_offsets: torch.Tensor | None = None,
+    key_sequence_offsets: torch.Tensor | None = None,
+    routing: Routing | None = None,
+    key_mask: torch.Tensor | None = None,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
+    return_residual: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def moba_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int,
+    top_k: int,
+    scale: float | None = None,
+    is_causal: bool = True,
+    sequence_offsets: torch.Tensor | None = None,
+    key_sequence_offsets: torch.Tensor | None = None,
+    routing: Routing | None = None,
+    key_mask: torch.Tensor | None = None,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+    context_parallel: ContextParallel | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Mixture of block attention: each query of each head attends to its own block and to those that suit it best.
+
+    The torch twin of `blockdiag.moba_attention`: the same arguments and meaning, on CUDA the very same Triton kernels,
+    launched on the current stream without JAX and without ever waiting for the device. It is made of registered
+    operators: autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast, activation
+    checkpointing and DTensors sharded over batch or heads work. Gradients hold the routing constant. Kept for the
+    backward pass are the arguments, the output, its log-sum-exp, and the routing as lists. Repeatable bit by bit.
+    Second derivatives raise a NotImplementedError.
+
+    Args:
+        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets`
+            describes; or a jagged nested tensor, as are key and value then. float16, bfloat16, float32 or float64, on a
+            CPU or a CUDA device. Tensors that are not contiguous (or not aligned to 16 bytes) are copied.
+        key, value: [B, S, K, H] or [S, K, H] in the dtype of `query`, N a multiple of K. Where S differs from T, the
+            last query has the position of the last key; a query before the first key sees nothing and gives 0.
+        block_size: keys of a block, a multiple of 16 from 16 to 4096.
+        top_k: blocks that a query sees, its own included, 1..64.
+        scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None.
+        is_causal: whether a token attends only to itself and earlier tokens.
+        sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked
+            on the CPU; on a GPU that would wait for the device, and they are taken as JAX takes traced ones.
+        key_sequence_offsets: int32 [num_sequences + 1], the same for rows of `key` and `value`; `sequence_offsets` when
+            None.
+        routing: which blocks each query sees, instead of those that suit it best, from `moba_routing` or made or edited
+            by hand; with indices [B, T, N, top_k] or [T, N, top_k]. See `Routing`.
+        key_mask: bool [B, S] or [S], True for keys that take part. Others are not seen and do not count in the mean key
+            of their block; blocks without keys are not chosen.
+        implementation: None for the native kernels on CUDA and "xla" through JAX elsewhere (and where the kernels do
+            not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference" or
+            "xla" for JAX's implementation of that name; a sequence for the first that supports the call.
+        via: "jax" to go through DLPack and JAX on CUDA as well.
+        context_parallel: the processes that share the tokens of each sequence, and how they work together; see
+            `ContextParallel`. Operands and `key_mask` are then plain tensors of the process's tokens, and
+            `sequence_offsets` those of all tokens. `torch.compile` runs such a call as it is, between graphs, and
+            refuses it where `fullgraph=True`.
+        return_residual: whether to return the log-sum-exp too.
+
+    Under autocast, query, key and value are cast to its dtype first.
+
+    Returns:
+        The attention output, contiguous, in the shape and dtype of `query`; with `return_residual` also the natural
+        logarithm of the sum of the exponentials of the scaled scores seen, float32 [B, T, N] or [T, N] (float64 for
+        float64 tensors; -inf where a query sees nothing). Both are differentiable.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Small blocks, and lists of queries
+        by block: Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import moba_attention
+        >>> query, key, value = torch.randn(3, 2, 100, 4, 32)
+        >>> moba_attention(query, key, value, block_size=16, top_k=3).shape
+        torch.Size([2, 100, 4, 32])
+    """
+    query, key, value = _autocast(query=query, key=key, value=value)
+    if context_parallel is not None:
+        if routing is not None or key_sequence_offsets is not None:
+            raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
+        check_plain(context_parallel, query=query, key=key, value=value)
+        check_moba_operands(query, key, value)
+        # Only here, because it imports the compiler of torch, to keep out of its graphs.
+        from blockdiag.torch.context.moba import attend_to_shared_tokens
+        from blockdiag.torch.ops.moba.passes import Who
+
+        options: Any = {"block_size": block_size, "top_k": top_k, "scale": scale, "is_causal": is_causal}
+        attend = functools.partial(
+            moba_attention, implementation=implementation, via=via, return_residual=True, **options
+        )
+        results = attend_to_shared_tokens(
+            context_parallel, attend, Who(*_who_computes(query, implementation, via)), query, key, value,
+            sequence_offsets, key_mask, options, return_residual=return_residual,
+        )  # fmt: skip
+        return results if return_residual else results[0]
+    if query.is_nested or key.is_nested or value.is_nested:
+        options = {
+            "block_size": block_size, "top_k": top_k, "scale": scale, "is_causal": is_causal, "routing": routing,
+            "key_mask": key_mask, "implementation": implementation, "via": via,
+        }  # fmt: skip
+        return _attend_jagged(query, key, value, sequence_offsets, key_sequence_offsets, return_residual, options)
+    if may_have_tangents():
+        _refuse_tangents(query, key, value)
+    names, is_native = _who_computes(query, implementation, via)
+    given: tuple[Any, int, int] = (None, 0, 0)
+    if routing is not None:
+        if not isinstance(routing, Routing):
+            raise ValueError(
+                f"`routing` must be a blockdiag.torch.Routing or None, got {type(routing)}; make one with "
+                "moba_routing, Routing.from_pattern or Routing.from_block_lists"
+            )
+        _check_tensors({"routing.indices": routing.indices})
+        given = (routing.indices, routing.block_size, routing.num_blocks)
+    # The routing is constant to differentiation.
+    arguments = ListArguments(
+        query.detach(), key.detach(), key_mask, sequence_offsets, key_sequence_offsets, *given,
+        block_size, top_k, is_causal, names,
+    )  # fmt: skip
+    arguments, scale = _checked(arguments, value, scale)
+    if type(query) is not torch.Tensor:
+        registration.prepare(query)
+    operators = torch.ops.blockdiag
+    *lists, own = (operators.moba_lists if is_native else operators.moba_lists_through_jax)(*arguments)
+    has_own = is_causal and routing is not None
+    output, log_sum = (operators.moba_forward if is_native else operators.moba_forward_through_jax)(
+        query, key, value, arguments.key_mask, *lists, own if has_own else None, arguments.block_size, scale,
+        arguments.is_causal, sequence_offsets is not None, names,
+    )  # fmt: skip
+    return (output, log_sum) if return_residual else output
+
+
+def _attend_jagged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequence_offsets: torch.Tensor | None,
+    key_sequence_offsets: torch.Tensor | None,
+    return_residual: bool,
+    options: dict[str, Any],
+) -> Any:
+    """`moba_attention` of jagged tensors, by that of their packed tokens."""
+    given = key_sequence_offsets if sequence_offsets is None else sequence_offsets
+    values, (offsets, key_offsets, _) = nested.unpack(given, query=query, key=key, value=value)
+    nested.check_same_sequences(key=key, value=value)
+    output, log_sum = moba_attention(
+        *values, sequence_offsets=offsets, key_sequence_offsets=key_offsets, return_residual=True, **options
+    )
+    output, log_sum = nested.repack(output, query), nested.repack(log_sum, query)
+    return (output, log_sum) if return_residual else output
+
+
+def moba_routing(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    block_size: int,
+    top_k: int,
+    is_causal: bool = True,
+    sequence_offsets: torch.Tensor | None = None,
+    key_sequence_offsets: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+) -> Routing:
+    """The blocks that each query of each head sees in `moba_attention` with the same arguments.
+
+    The result can be looked at, converted, edited, and given to `moba_attention`, of several layers too. It is constant
+    to differentiation.
+
+    Args:
+        query, key, block_size, top_k, is_causal, sequence_offsets, key_sequence_offsets, key_mask, implementation, via:
+            see `moba_attention`.
+
+    Returns:
+        A `Routing` with indices int32 [B, T, N, top_k] or [T, N, top_k]: numbers of blocks within the sequence; first
+        the query's own block, in causal calls, then the others by falling score, of equal scores the later block first;
+        then -1.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+
+    References:
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import moba_routing
+        >>> moba_routing(*torch.randn(2, 100, 4, 32), block_size=16, top_k=3).indices.shape
+        torch.Size([100, 4, 3])
+    """
+    query, key = _autocast(query=query, key=key)
+    # The routing of packed tokens is one of packed tokens, too: the caller has to know.
+    nested.refuse(query=query, key=key)
+    names, is_native = _who_computes(query, implementation, via)
+    arguments = ListArguments(
+        query.detach(), key.detach(), key_mask, sequence_offsets, key_sequence_offsets, None, 0, 0,
+        block_size, top_k, is_causal, names,
+    )  # fmt: skip
+    arguments, _ = _checked(arguments)
+    if type(query) is not torch.Tensor:
+        registration.prepare(query)
+    operator = torch.ops.blockdiag.moba_routing if is_native else torch.ops.blockdiag.moba_routing_through_jax
+    indices = operator(*arguments[:5], *arguments[8:])
+    return Routing(indices, arguments.block_size, count_sequence_blocks(key.shape[-3], arguments.block_size))
+
+
+def _checked(
+    arguments: ListArguments, value: torch.Tensor | None = None, scale: float | None = None
+) -> tuple[ListArguments, float | None]:
+    """The arguments and the scale in types that the operators' schemas know.
+
+    Checked here rather than in the operators alone, whose schemas would refuse other types in words of their own; in a
+    compiled call the operators check, when they run.
+    """
+    names = ("key_mask", "sequence_offsets", "key_sequence_offsets")
+    _check_tensors({name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None})
+    if torch.compiler.is_compiling():
+        return arguments, scale
+    problem = describe_lists(arguments, value, scale)
+    arguments = arguments._replace(
+        block_size=problem.block_size, top_k=int(arguments.top_k), is_causal=problem.is_causal
+    )
+    return arguments, problem.scale
+
+
+def _who_computes(
+    query: torch.Tensor, implementation: str | Sequence[str] | None, via: Literal["jax"] | None
+) -> tuple[str, bool]:
+    """Names of implementations with commas between them, and whether the native operators take the call."""
+    if via not in (None, "jax"):
+        raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
+    if implementation is not None and names != ("triton",) and not torch.compiler.is_compiling():
+        from blockdiag.common.dispatch import MOBA_IMPLEMENTATIONS, normalise_implementation
+
+        normalise_implementation(implementation, MOBA_IMPLEMENTATIONS)
+    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    is_native = via is None and (not names or names[0] == "triton")
+    if query.is_cuda and query.ndim > 0:
+        is_native = is_native and takes_operands(str(query.dtype).removeprefix("torch."), query.shape[-1]) is None
+    return ",".join(names), is_native
+
+
+def _check_tensors(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"`{name}` must be a tensor, got {type(value)}; convert it with torch.as_tensor")
+
+
+def _refuse_tangents(*operands: torch.Tensor) -> None:
+    """An operator in Python would drop them without a word, and give a derivative of 0."""
+    if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
+        raise NotImplementedError(
+            "forward-mode derivatives of MoBA are not available in torch; use reverse mode, or "
+            'blockdiag.moba_attention with implementation="reference" in JAX'
+        )
+
+
+def _autocast(**tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands in autocast's dtype where it is on; float64 stays what it is, as elsewhere in torch."""
+    _check_tensors(tensors)
+    device_type = tensors["query"].device.type
+    # There is no autocast on the meta device, and asking for it is an error.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return tuple(tensors.values())
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors.values()
+    )

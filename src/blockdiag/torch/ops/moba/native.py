@@ -1,0 +1,241 @@
+"""MoBA on CUDA tensors: the Triton launch plans, on the current stream. Imports no JAX."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from blockdiag.interop.torch_launch import bound_launch
+from blockdiag.ops.moba.lists import Lists
+from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, reshaped
+from blockdiag.torch.ops.moba.call import (
+    AttentionArguments,
+    ListArguments,
+    ListResults,
+    describe_attention,
+    describe_lists,
+    is_empty,
+    no_lists,
+    no_results,
+    own_shape,
+)
+from blockdiag.torch.ops.moba.routing import given_choice, indices_of_choice
+from blockdiag.torch.ops.moba.tables import moba_tables
+from blockdiag.triton_kernels.moba.plans import MoBALaunch, supports
+from blockdiag.triton_kernels.moba.steps import (
+    backward_steps,
+    centroid_steps,
+    choice_steps,
+    forward_steps,
+    list_steps,
+    routing_steps,
+)
+
+__all__ = ["Unsupported", "attend", "choose", "differentiate", "find_centroids", "make_lists", "route"]
+
+# Calls of a model repeat a few shapes; what is kept for each is small, and kernels are shared beyond this.
+_REMEMBERED_PASSES = 1024
+
+type Pass = Literal["route", "centroids", "choose", "list", "forward", "backward"]
+
+_RESULTS: Mapping[Pass, Sequence[str]] = {
+    "route": ("chosen",),
+    "centroids": ("centroids",),
+    "choose": ("chosen",),
+    "list": Lists._fields,
+    "forward": ("output", "log_sum"),
+    "backward": ("d_query", "d_key", "d_value"),
+}
+
+
+def route(arguments: ListArguments) -> torch.Tensor:
+    """The routing as `Routing.indices` has it."""
+    problem = describe_lists(arguments)
+    shape = (*arguments.query.shape[:-1], arguments.top_k)
+    if is_empty(problem):
+        return torch.full(shape, -1, dtype=torch.int32, device=arguments.query.device)
+    _check_support(problem)
+    with torch.cuda.device(arguments.query.device):
+        tables = _tables(problem, arguments)
+        chosen = _choose(problem, arguments, *tables)
+        return reshaped(indices_of_choice(problem, chosen, tables[1], arguments.top_k), shape)
+
+
+def find_centroids(
+    problem: MoBAProblem, key: torch.Tensor, key_mask: torch.Tensor | None, blocks: torch.Tensor
+) -> torch.Tensor:
+    """Mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
+    _check_support(problem)
+    with torch.cuda.device(key.device):
+        arrays = {"key": dense(key), "blocks": blocks}
+        (centroids,) = _run("centroids", problem, arrays | _flags(mask=key_mask))
+        return centroids
+
+
+def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
+    """Blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
+    problem = describe_lists(arguments)
+    _check_support(problem)
+    with torch.cuda.device(arguments.query.device):
+        _, queries = _tables(problem, arguments)
+        arrays = {"query": dense(arguments.query), "queries": queries, "centroids": dense(centroids)}
+        (chosen,) = _run("choose", problem, arrays)
+        return chosen
+
+
+def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> ListResults:
+    """Tables, lists and own blocks of a call; where it is known what queries choose, keys are not read."""
+    problem = describe_lists(arguments)
+    if is_empty(problem):
+        return no_results(problem, arguments)
+    _check_support(problem)
+    with torch.cuda.device(arguments.query.device):
+        tables = _tables(problem, arguments)
+        own = None
+        if arguments.indices is not None:
+            indices = arguments.indices.reshape(problem.query_tokens, problem.query_heads, problem.slots)
+            key_mask = None if arguments.key_mask is None else arguments.key_mask.reshape(-1)
+            chosen, own = given_choice(problem, indices, key_mask, *tables)
+        elif chosen is None:
+            chosen = _choose(problem, arguments, *tables)
+        lists = _list_choices(problem, chosen)
+        if own is None:
+            own = torch.empty(own_shape(problem, has_own=False), dtype=torch.bool, device=chosen.device)
+        return ListResults(*tables, *lists, own)
+
+
+def attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, in the shapes of query and of its tokens and heads."""
+    problem, query = describe_attention(arguments), arguments.query
+    if is_empty(problem):
+        return query.new_zeros(query.shape), query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
+    _check_support(problem)
+    with torch.cuda.device(query.device):
+        output, log_sum = _run("forward", problem, _arrays(arguments))
+        return reshaped(output, query.shape), reshaped(log_sum, query.shape[:-1])
+
+
+def differentiate(
+    arguments: AttentionArguments,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
+    output_cotangent: torch.Tensor,
+    log_sum_cotangent: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value."""
+    problem = describe_attention(arguments)
+    operands = arguments[:3]
+    if is_empty(problem):
+        return tuple(operand.new_zeros(operand.shape) for operand in operands)
+    _check_support(problem)
+    with torch.cuda.device(arguments.query.device):
+        arrays = _arrays(arguments) | {
+            "output": dense(output),
+            "log_sum": dense(log_sum),
+            "output_cotangent": dense(output_cotangent),
+            "log_sum_cotangent": dense(log_sum_cotangent),
+        }
+        if problem.has_padding:
+            # No kernel writes the rows that lie in no block.
+            names = {"d_key": arguments.key, "d_value": arguments.value}
+            arrays |= {
+                name: torch.zeros_like(one, memory_format=torch.contiguous_format) for name, one in names.items()
+            }
+        gradients = _run("backward", problem, arrays)
+        return tuple(reshaped(gradient, operand.shape) for gradient, operand in zip(gradients, operands, strict=True))
+
+
+def _check_support(problem: MoBAProblem) -> None:
+    reason = supports(problem)
+    if reason is not None:
+        raise Unsupported(reason)
+
+
+def _tables(problem: MoBAProblem, arguments: ListArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = arguments.sequence_offsets, arguments.key_sequence_offsets
+    return moba_tables(problem, arguments.num_sequences, *offsets, arguments.query.device)
+
+
+def _choose(
+    problem: MoBAProblem, arguments: ListArguments, blocks: torch.Tensor, queries: torch.Tensor
+) -> torch.Tensor:
+    """Global numbers of the blocks that each query chooses, int32 [N, query_tokens, slots]."""
+    if problem.slots == 0:
+        shape = (problem.query_heads, problem.query_tokens, 0)
+        return torch.empty(shape, dtype=torch.int32, device=arguments.query.device)
+    arrays = {"query": dense(arguments.query), "key": dense(arguments.key), "blocks": blocks, "queries": queries}
+    (chosen,) = _run("route", problem, arrays | _flags(mask=arguments.key_mask))
+    return chosen
+
+
+def _list_choices(problem: MoBAProblem, chosen: torch.Tensor) -> Lists:
+    """The queries that chose each block."""
+    if problem.slots == 0:
+        return no_lists(problem, chosen.device)
+    return Lists(*_run("list", problem, {"chosen": chosen}))
+
+
+def _arrays(arguments: AttentionArguments) -> dict[str, torch.Tensor]:
+    """The arrays of attention by the names that launches know them by."""
+    names = ("query", "key", "value", "blocks", "queries", *Lists._fields)
+    arrays = {name: dense(getattr(arguments, name)) for name in names}
+    return arrays | _flags(mask=arguments.key_mask, own=arguments.own)
+
+
+def _flags(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Those bool tensors that there are, as the int8 that kernels read."""
+    return {name: dense(tensor).view(torch.int8) for name, tensor in given.items() if tensor is not None}
+
+
+def _run(name: Pass, problem: MoBAProblem, arrays: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results of a pass; its device is the current one."""
+    launches = _launches(name, problem, "own" in arrays, torch.cuda.current_device())
+    for launch, input_names, output_names, unneeded in launches:
+        results = launch(tuple(arrays[name] for name in input_names))
+        arrays.update(zip(output_names, results, strict=True))
+        for array in unneeded:
+            del arrays[array]
+    return tuple(arrays[name] for name in _RESULTS[name])
+
+
+type _Launch = tuple[
+    Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]], tuple[str, ...], tuple[str, ...], tuple[str, ...]
+]
+
+
+def _needed(later: Sequence[MoBALaunch], results: set[str]) -> set[str]:
+    """Arrays that later launches read as they are now, not only after one of them has written another of that name."""
+    needed: set[str] = set()
+    replaced: set[str] = set()
+    for spec in later:
+        needed.update(set(spec.input_names) - replaced)
+        replaced.update(spec.output_names)
+    return needed | (results - replaced)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED_PASSES)
+def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int) -> tuple[_Launch, ...]:
+    """The launches of a pass: each with the arrays that it reads, those that it writes, and those that go after it.
+
+    Scratch memory goes back to torch's allocator, which gives it only to later work of the same stream, as soon as the
+    last launch that reads it is under way.
+    """
+    steps = {
+        "route": routing_steps,
+        "centroids": centroid_steps,
+        "choose": choice_steps,
+        "list": list_steps,
+        "forward": lambda: forward_steps(problem),
+        "backward": lambda: backward_steps(problem),
+    }[name]()
+    specs = [MoBALaunch(problem, kind, has_own=has_own, heads=heads) for kind, heads in steps]
+    result: list[_Launch] = []
+    written: set[str] = set()
+    for index, spec in enumerate(specs):
+        written.update(spec.output_names)
+        unneeded = tuple(sorted(written - _needed(specs[index + 1 :], set(_RESULTS[name]))))
+        written.difference_update(unneeded)
+        result.append((bound_launch(spec, device_index), spec.input_names, spec.output_names, unneeded))
+    return tuple(result)

@@ -1,0 +1,1 @@
+"""MoBA over a paged cache for torch."""

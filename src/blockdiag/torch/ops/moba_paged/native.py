@@ -1,0 +1,61 @@
+"""MoBA over a paged cache on CUDA tensors: the Triton launch plans, on the current stream. Imports no JAX."""
+
+import torch
+
+from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, is_plain
+from blockdiag.torch.ops.moba_paged.api import MoBAPagedArguments, describe
+from blockdiag.torch.ops.paged.native import (
+    Launches,
+    Remembered,
+    Results,
+    cache_arrays,
+    check_pages,
+    has_no_keys,
+    no_keys,
+)
+from blockdiag.triton_kernels.moba_paged.plans import steps, supports
+
+__all__ = ["Unsupported", "attend", "is_plain"]
+
+
+class _Prepared:
+    """The launches of one kind of call, bound to a device."""
+
+    def __init__(self, arguments: MoBAPagedArguments) -> None:
+        self._problem = problem = describe(arguments)
+        self._is_empty = has_no_keys(problem.paged)
+        if self._is_empty:
+            return
+        reason = supports(problem)
+        if reason is not None:
+            raise Unsupported(reason)
+        self._launches = Launches(steps(problem), arguments.query.device.index)
+
+    def attend(self, arguments: MoBAPagedArguments) -> Results:
+        """Output and log-sum-exp."""
+        if self._is_empty:
+            return no_keys(self._problem.paged, arguments.query, arguments.query_lengths, None)
+        check_pages({"key_centroids": arguments.key_centroids})
+        arrays = cache_arrays(self._problem.paged, arguments)
+        arrays["query"], arrays["centroids"] = dense(arguments.query), arguments.key_centroids
+        if arguments.query_lengths is not None:
+            arrays["query_lengths"] = dense(arguments.query_lengths)
+        self._launches(arrays)
+        return arrays["output"], arrays["log_sum"]
+
+
+_prepared: Remembered[MoBAPagedArguments, _Prepared] = Remembered(_Prepared)
+
+
+def attend(arguments: MoBAPagedArguments) -> Results:
+    """Output and log-sum-exp, on the current stream.
+
+    Raises:
+        ValueError: an argument is wrong.
+        Unsupported: the kernels cannot compute this call.
+    """
+    if arguments.query.get_device() == torch.cuda.current_device():
+        return _prepared(arguments).attend(arguments)
+    # Kernels are loaded into the context of the device that is current, and run there.
+    with torch.cuda.device(arguments.query.device):
+        return _prepared(arguments).attend(arguments)

@@ -1,0 +1,23 @@
+"""MoBA over a paged cache on torch tensors through DLPack and JAX: on the CPU, and where JAX is asked for."""
+
+import torch
+
+from blockdiag.common.dispatch import MOBA_PAGED_IMPLEMENTATIONS, normalise_implementation, resolve
+from blockdiag.interop._lifetimes import same_device
+from blockdiag.interop.dlpack import to_torch
+from blockdiag.ops.moba_paged.api import Call, _attention
+from blockdiag.torch.ops.moba_paged.api import MoBAPagedArguments, describe
+from blockdiag.torch.ops.paged.through_jax import given_names, precision, refuse_capture, to_arrays
+
+
+def attend(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp."""
+    with same_device(), precision(arguments.query):
+        # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
+        problem = describe(arguments)
+        names = normalise_implementation(given_names(arguments.implementation), MOBA_PAGED_IMPLEMENTATIONS)
+        resolve(problem, names)
+        refuse_capture(arguments.query.device)
+        tensors = dict(zip(MoBAPagedArguments._fields, arguments.tensors, strict=False))
+        output, log_sum = _attention(Call(problem, names), to_arrays(tensors))
+        return to_torch(output), to_torch(log_sum)

@@ -1,0 +1,331 @@
+"""Paged attention for torch: few queries against a long cache of keys and values; the public functions."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from blockdiag.common import validation
+from blockdiag.ops.paged.checks import check_soft_cap, check_window
+from blockdiag.torch import nested
+from blockdiag.torch.dtensor import registration
+from blockdiag.torch.ops.paged import operators as _paged_ops  # noqa: F401 - _paged_ops registers the operators
+from blockdiag.torch.ops.paged.call import (
+    PagedArguments,
+    as_tensor_scale,
+    check_tensors,
+    check_via,
+    describe,
+    names_of,
+    refuse_tangents,
+    wants_gradient,
+)
+from blockdiag.triton_kernels.paged.plans import takes_cache
+
+type Window = int | tuple[int | None, int | None]
+type Scale = torch.Tensor | float
+
+# What options of calls are that can be told from each other without being checked first.
+_PLAIN_OPTIONS = {int, float, bool, str, type(None)}
+
+
+@overload
+def paged_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor | None,
+    kv_lengths: torch.Tensor,
+    *,
+    query_lengths: torch.Tensor | None = None,
+    query_offsets: torch.Tensor | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scale: Scale | None = None,
+    value_scale: Scale | None = None,
+    query_scale: Scale | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+    return_residual: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def paged_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor | None,
+    kv_lengths: torch.Tensor,
+    *,
+    query_lengths: torch.Tensor | None = None,
+    query_offsets: torch.Tensor | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scale: Scale | None = None,
+    value_scale: Scale | None = None,
+    query_scale: Scale | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+    return_residual: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor | None,
+    kv_lengths: torch.Tensor,
+    *,
+    query_lengths: torch.Tensor | None = None,
+    query_offsets: torch.Tensor | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scale: Scale | None = None,
+    value_scale: Scale | None = None,
+    query_scale: Scale | None = None,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
+    via: Literal["jax"] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Attention of the last few queries of each sequence to its keys and values, which lie in pages of a pool.
+
+    The torch twin of `blockdiag.paged_attention`: the same arguments and meaning, on CUDA the very same Triton kernels,
+    launched on the current stream without JAX and without ever waiting for the device: how a call is computed follows
+    from shapes and options alone. So a CUDA graph that holds a call reads new lengths, tables and pages with every
+    replay. It is a registered operator: `torch.compile` with full graphs and dynamic shapes works. Repeatable bit by
+    bit. Autocast changes nothing: caches have dtypes of their own.
+
+    For inference: a derivative raises a TypeError. Of DTensors batch rows and heads may be sharded, those of the cache
+    as those of `query`; a cache is never moved, and a ValueError says how it has to lie.
+
+    Args:
+        query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,
+            bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, on a CPU or a CUDA device. A query that is not
+            contiguous (or not aligned to 16 bytes) is copied.
+        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous (a cache is never
+            copied), of the dtype of `query` or of eight bits; see the JAX function.
+        page_table: int32 [B, max_pages], numbers of pages. Checked on the CPU where keys use them; on a GPU, which
+            would have to be waited for, they are clipped to [0, P). None for a contiguous cache, [B, S, K, H].
+        kv_lengths: int32 [B], keys of each sequence, those of the new tokens included. Checked on the CPU, clipped on a
+            GPU.
+        query_lengths: int32 [B], how many of the T queries each sequence has, the first ones; all when None. Rows
+            beyond give 0 and -inf.
+        query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Rows beyond
+            the last offset give 0 and -inf.
+        max_query_length: queries that the longest packed sequence may have; the number of rows, at most 64, when None.
+            A longer sequence is a ValueError on the CPU, and gives NaN on a GPU.
+        scale: positive factor on the scores; 1 / sqrt(H) when None.
+        is_causal: whether a query sees no keys after its own position.
+        local_window_size: keys before and after its own position that a query sees at most: one integer, or
+            (left, right), None for no bound.
+        logits_soft_cap: scores s become ``cap * tanh(s / cap)``; positive.
+        sinks: [N], floating, a logit of each query head that takes part in the softmax without a value.
+        key_scale, value_scale: what keys and values are to be multiplied by: a number, or float32 of shape [], [B, K],
+            or [P, page_size, K], one factor for each token and head. A tensor [] is expanded for every call, by one
+            more small kernel; a number and [B, K] are not.
+        query_scale: the same for queries: a number, or float32 of shape [] or [B, K], by key head.
+        num_splits, split_size: how the keys of each sequence are divided; see the JAX function.
+        implementation: None for the native kernels on CUDA and "xla" through JAX elsewhere (and where the kernels do
+            not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference" or
+            "xla" for JAX's implementation of that name; a sequence for the first that supports the call.
+        via: "jax" to go through DLPack and JAX on CUDA as well.
+        return_residual: whether to return the log-sum-exp too, with which `merge_attention_states` merges results.
+
+    Returns:
+        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, bfloat16 for queries of eight bits; with
+        `return_residual` also the natural logarithm of the sum of the exponentials of the scores seen, float32
+        [B, T, N] or [rows, N] (float64 for float64 queries).
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and the remedy.
+        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        TypeError: the call is differentiated.
+
+    References:
+        Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+        Splits: Flash-Decoding of Dao et al. (2023). The soft cap as in Gemma 2 (2024), sinks as in gpt-oss (2025).
+        Layout of the pages as FlashInfer's NHD, Ye et al. (2025).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import paged_attention
+        >>> query, (key_pages, value_pages) = torch.randn(2, 1, 8, 64), torch.randn(2, 10, 16, 2, 64)
+        >>> page_table = torch.tensor([[7, 1, 4], [0, 9, 9]], dtype=torch.int32)
+        >>> kv_lengths = torch.tensor([40, 3], dtype=torch.int32)
+        >>> paged_attention(query, key_pages, value_pages, page_table, kv_lengths).shape
+        torch.Size([2, 1, 8, 64])
+    """
+    check_via(via)
+    names = names_of(implementation)
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling:
+        scale = scale if scale is None or type(scale) is float else validation.check_scale(scale, 1)
+        if local_window_size is not None:
+            check_window(local_window_size, True, 1, 1)
+    sizes: Any = local_window_size
+    left, right = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
+    arguments = PagedArguments(
+        query, key_pages, value_pages, page_table, kv_lengths, query_lengths, query_offsets, sinks,
+        key_scale, value_scale, query_scale, max_query_length, scale, is_causal, left, right, logits_soft_cap,
+        num_splits, split_size, ",".join(names),
+    )  # fmt: skip
+    refuse_tangents("paged_attention", arguments.tensors)
+    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    is_native = via is None and (not names or names[0] == "triton")
+    if not is_compiling:
+        if is_native and isinstance(query, torch.Tensor) and query.is_cuda:
+            results = _attend_natively(arguments)
+            if results is not None:
+                return results if return_residual else results[0]
+        arguments = _checked(arguments, implementation)
+    if type(query) is not torch.Tensor:
+        registration.prepare(query)
+    if is_native and query.is_cuda:
+        is_native = takes(query, key_pages, value_pages)
+    scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}
+    operators = torch.ops.blockdiag
+    operator = operators.paged_attention if is_native else operators.paged_attention_through_jax
+    output, log_sum = operator(*arguments._replace(**scales))
+    return (output, log_sum) if return_residual else output
+
+
+_SCALES = ("key_scale", "value_scale", "query_scale")
+
+
+def takes(query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor) -> bool:
+    """Whether the kernels take queries and caches of these dtypes and head sizes."""
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key_pages, value_pages)]
+    return takes_cache(dtypes[0], dtypes[1], dtypes[2], query.shape[-1], value_pages.shape[-1]) is None
+
+
+def _attend_natively(arguments: PagedArguments) -> tuple[torch.Tensor, ...] | None:
+    """The call without the dispatcher, for plain CUDA tensors in eager mode; None where it is not for this path."""
+    from blockdiag.torch.ops.paged import native
+
+    tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
+    options = arguments[len(arguments.tensors) :]
+    if not native.is_plain(*tensors) or not _PLAIN_OPTIONS.issuperset(map(type, options)) or wants_gradient(tensors):
+        return None
+    try:
+        return native.attend(arguments)
+    except native.Unsupported:
+        return None
+    except RuntimeError:
+        # Of nested tensors without the jagged layout torch has no shape.
+        nested.refuse(query=arguments.query)
+        raise
+
+
+def _checked(arguments: PagedArguments, implementation: str | Sequence[str] | None) -> PagedArguments:
+    """The arguments in types that the operators' schemas know.
+
+    Checked here rather than in the operators alone, whose schemas would refuse other types in words of their own; in a
+    compiled call the operators check, when they run.
+    """
+    if implementation is not None and arguments.implementation != "triton":
+        from blockdiag.common.dispatch import PAGED_IMPLEMENTATIONS, normalise_implementation
+
+        normalise_implementation(implementation, PAGED_IMPLEMENTATIONS)
+    problem = describe(arguments)
+    return arguments._replace(
+        max_query_length=validation.as_index(arguments.max_query_length),
+        is_causal=bool(arguments.is_causal),
+        window_left=validation.as_index(arguments.window_left),
+        window_right=validation.as_index(arguments.window_right),
+        logits_soft_cap=check_soft_cap(arguments.logits_soft_cap),
+        num_splits=None if arguments.num_splits is None else problem.num_splits,
+        split_size=problem.split_size,
+    )
+
+
+def merge_attention_states(
+    outputs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to several sets of keys, as attention to all of them: outputs weighted by their log-sum-exps.
+
+    The torch twin of `blockdiag.merge_attention_states`. With `paged_attention` it joins, say, a prefix that sequences
+    share with what each has of its own; or what several devices computed of one long cache. Each set has its keys
+    counted once, and sinks belong into one of the calls only.
+
+    Computed in float32 (float64 for float64 outputs) by torch's own operations: derivatives, `torch.compile` and all
+    else apply.
+
+    Args:
+        outputs: normalised outputs of each part, a sequence of tensors [..., V] of one shape and one floating dtype, or
+            those stacked along a leading axis.
+        lses: their natural log-sum-exps [...], floating, likewise. Where one is -inf the part saw nothing, and its
+            output, NaN too, plays no part.
+
+    Returns:
+        The merged output [..., V] in the dtype of `outputs`, and its log-sum-exp [...] in float32 (float64). Where no
+        part saw anything they are 0 and -inf.
+
+    Raises:
+        ValueError: there are no parts, or their shapes or dtypes do not match.
+
+    References:
+        Merging by log-sum-exps: the cascade of FlashInfer, Ye et al. (2025), from the online softmax of Milakov and
+        Gimelshein (2018).
+
+    Example:
+        >>> import torch
+        >>> from blockdiag.torch import merge_attention_states
+        >>> outputs, lses = torch.tensor([[1.0], [4.0]]), torch.tensor([2.0, 1.0]).log()
+        >>> output, lse = merge_attention_states(outputs, lses)
+        >>> print(round(output.item(), 4), round(lse.exp().item(), 4))
+        2.0 3.0
+    """
+    output, log_sum = _stacked("outputs", outputs), _stacked("lses", lses)
+    if log_sum.shape != output.shape[:-1] or output.ndim < 2 or output.shape[0] == 0:
+        raise ValueError(
+            f"`lses` must have the shape of `outputs` without its last axis, of at least one part, got "
+            f"{tuple(log_sum.shape)} and {tuple(output.shape)}, parts first; [parts, B, T, N] belongs to "
+            "[parts, B, T, N, V]"
+        )
+    for name, tensor in (("outputs", output), ("lses", log_sum)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"`{name}` must have a floating dtype, got {tensor.dtype}; convert it")
+    wide = torch.float64 if output.dtype == torch.float64 else torch.float32
+    log_sum = log_sum.to(wide)
+    is_empty = log_sum == -torch.inf
+    is_all_empty = is_empty.all(dim=0)
+    largest = torch.where(is_all_empty, 0, log_sum.detach().amax(dim=0))
+    weights = torch.where(is_empty, 0, torch.where(is_empty, 0, log_sum - largest).exp())
+    total = torch.where(is_all_empty, 1, weights.sum(dim=0))
+    parts = torch.where(is_empty[..., None], 0, output.to(wide))
+    merged = (parts * (weights / total)[..., None]).sum(dim=0)
+    return merged.to(output.dtype), torch.where(is_all_empty, -torch.inf, total.log() + largest)
+
+
+def _stacked(name: str, parts: Any) -> torch.Tensor:
+    if isinstance(parts, torch.Tensor):
+        return parts
+    tensors = list(parts)
+    check_tensors(**{f"{name}[{index}]": part for index, part in enumerate(tensors)})
+    # Compared one by one: a set would make a compiled function's sizes constants.
+    if not tensors or any(one.shape != tensors[0].shape or one.dtype != tensors[0].dtype for one in tensors):
+        found = [f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.") for tensor in tensors]
+        raise ValueError(
+            f"`{name}` must be one or more arrays of one shape and dtype, got {found}; broadcast or cast them first"
+        )
+    return torch.stack(tensors)

@@ -1,0 +1,1 @@
+"""The kernel that appends to a paged cache, and its plan."""

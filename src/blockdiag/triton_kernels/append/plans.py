@@ -1,0 +1,230 @@
+"""Launch plan of appending to a paged cache."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blockdiag.ops.append.problem import AppendProblem
+from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
+from blockdiag.triton_kernels.launch.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    LaunchPlan,
+    Scalar,
+    Target,
+    TensorSpec,
+    named_arguments,
+)
+
+_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+
+# Of each dtype of eight bits: its largest number, bits of its fraction, and its smallest normal number.
+_EIGHT_BITS = {"float8_e4m3fn": (448.0, 3, 2.0**-6), "float8_e5m2": (57344.0, 2, 2.0**-14)}
+
+# The first architecture that has each dtype of eight bits, and the first one that rounds float32 to it at once.
+_FIRST_WITH_E4M3 = 89
+_FIRST_THAT_ROUNDS = 90
+
+_MAX_DIM = 1024
+_SMALLEST_SCALE = 2.0**-126
+
+# Elements of a tile of rows, or of rows of a block.
+_TILE = 2048
+_FEW_PROGRAMS = 2048
+
+
+def supports(problem: AppendProblem) -> str | None:
+    """None where the kernel can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    dtypes = {"key": problem.dtype, "key_pages": problem.key_dtype, "value_pages": problem.value_dtype}
+    table_dtype = None if problem.rotary is None else problem.rotary.table_dtype
+    reason = takes_rows(dtypes, table_dtype, problem.head_dim, problem.value_dim)
+    if reason is not None:
+        return reason
+    programs = problem.tokens + problem.batch * max(problem.max_completed, 1)
+    if max(programs, problem.max_keys, problem.batch * problem.key_heads) >= 2**31 or problem.key_heads > 65535:
+        return "the call has more tokens, keys, sequences or heads than the kernel can count; split the batch"
+    return None
+
+
+def takes_rows(dtypes: Mapping[str, str], table_dtype: str | None, head_dim: int, value_dim: int) -> str | None:
+    """None where the kernel takes arrays of these dtypes, by name, tables of a rotary embedding and head sizes."""
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            return (
+                f"the Triton kernel takes bfloat16, float16, float32 and eight-bit floats, and `{name}` is {dtype}; "
+                "use implementation='xla'"
+            )
+    if table_dtype == "float64":
+        return "the Triton kernel takes no float64 tables of rotary embedding; make them float32"
+    for name, size in {"H": head_dim, "the value's head size": value_dim}.items():
+        if size > _MAX_DIM:
+            return f"the Triton kernel takes at most {_MAX_DIM} for {name}, got {size}; use implementation='xla'"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AppendLaunch:
+    """The launch that appends to a paged cache; a KernelSpec.
+
+    Attributes:
+        problem: the call.
+    """
+
+    problem: AppendProblem
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return "append_to_pages"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The arrays that the launch reads, in order; those that it changes are among them."""
+        problem = self.problem
+        has_rotary = problem.rotary is not None
+        is_read = {
+            "key": True,
+            "value": True,
+            "page_table": problem.has_page_table,
+            "kv_lengths": True,
+            "query_lengths": problem.has_query_lengths,
+            "sequences": problem.is_packed,
+            "first_rows": problem.is_packed,
+            "cos": has_rotary,
+            "sin": has_rotary,
+            "positions": problem.rotary is not None and problem.rotary.positions == "explicit",
+            "key_scale": problem.key_scale != "none",
+            "value_scale": problem.value_scale != "none",
+            "key_pages": True,
+            "value_pages": True,
+            "key_centroids": problem.block_size is not None,
+        }
+        return tuple(name for name, reads in is_read.items() if reads)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The arrays that the launch changes, in order."""
+        return self.problem.written
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch reads."""
+        return tuple(map(self._array_spec, self.input_names))
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch changes."""
+        return tuple(map(self._array_spec, self.output_names))
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch on `target`.
+
+        Raises:
+            NotImplementedError: the target has no float8_e4m3fn and the call uses it.
+        """
+        from blockdiag.triton_kernels.append.kernels import append_kernel
+
+        problem = self.problem
+        dtypes = (problem.dtype, problem.key_dtype, problem.value_dtype)
+        if "float8_e4m3fn" in dtypes and target.arch < _FIRST_WITH_E4M3:
+            raise NotImplementedError(
+                f"kernel {self.name!r} with float8_e4m3fn needs compute capability {_FIRST_WITH_E4M3 / 10} or later, "
+                f"got {target.arch / 10}; use a cache of float8_e5m2, or implementation='xla'"
+            )
+        known = self._scalars_and_constants(target)
+        programs = self._row_tiles + problem.batch * problem.max_completed
+        return LaunchPlan(
+            name=self.name,
+            kernel=append_kernel,
+            grid=(max(programs, 1), problem.key_heads, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=named_arguments(append_kernel, known, self.input_names, self.output_names),
+            options=CompileOptions(num_warps=1 if self._rows == 1 and problem.block_size is None else 4),
+            aliases=tuple((self.input_names.index(name), position) for position, name in enumerate(self.output_names)),
+        )
+
+    @property
+    def _rows(self) -> int:
+        """New rows of a program: one where that alone does not fill the machine."""
+        widest = next_power_of_2(max(self.problem.head_dim, self.problem.value_dim))
+        return 1 if self.problem.tokens * self.problem.key_heads <= _FEW_PROGRAMS else max(1, _TILE // widest)
+
+    @property
+    def _row_tiles(self) -> int:
+        return -(-self.problem.tokens // self._rows)
+
+    def _array_spec(self, name: str) -> TensorSpec:
+        problem = self.problem
+        rotary = problem.rotary
+        pool = (problem.num_pages, problem.page_size, problem.key_heads)
+        by_head = (problem.batch, problem.key_heads)
+        match name:
+            case "key":
+                return TensorSpec((problem.tokens, problem.key_heads, problem.head_dim), problem.dtype)
+            case "value":
+                return TensorSpec((problem.tokens, problem.key_heads, problem.value_dim), problem.dtype)
+            case "page_table":
+                return TensorSpec((problem.batch, problem.max_pages), "int32")
+            case "kv_lengths" | "query_lengths" | "first_rows":
+                return TensorSpec((problem.batch,), "int32")
+            case "sequences" | "positions":
+                return TensorSpec((problem.tokens,), "int32")
+            case "cos" | "sin" if rotary is not None:
+                return TensorSpec((rotary.table_rows, problem.head_dim // 2), rotary.table_dtype)
+            case "key_scale":
+                return TensorSpec(pool if problem.key_scale == "token" else by_head, "float32")
+            case "value_scale":
+                return TensorSpec(pool if problem.value_scale == "token" else by_head, "float32")
+            case "key_pages":
+                return TensorSpec((*pool, problem.head_dim), problem.key_dtype)
+            case "value_pages":
+                return TensorSpec((*pool, problem.value_dim), problem.value_dtype)
+            case "key_centroids":
+                return TensorSpec((problem.batch, problem.max_blocks, problem.key_heads, problem.head_dim), "float32")
+        raise KeyError(name)
+
+    def _scalars_and_constants(self, target: Target) -> dict[str, Argument]:
+        problem = self.problem
+        rotary = problem.rotary
+        half, value_half = (-(-size // 2) for size in (problem.head_dim, problem.value_dim))
+        columns = next_power_of_2(half)
+        scalars = {
+            "tokens": problem.tokens,
+            "query_tokens": problem.tokens if problem.query_tokens is None else problem.query_tokens,
+            "max_pages": problem.max_pages,
+            "num_pages": problem.num_pages,
+            "max_keys": problem.max_keys,
+            "table_rows": 1 if rotary is None else rotary.table_rows,
+            "row_tiles": self._row_tiles,
+            "max_completed": max(problem.max_completed, 1),
+            "max_blocks": problem.max_blocks,
+        }
+        constants = {
+            "HEADS": problem.key_heads,
+            "DIM": problem.head_dim,
+            "HALF": half,
+            "COLUMNS": columns,
+            "VALUE_DIM": problem.value_dim,
+            "VALUE_HALF": value_half,
+            "VALUE_COLUMNS": next_power_of_2(value_half),
+            "PAGE_SIZE": problem.page_size,
+            "ROWS": self._rows,
+            "BLOCK_SIZE": problem.block_size,
+            "BLOCK_ROWS": min(max(1, _TILE // (2 * columns)), next_power_of_2(problem.block_size or 1)),
+            "PACKED": problem.is_packed,
+            "TABLE": problem.has_page_table,
+            "QUERY_LENGTHS": problem.has_query_lengths,
+            "ROTARY": rotary is not None,
+            "INTERLEAVED": rotary is not None and rotary.interleaved,
+            "EXPLICIT": rotary is not None and rotary.positions == "explicit",
+            "KEY_SCALE": problem.key_scale,
+            "VALUE_SCALE": problem.value_scale,
+            "SMALLEST_SCALE": _SMALLEST_SCALE,
+        }
+        for name, dtype in {"KEY": problem.key_dtype, "VALUE": problem.value_dtype}.items():
+            largest, bits, lowest = _EIGHT_BITS.get(dtype, (None, None, None))
+            grid = None if bits is None or target.arch >= _FIRST_THAT_ROUNDS else 1.5 * 2.0 ** (23 - bits)
+            constants |= {f"{name}_LARGEST": largest, f"{name}_GRID": grid, f"{name}_LOWEST": lowest}
+        known: dict[str, Argument] = {name: Scalar(value, "i32") for name, value in scalars.items()}
+        return known | {name: Constexpr(value) for name, value in constants.items()}

@@ -1,0 +1,1 @@
+"""Kernels of block-diagonal attention, their plans and configurations."""

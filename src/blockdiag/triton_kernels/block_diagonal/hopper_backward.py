@@ -1,0 +1,405 @@
+"""Backward of block-diagonal attention for Hopper, with tiles moved by the copy engine.
+
+A plain Triton kernel brings tiles through registers; measured on an H200 at 8 heads of 128 it stays at 1.07 times the
+time a copy of the same bytes takes, and at 1.38 times where 4 query heads share a key head. These take 1.02 and 1.03.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockdiag.triton_kernels.launch.gluon_names import reinterpret, thread_barrier
+from blockdiag.triton_kernels.parts.hopper_tiles import (
+    load_table_lines,
+    load_tile,
+    make_barrier,
+    pair_zeros,
+    put_tile,
+    rotate,
+    rotate_memory,
+    send_tile,
+    softmax_rows,
+    spread_tables,
+    tile_rows_at,
+    zero_rows,
+)
+
+
+@gluon.jit
+def prepare_operands(a_smem, b_smem, rows, b_cos, b_sin, ROTATE_A: gl.constexpr, ROTATE_B: gl.constexpr,
+                     INTERLEAVED: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Zero the rows beyond the tile, rotate, and make that visible to the tensor cores."""
+    if not FULL:
+        if rows < a_smem.shape[0]:
+            zero_rows(a_smem, rows, LAYOUT)
+            zero_rows(b_smem, rows, LAYOUT)
+    if ROTATE_A:
+        rotate_memory(a_smem, b_cos, b_sin, INTERLEAVED, LAYOUT)
+    if ROTATE_B:
+        rotate_memory(b_smem, b_cos, b_sin, INTERLEAVED, LAYOUT)
+    if ROTATE_A or ROTATE_B or not FULL:
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
+def score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS: gl.constexpr, FULL: gl.constexpr,
+                    CAUSAL: gl.constexpr):
+    """P and dS, f32, from the scores and dP; rowsum(P * dP) stands for rowsum(O * dO)."""
+    b_p, b_norm = softmax_rows(b_scores * scale_log2, rows, ROWS, FULL, CAUSAL)
+    b_p = b_p * b_norm
+    b_dp = warpgroup_mma_wait(0, deps=[b_dp])
+    return b_p, b_p * (b_dp - gl.expand_dims(gl.sum(b_p * b_dp, 1), 1)) * scale
+
+
+@gluon.jit
+def head_gradients(
+    d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, q_smem, k_smem, v_smem, do_smem, p_smem, ds_smem, v_ready,
+    do_ready, value, next_ready, start, rows, written, column, b_cos, b_sin, scale, scale_log2,
+    KEY_COLUMN: gl.constexpr, VALUE_COLUMN: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr,
+    INTERLEAVED: gl.constexpr, FULL: gl.constexpr, CAUSAL: gl.constexpr, LOAD_NEXT: gl.constexpr,
+    STRIDE: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """All of one head whose q and k have arrived: dV leaves over dO, dQ over k, dK over q.
+
+    P and dS are staged over v (`p_smem` and `ds_smem` lie in it). LOAD_NEXT asks for the next head's v there.
+    """
+    ROWS: gl.constexpr = q_smem.shape[0]
+    HEAD_DIM: gl.constexpr = q_smem.shape[1]
+    ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
+    dtype: gl.constexpr = q_smem.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    prepare_operands(q_smem, k_smem, rows, b_cos, b_sin, ROTATE_QUERY, ROTATE_KEY, INTERLEAVED, FULL, LAYOUT)
+    b_zero = gl.zeros([ROWS, ROWS], gl.float32, S)
+    b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
+    b_scores = warpgroup_mma(q_smem, k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready, 0)
+    mbarrier.wait(do_ready, 0)
+    prepare_operands(v_smem, do_smem, rows, 0, 0, False, False, INTERLEAVED, FULL, LAYOUT)
+    b_dp = warpgroup_mma(do_smem, v_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    b_scores = warpgroup_mma_wait(1, deps=[b_scores])
+    b_p, b_ds = score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS, FULL, CAUSAL)
+    thread_barrier()
+    p_smem.store(b_p.to(dtype))
+    b_ds = b_ds.to(dtype)
+    ds_smem.store(b_ds)
+    fence_async_shared()
+    thread_barrier()
+    b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, LAYOUT, 2))
+    b_dv = warpgroup_mma(p_smem.permute((1, 0)), do_smem, b_none, use_acc=False, is_async=True)
+    if ROTARY:
+        # The tables hold 64 registers at 128 columns: one gradient at a time, or registers spill.
+        b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+        b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
+        thread_barrier()
+        put_tile(d_value, p_d_value, do_smem, b_dv.to(dtype), start, written, VALUE_COLUMN + column, STRIDE, FULL, True)
+        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        b_dq = warpgroup_mma(b_ds, k_smem, b_none, use_acc=False, is_async=True)
+        if ROTATE_KEY:
+            b_dk = rotate(b_dk, b_cos, b_sin, -1.0, INTERLEAVED)
+        thread_barrier()
+        put_tile(d_key, p_d_key, q_smem, b_dk.to(dtype), start, written, KEY_COLUMN + column, STRIDE, FULL, True)
+        if LOAD_NEXT:
+            load_tile(value, v_smem, start, VALUE_COLUMN + column + HEAD_DIM, next_ready)
+        b_dq = warpgroup_mma_wait(0, deps=[b_dq])
+        if ROTATE_QUERY:
+            b_dq = rotate(b_dq, b_cos, b_sin, -1.0, INTERLEAVED)
+        thread_barrier()
+        put_tile(d_query, p_d_query, k_smem, b_dq.to(dtype), start, written, column, STRIDE, FULL, True)
+    else:
+        b_dq = warpgroup_mma(b_ds, k_smem, b_none, use_acc=False, is_async=True)
+        b_dv = warpgroup_mma_wait(1, deps=[b_dv])
+        b_ev = b_dv.to(dtype)
+        b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
+        b_dq = warpgroup_mma_wait(1, deps=[b_dq])
+        b_eq = b_dq.to(dtype)
+        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        b_ek = b_dk.to(dtype)
+        thread_barrier()
+        if LOAD_NEXT:
+            load_tile(value, v_smem, start, VALUE_COLUMN + column + HEAD_DIM, next_ready)
+        do_smem.store(b_ev)
+        k_smem.store(b_eq)
+        q_smem.store(b_ek)
+        fence_async_shared()
+        thread_barrier()
+        send_tile(d_value, p_d_value, do_smem, b_ev, start, written, VALUE_COLUMN + column, STRIDE, FULL)
+        send_tile(d_query, p_d_query, k_smem, b_eq, start, written, column, STRIDE, FULL)
+        send_tile(d_key, p_d_key, q_smem, b_ek, start, written, KEY_COLUMN + column, STRIDE, FULL)
+
+
+@gluon.jit
+def block_diagonal_hopper_backward(
+    query, key, value, output_cotangent, p_tiles, p_cos, p_sin, p_positions, d_query, d_key, d_value, p_d_query,
+    p_d_key, p_d_value, sequence_length, scale, scale_log2, table_rows, QUERY_HEADS: gl.constexpr,
+    KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, FULL: gl.constexpr, TABLE: gl.constexpr,
+    CAUSAL: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr,
+    POSITIONS: gl.constexpr,
+    PACKED: gl.constexpr, HEADS: gl.constexpr,
+):
+    """As many key as query heads: one program is HEADS (1 or 2) heads of one tile.
+
+    The grid is tiles * (KEY_HEADS // HEADS). Descriptors have blocks of [ROWS, HEAD_DIM]; `p_d_query` and so on point
+    at the same memory as `d_query` and so on. With two heads the rotary tables are read once for both, and the second
+    head's operands arrive while the first head is computed.
+    """
+    ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
+    gl.static_assert(QUERY_HEADS == KEY_HEADS)
+    dtype: gl.constexpr = query.dtype
+    TILE: gl.constexpr = query.layout
+    SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
+    VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
+    if PACKED:
+        key = query
+        value = query
+        d_key = d_query
+        d_value = d_query
+        p_d_key = p_d_query
+        p_d_value = p_d_query
+    KEY_COLUMN: gl.constexpr = KEY_FIRST * HEAD_DIM
+    VALUE_COLUMN: gl.constexpr = VALUE_FIRST * HEAD_DIM
+    STRIDE: gl.constexpr = (3 if PACKED else 1) * KEY_HEADS * HEAD_DIM
+    q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    do_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    scores = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], SCORES)
+    if HEAD_DIM == 2 * ROWS:
+        v_smem = reinterpret(scores, dtype, [ROWS, HEAD_DIM], TILE)
+    else:
+        v_smem = scores.index(0)
+    q_ready = make_barrier()
+    k_ready = make_barrier()
+    do_ready = make_barrier()
+    v_ready = make_barrier()
+    next_v_ready = v_ready
+    if HEADS == 2:
+        next_q_ready = make_barrier()
+        next_k_ready = make_barrier()
+        next_do_ready = make_barrier()
+        next_v_ready = make_barrier()
+    fence_async_shared()
+    thread_barrier()
+
+    tile = gl.program_id(0) // (KEY_HEADS // HEADS)
+    column = gl.program_id(0) % (KEY_HEADS // HEADS) * (HEADS * HEAD_DIM)
+    start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
+    if ROTARY:
+        # First of all: one thread takes a while to ask for all the tiles.
+        b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
+                                        POSITIONS)
+    load_tile(query, q_smem, start, column, q_ready)
+    load_tile(key, k_smem, start, KEY_COLUMN + column, k_ready)
+    load_tile(output_cotangent, do_smem, start, column, do_ready)
+    load_tile(value, v_smem, start, VALUE_COLUMN + column, v_ready)
+    if HEADS == 2:
+        next_q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+        next_do_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+        load_tile(query, next_q_smem, start, column + HEAD_DIM, next_q_ready)
+        load_tile(output_cotangent, next_do_smem, start, column + HEAD_DIM, next_do_ready)
+    if ROTARY:
+        b_cos, b_sin = spread_tables(b_cos, b_sin, INTERLEAVED, L)
+        fence_async_shared()
+        thread_barrier()
+    else:
+        b_cos = 0
+        b_sin = 0
+    if HEADS == 2:
+        # Made only here, it may lie where the tables were spread over the threads.
+        next_k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+        load_tile(key, next_k_smem, start, KEY_COLUMN + column + HEAD_DIM, next_k_ready)
+    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(k_ready, 0)
+    head_gradients(
+        d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, q_smem, k_smem, v_smem, do_smem, scores.index(0),
+        scores.index(1), v_ready, do_ready, value, next_v_ready, start, rows, written, column, b_cos, b_sin, scale,
+        scale_log2, KEY_COLUMN, VALUE_COLUMN, ROTATE_QUERY, ROTATE_KEY, INTERLEAVED, FULL, CAUSAL, HEADS == 2, STRIDE,
+        L,
+    )
+    if HEADS == 2:
+        mbarrier.wait(next_q_ready, 0)
+        mbarrier.wait(next_k_ready, 0)
+        head_gradients(
+            d_query, d_key, d_value, p_d_query, p_d_key, p_d_value, next_q_smem, next_k_smem, v_smem, next_do_smem,
+            scores.index(0), scores.index(1), next_v_ready, next_do_ready, value, next_v_ready, start, rows, written,
+            column + HEAD_DIM, b_cos, b_sin, scale, scale_log2, KEY_COLUMN, VALUE_COLUMN, ROTATE_QUERY, ROTATE_KEY,
+            INTERLEAVED, FULL, CAUSAL,
+            False, STRIDE, L,
+        )
+        next_q_smem._keep_alive()
+        next_do_smem._keep_alive()
+        next_k_smem._keep_alive()
+    # Shared memory may neither be given back nor reused while the copy engine still reads it.
+    tma.store_wait(0)
+    q_smem._keep_alive()
+    do_smem._keep_alive()
+    k_smem._keep_alive()
+    scores._keep_alive()
+
+
+@gluon.jit
+def block_diagonal_hopper_grouped_backward(
+    query, key, value, output_cotangent, p_tiles, p_cos, p_sin, p_positions, d_query, d_key, d_value, p_d_query,
+    p_d_key, p_d_value, sequence_length, scale, scale_log2, table_rows, QUERY_HEADS: gl.constexpr,
+    KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, FULL: gl.constexpr, TABLE: gl.constexpr,
+    CAUSAL: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr,
+    POSITIONS: gl.constexpr, PACKED: gl.constexpr,
+):
+    """Several query heads to a key head: one program is one key head of one tile; the grid is tiles * KEY_HEADS.
+
+    dK and dV stay in registers over the group, and the next query head's q and dO arrive while one is computed. With
+    rotary the tables take the place of that prefetch: kept in registers they would spill.
+    """
+    GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
+    ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
+    dtype: gl.constexpr = query.dtype
+    TILE: gl.constexpr = query.layout
+    SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
+    VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
+    if PACKED:
+        key = query
+        value = query
+        d_key = d_query
+        d_value = d_query
+        p_d_key = p_d_query
+        p_d_value = p_d_query
+    QUERY_STRIDE: gl.constexpr = (QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS) * HEAD_DIM
+    KEY_STRIDE: gl.constexpr = (QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS) * HEAD_DIM
+    STAGES: gl.constexpr = 1 if ROTARY else 2
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], TILE)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], TILE)
+    k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    v_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    scores = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], SCORES)
+    p_smem = scores.index(0)
+    ds_smem = scores.index(1)
+    if HEAD_DIM == 2 * ROWS:
+        leaving_smem = reinterpret(scores, dtype, [ROWS, HEAD_DIM], TILE)
+    else:
+        leaving_smem = scores.index(0)
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready = make_barrier()
+    v_ready = make_barrier()
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+    fence_async_shared()
+    thread_barrier()
+
+    tile = gl.program_id(0) // KEY_HEADS
+    key_head = gl.program_id(0) % KEY_HEADS
+    start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
+    load_tile(key, k_smem, start, (KEY_FIRST + key_head) * HEAD_DIM, k_ready)
+    load_tile(query, q_tiles.index(0), start, key_head * GROUP * HEAD_DIM, q_ready.index(0))
+    load_tile(value, v_smem, start, (VALUE_FIRST + key_head) * HEAD_DIM, v_ready)
+    load_tile(output_cotangent, do_tiles.index(0), start, key_head * GROUP * HEAD_DIM, do_ready.index(0))
+    if ROTARY:
+        TABLE_TILE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+        PAIR_LAYOUT: gl.constexpr = pair_zeros(ROWS, HEAD_DIM, INTERLEAVED, L).type.layout
+        cos_smem = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM // 2], TABLE_TILE)
+        sin_smem = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM // 2], TABLE_TILE)
+        b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
+                                        POSITIONS)
+        cos_smem.store(b_cos.to(gl.float32))
+        sin_smem.store(b_sin.to(gl.float32))
+        thread_barrier()
+        b_cos = cos_smem.load(PAIR_LAYOUT)
+        b_sin = sin_smem.load(PAIR_LAYOUT)
+    else:
+        b_cos = 0
+        b_sin = 0
+        load_tile(query, q_tiles.index(1), start, (key_head * GROUP + 1) * HEAD_DIM, q_ready.index(1))
+        load_tile(output_cotangent, do_tiles.index(1), start, (key_head * GROUP + 1) * HEAD_DIM, do_ready.index(1))
+    b_dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, L)
+    b_dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, L)
+    mbarrier.wait(k_ready, 0)
+    mbarrier.wait(v_ready, 0)
+    prepare_operands(k_smem, v_smem, rows, b_cos, b_sin, ROTATE_KEY, False, INTERLEAVED, FULL, L)
+    for member in range(GROUP):
+        stage = member % STAGES
+        phase = (member // STAGES) & 1
+        q_smem = q_tiles.index(stage)
+        do_smem = do_tiles.index(stage)
+        head = key_head * GROUP + member
+        mbarrier.wait(q_ready.index(stage), phase)
+        mbarrier.wait(do_ready.index(stage), phase)
+        if ROTATE_QUERY:
+            b_cos_here = cos_smem.load(PAIR_LAYOUT)
+            b_sin_here = sin_smem.load(PAIR_LAYOUT)
+        else:
+            b_cos_here = 0
+            b_sin_here = 0
+        prepare_operands(q_smem, do_smem, rows, b_cos_here, b_sin_here, ROTATE_QUERY, False, INTERLEAVED, FULL, L)
+        b_zero = gl.zeros([ROWS, ROWS], gl.float32, S)
+        b_scores = warpgroup_mma(q_smem, k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        b_dp = warpgroup_mma(do_smem, v_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        b_scores = warpgroup_mma_wait(1, deps=[b_scores])
+        b_p, b_ds = score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS, FULL, CAUSAL)
+        # The last head's dQ has left by now, and its operands have no reader: the next but one may come.
+        tma.store_wait(0)
+        thread_barrier()
+        if not ROTARY:
+            follow = (member > 0) & (member + 1 < GROUP)
+            load_tile(query, q_tiles.index(stage ^ 1), start, (head + 1) * HEAD_DIM, q_ready.index(stage ^ 1), follow)
+            load_tile(output_cotangent, do_tiles.index(stage ^ 1), start, (head + 1) * HEAD_DIM,
+                      do_ready.index(stage ^ 1), follow)
+        p_smem.store(b_p.to(dtype))
+        b_ds = b_ds.to(dtype)
+        ds_smem.store(b_ds)
+        fence_async_shared()
+        thread_barrier()
+        b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, L)
+        b_dv = warpgroup_mma(p_smem.permute((1, 0)), do_smem, b_dv, is_async=True)
+        b_dq = warpgroup_mma(gl.convert_layout(b_ds, A), k_smem, b_none, use_acc=False, is_async=True)
+        b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_dk, is_async=True)
+        b_dv, b_dq = warpgroup_mma_wait(1, deps=[b_dv, b_dq])
+        if ROTATE_QUERY:
+            b_dq = rotate(b_dq, cos_smem.load(PAIR_LAYOUT), sin_smem.load(PAIR_LAYOUT), -1.0, INTERLEAVED)
+        b_dq = b_dq.to(dtype)
+        b_dk = warpgroup_mma_wait(0, deps=[b_dk])
+        thread_barrier()
+        if ROTARY:
+            follow = member + 1 < GROUP
+            load_tile(query, q_smem, start, (head + 1) * HEAD_DIM, q_ready.index(0), follow)
+            load_tile(output_cotangent, do_smem, start, (head + 1) * HEAD_DIM, do_ready.index(0), follow)
+            out_smem = leaving_smem
+        else:
+            out_smem = do_smem
+        out_smem.store(b_dq)
+        fence_async_shared()
+        thread_barrier()
+        send_tile(d_query, p_d_query, out_smem, b_dq, start, written, head * HEAD_DIM, QUERY_STRIDE, FULL)
+    if ROTATE_KEY:
+        b_dk = rotate(b_dk, cos_smem.load(PAIR_LAYOUT), sin_smem.load(PAIR_LAYOUT), -1.0, INTERLEAVED)
+    b_ek = b_dk.to(dtype)
+    b_ev = b_dv.to(dtype)
+    v_smem.store(b_ev)
+    k_smem.store(b_ek)
+    fence_async_shared()
+    thread_barrier()
+    send_tile(d_value, p_d_value, v_smem, b_ev, start, written, (VALUE_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
+    send_tile(d_key, p_d_key, k_smem, b_ek, start, written, (KEY_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
+    # Shared memory may neither be given back nor reused while the copy engine still reads it.
+    tma.store_wait(0)
+    q_tiles._keep_alive()
+    do_tiles._keep_alive()
+    k_smem._keep_alive()
+    v_smem._keep_alive()
+    scores._keep_alive()

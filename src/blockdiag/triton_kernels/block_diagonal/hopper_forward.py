@@ -1,0 +1,211 @@
+"""Forward of block-diagonal attention for Hopper, where rotary embedding or shared key heads slow the plain kernel.
+
+Without either, one plain program per tile already runs at the speed of a copy (0.97 of it). Rotation adds a table to
+read and time between load and product, and query heads that share a key head should load it once: here a program takes
+several heads of a tile, and the copy engine brings the next head while one is computed.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockdiag.triton_kernels.launch.gluon_names import thread_barrier
+from blockdiag.triton_kernels.parts.hopper_tiles import (
+    load_table_lines,
+    load_tile,
+    make_barrier,
+    put_tile,
+    rotate,
+    rotate_memory,
+    softmax_rows,
+    spread_tables,
+    tile_rows_at,
+    zero_rows,
+)
+
+
+@gluon.jit
+def head_scores(q_smem, k_smem, query, start, next_column, next_ready, b_cos, b_sin, ROTATE_QUERY: gl.constexpr,
+                ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr, LOAD_NEXT: gl.constexpr,
+                LAYOUT: gl.constexpr):
+    """q k^T of one head, f32. When it returns, no warp reads q or k any more.
+
+    LOAD_NEXT asks for another query tile in the place of q, as soon as q is not read any more.
+    """
+    ROWS: gl.constexpr = q_smem.shape[0]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    b_none = gl.zeros([ROWS, ROWS], gl.float32, S)
+    if ROTATE_KEY:
+        rotate_memory(k_smem, b_cos, b_sin, INTERLEAVED, LAYOUT)
+    if ROTATE_QUERY:
+        b_q = rotate(q_smem.load(LAYOUT), b_cos, b_sin, 1.0, INTERLEAVED).to(q_smem.dtype)
+    if ROTATE_KEY or (ROTATE_QUERY and LOAD_NEXT):
+        fence_async_shared()
+        thread_barrier()
+    if ROTATE_QUERY:
+        if LOAD_NEXT:
+            load_tile(query, q_smem, start, next_column, next_ready)
+        # The product takes the rotated query from registers: it need not return to shared memory.
+        b_q = gl.convert_layout(b_q, gl.DotOperandLayout(0, S, 2), assert_trivial=True)
+        b_scores = warpgroup_mma(b_q, k_smem.permute((1, 0)), b_none, use_acc=False, is_async=True)
+    else:
+        b_scores = warpgroup_mma(q_smem, k_smem.permute((1, 0)), b_none, use_acc=False, is_async=True)
+    b_scores = warpgroup_mma_wait(0, deps=[b_scores])
+    thread_barrier()
+    if LOAD_NEXT and not ROTATE_QUERY:
+        load_tile(query, q_smem, start, next_column, next_ready)
+    return b_scores
+
+
+@gluon.jit
+def head_output(b_scores, v_smem, rows, scale_log2, FULL: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
+    """softmax(scores) v of one head in the operands' dtype."""
+    ROWS: gl.constexpr = v_smem.shape[0]
+    HEAD_DIM: gl.constexpr = v_smem.shape[1]
+    b_weights, b_norm = softmax_rows(b_scores * scale_log2, rows, ROWS, FULL, CAUSAL)
+    if not FULL:
+        # Rows beyond the tile may have come from NaN scores, their norms too; a tile of padding is written with them.
+        o_rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, b_weights.type.layout)), 1)
+        b_weights = gl.where(o_rows < rows, b_weights, 0.0)
+        b_norm = gl.where(o_rows < rows, b_norm, 0.0)
+    b_weights = gl.convert_layout(b_weights.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT, 2))
+    b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
+    b_output = warpgroup_mma(b_weights, v_smem, b_none, use_acc=False, is_async=True)
+    b_output = warpgroup_mma_wait(0, deps=[b_output])
+    # Normalised only here: see block_diagonal_forward.
+    b_norm = gl.convert_layout(b_norm, LAYOUT)
+    return (b_output * b_norm).to(v_smem.dtype)
+
+
+@gluon.jit
+def zero_value_rows(v_smem, rows, FULL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Zero v's rows beyond the tile and make that visible to the tensor cores."""
+    if not FULL:
+        if rows < v_smem.shape[0]:
+            zero_rows(v_smem, rows, LAYOUT)
+            fence_async_shared()
+            thread_barrier()
+
+
+@gluon.jit
+def block_diagonal_hopper_forward(
+    query, key, value, p_tiles, p_cos, p_sin, p_positions, output, p_output, sequence_length, scale_log2, table_rows,
+    QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
+    FULL: gl.constexpr, TABLE: gl.constexpr, CAUSAL: gl.constexpr, ROTATE_QUERY: gl.constexpr,
+    ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr, POSITIONS: gl.constexpr, PACKED: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """One program is HEADS query heads of one tile; the grid is tiles * (QUERY_HEADS // HEADS).
+
+    HEADS divides the group of query heads that share a key head; where every query head has its own, it is 1 or 2.
+    `query`, `key`, `value` and `output` are descriptors with blocks of [ROWS, HEAD_DIM]; `p_output` points at the same
+    memory as `output`.
+    """
+    GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
+    ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
+    PAIR: gl.constexpr = GROUP == 1 and HEADS == 2
+    gl.static_assert(PAIR or GROUP % HEADS == 0)
+    dtype: gl.constexpr = query.dtype
+    TILE: gl.constexpr = query.layout
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    STRIDE: gl.constexpr = QUERY_HEADS * HEAD_DIM
+    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
+    VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
+    if PACKED:
+        key = query
+        value = query
+    q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    v_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    q_ready = make_barrier()
+    k_ready = make_barrier()
+    v_ready = make_barrier()
+    next_q_ready = q_ready
+    if HEADS > 1:
+        next_q_ready = make_barrier()
+    if PAIR:
+        next_k_ready = make_barrier()
+        next_v_ready = make_barrier()
+    fence_async_shared()
+    thread_barrier()
+
+    tile = gl.program_id(0) // (QUERY_HEADS // HEADS)
+    head = gl.program_id(0) % (QUERY_HEADS // HEADS) * HEADS
+    key_head = head // GROUP
+    start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
+    if ROTARY:
+        # First of all: one thread takes a while to ask for all the tiles.
+        b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
+                                        POSITIONS)
+    load_tile(query, q_smem, start, head * HEAD_DIM, q_ready)
+    load_tile(key, k_smem, start, (KEY_FIRST + key_head) * HEAD_DIM, k_ready)
+    load_tile(value, v_smem, start, (VALUE_FIRST + key_head) * HEAD_DIM, v_ready)
+    if ROTARY:
+        b_cos, b_sin = spread_tables(b_cos, b_sin, INTERLEAVED, L)
+        fence_async_shared()
+        thread_barrier()
+    else:
+        b_cos = 0
+        b_sin = 0
+    if HEADS > 1:
+        # Made only here, it may lie where the tables were spread over the threads.
+        next_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+        if PAIR:
+            load_tile(key, next_smem, start, (KEY_FIRST + key_head + 1) * HEAD_DIM, next_k_ready)
+        else:
+            load_tile(query, next_smem, start, (head + 1) * HEAD_DIM, next_q_ready)
+
+    mbarrier.wait(k_ready, 0)
+    mbarrier.wait(q_ready, 0)
+    b_scores = head_scores(q_smem, k_smem, query, start, (head + 1) * HEAD_DIM, next_q_ready, b_cos, b_sin,
+                           ROTATE_QUERY, ROTATE_KEY, INTERLEAVED, PAIR, L)
+    if PAIR:
+        load_tile(value, k_smem, start, (VALUE_FIRST + key_head + 1) * HEAD_DIM, next_v_ready)
+    mbarrier.wait(v_ready, 0)
+    zero_value_rows(v_smem, rows, FULL, L)
+    b_output = head_output(b_scores, v_smem, rows, scale_log2, FULL, CAUSAL, L)
+    if PAIR:
+        thread_barrier()
+        put_tile(output, p_output, v_smem, b_output, start, written, head * HEAD_DIM, STRIDE, FULL)
+        mbarrier.wait(next_k_ready, 0)
+        mbarrier.wait(next_q_ready, 0)
+        b_scores = head_scores(q_smem, next_smem, query, start, 0, next_q_ready, b_cos, b_sin, ROTATE_QUERY,
+                               ROTATE_KEY, INTERLEAVED, False, L)
+        mbarrier.wait(next_v_ready, 0)
+        zero_value_rows(k_smem, rows, FULL, L)
+        b_output = head_output(b_scores, k_smem, rows, scale_log2, FULL, CAUSAL, L)
+        put_tile(output, p_output, q_smem, b_output, start, written, (head + 1) * HEAD_DIM, STRIDE, FULL)
+    else:
+        put_tile(output, p_output, q_smem, b_output, start, written, head * HEAD_DIM, STRIDE, FULL)
+        for i in gl.static_range(1, HEADS):
+            # Query tiles alternate between two places, and results leave from there.
+            here_smem = next_smem if i % 2 == 1 else q_smem
+            here_ready = next_q_ready if i % 2 == 1 else q_ready
+            other_smem = q_smem if i % 2 == 1 else next_smem
+            other_ready = q_ready if i % 2 == 1 else next_q_ready
+            mbarrier.wait(here_ready, (i // 2) % 2)
+            b_scores = head_scores(here_smem, k_smem, query, start, 0, here_ready, b_cos, b_sin, ROTATE_QUERY, False,
+                                   INTERLEAVED, False, L)
+            if i + 1 < HEADS:
+                tma.store_wait(0)
+                thread_barrier()
+                load_tile(query, other_smem, start, (head + i + 1) * HEAD_DIM, other_ready)
+            b_output = head_output(b_scores, v_smem, rows, scale_log2, FULL, CAUSAL, L)
+            put_tile(output, p_output, here_smem, b_output, start, written, (head + i) * HEAD_DIM, STRIDE, FULL)
+    # Shared memory may neither be given back nor reused while the copy engine still reads it.
+    tma.store_wait(0)
+    q_smem._keep_alive()
+    k_smem._keep_alive()
+    v_smem._keep_alive()
+    if HEADS > 1:
+        next_smem._keep_alive()

@@ -1,0 +1,1 @@
+"""Kernels of key convolution, and their plans."""

@@ -1,0 +1,173 @@
+"""Launch plans of key convolution."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from blockdiag.ops.key_convolution.problem import MAX_SIZE, KeyConvolutionProblem
+from blockdiag.triton_kernels.launch.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Target,
+    TensorSpec,
+)
+
+Pass = Literal["forward", "backward", "weights_gradient"]
+
+_RUN = 16
+"""Tokens that one thread walks along."""
+
+_SUM_ROWS = 32
+_SUM_COLUMNS = 32
+
+
+def takes_key(dtype: str) -> str | None:
+    """None where there are kernels for keys of a dtype; otherwise the reason and the remedy."""
+    if dtype not in ("bfloat16", "float16", "float32"):
+        return f"the Triton kernels take bfloat16, float16 and float32, got {dtype}; use implementation='xla'"
+    return None
+
+
+def supports(problem: KeyConvolutionProblem) -> str | None:
+    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    reason = takes_key(problem.dtype)
+    if reason is not None:
+        return reason
+    if not 1 <= problem.size <= MAX_SIZE:
+        return f"the Triton kernels take 1 to {MAX_SIZE} taps, got {problem.size}; use implementation='xla'"
+    programs = problem.num_tiles * -(-problem.channels // 8)
+    if max(programs, problem.tokens + problem.tile_rows, problem.channels * 2 * problem.tile_rows) >= 2**31:
+        return (
+            f"the call has {problem.tokens} tokens of {problem.channels} channels in {problem.num_tiles} tiles, more "
+            "than fit 32-bit numbers; split the batch"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyConvolutionLaunch:
+    """One kernel launch of key convolution; a KernelSpec.
+
+    Attributes:
+        problem: the call.
+        kind: forward; backward, which gives the key's gradient and parts of the weights' gradient; or the sum of these.
+    """
+
+    problem: KeyConvolutionProblem
+    kind: Pass
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return f"key_convolution_{self.kind}"
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Key, weights, the output's cotangent (backward), the tile table of packed calls; the parts to be summed."""
+        if self.kind == "weights_gradient":
+            return (self._partials,)
+        cotangents = (self._key,) if self.kind == "backward" else ()
+        tables = () if self.problem.is_uniform else (TensorSpec((self.problem.num_tiles, 3), "int32"),)
+        return (self._key, self._weights, *cotangents, *tables)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The arrays the launch writes, every element of them."""
+        if self.kind == "weights_gradient":
+            return (self._weights,)
+        return (self._key,) if self.kind == "forward" else (self._key, self._partials)
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The same launch on every target."""
+        del target
+        return self._sum_plan() if self.kind == "weights_gradient" else self._tile_plan()
+
+    @property
+    def _key(self) -> TensorSpec:
+        problem = self.problem
+        return TensorSpec((problem.tokens, problem.key_heads, problem.head_dim), problem.dtype)
+
+    @property
+    def _weights(self) -> TensorSpec:
+        problem = self.problem
+        return TensorSpec((problem.groups, problem.size, problem.key_heads, problem.head_dim), problem.weights_dtype)
+
+    @property
+    def _partials(self) -> TensorSpec:
+        problem = self.problem
+        return TensorSpec((problem.num_tiles, problem.size, problem.key_heads, problem.head_dim), "float32")
+
+    def _tile_plan(self) -> LaunchPlan:
+        from blockdiag.triton_kernels.key_convolution.kernels import key_convolution_backward, key_convolution_forward
+
+        problem = self.problem
+        is_backward = self.kind == "backward"
+        width, num_warps = _program_shape(problem, is_backward)
+        arguments: dict[str, Argument] = {"key": Pointer("input", 0), "weights": Pointer("input", 1)}
+        if is_backward:
+            arguments["output_cotangent"] = Pointer("input", 2)
+        arguments["p_tiles"] = Constexpr(None) if problem.is_uniform else Pointer("input", len(arguments))
+        if is_backward:
+            arguments |= {"d_key": Pointer("output", 0), "p_partials": Pointer("output", 1)}
+        else:
+            arguments["output"] = Pointer("output", 0)
+        arguments["sequence_length"] = Scalar(problem.sequence_length or 0, "i32")
+        if is_backward:
+            arguments["num_tiles"] = Scalar(problem.num_tiles, "i32")
+        arguments |= {
+            "tiles_per_group": Scalar(max(problem.num_tiles // problem.groups, 1), "i32"),
+            "CHANNELS": Constexpr(problem.channels),
+            "SIZE": Constexpr(problem.size),
+            "TILE_ROWS": Constexpr(problem.tile_rows),
+            "RUN": Constexpr(_RUN),
+            "WIDTH": Constexpr(width),
+            "TABLE": Constexpr(not problem.is_uniform),
+            "SILU": Constexpr(problem.activation == "silu"),
+            "RESIDUAL": Constexpr(problem.has_residual),
+        }
+        return LaunchPlan(
+            name=self.name,
+            kernel=key_convolution_backward if is_backward else key_convolution_forward,
+            grid=(max(problem.num_tiles * -(-problem.channels // width), 1), 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=arguments,
+            options=CompileOptions(num_warps=num_warps),
+        )
+
+    def _sum_plan(self) -> LaunchPlan:
+        from blockdiag.triton_kernels.key_convolution.kernels import key_convolution_weights_gradient
+
+        problem = self.problem
+        elements = problem.size * problem.channels
+        return LaunchPlan(
+            name=self.name,
+            kernel=key_convolution_weights_gradient,
+            grid=(problem.groups * -(-elements // _SUM_COLUMNS), 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments={
+                "p_partials": Pointer("input", 0),
+                "d_weights": Pointer("output", 0),
+                "tiles_per_group": Scalar(problem.num_tiles // problem.groups, "i32"),
+                "ELEMENTS": Constexpr(elements),
+                "ROWS": Constexpr(_SUM_ROWS),
+                "COLUMNS": Constexpr(_SUM_COLUMNS),
+            },
+            options=CompileOptions(num_warps=4),
+        )
+
+
+def _program_shape(problem: KeyConvolutionProblem, is_backward: bool) -> tuple[int, int]:
+    """Channels and warps of a program.
+
+    A thread has neighbouring channels of one run: as many as its registers can hold a whole run of, with enough left
+    for other programs beside it. The backward holds keys, cotangents and sums.
+    """
+    per_thread = 2 if is_backward else 4
+    runs = problem.tile_rows // _RUN
+    width = min(max(1 << (problem.channels - 1).bit_length(), 8), 128 * per_thread // runs)
+    return width, max(runs * width // (32 * per_thread), 1)

@@ -1,0 +1,1 @@
+"""Launch plans: how any kernel is described, compiled and inspected."""

@@ -1,0 +1,305 @@
+"""The launch plan: one description of a Triton kernel launch, read by every door that can launch it.
+
+A plan names the kernel, its grid, and for every kernel parameter what to pass. It holds no array and imports neither
+jax, torch nor triton, so that each consumer (the JAX call, the torch launch, the interpreter, the offline compiler)
+reads the same data and launches the same kernel.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Role = Literal["input", "output"]
+ScalarType = Literal["i1", "i32", "i64", "fp32"]
+
+# Multiprocessors of the usual part of each architecture, for planning where no device can be asked.
+_USUAL_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one dense, row-major array.
+
+    Attributes:
+        shape: elements along each axis.
+        dtype: "bfloat16", "float32", "int32", ...
+
+    Example:
+        >>> from blockdiag.triton_kernels.launch.plan import TensorSpec
+        >>> TensorSpec((2, 3), "bfloat16")
+        TensorSpec(shape=(2, 3), dtype='bfloat16')
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a plan may know of the GPU.
+
+    Attributes:
+        arch: compute capability as an integer, 90 for sm_90.
+        num_sms: streaming multiprocessors; sizes persistent grids. Results never depend on it.
+
+    Example:
+        >>> from blockdiag.triton_kernels.launch.plan import Target
+        >>> Target.for_arch(90)
+        Target(arch=90, num_sms=132)
+    """
+
+    arch: int
+    num_sms: int
+
+    @classmethod
+    def for_arch(cls, arch: int) -> "Target":
+        """The usual part of an architecture, for offline compilation.
+
+        Args:
+            arch: compute capability as an integer: 80, 86, 89, 90, 100, 103 or 120.
+
+        Returns:
+            The target.
+
+        Raises:
+            ValueError: `arch` is none of these.
+        """
+        if arch not in _USUAL_MULTIPROCESSORS:
+            raise ValueError(
+                f"`arch` must be one of {sorted(_USUAL_MULTIPROCESSORS)}, got {arch}; "
+                "pass Target(arch, num_sms) for another part"
+            )
+        return cls(arch, _USUAL_MULTIPROCESSORS[arch])
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A pointer to the first element of an input or output, 16-byte aligned.
+
+    Attributes:
+        role: "input" or "output".
+        index: of the array among the plan's inputs or outputs.
+
+    Example:
+        >>> from blockdiag.triton_kernels.launch.plan import Pointer
+        >>> Pointer("input", 0)
+        Pointer(role='input', index=0)
+    """
+
+    role: Role
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A host-made TMA tensor descriptor over an input or output viewed as a dense row-major array of `shape`.
+
+    Attributes:
+        role: "input" or "output".
+        index: of the array among the plan's inputs or outputs.
+        shape: elements along each axis of the array as it is viewed.
+        block_shape: elements along each axis of the tile that one load or store moves.
+        layout: the shared-memory layout object of a Gluon kernel's descriptor; None for a Triton kernel's.
+
+    Example:
+        >>> from blockdiag.triton_kernels.launch.plan import Descriptor
+        >>> Descriptor("input", 0, shape=(128, 64), block_shape=(32, 64)).strides
+        (64, 1)
+    """
+
+    role: Role
+    index: int
+    shape: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any = None
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Row-major strides in elements."""
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.append(strides[-1] * size)
+        return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scalar:
+    """A run-time scalar with its type spelled out: an untyped Python float would make a kernel compute in fp64.
+
+    Attributes:
+        value: the number. Two are equal if their bits are.
+        dtype: "i1", "i32", "i64" or "fp32".
+
+    Example:
+        >>> from blockdiag.triton_kernels.launch.plan import Scalar
+        >>> Scalar(0.0, "fp32") == Scalar(-0.0, "fp32")
+        False
+    """
+
+    value: int | float | bool
+    dtype: ScalarType
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scalar) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, Any]:
+        # By bits: 0.0 and -0.0 are different arguments, and a NaN is the same argument as itself.
+        return self.dtype, float(self.value).hex() if self.dtype == "fp32" else int(self.value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constexpr:
+    """A compile-time value.
+
+    Values of different types are different (1, 1.0 and True compile differently), and floats compare by their bits.
+
+    Attributes:
+        value: int, float, bool, str, None, a triton dtype, or another hashable value that a kernel understands.
+
+    Example:
+        >>> from blockdiag.triton_kernels.launch.plan import Constexpr
+        >>> Constexpr(1) == Constexpr(1), Constexpr(1) == Constexpr(True)
+        (True, False)
+    """
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constexpr) and self.key() == other.key()
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    def key(self) -> tuple[str, Any]:
+        """What tells this value from another one, hashable."""
+        return type(self.value).__name__, self.value.hex() if isinstance(self.value, float) else self.value
+
+
+type Argument = Pointer | Descriptor | Scalar | Constexpr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileOptions:
+    """What Triton's compiler is asked for, beside the source.
+
+    Attributes:
+        num_warps: warps of a program, of 32 threads each.
+        num_stages: iterations of a loop whose loads are in flight at once.
+        num_ctas: thread blocks of a cluster that computes a program.
+        maxnreg: the most registers of a thread; None leaves it to the compiler.
+
+    Example:
+        >>> from blockdiag.triton_kernels.launch.plan import CompileOptions
+        >>> CompileOptions(num_warps=8).num_stages
+        3
+    """
+
+    num_warps: int = 4
+    num_stages: int = 3
+    num_ctas: int = 1
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """One launch of one kernel.
+
+    Attributes:
+        name: what profilers show.
+        kernel: the `@triton.jit` or `@gluon.jit` function.
+        grid: programs along the three grid axes.
+        inputs, outputs: the arrays the launch reads and writes, in the order the caller passes and receives them.
+        arguments: every parameter of the kernel by name, in the kernel's own order.
+        options: compile options.
+        aliases: (input index, output index) pairs that are one buffer: the output starts as the input's content.
+        flops: floating-point operations of its products, about; 0 where the arrays' bytes say how long it takes.
+
+    Example:
+        >>> import triton, triton.language as tl
+        >>> from blockdiag.triton_kernels.launch.plan import Constexpr, LaunchPlan, Pointer, TensorSpec
+        >>> @triton.jit
+        ... def copy_kernel(p_x, p_out, BLOCK: tl.constexpr):
+        ...     o_element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        ...     tl.store(p_out + o_element, tl.load(p_x + o_element))
+        >>> array = TensorSpec((256,), "float32")
+        >>> plan = LaunchPlan(
+        ...     name="copy",
+        ...     kernel=copy_kernel,
+        ...     grid=(2, 1, 1),
+        ...     inputs=(array,),
+        ...     outputs=(array,),
+        ...     arguments={"p_x": Pointer("input", 0), "p_out": Pointer("output", 0), "BLOCK": Constexpr(128)},
+        ... )
+        >>> list(plan.arguments) == plan.kernel.arg_names
+        True
+    """
+
+    name: str
+    kernel: Any
+    grid: tuple[int, int, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    arguments: Mapping[str, Argument]
+    options: CompileOptions = field(default_factory=CompileOptions)
+    aliases: tuple[tuple[int, int], ...] = ()
+    flops: float = 0.0
+
+
+def named_arguments(
+    kernel: Any, known: Mapping[str, Argument], input_names: Sequence[str], output_names: Sequence[str]
+) -> dict[str, Argument]:
+    """Of every parameter of a kernel what to pass: a known scalar or constant, or the array that the parameter is named
+    after, with or without `p_`; None for an array that the call does not have. What is both read and written is meant
+    as the output."""
+    arguments: dict[str, Argument] = {}
+    for parameter in kernel.arg_names:
+        name = parameter.removeprefix("p_")
+        if parameter in known:
+            arguments[parameter] = known[parameter]
+        elif name in output_names:
+            arguments[parameter] = Pointer("output", output_names.index(name))
+        elif name in input_names:
+            arguments[parameter] = Pointer("input", input_names.index(name))
+        else:
+            arguments[parameter] = Constexpr(None)
+    return arguments
+
+
+@runtime_checkable
+class KernelSpec(Protocol):
+    """A hashable launch that still waits for its target: outputs are known at trace time, the plan at lowering.
+
+    Example:
+        >>> from blockdiag.triton_kernels.launch.plan import KernelSpec
+        >>> isinstance("a string", KernelSpec)
+        False
+    """
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The arrays that the launch reads."""
+        ...
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The arrays that it writes."""
+        ...
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch.
+
+        Args:
+            target: the GPU it is for.
+
+        Returns:
+            The plan, with these inputs and outputs.
+        """
+        ...

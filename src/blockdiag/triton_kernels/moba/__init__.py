@@ -1,0 +1,1 @@
+"""Kernels of MoBA, their plans and configurations."""

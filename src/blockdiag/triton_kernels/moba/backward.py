@@ -1,0 +1,255 @@
+"""Backward of MoBA: each block gathers the queries that attended to it and keeps its gradients in registers.
+
+Weights are recomputed from the log-sum-exp of the forward. The gradient of a query has one part for each block it
+attended to; the parts are written, rounded, and added up by a kernel of their own: no atomics, so results repeat.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+import triton
+import triton.language as tl
+
+from blockdiag.triton_kernels.moba.forward import NEVER, load_keys, load_rows
+
+
+@triton.jit
+def moba_starts(output, output_cotangent, p_log_sum, p_log_sum_cotangent, p_score_start, p_weight_start,
+                num_rows, scale, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """What is added to a query's products before anything else is done with them.
+
+    To those with keys: the negative log-sum-exp over the scale, so that the exponential of the scaled sum is a weight;
+    -inf for queries that see nothing. To those of its cotangent with values: the cotangent of the log-sum-exp less the
+    product of output and cotangent, so that the weight times the sum is the gradient of a score.
+    """
+    o_row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    m_row = o_row < num_rows
+    o_column = tl.arange(0, COLUMNS)[None, :]
+    m_block = m_row[:, None] & (o_column < HEAD_DIM)
+    b_output = tl.load(output + o_row[:, None] * HEAD_DIM + o_column, mask=m_block, other=0.0)
+    b_cotangent = tl.load(output_cotangent + o_row[:, None] * HEAD_DIM + o_column, mask=m_block, other=0.0)
+    b_delta = tl.sum(b_output.to(tl.float32) * b_cotangent.to(tl.float32), 1)
+    b_log_sum = tl.load(p_log_sum + o_row, mask=m_row, other=0.0)
+    b_start = tl.where(b_log_sum == float("-inf"), float("-inf"), -b_log_sum / scale)
+    tl.store(p_score_start + o_row, b_start, mask=m_row)
+    tl.store(p_weight_start + o_row, tl.load(p_log_sum_cotangent + o_row, mask=m_row, other=0.0) - b_delta, mask=m_row)
+
+
+@triton.jit
+def list_tile(p_list, p_queries, p_own, at, listed, own_first, own_rows, own_tiles, head, query_tokens,
+              SLOTS: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr):
+    """Queries of a block's tile: the block's own ones come first, then those on its list.
+
+    Returns rows, slots of their parts (own blocks have the one after the last), which exist, and the key row before
+    which each may look.
+    """
+    is_own = at < own_tiles
+    o_own = at * ROWS + tl.arange(0, ROWS)
+    m_row = o_own < own_rows
+    b_row = own_first + o_own
+    b_slot = o_own * 0 + SLOTS
+    if SLOTS > 0:
+        o_list = (at - own_tiles) * ROWS + tl.arange(0, ROWS)
+        m_list = (o_list >= 0) & (o_list < listed)
+        b_pair = tl.load(p_list + o_list, mask=m_list, other=0)
+        m_row = tl.where(is_own, m_row, m_list)
+        b_row = tl.where(is_own, b_row, b_pair // SLOTS)
+        b_slot = tl.where(is_own, SLOTS, b_pair % SLOTS)
+    b_end = tl.load(p_queries + b_row * 4 + 3, mask=m_row & is_own, other=NEVER)
+    if OWN:
+        b_own = tl.load(p_own + head.to(tl.int64) * query_tokens + b_row, mask=m_row & is_own, other=1)
+        b_end = tl.where(b_own != 0, b_end, 0)
+    return b_row, b_slot, m_row, b_end
+
+
+@triton.jit
+def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, p_queries, p_own, p_offsets, p_counts,
+                         p_entries, p_score_start, p_weight_start, p_part, d_key, d_value,
+                         query_tokens, num_blocks, first_head, scale, scale_log2,
+                         QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                         COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr,
+                         PART_HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEY_TILES: tl.constexpr,
+                         CAUSAL: tl.constexpr, OWN: tl.constexpr,
+                         MASK: tl.constexpr, PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
+    """Gradients of one tile of a block's keys and values; where the block is one tile also the parts of its queries.
+
+    Everything is transposed, [keys, queries], so that weights and their gradients are left operands in registers.
+    """
+    tile = tl.program_id(0)
+    block = tile // KEY_TILES
+    GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
+    key_head = first_head // GROUP + tl.program_id(1)
+    start = tl.load(p_blocks + block * 4)
+    end = start + tl.load(p_blocks + block * 4 + 1)
+    start += tile % KEY_TILES * KEYS
+    if start >= end:
+        return
+    own_first = tl.load(p_blocks + block * 4 + 2)
+    own_rows = tl.load(p_blocks + block * 4 + 3) if CAUSAL else 0
+    own_tiles = tl.cdiv(own_rows, ROWS)
+    b_key, b_value, b_bias = load_keys(key, value, p_mask, start, end, key_head, KEY_HEADS, HEAD_DIM, COLUMNS, KEYS,
+                                       MASK)
+    o_key = start + tl.arange(0, KEYS)
+    b_d_key = tl.zeros([KEYS, COLUMNS], tl.float32)
+    b_d_value = tl.zeros([KEYS, COLUMNS], tl.float32)
+    o_column = tl.arange(0, COLUMNS)
+    for i in range(GROUP):
+        head = key_head * GROUP + i
+        o_list = head.to(tl.int64) * num_blocks + block
+        p_list = p_entries
+        listed = 0
+        if SLOTS > 0:
+            p_list += head.to(tl.int64) * (query_tokens * SLOTS) + tl.load(p_offsets + o_list)
+            listed = tl.load(p_counts + o_list)
+        for at in tl.range(0, own_tiles + tl.cdiv(listed, ROWS), num_stages=LOOP_STAGES):
+            b_row, b_slot, m_row, b_end = list_tile(p_list, p_queries, p_own, at, listed, own_first, own_rows,
+                                                    own_tiles, head, query_tokens, SLOTS, ROWS, OWN)
+            b_query = load_rows(query, b_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
+            b_cotangent = load_rows(output_cotangent, b_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
+            o_head = b_row.to(tl.int64) * QUERY_HEADS + head
+            # Absent rows have no weights.
+            b_score_start = tl.load(p_score_start + o_head, mask=m_row, other=float("-inf"))
+            b_weight_start = tl.load(p_weight_start + o_head, mask=m_row, other=0.0)
+            b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) + b_score_start[None, :]
+            b_weights = tl.exp2(b_scores * scale_log2 + b_bias[:, None])  # [KEYS, ROWS]
+            if CAUSAL:
+                b_weights = tl.where(o_key[:, None] < b_end[None, :], b_weights, 0.0)
+            b_d_value = tl.dot(b_weights.to(b_cotangent.dtype), b_cotangent, b_d_value, input_precision=PRECISION)
+            b_d_weights = tl.dot(b_value, tl.trans(b_cotangent), input_precision=PRECISION)
+            b_d_scores = (b_weights * (b_d_weights + b_weight_start[None, :])).to(b_query.dtype)
+            b_d_key = tl.dot(b_d_scores, b_query, b_d_key, input_precision=PRECISION)
+            if KEY_TILES == 1:
+                b_part = tl.dot(tl.trans(b_d_scores), b_key, input_precision=PRECISION) * scale
+                o_part = (b_row.to(tl.int64) * PART_HEADS + head - first_head) * PART_SLOTS + b_slot
+                tl.store(p_part + o_part[:, None] * HEAD_DIM + o_column[None, :], b_part.to(p_part.dtype.element_ty),
+                         mask=m_row[:, None] & (o_column < HEAD_DIM)[None, :])
+    if MASK:
+        # Whatever their queries hold, keys that take no part have no gradient.
+        b_d_key = tl.where((b_bias == 0)[:, None], b_d_key, 0.0)
+        b_d_value = tl.where((b_bias == 0)[:, None], b_d_value, 0.0)
+    o_out = (o_key.to(tl.int64) * KEY_HEADS + key_head)[:, None] * HEAD_DIM + o_column[None, :]
+    m_out = (o_key < end)[:, None] & (o_column < HEAD_DIM)[None, :]
+    tl.store(d_key + o_out, (b_d_key * scale).to(d_key.dtype.element_ty), mask=m_out)
+    tl.store(d_value + o_out, b_d_value.to(d_value.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def query_step(b_query, b_cotangent, b_score_start, b_weight_start, b_key, b_value, b_bias, m_seen, b_d_query,
+               scale_log2, PRECISION: tl.constexpr):
+    """Adds what one tile of keys gives to the gradient of queries, not yet scaled."""
+    b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION) + b_score_start[:, None]
+    b_weights = tl.where(m_seen, tl.exp2(b_scores * scale_log2 + b_bias[None, :]), 0.0)
+    b_d_weights = tl.dot(b_cotangent, tl.trans(b_value), input_precision=PRECISION)
+    b_d_scores = (b_weights * (b_d_weights + b_weight_start[:, None])).to(b_key.dtype)
+    return tl.dot(b_d_scores, b_key, b_d_query, input_precision=PRECISION)
+
+
+@triton.jit
+def load_gradient_rows(query, output_cotangent, p_score_start, p_weight_start, b_row, m_row, head,
+                       QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """What a query brings to its gradient: itself, its cotangent, and what `moba_starts` made of it."""
+    b_query = load_rows(query, b_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
+    b_cotangent = load_rows(output_cotangent, b_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
+    o_head = b_row.to(tl.int64) * QUERY_HEADS + head
+    b_score_start = tl.load(p_score_start + o_head, mask=m_row, other=float("-inf"))
+    return b_query, b_cotangent, b_score_start, tl.load(p_weight_start + o_head, mask=m_row, other=0.0)
+
+
+@triton.jit
+def moba_query_parts(query, key, value, output_cotangent, p_mask, p_blocks, p_items, p_offsets, p_counts, p_entries,
+                     p_score_start, p_weight_start, p_part, query_tokens, num_blocks, num_items,
+                     first_head, scale, scale_log2, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+                     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+                     SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr, PART_HEADS: tl.constexpr, ROWS: tl.constexpr,
+                     KEYS: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr):
+    """Parts of the queries' gradients for blocks of several tiles; one program is one chunk of one block's list."""
+    head = first_head + tl.program_id(1)
+    p_item = p_items + (head.to(tl.int64) * num_items + tl.program_id(0)) * 2
+    block = tl.load(p_item)
+    if block < 0:
+        return
+    first = tl.load(p_item + 1) * CHUNK
+    start = tl.load(p_blocks + block * 4)
+    end = start + tl.load(p_blocks + block * 4 + 1)
+    o_list = head.to(tl.int64) * num_blocks + block
+    p_list = p_entries + head.to(tl.int64) * (query_tokens * SLOTS) + tl.load(p_offsets + o_list)
+    last = tl.minimum(tl.load(p_counts + o_list), first + CHUNK)
+    key_head = head // (QUERY_HEADS // KEY_HEADS)
+    o_column = tl.arange(0, COLUMNS)
+    for at in range(first, last, ROWS):
+        o_entry = at + tl.arange(0, ROWS)
+        m_entry = o_entry < last
+        b_pair = tl.load(p_list + o_entry, mask=m_entry, other=0)
+        b_row = b_pair // SLOTS
+        b_query, b_cotangent, b_score_start, b_weight_start = load_gradient_rows(
+            query, output_cotangent, p_score_start, p_weight_start, b_row, m_entry, head, QUERY_HEADS, HEAD_DIM,
+            COLUMNS)
+        b_d_query = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first_key in range(start, end, KEYS):
+            b_key, b_value, b_bias = load_keys(key, value, p_mask, first_key, end, key_head, KEY_HEADS, HEAD_DIM,
+                                               COLUMNS, KEYS, MASK)
+            b_d_query = query_step(b_query, b_cotangent, b_score_start, b_weight_start, b_key, b_value, b_bias,
+                                   m_entry[:, None], b_d_query, scale_log2, PRECISION)
+        o_part = (b_row.to(tl.int64) * PART_HEADS + tl.program_id(1)) * PART_SLOTS + b_pair % SLOTS
+        tl.store(p_part + o_part[:, None] * HEAD_DIM + o_column[None, :],
+                 (b_d_query * scale).to(p_part.dtype.element_ty),
+                 mask=m_entry[:, None] & (o_column < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def moba_merge_backward(query, key, value, output_cotangent, p_mask, p_queries, p_own, p_degrees,
+                        p_score_start, p_weight_start, p_part, d_query, query_tokens, first_head, scale, scale_log2,
+                        QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                        COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr,
+                        PART_HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+                        OWN: tl.constexpr, MASK: tl.constexpr,
+                        PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
+    """Gradient of queries [query, head, HEAD_DIM]: the sum of their parts, and of their own block's part where that is
+    not among them (PART_SLOTS == SLOTS)."""
+    head = first_head + tl.program_id(1)
+    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < query_tokens
+    b_d_query = tl.zeros([ROWS, COLUMNS], tl.float32)
+    o_head = o_row.to(tl.int64) * QUERY_HEADS + head
+    o_part = (o_row.to(tl.int64) * PART_HEADS + tl.program_id(1)) * PART_SLOTS
+    o_column = tl.arange(0, COLUMNS)[None, :]
+    if CAUSAL:
+        b_first = tl.load(p_queries + o_row * 4 + 2, mask=m_row, other=0)
+        b_end = tl.load(p_queries + o_row * 4 + 3, mask=m_row, other=0)
+        if OWN:
+            b_own = tl.load(p_own + head.to(tl.int64) * query_tokens + o_row, mask=m_row, other=0)
+            b_end = tl.where(b_own != 0, b_end, b_first)
+        if PART_SLOTS > SLOTS:
+            m_part = m_row & (b_first < b_end)
+            b_part = tl.load(p_part + (o_part + SLOTS)[:, None] * HEAD_DIM + o_column,
+                             mask=m_part[:, None] & (o_column < HEAD_DIM), other=0.0)
+            b_d_query += b_part.to(tl.float32)
+        else:
+            key_head = head // (QUERY_HEADS // KEY_HEADS)
+            b_query, b_cotangent, b_score_start, b_weight_start = load_gradient_rows(
+                query, output_cotangent, p_score_start, p_weight_start, o_row, m_row, head, QUERY_HEADS, HEAD_DIM,
+                COLUMNS)
+            first = tl.min(tl.where(b_first < b_end, b_first, NEVER), 0)
+            # One block after another: a weight of 0 times NaN in a block of another sequence would be NaN.
+            while first < NEVER:
+                m_own = (b_first == first) & (b_first < b_end)
+                end = tl.max(tl.where(m_own, b_end, 0), 0)
+                for first_key in range(first, end, KEYS):
+                    b_key, b_value, b_bias = load_keys(key, value, p_mask, first_key, end, key_head, KEY_HEADS,
+                                                       HEAD_DIM, COLUMNS, KEYS, MASK)
+                    o_key = first_key + tl.arange(0, KEYS)[None, :]
+                    m_seen = o_key < b_end[:, None]
+                    b_new = query_step(b_query, b_cotangent, b_score_start, b_weight_start, b_key, b_value, b_bias,
+                                       m_seen, b_d_query, scale_log2, PRECISION)
+                    b_d_query = tl.where(m_own[:, None], b_new, b_d_query)
+                first = tl.min(tl.where((b_first > first) & (b_first < b_end), b_first, NEVER), 0)
+            b_d_query *= scale
+    if SLOTS > 0:
+        b_degree = tl.load(p_degrees + head.to(tl.int64) * query_tokens + o_row, mask=m_row, other=0)
+        for slot in tl.range(0, tl.max(b_degree, 0), num_stages=LOOP_STAGES):
+            m_part = slot < b_degree
+            b_part = tl.load(p_part + (o_part + slot)[:, None] * HEAD_DIM + o_column,
+                             mask=m_part[:, None] & (o_column < HEAD_DIM), other=0.0)
+            b_d_query += b_part.to(tl.float32)
+    tl.store(d_query + o_head[:, None] * HEAD_DIM + o_column, b_d_query.to(d_query.dtype.element_ty),
+             mask=m_row[:, None] & (o_column < HEAD_DIM))

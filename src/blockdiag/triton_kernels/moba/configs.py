@@ -1,0 +1,150 @@
+"""Tile configurations of the MoBA kernels."""
+
+from dataclasses import dataclass
+
+from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2, uses_mma_sync
+from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
+from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
+
+# Rows of keys that a centroid takes in at a time; it fixes the order of its sum.
+CENTROID_ROWS = 16
+
+# Spans that the query axis is cut into for counting, at most, and the fewest rows of one.
+_MOST_SPANS = 256
+_FEWEST_SPAN_ROWS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """How a launch is tiled.
+
+    Attributes:
+        rows: queries (or rows) of a tile.
+        keys: keys of a tile.
+        blocks: blocks, or centroids, of a tile.
+        pairs: pairs that a step of list making compares with each other.
+        chunk: entries of a block's list that one program takes.
+        loop_stages: stages of the main loop's software pipeline.
+        max_registers: of a thread, so that more programs fit on a multiprocessor; None leaves it to the compiler.
+    """
+
+    rows: int = 64
+    keys: int = 64
+    blocks: int = 64
+    pairs: int = 128
+    chunk: int = 1024
+    num_warps: int = 4
+    num_stages: int = 2
+    loop_stages: int = 2
+    max_registers: int | None = None
+
+
+# Offline reports; none of them is measured.
+ADJUSTMENTS = (
+    # The kernel for Hopper spills in its loops where its registers are capped: at heads of 128 it takes 216 (two
+    # programs to a multiprocessor), at heads of 64 it takes 175.
+    Adjustment(since=(3, 8), kinds=("choose",), archs=(90,), change={"max_registers": None}),
+    # With 8 warps the compiler keeps to 80 and 64 registers, and spills one in the loop.
+    Adjustment(
+        since=(3, 8),
+        kinds=("choose", "blocks_forward"),
+        archs=(90,),
+        change={"num_warps": 4},
+        applies=lambda problem, config: problem.dtype == "float32" and problem.head_dim <= 64,
+    ),
+    # 206 registers at heads of 128; with 4 warps 356 bytes of a thread spill.
+    Adjustment(
+        since=(3, 8),
+        kinds=("merge_forward",),
+        archs=(100, 103),
+        change={"num_warps": 8},
+        applies=lambda problem, config: problem.head_dim > 64,
+    ),
+)
+
+
+def span_rows(query_tokens: int) -> int:
+    """Queries of a span."""
+    return max(_FEWEST_SPAN_ROWS, 64 * -(-query_tokens // (64 * _MOST_SPANS)))
+
+
+def key_rows(problem: MoBAProblem) -> int:
+    """Keys of a tile: all of a block where it is small enough."""
+    largest = 16 if problem.dtype == "float32" else 128 if problem.head_dim <= 128 else 64
+    return min(largest, max(16, next_power_of_2(problem.block_size)))
+
+
+def key_tiles(problem: MoBAProblem) -> int:
+    """Tiles of a whole block."""
+    return -(-problem.block_size // key_rows(problem))
+
+
+def config_of(problem: MoBAProblem, kind: str, arch: int) -> Config:
+    """The configuration of a launch."""
+    keys = key_rows(problem)
+    is_wide = problem.head_dim > 128 or problem.dtype == "float32"
+    # Rows and warps keep all values in registers (offline reports): where products read both operands from registers,
+    # there is room for less.
+    is_crowded = is_wide or uses_mma_sync(arch)
+    rows = 32 if is_crowded else 64
+    wide_warps = 8 if is_wide else 4
+    match kind:
+        case "centroids":
+            return Config(rows=CENTROID_ROWS, num_warps=1 if problem.head_dim <= 128 else 2)
+        case "choose":
+            is_large = is_wide or problem.slots > 16
+            few_warps = 8 if is_crowded else 4
+            return Config(
+                rows=64 if is_large else 128, blocks=32 if is_wide else 64, num_warps=8 if is_large else few_warps
+            )
+        case "count":
+            return Config(blocks=512, pairs=32, num_warps=1)
+        case "entries":
+            return Config(rows=max(16, 1024 // next_power_of_2(max(2, problem.slots))))
+        case "items":
+            return Config(blocks=1024)
+        case "add_spans" | "offsets":
+            return Config(blocks=64)
+        case "blocks_forward":
+            if key_tiles(problem) > 1:
+                return Config(rows=rows, keys=min(keys, 64), num_warps=8)
+            return Config(rows=rows, keys=keys, num_warps=wide_warps, loop_stages=2 if is_crowded else 3)
+        case "merge_forward":
+            return Config(rows=rows, keys=min(keys, 64), num_warps=wide_warps, loop_stages=2 if is_crowded else 4)
+        case "merge_backward":
+            return Config(rows=32, keys=min(keys, 64), num_warps=wide_warps, loop_stages=2 if is_crowded else 3)
+        case "query_parts":
+            return Config(rows=32 if is_wide else 64, keys=min(keys, 64), num_warps=8)
+        case "starts":
+            return Config(rows=32)
+        case "blocks_backward":
+            num_warps = 8 if keys > 64 or is_crowded else 4
+            if uses_mma_sync(arch):
+                return Config(rows=16, keys=keys, num_warps=8)
+            # More rows need more than the tensor memory that there is on Blackwell.
+            is_small = is_wide or arch >= 100 or problem.slots == 0
+            return Config(rows=32 if is_small else 64, keys=keys, num_warps=num_warps, loop_stages=2 if is_small else 3)
+    raise KeyError(kind)
+
+
+def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
+    """The configuration of the kernel written for Hopper, or None where the plain one serves.
+
+    What they gain over the plain kernels is recorded in benchmarks/results/runs/2026-11-22-moba-kernels.csv.
+    """
+    is_written_for = problem.dtype in ("bfloat16", "float16") and problem.head_dim in (64, 128)
+    if not is_written_for or not has_hopper_kernels(arch):
+        return None
+    keys = key_rows(problem)
+    is_whole = keys in (64, 128) and key_tiles(problem) == 1
+    match kind:
+        case "choose" if problem.dtype == "bfloat16" and 1 <= problem.slots <= 15:
+            # Three programs to a multiprocessor, or four: none of them overlaps products with its own sorting.
+            few = 160 if problem.head_dim == 128 else 128
+            return Config(rows=64, blocks=64, num_warps=4, max_registers=few if problem.slots <= 7 else None)
+        case "blocks_forward" if is_whole:
+            return Config(rows=64, keys=keys, num_warps=4)
+        case "blocks_backward" if is_whole and keys == 128 and problem.is_causal and problem.slots > 0:
+            return Config(rows=64, keys=keys, num_warps=8)
+    return None

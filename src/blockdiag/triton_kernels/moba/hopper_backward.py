@@ -1,0 +1,311 @@
+"""Backward of MoBA for Hopper: gathered tiles stream through shared memory while the tensor cores stay busy.
+
+What the plain Triton kernel `moba_backward.moba_blocks_backward` computes, with its warps divided. Four of them carry:
+they gather queries and cotangents into a ring in shared memory, and scatter the parts of the queries' gradients from
+there. Eight compute, and hold next to no addresses, since the gradients of keys and values take half their registers;
+they have the scores of the next tile under way while they finish a tile.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barrier
+from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
+
+STAGES = gl.constexpr(3)
+PLACES = gl.constexpr(4)
+CARRY_WARPS = gl.constexpr(4)
+# What is left for the warps that compute is just enough to have their products under way side by side.
+CARRY_REGISTERS = gl.constexpr(40)
+
+
+@gluon.jit
+def load_key_tile(memory, source, start, length, head, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+                  LINES: gl.constexpr):
+    """Start copying the first `length` rows of a tile into shared memory, zeros below them."""
+    o_row = gl.expand_dims(gl.arange(0, memory.shape[0], gl.SliceLayout(1, LINES)), 1)
+    o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
+    o_block = (start + o_row).to(gl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
+    load_async(memory, source + o_block, mask=(o_row < length) & (o_column >= 0))
+
+
+@gluon.jit
+def store_key_tile(target, b_tile, p_mask, start, length, head, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+                   LINES: gl.constexpr, MASK: gl.constexpr):
+    """The first `length` rows of a tile, by way of whole cache lines; zeros for keys that take no part."""
+    b_tile = gl.convert_layout(b_tile, LINES)
+    o_row = gl.expand_dims(gl.arange(0, b_tile.shape[0], gl.SliceLayout(1, LINES)), 1)
+    o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
+    o_block = (start + o_row).to(gl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
+    if MASK:
+        m_key = gl.load(p_mask + start + o_row, mask=o_row < length, other=0) != 0
+        b_tile = gl.where(m_key & (o_column >= 0), b_tile, gl.full_like(b_tile, 0.0))
+    gl.store(target + o_block, b_tile, mask=(o_row < length) & (o_column >= 0))
+
+
+@gluon.jit
+def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_head, QUERY_HEADS: gl.constexpr,
+                SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where a tile's queries lie, row * QUERY_HEADS + head, -1 where there is none, and where their parts do, likewise
+    counted in vectors. Own queries come first; their parts have the last slot."""
+    o_row = gl.arange(0, ROWS, LAYOUT)
+    if at < own_tiles:
+        o_own = at * ROWS + o_row
+        m_row = o_own < own_rows
+        b_row = own_first + o_own
+        b_slot = gl.full([ROWS], SLOTS, gl.int32, LAYOUT)
+    else:
+        o_list = (at - own_tiles) * ROWS + o_row
+        m_row = o_list < listed
+        b_pair = gl.load(p_list + o_list, mask=m_row, other=0)
+        b_row = b_pair // SLOTS
+        b_slot = b_pair - b_row * SLOTS
+    # As many vectors as fit into memory can be counted in 32 bits.
+    b_part = (b_row * PART_HEADS + part_head) * (SLOTS + 1) + b_slot
+    return gl.where(m_row, b_row * QUERY_HEADS + head, -1), b_part
+
+
+@gluon.jit
+def list_of(p_offsets, p_counts, p_entries, head, block, num_blocks, query_tokens, SLOTS: gl.constexpr):
+    """A block's list and its length."""
+    o_list = head.to(gl.int64) * num_blocks + block
+    p_list = p_entries + head.to(gl.int64) * (query_tokens * SLOTS) + gl.load(p_offsets + o_list)
+    return p_list, gl.load(p_counts + o_list)
+
+
+@gluon.jit
+def gather_rows(q_tile, do_tile, places, query, output_cotangent, LINES: gl.constexpr):
+    """Start copying queries and cotangents into shared memory; zeros for absent ones."""
+    HEAD_DIM: gl.constexpr = q_tile.shape[1]
+    b_place = gl.expand_dims(places.load(gl.SliceLayout(1, LINES)), 1)
+    o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
+    o_block = b_place.to(gl.int64) * HEAD_DIM + o_column
+    m_block = (b_place >= 0) & (o_column >= 0)
+    load_async(q_tile, query + o_block, mask=m_block)
+    load_async(do_tile, output_cotangent + o_block, mask=m_block)
+
+
+@gluon.jit
+def scatter_rows(dq_tile, places, parts, p_part, LINES: gl.constexpr):
+    """Queries' gradients from shared memory to where each belongs."""
+    HEAD_DIM: gl.constexpr = dq_tile.shape[1]
+    b_place = gl.expand_dims(places.load(gl.SliceLayout(1, LINES)), 1)
+    b_part = gl.expand_dims(parts.load(gl.SliceLayout(1, LINES)), 1)
+    o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
+    gl.store(p_part + b_part.to(gl.int64) * HEAD_DIM + o_column, dq_tile.load(LINES),
+             mask=(b_place >= 0) & (o_column >= 0))
+
+
+@gluon.jit
+def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty, part_full, part_empty, query,
+          output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries, block, key_head,
+          own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS: gl.constexpr, GROUP: gl.constexpr,
+          SLOTS: gl.constexpr, PART_HEADS: gl.constexpr):
+    """Fills the ring, one tile more than there are for each head, and empties the parts two tiles later."""
+    ROWS: gl.constexpr = q_smem.shape[1]
+    HEAD_DIM: gl.constexpr = q_smem.shape[2]
+    WARPS: gl.constexpr = gl.num_warps()
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    # Tiles go in parts, for these warps have few registers.
+    PARTS: gl.constexpr = 2
+    PART: gl.constexpr = ROWS // PARTS
+    own_tiles = (own_rows + ROWS - 1) // ROWS
+    filled = 0
+    emptied = 0
+    for i in range(GROUP):
+        head = key_head * GROUP + i
+        p_list, listed = list_of(p_offsets, p_counts, p_entries, head, block, num_blocks, query_tokens, SLOTS)
+        tiles = own_tiles + (listed + ROWS - 1) // ROWS
+        part_head = gl.program_id(1) * GROUP + i
+        b_place, b_part = tile_places(p_list, 0, listed, own_first, own_rows, own_tiles, head, part_head, QUERY_HEADS,
+                                      SLOTS, PART_HEADS, ROWS, ONE)
+        for at in range(tiles + 2):
+            places.index(at % PLACES).store(b_place)
+            parts.index(at % PLACES).store(b_part)
+            thread_barrier()
+            if at <= tiles:
+                stage = filled % STAGES
+                mbarrier.wait(empty.index(stage), filled // STAGES % 2 ^ 1)
+                load_async(ss_smem.index(stage), p_score_start + b_place, mask=b_place >= 0)
+                load_async(ws_smem.index(stage), p_weight_start + b_place,
+                                                       mask=b_place >= 0)
+                # The next tile's, long before they are needed.
+                b_place, b_part = tile_places(p_list, at + 1, listed, own_first, own_rows, own_tiles, head, part_head,
+                                              QUERY_HEADS, SLOTS, PART_HEADS, ROWS, ONE)
+                for part in gl.static_range(PARTS):
+                    gather_rows(q_smem.index(stage).slice(part * PART, PART),
+                                do_smem.index(stage).slice(part * PART, PART),
+                                places.index(at % PLACES).slice(part * PART, PART), query, output_cotangent, LINES)
+                # The copies announce themselves when they are done; nobody here waits for them.
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                filled += 1
+            if at > 1:
+                mbarrier.wait(part_full.index(0), emptied % 2)
+                for part in gl.static_range(PARTS):
+                    scatter_rows(dq_smem.slice(part * PART, PART),
+                                 places.index((at - 2) % PLACES).slice(part * PART, PART),
+                                 parts.index((at - 2) % PLACES).slice(part * PART, PART), p_part, LINES)
+                thread_barrier()
+                mbarrier.arrive(part_empty.index(0), count=1)
+                emptied += 1
+
+
+@gluon.jit
+def start_product(a_smem, b_smem, start_smem, stage, b_zero):
+    """Start computing products with a tile's queries or cotangents. The accumulator starts from what `moba_starts` made
+    for each query, since there are no registers to hold that until later."""
+    LAYOUT: gl.constexpr = b_zero.type.layout
+    b_start = gl.expand_dims(start_smem.index(stage).load(gl.SliceLayout(0, LAYOUT)), 0)
+    b_start, _b_zero = gl.broadcast(b_start, b_zero)
+    return warpgroup_mma(a_smem, b_smem.index(stage).permute((1, 0)), b_start, is_async=True)
+
+
+@gluon.jit
+def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem, full, empty, part_full, part_empty,
+            p_mask, p_own, p_counts, block, key_head, start, length, own_first, own_rows,
+            own_limit, num_blocks, query_tokens, scale, scale_log2, GROUP: gl.constexpr, OWN: gl.constexpr,
+            MASK: gl.constexpr):
+    """Gradients of the block's keys and values, f32, not yet scaled; everything is [keys, queries] but the parts."""
+    ROWS: gl.constexpr = q_smem.shape[1]
+    KEYS: gl.constexpr = k_smem.shape[0]
+    HEAD_DIM: gl.constexpr = k_smem.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = k_smem.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, HEAD_DIM // (WARPS // 4), 16])
+    own_tiles = (own_rows + ROWS - 1) // ROWS
+    b_zero = gl.zeros([KEYS, ROWS], gl.float32, S)
+    b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, P)
+    b_dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, D)
+    b_dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, D)
+    used = 0
+    sent = 0
+    for i in range(GROUP):
+        head = key_head * GROUP + i
+        listed = gl.load(p_counts + head.to(gl.int64) * num_blocks + block)
+        tiles = own_tiles + (listed + ROWS - 1) // ROWS
+        mbarrier.wait(full.index(used % STAGES), used // STAGES % 2)
+        fence_async_shared()
+        # No product is under way where the loop closes: its registers would have to stay where they are.
+        b_scores = warpgroup_mma_wait(0, deps=[start_product(k_smem, q_smem, ss_smem, used % STAGES, b_zero)])
+        for at in range(tiles):
+            stage = used % STAGES
+            used += 1
+            q_tile = q_smem.index(stage)
+            do_tile = do_smem.index(stage)
+            ds_tile = ds_smem.index(at % 2)
+            b_dp = start_product(v_smem, do_smem, ws_smem, stage, b_zero)
+            b_p = gl.exp2(b_scores * scale_log2)
+            if MASK or (at < own_tiles or length < KEYS):
+                # Absent keys and, in tiles of own queries, keys after the query. Own queries follow each other.
+                o_key = gl.arange(0, KEYS, gl.SliceLayout(1, S))
+                m_key = o_key < length
+                if MASK:
+                    m_key = m_key & (gl.load(p_mask + start + o_key, mask=m_key, other=0) != 0)
+                o_own = at * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
+                b_limit = gl.where(at < own_tiles, own_limit + o_own, KEYS)
+                if OWN:
+                    m_own = (at < own_tiles) & (o_own < own_rows)
+                    b_own = gl.load(p_own + head.to(gl.int64) * query_tokens + own_first + o_own, mask=m_own, other=1)
+                    b_limit = gl.where(b_own != 0, b_limit, 0)
+                m_weights = gl.expand_dims(m_key, 1) & (gl.expand_dims(o_key, 1) < gl.expand_dims(b_limit, 0))
+                b_p = gl.where(m_weights, b_p, 0.0)
+            b_dv = warpgroup_mma(gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, D, 2)), do_tile, b_dv,
+                                 is_async=True)
+            b_dp = warpgroup_mma_wait(1, deps=[b_dp])
+            b_ds = (b_p * b_dp).to(dtype)
+            ds_tile.store(b_ds)
+            fence_async_shared()
+            thread_barrier()
+            b_dv = warpgroup_mma_wait(0, deps=[b_dv])
+            b_dk = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, D, 2)), q_tile, b_dk, is_async=True)
+            b_dq = warpgroup_mma(ds_tile.permute((1, 0)), k_smem, b_none, use_acc=False, is_async=True)
+            mbarrier.wait(full.index(used % STAGES), used // STAGES % 2)
+            # Copied in by other threads, read by the tensor cores.
+            fence_async_shared()
+            b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
+            mbarrier.wait(part_empty.index(0), sent % 2 ^ 1)
+            sent += 1
+            dq_smem.store((b_dq * scale).to(dtype))
+            b_next = start_product(k_smem, q_smem, ss_smem, used % STAGES, b_zero)
+            thread_barrier()
+            mbarrier.arrive(part_full.index(0), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
+            b_scores = warpgroup_mma_wait(0, deps=[b_next])
+        # The scores of the tile after the last are nobody's.
+        thread_barrier()
+        mbarrier.arrive(empty.index(used % STAGES), count=1)
+        used += 1
+    return b_dk, b_dv
+
+
+@gluon.jit
+def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, p_queries, p_own, p_offsets, p_counts,
+                         p_entries, p_score_start, p_weight_start, p_part, d_key, d_value,
+                         query_tokens, num_blocks, first_head, scale, scale_log2,
+                         QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+                         SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+                         OWN: gl.constexpr, MASK: gl.constexpr):
+    """One program is one block and key head."""
+    block = gl.program_id(0)
+    GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
+    key_head = first_head // GROUP + gl.program_id(1)
+    start = gl.load(p_blocks + block * 4)
+    length = gl.load(p_blocks + block * 4 + 1)
+    if length <= 0:
+        return
+    own_first = gl.load(p_blocks + block * 4 + 2)
+    own_rows = gl.load(p_blocks + block * 4 + 3)
+    # Of the block's keys, those that its first own query sees.
+    own_limit = gl.load(p_queries + own_first * 4 + 3, mask=own_rows > 0, other=0) - start
+    dtype: gl.constexpr = query.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [gl.num_warps(), 1], [1, 0])
+    k_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], TILE)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], TILE)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], TILE)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], TILE)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], TILE)
+    dq_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
+    ss_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
+    ws_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
+    places = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], PLAIN)
+    parts = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], PLAIN)
+    full = make_barriers(STAGES, 32 * CARRY_WARPS)
+    empty = make_barriers(STAGES, 1)
+    part_full = make_barriers(1, 1)
+    part_empty = make_barriers(1, 1)
+    load_key_tile(k_smem, key, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
+    load_key_tile(v_smem, value, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    thread_barrier()
+    b_dk, b_dv = gl.warp_specialize(
+        [
+            (compute, (k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem, full, empty, part_full,
+                       part_empty, p_mask, p_own, p_counts, block, key_head, start, length,
+                       own_first, own_rows, own_limit, num_blocks, query_tokens, scale, scale_log2, GROUP, OWN, MASK)),
+            (carry, (q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty, part_full, part_empty,
+                     query, output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries,
+                     block, key_head, own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS, GROUP, SLOTS,
+                     PART_HEADS)),
+        ],
+        [CARRY_WARPS],
+        [CARRY_REGISTERS],
+    )
+    store_key_tile(d_key, (b_dk * scale).to(dtype), p_mask, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES, MASK)
+    store_key_tile(d_value, b_dv.to(dtype), p_mask, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES, MASK)

@@ -1,0 +1,129 @@
+"""Forward of MoBA for Hopper: what `moba_forward.moba_blocks_forward` computes, ordered by hand.
+
+A block's keys and values stay in shared memory while the queries of its list stream by: the scores of a tile are
+computed while the softmax of the one before is taken, and queries are gathered two tiles ahead.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barrier
+from blockdiag.triton_kernels.moba.hopper_backward import load_key_tile
+
+CODES = gl.constexpr(4)
+
+
+@gluon.jit
+def listed_pairs(p_list, at, last, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pairs of a tile of a block's list, -1 beyond its end."""
+    o_entry = at + gl.arange(0, ROWS, LAYOUT)
+    return gl.load(p_list + o_entry, mask=o_entry < last, other=-1)
+
+
+@gluon.jit
+def gather_queries(q_smem, pairs, query, head, QUERY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr,
+                   LINES: gl.constexpr):
+    """Start copying the queries of a tile into shared memory; zeros for absent ones."""
+    b_pair = pairs.load(gl.SliceLayout(1, LINES))
+    o_row = gl.expand_dims(gl.maximum(b_pair, 0) // SLOTS, 1)
+    o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
+    o_block = o_row.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
+    load_async(q_smem, query + o_block,
+                                           mask=(gl.expand_dims(b_pair, 1) >= 0) & (o_column >= 0))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets, p_counts, p_entries,
+                        p_part, p_part_sum, query_tokens, num_blocks, num_items, first_head, scale_log2,
+                        QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+                        SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+                        CHUNK: gl.constexpr, MASK: gl.constexpr):
+    """One program is one chunk of one block's list; parts are [query, head, slot, HEAD_DIM] for some of the heads."""
+    head = first_head + gl.program_id(1)
+    p_item = p_items + (head.to(gl.int64) * num_items + gl.program_id(0)) * 2
+    block = gl.load(p_item)
+    if block < 0:
+        return
+    first = gl.load(p_item + 1) * CHUNK
+    start = gl.load(p_blocks + block * 4)
+    length = gl.load(p_blocks + block * 4 + 1)
+    o_list = head.to(gl.int64) * num_blocks + block
+    p_list = p_entries + head.to(gl.int64) * (query_tokens * SLOTS) + gl.load(p_offsets + o_list)
+    last = gl.minimum(gl.load(p_counts + o_list), first + CHUNK)
+    key_head = head // (QUERY_HEADS // KEY_HEADS)
+    WARPS: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = query.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    k_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], TILE)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], TILE)
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], TILE)
+    pairs = gl.allocate_shared_memory(gl.int32, [CODES, ROWS], PLAIN)
+    load_key_tile(k_smem, key, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
+    load_key_tile(v_smem, value, start, length, key_head, KEY_HEADS, HEAD_DIM, LINES)
+    for j in gl.static_range(3):
+        pairs.index(j).store(listed_pairs(p_list, first + j * ROWS, last, ROWS, ONE))
+    thread_barrier()
+    for j in gl.static_range(2):
+        gather_queries(q_smem.index(j), pairs.index(j), query, head, QUERY_HEADS, HEAD_DIM, SLOTS, LINES)
+    o_key = gl.arange(0, KEYS, gl.SliceLayout(0, S))
+    m_key = o_key < length
+    if MASK:
+        m_key = m_key & (gl.load(p_mask + start + o_key, mask=m_key, other=0) != 0)
+    b_zero = gl.zeros([ROWS, KEYS], gl.float32, S)
+    b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, R)
+    async_copy.wait_group(1)
+    fence_async_shared()
+    thread_barrier()
+    b_next = warpgroup_mma(q_smem.index(0), k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    b_scores = warpgroup_mma_wait(0, deps=[b_next])
+    thread_barrier()
+    for at in range((last - first + ROWS - 1) // ROWS):
+        # The scores of this tile are there, so its place takes the tile after the next.
+        gather_queries(q_smem.index(at % 2), pairs.index((at + 2) % CODES), query, head, QUERY_HEADS, HEAD_DIM, SLOTS,
+                       LINES)
+        b_pair = listed_pairs(p_list, first + (at + 3) * ROWS, last, ROWS, ONE)
+        async_copy.wait_group(1)
+        fence_async_shared()
+        thread_barrier()
+        b_next = warpgroup_mma(q_smem.index((at + 1) % 2), k_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        if MASK or length < KEYS:
+            b_scores = gl.where(gl.expand_dims(m_key, 0), b_scores, float("-inf"))
+        b_max = gl.max(b_scores, 1) * scale_log2
+        b_base = gl.where(b_max == float("-inf"), 0.0, b_max)
+        b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_base, 1))
+        b_sum = gl.sum(b_p, 1)
+        b_output = warpgroup_mma(gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, R, 2)), v_smem, b_none,
+                                 use_acc=False, is_async=True)
+        # Not `> 0`, which is false for NaN: a row with a NaN score has NaN as its log-sum-exp.
+        m_seen = b_sum != 0
+        b_norm = gl.convert_layout(gl.where(m_seen, 1.0 / b_sum, 0.0), gl.SliceLayout(1, R))
+        b_here = pairs.index(at % CODES).load(gl.SliceLayout(1, S))
+        o_part = (b_here // SLOTS * (PART_HEADS - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
+        gl.store(p_part_sum + o_part, gl.where(m_seen, b_max + gl.log2(b_sum), float("-inf")), mask=b_here >= 0)
+        pairs.index((at + 3) % CODES).store(b_pair)
+        b_scores, b_output = warpgroup_mma_wait(0, deps=[b_next, b_output])
+        thread_barrier()
+        b_part = gl.convert_layout((b_output * gl.expand_dims(b_norm, 1)).to(dtype), LINES)
+        b_here = gl.expand_dims(pairs.index(at % CODES).load(gl.SliceLayout(1, LINES)), 1)
+        o_part = (b_here // SLOTS * (PART_HEADS - 1) + gl.program_id(1)).to(gl.int64) * SLOTS + b_here
+        o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
+        gl.store(p_part + o_part * HEAD_DIM + o_column, b_part, mask=(b_here >= 0) & (o_column >= 0))
+    async_copy.wait_group(0)
+    k_smem._keep_alive()
+    v_smem._keep_alive()
+    q_smem._keep_alive()

@@ -1,0 +1,383 @@
+"""Routing of MoBA for Hopper: what `moba_routing.moba_choose` computes, ordered by hand, for bfloat16 and few slots.
+
+Sorting is most of the work. Every thread sorts the scores that it holds of a tile by a network, and merges the best of
+them into its own list of the best so far, all in registers; the lists of the four threads of a row meet once, at the
+end. What is sorted are keys: scores whose lowest bits give way to the block's place in its tile. Keys that agree but
+for the place leave open which score is larger; where that could change what a query chooses, the program starts again
+with whole scores. So it does for scores that are not finite.
+"""
+
+# Tuples of tensors grow by addition: unpacking is not part of the language.
+# ruff: noqa: RUF005
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barrier
+
+# Of blocks that cannot be chosen: those with lower scores, too. Some thousands of it add up to a finite number.
+NO_SCORE = gl.constexpr(-1e34)
+# Puts eight in order, by exchanges of which those side by side are independent of each other.
+EIGHT = gl.constexpr((
+    (0, 2), (1, 3), (4, 6), (5, 7), (0, 4), (1, 5), (2, 6), (3, 7), (0, 1), (2, 3), (4, 5), (6, 7),
+    (2, 4), (3, 5), (1, 4), (3, 6), (1, 2), (3, 4), (5, 6),
+))
+
+
+@gluon.jit
+def load_centroids(memory, place, p_centroids, first, lowest, key_head, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+                   PARTS: gl.constexpr, LINES: gl.constexpr):
+    """Start copying all parts of the centroids of blocks [first, first + rows); zeros before `lowest`."""
+    o_block = first + gl.expand_dims(gl.arange(0, memory.shape[1], gl.SliceLayout(1, LINES)), 1)
+    o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
+    p_part = p_centroids + (o_block * KEY_HEADS + key_head).to(gl.int64) * (PARTS * HEAD_DIM) + o_column
+    for part in gl.static_range(PARTS):
+        load_async(memory.index(place + part), p_part + part * HEAD_DIM,
+                                               mask=(o_block >= lowest) & (o_column >= 0))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def score_blocks(b_query, memory, place, b_zero, PARTS: gl.constexpr):
+    """Start computing scores, the least parts first; the order is part of the result's bits."""
+    b_scores = warpgroup_mma(b_query, memory.index(place + PARTS - 1).permute((1, 0)), b_zero, use_acc=False,
+                             is_async=True)
+    for part in gl.static_range(PARTS - 2, -1, -1):
+        b_scores = warpgroup_mma(b_query, memory.index(place + part).permute((1, 0)), b_scores, is_async=True)
+    return b_scores
+
+
+@gluon.jit
+def one_each(b_scores):
+    """The scores of a tile as a tuple of [rows, 4]: of each row, one per thread that holds some of it.
+
+    An accumulator keeps column 8 a + 2 t + b of a row in thread t of four, so this moves nothing. Entry 8 b + .. of the
+    tuple has b as above and then the bits of a, lowest first.
+    """
+    ROWS: gl.constexpr = b_scores.shape[0]
+    BLOCKS: gl.constexpr = b_scores.shape[1]
+    b_apart = b_scores.reshape([ROWS, BLOCKS // 8, 4, 2]).permute((0, 2, 1, 3)).reshape([ROWS, 4, BLOCKS // 4])
+    parts = (b_apart,)
+    for level in gl.static_range((BLOCKS // 4).bit_length() - 1):
+        halves = ()
+        for i in gl.static_range(len(parts)):
+            halves = halves + parts[i].reshape([ROWS, 4, (BLOCKS // 8) >> level, 2]).split()
+        parts = halves
+    result = ()
+    for i in gl.static_range(len(parts)):
+        result = result + (parts[i].reshape([ROWS, 4]),)
+    return result
+
+
+@gluon.jit
+def exchange(keys, UPPER: gl.constexpr, LOWER: gl.constexpr):
+    """The larger of two entries goes to UPPER, the other to LOWER."""
+    b_larger = gl.maximum(keys[UPPER], keys[LOWER])
+    b_smaller = gl.minimum(keys[UPPER], keys[LOWER])
+    result = ()
+    for i in gl.static_range(len(keys)):
+        if i == UPPER:
+            result = result + (b_larger,)
+        elif i == LOWER:
+            result = result + (b_smaller,)
+        else:
+            result = result + (keys[i],)
+    return result
+
+
+@gluon.jit
+def order_eight(keys):
+    """Falling order of eight, by a network of 19 exchanges."""
+    for i in gl.static_range(len(EIGHT)):
+        keys = exchange(keys, EIGHT[i][0], EIGHT[i][1])
+    return keys
+
+
+@gluon.jit
+def order_bitonic(keys):
+    """Falling order of keys that rise and fall, or fall and rise."""
+    SIZE: gl.constexpr = len(keys)
+    for level in gl.static_range(SIZE.bit_length() - 1):
+        for i in gl.static_range(SIZE):
+            if i & (SIZE >> (level + 1)) == 0:
+                keys = exchange(keys, i, i + (SIZE >> (level + 1)))
+    return keys
+
+
+@gluon.jit
+def best_of_two(first, second, KEEP: gl.constexpr):
+    """The KEEP largest of two lists of eight in falling order."""
+    result = ()
+    if KEEP > 8:
+        for i in gl.static_range(16):
+            if i < 8:
+                result = result + (first[i],)
+            else:
+                result = result + (second[15 - i],)
+    else:
+        for i in gl.static_range(KEEP):
+            result = result + (gl.maximum(first[i], second[KEEP - 1 - i]),)
+    return order_bitonic(result)
+
+
+@gluon.jit
+def order_level(keys, ids, STEP: gl.constexpr):
+    """One level of a bitonic sorter of keys with ids, larger keys first."""
+    new_keys = ()
+    new_ids = ()
+    for i in gl.static_range(len(keys)):
+        if i & STEP == 0:
+            m_swap = keys[i + STEP] > keys[i]
+            new_keys = new_keys + (gl.maximum(keys[i], keys[i + STEP]),)
+            new_ids = new_ids + (gl.where(m_swap, ids[i + STEP], ids[i]),)
+        else:
+            m_swap = keys[i] > keys[i - STEP]
+            new_keys = new_keys + (gl.minimum(keys[i], keys[i - STEP]),)
+            new_ids = new_ids + (gl.where(m_swap, ids[i - STEP], ids[i]),)
+    return new_keys, new_ids
+
+
+@gluon.jit
+def merge_lists(keys, ids, other_keys, other_ids, KEEP: gl.constexpr):
+    """The KEEP largest of two lists in falling order, with their ids; of equal keys the first list's."""
+    new_keys = ()
+    new_ids = ()
+    for i in gl.static_range(KEEP):
+        # Lists that meet head to tail.
+        m_new = other_keys[KEEP - 1 - i] > keys[i]
+        new_keys = new_keys + (gl.maximum(keys[i], other_keys[KEEP - 1 - i]),)
+        new_ids = new_ids + (gl.where(m_new, other_ids[KEEP - 1 - i], ids[i]),)
+    for level in gl.static_range(KEEP.bit_length() - 1):
+        new_keys, new_ids = order_level(new_keys, new_ids, KEEP >> (level + 1))
+    return new_keys, new_ids
+
+
+@gluon.jit
+def merge_tile(keys, ids, b_check, b_scores, tile, KEEP: gl.constexpr, MASK: gl.constexpr):
+    """The best so far of each row and thread, and those of a tile; what stands in a tile is told by a place.
+
+    `b_check` adds up all scores, and so becomes infinite or NaN with any of them.
+    """
+    parts = one_each(b_scores)
+    PLACES: gl.constexpr = len(parts) - 1
+    new = ()
+    for i in gl.static_range(len(parts)):
+        # Adding turns -0, which is as good as 0, into it.
+        b_part = parts[i] + 0.0
+        if MASK:
+            # Blocks without keys have NaN, often; elsewhere it is left to `b_check`.
+            b_part = gl.maximum(b_part, NO_SCORE)
+        b_check += b_part
+        new = new + (((b_part.to(gl.int32, bitcast=True) & ~PLACES) | i).to(gl.float32, bitcast=True),)
+    first = ()
+    second = ()
+    for i in gl.static_range(8):
+        first = first + (new[i],)
+        second = second + (new[8 + i],)
+    new = best_of_two(order_eight(first), order_eight(second), KEEP)
+    new_ids = ()
+    for i in gl.static_range(KEEP):
+        new_ids = new_ids + ((new[i].to(gl.int32, bitcast=True) & PLACES) | (tile * (PLACES + 1)),)
+    keys, ids = merge_lists(keys, ids, new, new_ids, KEEP)
+    return keys, ids, b_check
+
+
+@gluon.jit
+def block_of(b_place, o_thread, highest, BLOCKS: gl.constexpr):
+    """Blocks by their tiles and places in them; see `one_each` for the order of places."""
+    PLACES: gl.constexpr = BLOCKS // 4
+    b_place_in_tile = b_place % PLACES
+    b_column = 2 * o_thread + b_place_in_tile // (PLACES // 2)
+    for level in gl.static_range(PLACES.bit_length() - 2):
+        b_column += ((b_place_in_tile >> (PLACES.bit_length() - 3 - level)) & 1) << (3 + level)
+    return highest - (b_place // PLACES + 1) * BLOCKS + b_column
+
+
+@gluon.jit
+def of_threads(b_values, LAYOUT: gl.constexpr):
+    """What four threads have of a row, [rows, 4], as four values of one."""
+    halves = gl.convert_layout(b_values, LAYOUT).reshape([b_values.shape[0], 2, 2]).split()
+    return halves[0].split() + halves[1].split()
+
+
+@gluon.jit
+def merge_threads(keys, ids, KEEP: gl.constexpr, LAYOUT: gl.constexpr):
+    """One list a row out of the lists of its threads, [rows, 4]."""
+    many_keys = ()
+    many_ids = ()
+    for i in gl.static_range(KEEP):
+        many_keys = many_keys + of_threads(keys[i], LAYOUT)
+        many_ids = many_ids + of_threads(ids[i], LAYOUT)
+    for thread in gl.static_range(4):
+        some_keys = ()
+        some_ids = ()
+        for i in gl.static_range(KEEP):
+            some_keys = some_keys + (many_keys[4 * i + thread],)
+            some_ids = some_ids + (many_ids[4 * i + thread],)
+        if thread == 0:
+            keys = some_keys
+            ids = some_ids
+        else:
+            keys, ids = merge_lists(keys, ids, some_keys, some_ids, KEEP)
+    return keys, ids
+
+
+@gluon.jit
+def insert_best(best, ids, b_top, b_id, SLOTS: gl.constexpr):
+    """One more score and block for each row's sorted list; of equal scores those that came before stay ahead."""
+    new_best = ()
+    new_ids = ()
+    for slot in gl.static_range(SLOTS):
+        m_ahead = b_top > best[slot]
+        new_best = new_best + (gl.where(m_ahead, b_top, best[slot]),)
+        new_ids = new_ids + (gl.where(m_ahead, b_id, ids[slot]),)
+        b_top = gl.where(m_ahead, best[slot], b_top)
+        b_id = gl.where(m_ahead, ids[slot], b_id)
+    return new_best, new_ids
+
+
+@gluon.jit
+def choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest, tiles, key_head, b_zero,
+                   KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+                   LINES: gl.constexpr):
+    """The best blocks by whole scores, one by one; of equal scores the later block."""
+    S: gl.constexpr = b_zero.type.layout
+    BLOCKS: gl.constexpr = b_zero.shape[1]
+    best = ()
+    ids = ()
+    for _slot in gl.static_range(SLOTS):
+        best = best + (gl.full([b_zero.shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, S)),)
+        ids = ids + (gl.full([b_zero.shape[0]], -1, gl.int32, gl.SliceLayout(1, S)),)
+    for tile in range(tiles):
+        first = highest - (tile + 1) * BLOCKS
+        thread_barrier()
+        load_centroids(c_smem, 0, p_centroids, first, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        thread_barrier()
+        b_scores = warpgroup_mma_wait(0, deps=[score_blocks(b_query, c_smem, 0, b_zero, PARTS)])
+        o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, S)), 0)
+        m_better = (o_block >= gl.expand_dims(b_first, 1)) & (o_block < gl.expand_dims(b_end, 1))
+        # False for NaN too.
+        m_better = m_better & (b_scores > gl.expand_dims(best[SLOTS - 1], 1))
+        b_scores = gl.where(m_better, b_scores, float("-inf"))
+        rounds = gl.minimum(gl.max(gl.sum(m_better.to(gl.int32), 1), 0), SLOTS)
+        for _round in range(rounds):
+            b_top = gl.max(b_scores, 1)
+            b_id = gl.max(gl.where(b_scores == gl.expand_dims(b_top, 1), o_block, -1), 1)
+            b_scores = gl.where(o_block == gl.expand_dims(b_id, 1), float("-inf"), b_scores)
+            best, ids = insert_best(best, ids, b_top, b_id, SLOTS)
+    return ids
+
+
+@gluon.jit
+def bounds_of_both(lowest, highest, all_from, all_until, other_lowest, other_highest, other_all_from, other_all_until):
+    """Smallest, largest, largest, smallest."""
+    return (gl.minimum(lowest, other_lowest), gl.maximum(highest, other_highest),
+            gl.maximum(all_from, other_all_from), gl.minimum(all_until, other_all_until))
+
+
+@gluon.jit
+def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
+                       QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+                       SLOTS: gl.constexpr, KEEP: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
+                       MASK: gl.constexpr):
+    """The SLOTS best blocks of each query by falling score, int32 [head, query, slot], -1 after the last.
+
+    Each thread keeps the best blocks among those that it holds scores of; lists of threads meet at the end. Scores that
+    agree in all bits of a key may stand in any order.
+    """
+    head = gl.program_id(1)
+    key_head = head // (QUERY_HEADS // KEY_HEADS)
+    WARPS: gl.constexpr = gl.num_warps()
+    gl.static_assert(ROWS == 64 and WARPS == 4)
+    dtype: gl.constexpr = query.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCKS, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    c_smem = gl.allocate_shared_memory(dtype, [PARTS, BLOCKS, HEAD_DIM], TILE)
+    o_line = gl.expand_dims(gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), 1)
+    o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
+    p_query = query + o_line.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
+    b_query = gl.load(p_query, mask=(o_line < query_tokens) & (o_column >= 0), other=0.0)
+    o_row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, ROW)
+    m_row = o_row < query_tokens
+    b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
+    b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
+    # Blocks of [lowest, highest) may be chosen by some, those of [all_from, all_until) by all queries of the tile.
+    lowest, highest, all_from, all_until = gl.reduce(
+        (gl.where(b_first < b_end, b_first, 2147483647), b_end, b_first, b_end), 0, bounds_of_both)
+    tiles = gl.maximum(highest - lowest + BLOCKS - 1, 0) // BLOCKS
+    if lowest >= highest:
+        tiles = 0
+    load_centroids(c_smem, 0, p_centroids, highest - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+    # Out of registers the tensor cores read one operand only from shared memory, which else would bound them.
+    b_query = gl.convert_layout(b_query, gl.DotOperandLayout(0, S, 2))
+
+    b_zero = gl.zeros([ROWS, BLOCKS], gl.float32, S)
+    THREADS: gl.constexpr = one_each(b_zero)[0].type.layout
+    PLACES: gl.constexpr = BLOCKS // 4 - 1
+    keys = ()
+    ids = ()
+    for _slot in gl.static_range(KEEP):
+        keys = keys + (gl.full([ROWS, 4], float("-inf"), gl.float32, THREADS),)
+        ids = ids + (gl.full([ROWS, 4], 0, gl.int32, THREADS),)
+    b_check = gl.zeros([ROWS, 4], gl.float32, THREADS)
+    for tile in range(tiles):
+        async_copy.wait_group(0)
+        fence_async_shared()
+        thread_barrier()
+        b_scores = warpgroup_mma_wait(0, deps=[score_blocks(b_query, c_smem, 0, b_zero, PARTS)])
+        thread_barrier()
+        first = highest - (tile + 1) * BLOCKS
+        load_centroids(c_smem, 0, p_centroids, first - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
+        if first < all_from or first + BLOCKS > all_until:
+            b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
+            b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
+            o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, S)), 0)
+            m_block = (o_block >= gl.expand_dims(b_first, 1)) & (o_block < gl.expand_dims(b_end, 1))
+            b_scores = gl.where(m_block, b_scores, NO_SCORE)
+        keys, ids, b_check = merge_tile(keys, ids, b_check, b_scores, tile, KEEP, MASK)
+    async_copy.wait_group(0)
+    o_thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, THREADS)), 0)
+    blocks = ()
+    for i in gl.static_range(KEEP):
+        blocks = blocks + (block_of(ids[i], o_thread, highest, BLOCKS),)
+    # Each warp keeps its rows, so that lists move without shared memory.
+    ROWWISE: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2]], lane_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [0, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[ROWS, 4])
+    keys, blocks = merge_threads(keys, blocks, KEEP, ROWWISE)
+    ONE: gl.constexpr = keys[0].type.layout
+    # The last one chosen and the best one left, without their places.
+    b_last = keys[SLOTS - 1].to(gl.int32, bitcast=True) & ~PLACES
+    b_left = keys[SLOTS].to(gl.int32, bitcast=True) & ~PLACES
+    m_open = (b_last == b_left) & (keys[SLOTS] > NO_SCORE)
+    check = of_threads(b_check, ROWWISE)
+    m_finite = gl.abs((check[0] + check[1]) + (check[2] + check[3])) < float("inf")
+    m_open = m_open | (m_finite == False)  # noqa: E712
+    chosen = ()
+    for slot in gl.static_range(SLOTS):
+        chosen = chosen + (gl.where(keys[slot] > NO_SCORE, blocks[slot], -1),)
+    if gl.max(m_open.to(gl.int32), 0) > 0:
+        b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
+        b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
+        exact = choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest, tiles, key_head, b_zero,
+                               KEY_HEADS, HEAD_DIM, PARTS, SLOTS, LINES)
+        chosen = ()
+        for slot in gl.static_range(SLOTS):
+            chosen = chosen + (gl.convert_layout(exact[slot], ONE),)
+    o_store = gl.program_id(0) * ROWS + gl.arange(0, ROWS, ONE)
+    p_row = p_chosen + (head.to(gl.int64) * query_tokens + o_store) * SLOTS
+    for slot in gl.static_range(SLOTS):
+        gl.store(p_row + slot, chosen[slot], mask=o_store < query_tokens)
+    c_smem._keep_alive()

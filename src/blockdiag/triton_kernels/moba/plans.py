@@ -1,0 +1,355 @@
+"""Launch plans of MoBA: kernels, grids and tile configurations of routing, lists, forward and backward."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
+from blockdiag.triton_kernels.block_diagonal.plans import LOG2_E, takes_operands
+from blockdiag.triton_kernels.launch.compiler_versions import adjusted
+from blockdiag.triton_kernels.launch.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    LaunchPlan,
+    Scalar,
+    Target,
+    TensorSpec,
+    named_arguments,
+)
+from blockdiag.triton_kernels.moba.configs import ADJUSTMENTS, Config, config_of, hopper_config, key_tiles, span_rows
+
+Kind = Literal[
+    "centroids", "choose", "count", "add_spans", "offsets", "entries", "items", "blocks_forward", "merge_forward",
+    "starts", "blocks_backward", "query_parts", "merge_backward",
+]  # fmt: skip
+
+
+class _Arrays(NamedTuple):
+    """The module that holds a kernel, what it reads, and what it writes, in the order of the launch."""
+
+    module: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+_OPERANDS = ("query", "key", "value")
+_LISTS = ("offsets", "counts", "entries")
+_STARTS = ("score_start", "weight_start")
+_KEY_GRADIENTS = ("d_key", "d_value")
+_KINDS: Mapping[str, _Arrays] = {
+    "centroids": _Arrays("routing", ("key", "mask", "blocks"), ("centroids",)),
+    "choose": _Arrays("routing", ("query", "centroids", "queries"), ("chosen",)),
+    "count": _Arrays("lists", ("chosen",), ("counters", "ranks")),
+    "add_spans": _Arrays("lists", ("counters",), ("counts",)),
+    "offsets": _Arrays("lists", ("counters", "counts"), ("offsets", "before")),
+    "entries": _Arrays("lists", ("chosen", "ranks", "before"), ("entries", "degrees")),
+    "items": _Arrays("lists", ("counts",), ("items",)),
+    "blocks_forward": _Arrays("forward", (*_OPERANDS, "mask", "blocks", "items", *_LISTS), ("part", "part_sum")),
+    "merge_forward": _Arrays(
+        "forward", (*_OPERANDS, "mask", "queries", "own", "degrees", "part", "part_sum"), ("output", "log_sum")
+    ),
+    "starts": _Arrays("backward", ("output", "output_cotangent", "log_sum", "log_sum_cotangent"), _STARTS),
+    "blocks_backward": _Arrays(
+        "backward",
+        (*_OPERANDS, "output_cotangent", "mask", "blocks", "queries", "own", *_LISTS, *_STARTS),
+        ("part", *_KEY_GRADIENTS),
+    ),
+    "query_parts": _Arrays(
+        "backward", (*_OPERANDS, "output_cotangent", "mask", "blocks", "items", *_LISTS, *_STARTS), ("part",)
+    ),
+    "merge_backward": _Arrays(
+        "backward",
+        (*_OPERANDS, "output_cotangent", "mask", "queries", "own", "degrees", *_STARTS, "part"),
+        ("d_query",),
+    ),
+}
+
+
+# The same in Gluon, for Hopper.
+_HOPPER_KERNELS: Mapping[str, tuple[str, str]] = {
+    "choose": ("hopper_routing", "moba_hopper_choose"),
+    "blocks_forward": ("hopper_forward", "moba_hopper_forward"),
+    "blocks_backward": ("hopper_backward", "moba_hopper_backward"),
+}
+
+
+def supports(problem: MoBAProblem) -> str | None:
+    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    reason = takes_operands(problem.dtype, problem.head_dim)
+    if reason is not None:
+        return reason
+    rows = problem.query_tokens * max(problem.slots + 1, problem.query_heads)
+    if max(rows, problem.key_tokens) >= 2**31 or problem.query_heads > 65535:
+        return "the call has 2^31 or more rows, or more than 65535 heads; split the batch or the heads"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class MoBALaunch:
+    """One kernel launch of MoBA; a KernelSpec.
+
+    Attributes:
+        problem: the call.
+        kind: which kernel.
+        has_own: whether an array says which queries see their own block; without, all do.
+        heads: first key head and number of key heads of the launch, with their query heads; None for all. Attention is
+            computed for some of the heads at a time, so that parts of results take up less memory.
+        is_portable: keep to the kernels that Triton's interpreter runs, whatever the target.
+    """
+
+    problem: MoBAProblem
+    kind: Kind
+    has_own: bool = False
+    is_portable: bool = False
+    heads: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return f"moba_{self.kind}"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The arrays that the launch reads, in order."""
+        names = tuple(name for name in _KINDS[self.kind].inputs if self._is_present(name))
+        return (*names, *self._continued)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The arrays that the launch writes, in order."""
+        return tuple(name for name in _KINDS[self.kind].outputs if self._is_present(name))
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch reads."""
+        return tuple(map(self._array_spec, self.input_names))
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch writes."""
+        return tuple(map(self._array_spec, self.output_names))
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch on `target`."""
+        module, name = _KINDS[self.kind].module, self.name
+        hopper = None if self.is_portable else hopper_config(self.problem, self.kind, target.arch)
+        if hopper is not None:
+            module, name = _HOPPER_KERNELS[self.kind]
+        kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.moba.{module}"), name)
+        config = hopper or config_of(self.problem, self.kind, target.arch)
+        config = adjusted(config, ADJUSTMENTS, self.problem, self.kind, target.arch)
+        known = self._scalars(config) | self._constants(config)
+        return LaunchPlan(
+            name=self.name,
+            kernel=kernel,
+            grid=self._grid(config),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=named_arguments(kernel, known, self.input_names, self.output_names),
+            options=CompileOptions(
+                num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
+            ),
+            aliases=tuple(
+                (index, self.output_names.index(name))
+                for index, name in enumerate(self.input_names)
+                if name in self.output_names
+            ),
+            flops=self._flops(),
+        )
+
+    def _flops(self) -> float:
+        """Floating-point operations of the products."""
+        problem = self.problem
+        rows = problem.query_tokens * self._query_heads * problem.head_dim
+        seen = 0.5 if problem.is_causal else 1.0
+        own = seen * problem.block_size
+        match self.kind:
+            case "choose":
+                # Products of a query with all parts of the mean keys.
+                return 2.0 * rows * seen * problem.num_blocks * self._array_spec("centroids").shape[2]
+            case "blocks_forward":
+                return 4.0 * rows * problem.slots * problem.block_size
+            case "merge_forward":
+                return 4.0 * rows * own
+            case "blocks_backward":
+                return 10.0 * rows * (problem.slots * problem.block_size + own)
+        return 0.0
+
+    @property
+    def _continued(self) -> tuple[str, ...]:
+        """Arrays that the launch reads only because others have written to them: what it does not write stays as it
+        is. Launches for later heads so wait for all that concerns the earlier ones, whose parts may go then."""
+        is_later = self._first_head > 0
+        match self.kind:
+            case "blocks_forward" if is_later:
+                return ("output",)
+            case "merge_forward" if is_later:
+                return "output", "log_sum"
+            case "blocks_backward":
+                # Gradients of rows that lie in no block are nobody's to write: they are there already, as zeros.
+                gradients = _KEY_GRADIENTS if is_later or self.problem.has_padding else ()
+                return (*gradients, "d_query") if is_later else gradients
+            case "merge_backward" if is_later:
+                return ("d_query",)
+        return ()
+
+    @property
+    def _key_heads(self) -> int:
+        return self.problem.key_heads if self.heads is None else self.heads[1]
+
+    @property
+    def _query_heads(self) -> int:
+        return self._key_heads * self.problem.group_size
+
+    @property
+    def _first_head(self) -> int:
+        """First query head."""
+        return 0 if self.heads is None else self.heads[0] * self.problem.group_size
+
+    def _is_present(self, name: str) -> bool:
+        match name:
+            case "mask":
+                return self.problem.has_key_mask
+            case "own":
+                return self.has_own and self.problem.is_causal
+            case "offsets" | "counts" | "entries" | "degrees" | "part_sum":
+                return self.problem.slots > 0
+            case "part":
+                slots = self.problem.slots if self.kind.endswith("forward") else self._part_slots
+                return slots > 0 and not (self.kind == "blocks_backward" and self._key_tiles > 1)
+        return True
+
+    @property
+    def _key_tiles(self) -> int:
+        return key_tiles(self.problem)
+
+    @property
+    def _part_slots(self) -> int:
+        """Parts of a query's gradient: its own block's comes from the same kernel where a block is one tile."""
+        is_whole = self._key_tiles == 1 and self.problem.is_causal
+        return self.problem.slots + is_whole
+
+    def _num_items(self, config: Config) -> int:
+        problem = self.problem
+        return problem.num_blocks + problem.query_tokens * problem.slots // config.chunk
+
+    def _array_spec(self, name: str) -> TensorSpec:
+        problem = self.problem
+        tokens, heads, head_dim = problem.query_tokens, problem.query_heads, problem.head_dim
+        spans = -(-tokens // span_rows(tokens))
+        match name:
+            case "query" | "output" | "output_cotangent" | "d_query":
+                return TensorSpec((tokens, heads, head_dim), problem.dtype)
+            case "key" | "value" | "d_key" | "d_value":
+                return TensorSpec((problem.key_tokens, problem.key_heads, head_dim), problem.dtype)
+            case "centroids":
+                shape = (problem.num_blocks, problem.key_heads, problem.centroid_parts, head_dim)
+                return TensorSpec(shape, problem.dtype)
+            case "mask":
+                return TensorSpec((problem.key_tokens,), "int8")
+            case "own":
+                return TensorSpec((heads, tokens), "int8")
+            case "blocks":
+                return TensorSpec((problem.num_blocks, 4), "int32")
+            case "queries":
+                return TensorSpec((tokens, 4), "int32")
+            case "chosen":
+                return TensorSpec((heads, tokens, problem.slots), "int32")
+            case "counters" | "before":
+                return TensorSpec((heads, spans, problem.num_blocks), "int32")
+            case "counts" | "offsets":
+                return TensorSpec((heads, problem.num_blocks), "int32")
+            case "degrees":
+                return TensorSpec((heads, tokens), "int32")
+            case "entries" | "ranks":
+                return TensorSpec((heads, tokens * problem.slots), "int32")
+            case "items":
+                config = config_of(problem, self.kind, 90)
+                return TensorSpec((heads, self._num_items(config), 2), "int32")
+            case "part":
+                slots = problem.slots if self.kind.endswith("forward") else self._part_slots
+                return TensorSpec((tokens, self._query_heads, slots, head_dim), problem.dtype)
+            case "part_sum":
+                return TensorSpec((tokens, self._query_heads, problem.slots), "float32")
+            case "log_sum" | "log_sum_cotangent" | "score_start" | "weight_start":
+                return TensorSpec((tokens, heads), "float32")
+        raise KeyError(name)
+
+    def _grid(self, config: Config) -> tuple[int, int, int]:
+        problem = self.problem
+        tokens, heads, blocks = problem.query_tokens, problem.query_heads, problem.num_blocks
+        spans = -(-tokens // span_rows(tokens))
+        query_tiles = max(1, -(-tokens // config.rows))
+        match self.kind:
+            case "centroids":
+                return max(1, blocks), problem.key_heads, 1
+            case "choose" | "entries":
+                return query_tiles, heads, 1
+            case "merge_forward" | "merge_backward":
+                return query_tiles, self._query_heads, 1
+            case "count":
+                return max(1, spans), heads, 1
+            case "add_spans" | "offsets":
+                return max(1, -(-blocks // config.blocks)), heads, 1
+            case "items":
+                return heads, 1, 1
+            case "blocks_forward" | "query_parts":
+                return max(1, self._num_items(config)), self._query_heads, 1
+            case "starts":
+                return max(1, -(-tokens * heads // config.rows)), 1, 1
+            case "blocks_backward":
+                return max(1, blocks * self._key_tiles), self._key_heads, 1
+        raise KeyError(self.kind)
+
+    def _scalars(self, config: Config) -> dict[str, Argument]:
+        """Run-time scalars; none is compiled in, so that lengths and scales share a kernel."""
+        problem = self.problem
+        tokens = problem.query_tokens
+        rows = span_rows(tokens)
+        return {
+            "query_tokens": Scalar(tokens, "i32"),
+            "num_blocks": Scalar(problem.num_blocks, "i32"),
+            "num_items": Scalar(self._num_items(config), "i32"),
+            "num_spans": Scalar(-(-tokens // rows), "i32"),
+            "span_rows": Scalar(rows, "i32"),
+            "first_head": Scalar(self._first_head, "i32"),
+            "num_rows": Scalar(tokens * problem.query_heads, "i32"),
+            "scale": Scalar(problem.scale, "fp32"),
+            "scale_log2": Scalar(problem.scale * LOG2_E, "fp32"),
+        }
+
+    def _constants(self, config: Config) -> dict[str, Argument]:
+        problem = self.problem
+        values: dict[str, Any] = {
+            "QUERY_HEADS": problem.query_heads,
+            "KEY_HEADS": problem.key_heads,
+            "HEAD_DIM": problem.head_dim,
+            "COLUMNS": max(16, next_power_of_2(problem.head_dim)),
+            "PARTS": problem.centroid_parts,
+            "PART_SCALE": problem.centroid_scale,
+            "SLOTS": problem.slots,
+            # Places for the best blocks so far: one more than the slots, to see what the last one was chosen over.
+            "KEEP": next_power_of_2(problem.slots + 1),
+            "SLOT_COLUMNS": max(2, next_power_of_2(problem.slots)),
+            "PART_SLOTS": self._part_slots,
+            "PART_HEADS": self._query_heads,
+            "ROWS": config.rows,
+            "KEYS": config.keys,
+            "KEY_TILES": self._key_tiles,
+            "BLOCKS": config.blocks,
+            "SPANS": 16,
+            "PAIRS": config.pairs,
+            # One instruction finds what a warp has in common; the interpreter has no such thing.
+            "MATCH": not self.is_portable,
+            "CHUNK": config.chunk,
+            "CAUSAL": problem.is_causal,
+            "OWN": self.has_own and problem.is_causal,
+            "MASK": problem.has_key_mask,
+            # Full float32 products: tf32 would keep ten bits of mantissa.
+            "PRECISION": "ieee" if problem.dtype == "float32" else "tf32",
+            "LOOP_STAGES": config.loop_stages,
+        }
+        return {name: Constexpr(value) for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""Kernels of MoBA over a paged cache, and their plans."""

@@ -1,0 +1,1 @@
+"""Kernels of paged attention, their plans and configurations."""

@@ -1,0 +1,256 @@
+"""Launch plans of paged attention: splits of the keys, and their merge."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
+from blockdiag.triton_kernels.launch.compiler_versions import adjusted
+from blockdiag.triton_kernels.launch.plan import (
+    Argument,
+    CompileOptions,
+    Constexpr,
+    LaunchPlan,
+    Scalar,
+    Target,
+    TensorSpec,
+    named_arguments,
+)
+from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, EIGHT_BITS, SPLIT_GRAIN, split_config
+
+Kind = Literal["splits", "merge"]
+
+_WIDE = ("bfloat16", "float16", "float32")
+
+
+def supports(problem: PagedProblem) -> str | None:
+    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    reason = takes_cache(
+        problem.query_dtype, problem.key_dtype, problem.value_dtype, problem.head_dim, problem.value_dim
+    )
+    if reason is not None:
+        return reason
+    rows = problem.batch * problem.query_tokens * problem.query_heads
+    if rows >= 2**31 or problem.max_keys >= 2**31 or max(problem.batch, problem.key_heads) > 65535:
+        return "the call has more rows, keys, sequences or heads than the kernels can count; split the batch"
+    return None
+
+
+def takes_cache(query_dtype: str, key_dtype: str, value_dtype: str, head_dim: int, value_dim: int) -> str | None:
+    """None where the kernels take queries and caches of these dtypes and head sizes; otherwise why not."""
+    given = {"query": query_dtype, "key_pages": key_dtype, "value_pages": value_dtype}
+    for name, dtype in given.items():
+        if dtype not in (*_WIDE, *EIGHT_BITS):
+            return (
+                f"the Triton kernels take bfloat16, float16, float32 and eight-bit floats, and `{name}` is {dtype}; "
+                "use implementation='xla'"
+            )
+    wide = {dtype for dtype in given.values() if dtype not in EIGHT_BITS}
+    if len(wide) > 1 or ("float32" in wide and len(set(given.values())) > 1):
+        return (
+            f"the Triton kernels take queries and caches of one dtype, or eight-bit caches beside 16-bit queries; got "
+            f"{given}; use implementation='xla'"
+        )
+    for name, size in {"H": head_dim, "the value's head size": value_dim}.items():
+        if size % 8 or not 8 <= size <= 256:
+            return f"the Triton kernels take multiples of 8 up to 256 for {name}, got {size}; use implementation='xla'"
+    return None
+
+
+def _columns(size: int, dtype: str) -> int:
+    """Columns of a tile: the tensor cores take 16 at least, of eight-bit values those of even and of odd number."""
+    return max(32 if dtype in EIGHT_BITS else 16, next_power_of_2(size))
+
+
+def _kind_of(dtype: str) -> Any:
+    """Triton's name of an eight-bit dtype, None of a wider one."""
+    import triton.language as tl
+
+    return {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}.get(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLaunch:
+    """One kernel launch of paged attention; a KernelSpec.
+
+    Attributes:
+        problem: the call.
+        kind: attention to each split of the keys, or the merge of the splits.
+        is_portable: keep to what Triton's interpreter runs, whatever the target.
+    """
+
+    problem: PagedProblem
+    kind: Kind
+    is_portable: bool = False
+
+    @property
+    def name(self) -> str:
+        """What profilers show."""
+        return f"paged_{self.kind}"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The arrays that the launch reads, in order."""
+        problem = self.problem
+        optional = {
+            "page_table": problem.has_page_table,
+            "query_lengths": problem.has_query_lengths,
+            "sinks": problem.has_sinks,
+            "score_scale": problem.has_score_scale,
+            "key_scale": problem.key_scale != "none",
+            "value_scale": problem.value_scale != "none",
+        }
+        if self.kind == "merge":
+            names = ("part", "part_sum", "query_lengths", "sinks")
+        else:
+            names = ("query", "key", "value", "page_table", "kv_lengths", *list(optional)[1:])
+        return tuple(name for name in names if optional.get(name, True))
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The arrays that the launch writes, in order."""
+        is_last = self.kind == "merge" or self.problem.num_splits == 1
+        return ("output", "log_sum") if is_last else ("part", "part_sum")
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch reads."""
+        return tuple(map(self.array_spec, self.input_names))
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Of each array that the launch writes."""
+        return tuple(map(self.array_spec, self.output_names))
+
+    def plan(self, target: Target) -> LaunchPlan:
+        """The launch on `target`."""
+        return self._merge_plan() if self.kind == "merge" else self._split_plan(target)
+
+    def array_spec(self, name: str) -> TensorSpec:
+        """Of an array of the call, by its name."""
+        problem = self.problem
+        rows = (problem.batch, problem.query_tokens, problem.query_heads)
+        pool = (problem.num_pages, problem.page_size, problem.key_heads)
+        by_head = (problem.batch, problem.key_heads)
+        match name:
+            case "query":
+                return TensorSpec((*rows, problem.head_dim), problem.query_dtype)
+            case "key":
+                return TensorSpec((*pool, problem.head_dim), problem.key_dtype)
+            case "value":
+                return TensorSpec((*pool, problem.value_dim), problem.value_dtype)
+            case "page_table":
+                return TensorSpec((problem.batch, problem.max_pages), "int32")
+            case "kv_lengths" | "query_lengths":
+                return TensorSpec((problem.batch,), "int32")
+            case "sinks":
+                return TensorSpec((problem.query_heads,), "float32")
+            case "score_scale":
+                return TensorSpec(by_head, "float32")
+            case "key_scale":
+                return TensorSpec(pool, "float32")
+            case "value_scale":
+                return TensorSpec(pool if problem.value_scale == "token" else by_head, "float32")
+            case "output":
+                return TensorSpec((*rows, problem.value_dim), problem.output_dtype)
+            case "log_sum":
+                return TensorSpec(rows, "float32")
+            case "part":
+                return TensorSpec((problem.num_splits, *rows, problem.value_dim), "float32")
+            case "part_sum":
+                return TensorSpec((problem.num_splits, *rows), "float32")
+        raise KeyError(name)
+
+    def _split_plan(self, target: Target) -> LaunchPlan:
+        from blockdiag.triton_kernels.paged.attention import paged_splits
+
+        problem = self.problem
+        if target.arch < 89 and "float8_e4m3fn" in (problem.query_dtype, problem.key_dtype, problem.value_dtype):
+            raise NotImplementedError(
+                f"float8_e4m3fn needs compute capability 8.9 or higher, and this GPU has {target.arch / 10}; use "
+                "float8_e5m2, or implementation='xla'"
+            )
+        config = adjusted(split_config(problem, target.arch), ADJUSTMENTS, problem, self.kind, target.arch)
+        rows = problem.query_tokens * problem.group_size
+        row_tiles = -(-rows // config.rows)
+        left, right = problem.window
+        if problem.is_causal and right is not None:
+            right = min(right, 0)
+        known: dict[str, Argument] = {
+            "max_pages": Scalar(problem.max_pages, "i32"),
+            "num_pages": Scalar(problem.num_pages, "i32"),
+            "max_keys": Scalar(problem.max_keys, "i32"),
+            "num_splits": Scalar(problem.num_splits, "i32"),
+            "split_size": Scalar(problem.split_size or 0, "i32"),
+            "scale": Scalar(problem.scale, "fp32"),
+            "soft_cap": Scalar(problem.soft_cap or 0.0, "fp32"),
+        }
+        constants = {
+            "QUERY_TOKENS": problem.query_tokens,
+            "QUERY_HEADS": problem.query_heads,
+            "KEY_HEADS": problem.key_heads,
+            "HEAD_DIM": problem.head_dim,
+            "COLUMNS": _columns(problem.head_dim, problem.key_dtype),
+            "VALUE_DIM": problem.value_dim,
+            "VALUE_COLUMNS": _columns(problem.value_dim, problem.value_dtype),
+            "PAGE_SIZE": problem.page_size,
+            "ROWS": config.rows,
+            "KEYS": config.keys,
+            "KEYS_FIRST": config.keys_first,
+            "WARPS": min(config.num_warps, config.keys // 16),
+            "ALIGNED": SPLIT_GRAIN % config.keys == 0 and (problem.split_size or 0) % config.keys == 0,
+            "ROW_TILES": row_tiles,
+            "TABLE": problem.has_page_table,
+            "QUERY_LENGTHS": problem.has_query_lengths,
+            "CAUSAL": problem.is_causal,
+            "LEFT": left,
+            "RIGHT": right,
+            "SOFT_CAP": problem.soft_cap is not None,
+            "SINKS": problem.has_sinks,
+            "SCORE_SCALE": problem.has_score_scale,
+            "KEY_SCALE": problem.key_scale != "none",
+            "VALUE_SCALE": problem.value_scale,
+            "WHOLE": problem.num_splits == 1,
+            "KEY_KIND": _kind_of(problem.key_dtype),
+            "VALUE_KIND": _kind_of(problem.value_dtype),
+            # Instructions spelled out, which the interpreter does not know.
+            "MACHINE": not self.is_portable,
+            "PRECISION": "ieee" if problem.query_dtype == "float32" else "tf32",
+            "LOOP_STAGES": config.loop_stages,
+        }
+        known |= {name: Constexpr(value) for name, value in constants.items()}
+        return LaunchPlan(
+            name=self.name,
+            kernel=paged_splits,
+            grid=(max(1, problem.num_splits * row_tiles), problem.key_heads, problem.batch),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=named_arguments(paged_splits, known, self.input_names, self.output_names),
+            options=CompileOptions(num_warps=config.num_warps, num_stages=config.loop_stages),
+        )
+
+    def _merge_plan(self) -> LaunchPlan:
+        from blockdiag.triton_kernels.paged.attention import paged_merge
+
+        problem = self.problem
+        rows = problem.batch * problem.query_tokens * problem.query_heads
+        known: dict[str, Argument] = {
+            "rows": Scalar(rows, "i32"),
+            "num_splits": Scalar(problem.num_splits, "i32"),
+            "QUERY_TOKENS": Constexpr(problem.query_tokens),
+            "QUERY_HEADS": Constexpr(problem.query_heads),
+            "VALUE_DIM": Constexpr(problem.value_dim),
+            "VALUE_COLUMNS": Constexpr(max(16, next_power_of_2(problem.value_dim))),
+            "SPLITS": Constexpr(min(64, max(2, next_power_of_2(problem.num_splits)))),
+            "QUERY_LENGTHS": Constexpr(problem.has_query_lengths),
+            "SINKS": Constexpr(problem.has_sinks),
+        }
+        return LaunchPlan(
+            name=self.name,
+            kernel=paged_merge,
+            grid=(max(1, rows), 1, 1),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            arguments=named_arguments(paged_merge, known, self.input_names, self.output_names),
+            options=CompileOptions(num_warps=4),
+        )

@@ -1,0 +1,88 @@
+"""Device helpers of the generated Hopper kernels.
+
+One warp loads, two groups of four warps compute. What is loaded lies in rings of slots; each slot has a barrier that
+says that it is full, and one that both groups say empty on.
+"""
+
+# Device code is laid out by hand: one argument per line would hide what a kernel does.
+# fmt: off
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from blockdiag.triton_kernels.launch.gluon_names import tma_load
+
+
+@gluon.jit
+def load_slot(source, ring, full, empty, number, row, column):
+    """Start copying a tile into the ring's slot for the tile of this number, once the one before it is read."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    BYTES: gl.constexpr = ring.shape[1] * ring.shape[2] * (ring.dtype.primitive_bitwidth // 8)
+    slot = number % SLOTS
+    mbarrier.wait(empty.index(slot), number // SLOTS % 2 ^ 1)
+    mbarrier.expect(full.index(slot), BYTES)
+    tma_load(source, [row, column], full.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def wait_slot(ring, full, number):
+    """The tile of this number, when it is there."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    slot = number % SLOTS
+    mbarrier.wait(full.index(slot), number // SLOTS % 2)
+    return ring.index(slot)
+
+
+@gluon.jit
+def free_slot(empty, number, SLOTS: gl.constexpr, pred=True):
+    """This group has read the tile of this number; call it after a barrier of the group's warps."""
+    mbarrier.arrive(empty.index(number % SLOTS), count=1, pred=pred)
+
+
+@gluon.jit
+def widened(b_tile):
+    """A 16-bit tile in f32. Of bfloat16 two elements at once, in one instruction each."""
+    if b_tile.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "{.reg .b16 l, h, z; mov.b16 z, 0; mov.b32 {l, h}, $2; mov.b32 $0, {z, l}; and.b32 $1, $2, 0xffff0000;}",
+            "=r,=r,r", [b_tile], dtype=gl.float32, is_pure=True, pack=2,
+        )
+    return b_tile.to(gl.float32)
+
+
+@gluon.jit
+def partial_sums(b_tile):
+    """Sums of every eighth column, [rows, 8]: additions within threads, the rest is left for the end."""
+    return gl.sum(gl.reshape(b_tile, [b_tile.shape[0], b_tile.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def halves(b_tile):
+    """The left and the right half of a tile's columns; threads keep what they have."""
+    ROWS: gl.constexpr = b_tile.shape[0]
+    HALF: gl.constexpr = b_tile.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(b_tile, [ROWS, 2, HALF]), [0, 2, 1]))
+
+
+@gluon.jit
+def side_by_side(a_tile, b_tile, layout: gl.constexpr):
+    """The tile of which two tiles are the left and the right half; threads keep what they have."""
+    ROWS: gl.constexpr = a_tile.shape[0]
+    HALF: gl.constexpr = a_tile.shape[1]
+    both = gl.reshape(gl.permute(gl.join(a_tile, b_tile), [0, 2, 1]), [ROWS, 2 * HALF])
+    return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
+def forgotten(number):
+    """A number about which the compiler knows nothing: what follows from it is not kept in registers from before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def rounded_product(a_tile, b_tile):
+    """A product that is not fused with a sum of it, which would keep both factors in registers until then."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a_tile, b_tile], dtype=gl.float32, is_pure=True, pack=1
+    )

@@ -1,1 +1,0 @@
-"""Efficient implementations in plain `jax.numpy`: the default on a CPU, and what every platform falls back on."""
