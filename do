@@ -9,7 +9,7 @@ usage() {
 usage: ./do COMMAND [ARGUMENTS]
 
   demo         train the small language model, compare with jax.nn.dot_product_attention, save a plot
-  test         ruff, pyrefly and every test that needs no GPU; arguments go to pytest
+  test         ruff, pyrefly, import contracts and every test that needs no GPU; arguments go to pytest
   test-newest  a selection of the tests with the newest versions that pyproject.toml allows; arguments go to pytest
   test-oldest  the same with the oldest versions that it allows
   test-at      two small tests with the versions that follow, as in: ./do test-at jax==0.12.0 torch==2.12.0
@@ -160,6 +160,7 @@ test)
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
     .venv/bin/pyrefly check
+    .venv/bin/lint-imports
     # On a machine with a GPU too, so that the command does the same thing everywhere.
     export JAX_PLATFORMS=cpu
     # Few processes, because each holds JAX, torch and Triton; a later -n among the arguments overrides this one.

@@ -19,14 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockdiag.common import dispatch
+from blockdiag.common.operation import Operation
+from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.fusion.api import trace
-from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.ops.block_diagonal.problem import MOST_TILE_ROWS, BlockDiagonalProblem, RotaryProblem
-from blockdiag.ops.key_convolution.problem import MAX_SIZE, KeyConvolutionProblem
-from blockdiag.ops.moba.problem import MoBAProblem
-from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
-from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.fusion.ir.tree import FUSE
+from blockdiag.ops.append.problem import APPEND, AppendProblem
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL, MOST_TILE_ROWS, BlockDiagonalProblem
+from blockdiag.ops.key_convolution.problem import KEY_CONVOLUTION, MAX_SIZE, KeyConvolutionProblem
+from blockdiag.ops.moba.problem import MOBA, MoBAProblem
+from blockdiag.ops.moba_paged.problem import MOBA_PAGED, MoBAPagedProblem
+from blockdiag.ops.paged.problem import PAGED, PagedProblem
 
 DOCS = Path(__file__).parent
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -57,14 +59,14 @@ class Table:
     Attributes:
         marker: name between the markers of the page.
         page: the page's file name.
-        operation: type of the operation's problems.
+        operation: whose implementations are asked.
         native: module whose `supports` the torch operator asks on CUDA; None where it asks that of "triton".
         rows: makes the rows; whether calls are supported is not asked before the table is written.
     """
 
     marker: str
     page: str
-    operation: type
+    operation: Operation
     native: str | None
     rows: Callable[[], Sequence[Row]]
 
@@ -250,22 +252,21 @@ def _attention(query: Any, key: Any, value: Any) -> Any:
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
 
 
-_REGION = next(operation for operation, name in dispatch.OPERATION_NAMES.items() if name == "fuse")
 _KERNELS = "blockdiag.triton_kernels"
 TABLES = (
-    Table("supported", "block_diagonal.md", BlockDiagonalProblem, f"{_KERNELS}.block_diagonal", _block_diagonal),
-    Table("supported", "moba.md", MoBAProblem, f"{_KERNELS}.moba", _moba),
-    Table("supported-convolution", "moba.md", KeyConvolutionProblem, f"{_KERNELS}.key_convolution", _key_convolution),
-    Table("supported", "decode.md", PagedProblem, f"{_KERNELS}.paged", _paged),
-    Table("supported-append", "decode.md", AppendProblem, f"{_KERNELS}.append", _append),
-    Table("supported-moba", "decode.md", MoBAPagedProblem, f"{_KERNELS}.moba_paged", _moba_paged),
-    Table("supported", "fusion.md", _REGION, None, _fused),
+    Table("supported", "block_diagonal.md", BLOCK_DIAGONAL, f"{_KERNELS}.block_diagonal.plans", _block_diagonal),
+    Table("supported", "moba.md", MOBA, f"{_KERNELS}.moba.plans", _moba),
+    Table("supported-convolution", "moba.md", KEY_CONVOLUTION, f"{_KERNELS}.key_convolution.plans", _key_convolution),
+    Table("supported", "decode.md", PAGED, f"{_KERNELS}.paged.plans", _paged),
+    Table("supported-append", "decode.md", APPEND, f"{_KERNELS}.append.plans", _append),
+    Table("supported-moba", "decode.md", MOBA_PAGED, f"{_KERNELS}.moba_paged.plans", _moba_paged),
+    Table("supported", "fusion.md", FUSE, None, _fused),
 )
 
 
 def section(table: Table) -> str:
     """The table in Markdown, and the reasons of those that decline."""
-    implementations = dispatch.OPERATIONS[table.operation]
+    implementations = table.operation.implementations
     # Whether triton is installed here is not asked: that is a matter of the machine.
     columns: dict[str, Supports] = {f"`{name}`": x.load().supports for name, x in implementations.items()}
     where = ["CUDA; a CPU's interpreter" if x.has_interpreter else "everywhere" for x in implementations.values()]

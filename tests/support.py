@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag import Rotary, block_diagonal_attention
-from blockdiag.common.dispatch import IMPLEMENTATIONS
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
 
 RESULTS = ("output", "query gradient", "key gradient", "value gradient")
 
@@ -26,7 +26,11 @@ def to_array(x: Any, dtype: Any = None) -> jax.Array:
 
 def runnable_implementations() -> list[str]:
     """Names of the implementations that can run in this process, interpreters included."""
-    return [name for name, implementation in IMPLEMENTATIONS.items() if implementation.why_unavailable() is None]
+    return [
+        name
+        for name, implementation in BLOCK_DIAGONAL.implementations.items()
+        if implementation.why_unavailable() is None
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

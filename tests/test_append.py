@@ -13,13 +13,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import Rotary, append_to_pages, moba_attention, moba_paged_attention, paged_attention
-from blockdiag.common.dispatch import APPEND_IMPLEMENTATIONS
 from blockdiag.interop import compile_target
+from blockdiag.ops.append.problem import APPEND
 from tests.append_support import AppendCase, RotaryCase, assert_appended, bits, call
 from tests.support import compiled_quickly
 
 IMPLEMENTATIONS = [
-    name for name, implementation in APPEND_IMPLEMENTATIONS.items() if implementation.why_unavailable() is None
+    name for name, implementation in APPEND.implementations.items() if implementation.why_unavailable() is None
 ]
 needs_triton = pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="triton is not installed")
 

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.interop.interpreter.launch import interpret
 from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.ops.block_diagonal.problem import RotaryProblem
 from blockdiag.triton_kernels.append.plans import AppendLaunch, supports
 from blockdiag.triton_kernels.launch.compile import compile_key
 from blockdiag.triton_kernels.launch.plan import Target

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blockdiag import block_diagonal_attention
-from blockdiag.common.dispatch import IMPLEMENTATIONS
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
 from tests.support import (
     Case,
     RotaryCase,
@@ -22,7 +22,7 @@ from tests.support import (
 )
 
 ARRAY_IMPLEMENTATIONS = ("reference", "xla")
-INTERPRETED = [name for name in runnable_implementations() if IMPLEMENTATIONS[name].has_interpreter]
+INTERPRETED = [name for name in runnable_implementations() if BLOCK_DIAGONAL.implementations[name].has_interpreter]
 
 CASES = {
     "full blocks": Case(lengths=(32, 32)),

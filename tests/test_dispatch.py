@@ -10,8 +10,9 @@ import pytest
 
 from blockdiag import block_diagonal_attention
 from blockdiag.common import dispatch
-from blockdiag.common.dispatch import IMPLEMENTATIONS, Implementation, capabilities, normalise_implementation, resolve
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+from blockdiag.common.dispatch import capabilities, normalise_implementation, resolve
+from blockdiag.common.operation import Implementation
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL, BlockDiagonalProblem
 
 PROBLEM = BlockDiagonalProblem(
     tokens=128,
@@ -61,11 +62,11 @@ def test_every_reason_is_listed():
 
 
 def test_normalised_names():
-    assert normalise_implementation(None) is None
-    assert normalise_implementation("xla") == ("xla",)
-    assert normalise_implementation(["triton", "xla"]) == ("triton", "xla")
+    assert normalise_implementation(None, BLOCK_DIAGONAL) is None
+    assert normalise_implementation("xla", BLOCK_DIAGONAL) == ("xla",)
+    assert normalise_implementation(["triton", "xla"], BLOCK_DIAGONAL) == ("triton", "xla")
     with pytest.raises(ValueError, match="got \\['xla', 'cudnn'\\]"):
-        normalise_implementation(["xla", "cudnn"])
+        normalise_implementation(["xla", "cudnn"], BLOCK_DIAGONAL)
 
 
 def test_public_function_raises_before_tracing():
@@ -75,7 +76,8 @@ def test_public_function_raises_before_tracing():
 
 
 def test_where_triton_is_missing_only_xla_is_traced(monkeypatch):
-    monkeypatch.setitem(IMPLEMENTATIONS, "triton", Implementation("triton", "blockdiag.ops.block_diagonal.reference"))
+    here = Implementation("triton", "blockdiag.ops.block_diagonal.reference")
+    monkeypatch.setitem(BLOCK_DIAGONAL.implementations, "triton", here)
     monkeypatch.setattr("blockdiag.ops.block_diagonal.reference.available", lambda: "Triton is not installed")
     query = jnp.zeros((1, 64, 2, 64), jnp.float16)
     jaxpr = jax.make_jaxpr(lambda x: block_diagonal_attention(x, x, x, scale=0.37))(query)
@@ -83,7 +85,7 @@ def test_where_triton_is_missing_only_xla_is_traced(monkeypatch):
 
 
 def test_cuda_defaults_exist():
-    assert set(dispatch.CUDA_DEFAULTS) <= set(IMPLEMENTATIONS)
+    assert set(dispatch.CUDA_DEFAULTS) <= set(BLOCK_DIAGONAL.implementations)
 
 
 def test_import_is_light():

@@ -9,12 +9,13 @@ import pytest
 
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.bench.moba_programs import collect_specs
-from blockdiag.fusion.analysis.block_sparsity import live_tiles
 from blockdiag.fusion.analysis.tile_lists import Form, Lists
 from blockdiag.fusion.api import trace
-from blockdiag.fusion.codegen.kernels import Tile, forward_source
+from blockdiag.fusion.codegen.kernels import forward_source
 from blockdiag.fusion.gallery import VARIANTS, Sizes
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime.block_sparsity import live_tiles
 
 SHAPE = (2, 40, 2, 16)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "triton"])

@@ -11,13 +11,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import explain, fuse
-from blockdiag.fusion.analysis.block_sparsity import live_tiles
 from blockdiag.fusion.analysis.tile_tables import expanded
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery.scores import t5_relative_bias
 from blockdiag.fusion.lowering.diagonals import distance_tile
 from blockdiag.fusion.passes.position_constants import with_positions
 from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime.block_sparsity import live_tiles
 from tests.support import compiled_quickly
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 50, 71, 2, 16

@@ -12,15 +12,15 @@ from blockdiag import block_diagonal_attention, explain, fuse
 from blockdiag.fusion.analysis import mask_states as states_module
 from blockdiag.fusion.analysis import refinement as refine
 from blockdiag.fusion.analysis import tile_tables
-from blockdiag.fusion.analysis.block_sparsity import live_tiles, mask_states
 from blockdiag.fusion.analysis.leaf_ranges import Tiling, distance_extent
 from blockdiag.fusion.analysis.range_analysis import bounds
 from blockdiag.fusion.analysis.tile_lists import Form
 from blockdiag.fusion.analysis.tile_tables import expanded
 from blockdiag.fusion.api import trace
-from blockdiag.fusion.codegen.kernels import Tile
 from blockdiag.fusion.gallery import VARIANTS, Sizes
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime.block_sparsity import live_tiles, mask_states
 from blockdiag.interop import compile_target
 from blockdiag.triton_kernels.launch.plan import Target
 from tests.plans_support import report_of

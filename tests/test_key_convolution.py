@@ -11,13 +11,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import key_convolution
-from blockdiag.common.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS
 from blockdiag.interop import compile_target
+from blockdiag.ops.key_convolution.problem import KEY_CONVOLUTION
 from tests.key_convolution_support import ConvolutionCase, assert_accurate, exact_convolution
 from tests.support import compiled_quickly, value_and_gradients
 
 IMPLEMENTATIONS = [
-    name for name, implementation in KEY_CONVOLUTION_IMPLEMENTATIONS.items() if implementation.why_unavailable() is None
+    name for name, implementation in KEY_CONVOLUTION.implementations.items() if implementation.why_unavailable() is None
 ]
 needs_triton = pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="triton is not installed")
 

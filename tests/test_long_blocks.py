@@ -15,10 +15,10 @@ import blockdiag
 from blockdiag import block_diagonal_attention, fused_qkv_block_attention
 from blockdiag.common.dispatch import capabilities
 from blockdiag.common.packing import tiles_from_lengths
-from blockdiag.fusion.lowering import block_diagonal as blocks
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.fusion.runtime import xla as fused_xla
 from blockdiag.interop import jax_call
+from blockdiag.ops.block_diagonal import region as blocks
 from blockdiag.ops.block_diagonal import triton_long
 from blockdiag.ops.block_diagonal.checks import describe_call
 from blockdiag.ops.block_diagonal.layouts import Windows, WindowSizes, window_sizes

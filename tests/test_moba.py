@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from blockdiag import Routing, block_diagonal_attention, moba_attention, moba_routing
-from blockdiag.common.dispatch import MOBA_IMPLEMENTATIONS, capabilities, resolve
+from blockdiag.common.dispatch import capabilities, resolve
 from blockdiag.ops.moba.checks import describe_moba_call
+from blockdiag.ops.moba.problem import MOBA
 from tests.moba_cases import MoBACase, assert_accurate, compiled_call, dense_results
 from tests.support import compiled_quickly
 
@@ -68,7 +69,7 @@ def test_values_of_the_reference(name):
     assert_accurate(CASES[name], CASES[name].results("reference"), expected_results(name))
 
 
-@pytest.mark.skipif(MOBA_IMPLEMENTATIONS["triton"].why_unavailable() is not None, reason="needs Triton")
+@pytest.mark.skipif(MOBA.implementations["triton"].why_unavailable() is not None, reason="needs Triton")
 @pytest.mark.parametrize(
     "case",
     [

@@ -88,7 +88,7 @@ import blockdiag.interop.flax
 query = jnp.ones((1, 24, 2, 8))
 output = jax.jit(lambda array: blockdiag.block_diagonal_attention(array, array, array, block_size=16))(query)
 assert output.shape == query.shape
-assert "install" in blockdiag.common.dispatch.IMPLEMENTATIONS["triton"].load().available()
+assert "install" in blockdiag.ops.block_diagonal.problem.BLOCK_DIAGONAL.implementations["triton"].load().available()
 """)
 
 

@@ -16,9 +16,9 @@ from blockdiag.common.packing import (
     tiles_from_lengths,
     tiles_from_offsets,
     token_positions,
-    uniform_tiles,
 )
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+from blockdiag.ops.block_diagonal.tiles import uniform_tiles
 
 build_from_offsets = jax.jit(tiles_from_offsets, static_argnums=(1, 2))
 build_from_lengths = jax.jit(tiles_from_lengths, static_argnums=(1, 2))

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.ops.block_diagonal import pallas as block_diagonal
 from blockdiag.ops.block_diagonal import reference
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 from blockdiag.pallas_kernels.block_diagonal.backward import BackwardSchedule, backward_call
 from blockdiag.pallas_kernels.block_diagonal.backward import default_schedule as default_backward_schedule
 from blockdiag.pallas_kernels.block_diagonal.forward import ForwardSchedule, forward_call

@@ -55,11 +55,11 @@ def test_quickstart_runs_with_what_it_installs(page, tmp_path):
 
 def test_every_implementation_says_why_it_is_not_here(tmp_path):
     code = """
-from blockdiag.common import dispatch
+from blockdiag.ops.registry import OPERATIONS
 
-for implementations in dispatch.OPERATIONS.values():
-    assert "triton is not installed" in implementations["triton"].why_unavailable()
-    assert implementations["xla"].why_unavailable() is None
+for operation in OPERATIONS.values():
+    assert "triton is not installed" in operation.implementations["triton"].why_unavailable()
+    assert operation.implementations["xla"].why_unavailable() is None
 """
     result = run(code, MISSING["quickstart_jax"], tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from blockdiag.common.packing import tiles_from_lengths, tiles_from_offsets
-from blockdiag.ops.block_diagonal.problem import count_length_tiles, count_offset_tiles
+from blockdiag.common.tile_counts import count_length_tiles, count_offset_tiles
 
 pytest.importorskip("triton")
 

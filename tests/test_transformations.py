@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import BLOCK_DIAGONAL_OUTPUT, Rotary, block_diagonal_attention, rotary_tables
-from blockdiag.common.dispatch import IMPLEMENTATIONS
 from blockdiag.interop import compile_target
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
 from tests.support import Case, RotaryCase, compiled_quickly, to_array, value_and_gradients
 
 attend = functools.partial(block_diagonal_attention, block_size=8)
@@ -307,8 +307,8 @@ def test_forward_is_not_repeated_under_the_named_policy(policy, expected):
 @pytest.mark.parametrize(("names", "expected"), [((), 3), ((BLOCK_DIAGONAL_OUTPUT,), 2)])
 def test_kernel_launches_of_a_training_step(names, expected):
     """One forward and one backward kernel, lowered for a Hopper GPU that need not be here."""
-    if IMPLEMENTATIONS["triton"].why_unavailable():
-        pytest.skip(IMPLEMENTATIONS["triton"].why_unavailable())
+    if BLOCK_DIAGONAL.implementations["triton"].why_unavailable():
+        pytest.skip(BLOCK_DIAGONAL.implementations["triton"].why_unavailable())
     (query,) = random_arrays((2, 128, 2, 64), dtype=jnp.bfloat16)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 

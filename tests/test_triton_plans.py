@@ -9,8 +9,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.interop.interpreter.launch import interpret_plan, numpy_dtype
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch, backward_kinds, supports
 from blockdiag.triton_kernels.launch.compile import check_plan, compile_key
 from blockdiag.triton_kernels.launch.plan import Scalar, Target

@@ -48,7 +48,7 @@ _HOMES = {
     "fuse": "blockdiag.fusion.api",
     "fused_qkv_block_attention": "blockdiag.ops.block_diagonal.projection",
     "inverse_zigzag_order": "blockdiag.common.zigzag",
-    "key_convolution": "blockdiag.key_convolution",
+    "key_convolution": "blockdiag.ops.key_convolution.api",
     "merge_attention_states": "blockdiag.ops.paged.api",
     "moba_attention": "blockdiag.ops.moba.api",
     "moba_paged_attention": "blockdiag.ops.moba_paged.api",

@@ -24,8 +24,9 @@ from blockdiag.cli import app as command_line
 from blockdiag.cli import doctor, doctor_checks, doctor_features
 from blockdiag.cli.doctor_checks import Outcome
 from blockdiag.cli.doctor_features import features_table
-from blockdiag.common import dispatch
 from blockdiag.common.features import Feature
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
+from blockdiag.ops.registry import OPERATIONS
 from tests.support import Case, exact_attention, largest_error, naive_attention, to_array
 
 
@@ -80,9 +81,9 @@ def test_versions_and_devices(report):
 
 
 def test_every_implementation_of_every_op_is_right(report):
-    for problem, implementations in dispatch.OPERATIONS.items():
-        rows = rows_of(report, dispatch.OPERATION_NAMES[problem])
-        assert [name for name in rows if name != "triton, compiled"] == list(implementations)
+    for operation in OPERATIONS.values():
+        rows = rows_of(report, operation.name)
+        assert [name for name in rows if name != "triton, compiled"] == list(operation.implementations)
     for entry in report["implementations"]:
         outcome = entry["outcome"]
         if outcome["reason"] is None:
@@ -117,9 +118,9 @@ def test_every_public_function_with_implementations_has_a_case(package):
     assert with_choice - {"block_diagonal_attention_bhsd"} <= {case.op for case in doctor_checks.CASES}
 
 
-def test_every_dispatch_table_has_a_case():
+def test_every_operation_has_a_case():
     tables = [case.implementations for case in doctor_checks.CASES]
-    assert all(any(table is one for one in tables) for table in dispatch.OPERATIONS.values())
+    assert all(any(operation.implementations is one for one in tables) for operation in OPERATIONS.values())
 
 
 def test_differentiable_ops_are_differentiated():
@@ -239,7 +240,7 @@ def test_jax_without_a_device_is_a_failed_row(monkeypatch):
 
 
 def test_pallas_kernels_are_not_tried_on_other_gpus_than_hopper(monkeypatch):
-    pallas = dispatch.IMPLEMENTATIONS["pallas"]
+    pallas = BLOCK_DIAGONAL.implementations["pallas"]
     for capability, is_here in (("9.0", True), ("8.0", False), ("10.0", False)):
         monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])  # noqa: B023
         reason = doctor_checks._why_unavailable(pallas, has_gpu=True)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
 from blockdiag.common import packing  # noqa: E402
-from blockdiag.ops.block_diagonal.problem import count_length_tiles, count_offset_tiles  # noqa: E402
+from blockdiag.common.tile_counts import count_length_tiles, count_offset_tiles  # noqa: E402
 from blockdiag.torch import (  # noqa: E402
     Rotary,
     block_diagonal_attention,

@@ -103,7 +103,7 @@ import sys
 import blockdiag.torch
 assert "torch.distributed.tensor" not in sys.modules
 import torch.distributed.tensor as distributed
-from blockdiag.torch.dtensor import registration as _sharding
+from blockdiag.torch import dtensor_registration as _sharding
 _sharding.register()
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

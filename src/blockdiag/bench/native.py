@@ -8,7 +8,8 @@ import torch
 from blockdiag.bench.cases import Case
 from blockdiag.bench.implementations import Implementation, PassMakers, Prepared, torch_peak_bytes
 from blockdiag.bench.workload import Workload
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.common.rotary_problem import RotaryProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 
 def problem_of(case: Case, num_tiles: int) -> BlockDiagonalProblem:

@@ -21,9 +21,16 @@ import numpy as np
 
 import blockdiag
 from blockdiag.bench.records import reason_of
-from blockdiag.common import dispatch
+from blockdiag.common.operation import Implementation
+from blockdiag.fusion.ir.tree import FUSE
 from blockdiag.interop.jaxlib_launcher import CALL_TARGET
 from blockdiag.interop.targets import compile_target
+from blockdiag.ops.append.problem import APPEND
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
+from blockdiag.ops.key_convolution.problem import KEY_CONVOLUTION
+from blockdiag.ops.moba.problem import MOBA
+from blockdiag.ops.moba_paged.problem import MOBA_PAGED
+from blockdiag.ops.paged.problem import PAGED
 
 type Arrays = dict[str, np.ndarray]
 type Function = Callable[..., Any]
@@ -77,7 +84,7 @@ class Case:
 
     Attributes:
         op: name of the public function, in `blockdiag` and in `blockdiag.torch`.
-        implementations: the op's table in `dispatch`; empty where JAX computes the op in one way only.
+        implementations: the op's own table; empty where JAX computes the op in one way only.
         operands: the arrays of a call, by parameter name. Floating ones are rounded to the dtype of the sizes.
         options: the arguments that are not arrays.
         differentiable: names of the operands whose gradients are compared, too.
@@ -87,7 +94,7 @@ class Case:
     """
 
     op: str
-    implementations: Mapping[str, dispatch.Implementation]
+    implementations: Mapping[str, Implementation]
     operands: Callable[[Sizes, np.random.Generator], Arrays]
     options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     differentiable: tuple[str, ...] = ()
@@ -216,43 +223,43 @@ def _indices_of(public: Function, arguments: dict[str, Any]) -> Function:
 CASES = (
     Case(
         "block_diagonal_attention",
-        dispatch.IMPLEMENTATIONS,
+        BLOCK_DIAGONAL.implementations,
         _attention_operands,
         _block_options,
         differentiable=("query", "key", "value"),
     ),
     Case(
         "fused_qkv_block_attention",
-        dispatch.IMPLEMENTATIONS,
+        BLOCK_DIAGONAL.implementations,
         _projection_operands,
         _projection_options,
         differentiable=("x", "w_qkv"),
     ),
     Case(
         "moba_attention",
-        dispatch.MOBA_IMPLEMENTATIONS,
+        MOBA.implementations,
         _attention_operands,
         _moba_options,
         differentiable=("query", "key", "value"),
     ),
-    Case("moba_routing", dispatch.MOBA_IMPLEMENTATIONS, _routing_operands, _moba_options, bind=_indices_of),
+    Case("moba_routing", MOBA.implementations, _routing_operands, _moba_options, bind=_indices_of),
     Case(
         "key_convolution",
-        dispatch.KEY_CONVOLUTION_IMPLEMENTATIONS,
+        KEY_CONVOLUTION.implementations,
         _convolution_operands,
         differentiable=("key", "weights"),
     ),
-    Case("paged_attention", dispatch.PAGED_IMPLEMENTATIONS, _paged_operands),
+    Case("paged_attention", PAGED.implementations, _paged_operands),
     Case(
         "moba_paged_attention",
-        dispatch.MOBA_PAGED_IMPLEMENTATIONS,
+        MOBA_PAGED.implementations,
         _moba_paged_operands,
         _moba_options,
         kept=("key_centroids",),
     ),
     Case(
         "append_to_pages",
-        dispatch.APPEND_IMPLEMENTATIONS,
+        APPEND.implementations,
         _append_operands,
         lambda sizes: {"block_size": sizes.block_size},
         kept=("key_centroids",),
@@ -267,7 +274,7 @@ CASES = (
     ),
     Case(
         "fuse",
-        dispatch.FUSED_IMPLEMENTATIONS,
+        FUSE.implementations,
         _attention_operands,
         differentiable=("query", "key", "value"),
         bind=lambda fuse, arguments: fuse(_banded_attention, **arguments),
@@ -386,13 +393,13 @@ def _checks_in_jax() -> Iterator[Check]:
             )
 
 
-def _where_it_runs(implementation: dispatch.Implementation, has_gpu: bool) -> str:
+def _where_it_runs(implementation: Implementation, has_gpu: bool) -> str:
     if not implementation.has_interpreter:
         return "any device"
     return "CUDA GPU" if has_gpu else "CPU interpreter, slow"
 
 
-def _why_unavailable(implementation: dispatch.Implementation, has_gpu: bool) -> str | None:
+def _why_unavailable(implementation: Implementation, has_gpu: bool) -> str | None:
     reason = implementation.why_unavailable()
     if reason is None and has_gpu and implementation.name == "pallas":
         capability = jax.devices()[0].compute_capability

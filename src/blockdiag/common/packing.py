@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from blockdiag.common.sizes import is_symbolic
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, count_length_tiles, count_offset_tiles
+from blockdiag.common.tile_counts import count_length_tiles, count_offset_tiles
 
 TileTable = Int[Array, "num_tiles 3"]
 
@@ -52,18 +52,6 @@ def tiles_from_lengths(block_lengths: Int[Array, " blocks"], tokens: int, block_
     segment, start, length, position = _cut(edges, count_length_tiles(tokens, num_blocks, block_size), block_size)
     is_block = (segment < num_blocks) & (position == 0)
     return jnp.stack([start, jnp.where(is_block, length, -length), jnp.zeros_like(position)], axis=1)
-
-
-def uniform_tiles(problem: BlockDiagonalProblem) -> TileTable:
-    """The tile table that a uniform problem leaves implicit."""
-    length = problem.sequence_length
-    if length is None:
-        raise ValueError("`problem` must be uniform, got one with a tile table; use that table")
-    per_sequence = -(-length // problem.block_size)
-    tile = jnp.arange(problem.num_tiles, dtype=jnp.int32)
-    position = tile % per_sequence * problem.block_size
-    start = tile // per_sequence * length + position
-    return jnp.stack([start, jnp.minimum(length - position, problem.block_size), position], axis=1)
 
 
 def token_positions(tiles: TileTable, tokens: int, block_size: int) -> Int[Array, " tokens"]:

@@ -11,19 +11,16 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.common.context_parallel import ContextParallel
-from blockdiag.common.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
-from blockdiag.fusion.frontend.nested_programs import CHECKPOINTS, OPENED, Inner, has_checkpoints, inner_of
+from blockdiag.common.dispatch import normalise_implementation
 from blockdiag.fusion.frontend.trace import aval_of, bind, body_of, flat_jaxpr, has_effects, hidden_attention, read
 from blockdiag.fusion.ir.structural_hash import shared
+from blockdiag.fusion.ir.tree import FUSE, Region, Source, SymbolicSizes
 from blockdiag.fusion.ir.tree import NotFusible as NotFusible
-from blockdiag.fusion.ir.tree import Region, Source, SymbolicSizes
 from blockdiag.fusion.passes.canonicalise_exponentials import with_factors_inside
 from blockdiag.fusion.passes.canonicalise_products import as_products, respelled
 from blockdiag.fusion.passes.cond_to_select import with_chosen
 from blockdiag.fusion.passes.defer_division import with_sums
 from blockdiag.fusion.passes.index_maps import with_places
-from blockdiag.fusion.passes.log_sum_exps import Wanted, in_order
-from blockdiag.fusion.passes.materialise import with_made
 from blockdiag.fusion.passes.merge_contractions import with_merged_keys
 from blockdiag.fusion.passes.merge_products import joined
 from blockdiag.fusion.passes.merge_sources import with_sources
@@ -36,7 +33,10 @@ from blockdiag.fusion.passes.squared_distances import with_products
 from blockdiag.fusion.passes.table_lookups import read_rows, reads_rows
 from blockdiag.fusion.regions.axis_labels import place_of, producers_of
 from blockdiag.fusion.regions.diagnosis import diagnosis, softmax_in
+from blockdiag.fusion.regions.log_sum_exps import Wanted, in_order
 from blockdiag.fusion.regions.match import NoAttention, QueryWithoutAxis, regions_and_sides
+from blockdiag.fusion.regions.materialise import with_made
+from blockdiag.fusion.regions.nested_programs import CHECKPOINTS, OPENED, Inner, has_checkpoints, inner_of
 from blockdiag.fusion.runtime.context_parallel import Sharing, attend_to_shared_tokens, sharing_of, whole_type
 from blockdiag.fusion.runtime.region_op import Call, attend, region_p
 
@@ -116,7 +116,7 @@ def fuse[**P, R](
     if is_fused(function):
         # Its kernels are chosen anew.
         function = function.__wrapped__  # pyrefly: ignore[missing-attribute]
-    names = normalise_implementation(implementation, FUSED_IMPLEMENTATIONS)
+    names = normalise_implementation(implementation, FUSE)
     reasons: list[str] = []
 
     @functools.wraps(function)

@@ -11,16 +11,16 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from blockdiag.fusion.analysis.block_sparsity import Live, live_tiles
 from blockdiag.fusion.api import UNOPENED, Program, is_fused, trace
-from blockdiag.fusion.codegen.kernels import Tile
-from blockdiag.fusion.frontend.nested_programs import OPENED
 from blockdiag.fusion.frontend.trace import aval_of, bind, has_effects, loop_with_attention, read
 from blockdiag.fusion.ir.structural_hash import shared
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import WITH_FEATURES, NotFusible, Region, nodes_of
 from blockdiag.fusion.lowering.tile_program import leaf_array, value_columns
 from blockdiag.fusion.regions.axis_labels import MOVES, place_of, producers_of
 from blockdiag.fusion.regions.guards import CASTS
+from blockdiag.fusion.regions.nested_programs import OPENED
+from blockdiag.fusion.runtime.block_sparsity import Live, live_tiles
 from blockdiag.fusion.runtime.context_parallel import Sharing, choose
 from blockdiag.fusion.runtime.region_op import region_p
 from blockdiag.fusion.runtime.sharding import backward_rule

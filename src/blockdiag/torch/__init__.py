@@ -3,8 +3,8 @@
 Importing this module imports no JAX; calls on the CPU, calls that ask for it, `fuse` and `explain` do.
 """
 
+from blockdiag.torch import dtensor_registration
 from blockdiag.torch.context.parallel import ContextParallel as ContextParallel
-from blockdiag.torch.dtensor import registration
 from blockdiag.torch.fusion.api import explain as explain
 from blockdiag.torch.fusion.api import fuse as fuse
 from blockdiag.torch.moba_modules import MoBASelfAttention as MoBASelfAttention
@@ -46,4 +46,4 @@ __all__ = [
     "rotary_tables",
 ]
 
-registration.register_where_imported()
+dtensor_registration.register_where_imported()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockdiag.fusion.analysis.interval import Interval, lifted, module_of
-from blockdiag.fusion.codegen.kernels import Tile
+from blockdiag.fusion.ir.tile import Tile
 
 
 @dataclass(frozen=True)

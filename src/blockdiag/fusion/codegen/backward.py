@@ -9,9 +9,10 @@ import numpy as np
 
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.codegen.expressions import Printer, Value
-from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, Tile, Writer, cells_of, store_mask
+from blockdiag.fusion.codegen.kernels import LOG2_E, Output, Source, Writer, cells_of, store_mask
 from blockdiag.fusion.frontend.trace import tile_jaxpr
 from blockdiag.fusion.ir.layout import flat_stride, layout_of, shape_of
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import WITHOUT_KEYS, Dim, Leaf, Region
 from blockdiag.fusion.lowering.tile_program import tile_function, value_columns, value_labels
 

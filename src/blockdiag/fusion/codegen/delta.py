@@ -6,7 +6,7 @@ from blockdiag.fusion.codegen.kernels import Output, Source
 from blockdiag.fusion.ir.layout import flat_stride, layout_of, shape_of
 from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.lowering.tile_program import value_columns
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 # Elements of a tile of the result.
 _TILE = 4096

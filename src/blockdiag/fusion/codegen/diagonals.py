@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.codegen.backward import add_gradients, print_gradients, read_rows, times_factor
-from blockdiag.fusion.codegen.kernels import Output, Source, Tile, Writer, cells_of
+from blockdiag.fusion.codegen.kernels import Output, Source, Writer, cells_of
 from blockdiag.fusion.ir.layout import layout_of, shape_of
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Dim, Region
 
 # Programs that keep a large GPU busy: four for each multiprocessor.

@@ -18,26 +18,17 @@ from jax.extend import core
 from blockdiag.fusion.analysis.tile_lists import Lists, Part
 from blockdiag.fusion.codegen.expressions import TRITON_HEAD, Printer, Value
 from blockdiag.fusion.frontend.trace import tile_jaxpr
-from blockdiag.fusion.ir.factors import NO_KEY, factored, has_keys, unmasked
+from blockdiag.fusion.ir.factors import NO_KEY, has_keys, scores_of
 from blockdiag.fusion.ir.layout import Layout, flat_stride, layout_of, shape_of
+from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import DISTANCE, WITHOUT_KEYS, Dim, Leaf, Node, Region, nodes_of
 from blockdiag.fusion.lowering.tile_program import tile_function, value_columns, value_labels
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
-
-Kind = Literal["forward", "rows", "columns", "pairs", "diagonals"]
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 LOG2_E = 1.4426950408889634
 # Of 50 MB of L2 on Hopper, of which half is near each multiprocessor; less than that, for what else is read.
 _STREAMED_BYTES = 4 << 20
 LIVE = tuple(f"live_{what}{suffix}" for suffix in ("", "_t", "_d") for what in ("counts", "tiles"))
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows and columns of a tile of scores."""
-
-    rows: int
-    columns: int
 
 
 @dataclass(frozen=True)
@@ -411,19 +402,6 @@ class Writer:
 def widening(leaf: Leaf) -> str:
     """What makes elements of a leaf those that tiles are computed in."""
     return {"b": " != 0", "i": ".to(tl.int32)", "u": ".to(tl.uint32)"}.get(leaf.source.dtype.kind, ".to(tl.float32)")
-
-
-def scores_of(region: Region) -> tuple[tuple[Node | None, Node | None], float]:
-    """A region's score with and without its masks, both without the positive factor that is returned too.
-
-    The second is None where there are no masks.
-    """
-    if region.score is None:
-        return (None, None), 1.0
-    score, factor = factored(region.score)
-    plain, masks = unmasked(region.score)
-    plain, same = factored(plain)
-    return (score, plain if masks and same == factor else None), factor
 
 
 def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> Source:

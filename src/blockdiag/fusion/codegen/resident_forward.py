@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import GluonPrinter, GluonWriter, HopperKernel, gluon_source, print_function
-from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Tile, Writer, cells_of, forward_outputs, widening
+from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Writer, cells_of, forward_outputs, widening
 from blockdiag.fusion.ir.factors import NO_KEY
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Node, Region, leaves_of
 from blockdiag.fusion.lowering.hopper import ROWS
 from blockdiag.fusion.lowering.resident_schedule import CHUNK, QUERY_SLOTS, Resident, resident
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 NAME = "fused_forward_resident"
 

@@ -8,8 +8,9 @@ kernels_resident_pairs.py for narrow heads and kernels_resident_pairs_wide.py fo
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from blockdiag.fusion.codegen.kernels import LOG2_E, Tile, Writer
+from blockdiag.fusion.codegen.kernels import LOG2_E, Writer
 from blockdiag.fusion.codegen.resident_forward import ResidentWriter, begin_terms, request_terms, store_terms
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.lowering.hopper import Place
 from blockdiag.fusion.lowering.resident_schedule import Resident

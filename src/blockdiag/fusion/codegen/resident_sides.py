@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from blockdiag.fusion.codegen.gluon import print_function
-from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Tile, Writer
+from blockdiag.fusion.codegen.kernels import LOG2_E, Source, Writer
 from blockdiag.fusion.codegen.resident_forward import ResidentWriter, print_share
 from blockdiag.fusion.ir.layout import layout_of
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.lowering.hopper import SHARED_BYTES, Place, place_of
 from blockdiag.fusion.lowering.resident_schedule import CHUNK, Resident

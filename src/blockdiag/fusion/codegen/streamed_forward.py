@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from blockdiag.fusion.analysis.tile_lists import Lists, Part
 from blockdiag.fusion.codegen.expressions import Value
 from blockdiag.fusion.codegen.gluon import GluonWriter, HopperKernel, gluon_source, print_function
-from blockdiag.fusion.codegen.kernels import LIVE, LOG2_E, Source, Tile, Writer, cells_of, forward_outputs
+from blockdiag.fusion.codegen.kernels import LIVE, LOG2_E, Source, Writer, cells_of, forward_outputs
 from blockdiag.fusion.ir.factors import NO_KEY
 from blockdiag.fusion.ir.layout import layout_of, shape_of
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Region, leaves_of
 from blockdiag.fusion.lowering.hopper import ROWS
 from blockdiag.fusion.lowering.streamed_schedule import Streamed, streamed

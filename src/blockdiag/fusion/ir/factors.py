@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend import core
 
 from blockdiag.fusion.ir.recursion import Steps, finished
-from blockdiag.fusion.ir.tree import Node, bottom_up, leaves_of, number, operation
+from blockdiag.fusion.ir.tree import Node, Region, bottom_up, leaves_of, number, operation
 
 # A score that is at most this is masked: -1e9 in any dtype, which bfloat16 rounds to -998244352.
 MASKED = -9e8
@@ -122,3 +122,16 @@ def _number(node: Node) -> float | None:
 def _positive(node: Node) -> float | None:
     found = _number(node)
     return found if found is not None and np.isfinite(found) and found > 0 else None
+
+
+def scores_of(region: Region) -> tuple[tuple[Node | None, Node | None], float]:
+    """A region's score with and without its masks, both without the positive factor that is returned too.
+
+    The second is None where there are no masks.
+    """
+    if region.score is None:
+        return (None, None), 1.0
+    score, factor = factored(region.score)
+    plain, masks = unmasked(region.score)
+    plain, same = factored(plain)
+    return (score, plain if masks and same == factor else None), factor

@@ -3,11 +3,16 @@
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
 from jax.extend import core
+
+from blockdiag.common.operation import Operation
+
+# Regions judge sizes of `jax.export` while they are traced.
+FUSE = Operation("fuse", "blockdiag.fusion.runtime", ("xla", "triton"), takes_symbolic_sizes=True)
 
 Role = Literal["query", "key", "feature", "row", "column", "score", "distance", "scalar"]
 """What a leaf's tile is: [q, f], [k, f] and [f] operands of sums over features, products above all; [q], [k], [q, k],
@@ -213,6 +218,8 @@ class Region:
         is_value_share: of the values what `Leaf.is_share` is of a leaf.
     """
 
+    operation: ClassVar[Operation] = FUSE
+
     sizes: dict[str, int]
     batch: tuple[str, ...]
     score: Node | None
@@ -225,6 +232,11 @@ class Region:
     dtype: np.dtype[Any]
     log_sums: tuple[LogSum, ...] = ()
     is_value_share: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Return False: a region without elements is computed like any other."""
+        return False
 
     @property
     def value_gradient_dtype(self) -> np.dtype[Any]:

@@ -16,7 +16,7 @@ from blockdiag.fusion.ir.linear_terms import sum_of, terms_of
 from blockdiag.fusion.ir.tree import Leaf, Node, Region, leaves_of, nodes_of
 from blockdiag.fusion.lowering.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
 from blockdiag.fusion.lowering.tile_program import value_columns
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 CHUNK = 64
 """Keys whose scores a group computes at once."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from blockdiag.fusion.analysis.tile_lists import Lists
-from blockdiag.fusion.codegen.kernels import Tile, scores_of
-from blockdiag.fusion.ir.factors import factored, has_keys
+from blockdiag.fusion.ir.factors import factored, has_keys, scores_of
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Leaf, Node, Region, Source, bottom_up, leaves_of, nodes_of
 from blockdiag.fusion.lowering.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
 from blockdiag.fusion.lowering.tile_program import value_columns

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockdiag.fusion.codegen.kernels import Kind, Tile
+from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import Region, nodes_of
 from blockdiag.fusion.lowering.tile_program import value_columns
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from jax.extend import core, source_info_util
 
 from blockdiag.fusion.frontend.trace import aval_of, kept
-from blockdiag.fusion.ir.grids import Divide, base_of, joined_parts
 from blockdiag.fusion.ir.tree import ELEMENTWISE, Dim, Unpullable
+from blockdiag.fusion.regions.grids import Divide, base_of, joined_parts
 
 # The same value, seen otherwise.
 SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary", "reshard", "sharding_constraint"})

@@ -15,10 +15,10 @@ from typing import Any
 from jax.extend import core
 
 from blockdiag.fusion.frontend.trace import aval_of, body_of
-from blockdiag.fusion.ir.grids import has_parts
 from blockdiag.fusion.ir.tree import COLUMNS, ELEMENTWISE, ROWS
 from blockdiag.fusion.regions.axis_labels import equations_by_name, labels_of, place_of, producers_of
 from blockdiag.fusion.regions.candidates import ALIKE, alike, query_axes, reduced_axes
+from blockdiag.fusion.regions.grids import has_parts
 from blockdiag.fusion.regions.guards import POWERS
 from blockdiag.fusion.regions.trials import AS_POWERS, AS_WEIGHTS, CanFuse, Trials
 

@@ -13,7 +13,6 @@ from jax.extend import core
 
 from blockdiag.fusion.frontend.custom_derivatives import calls_of
 from blockdiag.fusion.frontend.trace import aval_of, body_of, constants
-from blockdiag.fusion.ir.grids import Grids, has_parts
 from blockdiag.fusion.ir.recursion import Steps, finished
 from blockdiag.fusion.ir.tree import (
     COLUMNS,
@@ -34,7 +33,6 @@ from blockdiag.fusion.ir.tree import (
     operation,
     source_of,
 )
-from blockdiag.fusion.passes.materialise import source_made_by
 from blockdiag.fusion.regions.axis_labels import (
     MOVES,
     SAME,
@@ -47,6 +45,8 @@ from blockdiag.fusion.regions.axis_labels import (
     producers_of,
 )
 from blockdiag.fusion.regions.feature_sums import sum_of_features
+from blockdiag.fusion.regions.grids import Grids, has_parts
+from blockdiag.fusion.regions.materialise import source_made_by
 from blockdiag.fusion.regions.relative_positions import Distances
 
 # Elements of an array that is looked at while tracing.

@@ -25,7 +25,7 @@ from blockdiag.fusion.frontend.custom_derivatives import calls_of, with_derivati
 from blockdiag.fusion.frontend.trace import aval_of, body_of
 from blockdiag.fusion.ir.recursion import Steps, finished
 from blockdiag.fusion.ir.tree import COLUMNS, DISTANCE, ELEMENTWISE, ROWS, Dim, Source, Unpullable
-from blockdiag.fusion.passes.materialise import source_made_by
+from blockdiag.fusion.regions.materialise import source_made_by
 
 _SAME = frozenset({"copy", "copy_p", "stop_gradient", "pvary", "pcast", "reduce_precision"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})

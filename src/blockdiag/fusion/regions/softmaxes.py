@@ -24,9 +24,9 @@ from blockdiag.fusion.ir.tree import (
     number,
     operation,
 )
-from blockdiag.fusion.passes.log_sum_exps import log_sums
 from blockdiag.fusion.regions.axis_labels import MOVES, broadcast_dims, labels_of, place_of, regrouped
 from blockdiag.fusion.regions.guards import CASTS, PASSES, POWERS, Guards, NoMatch, Powers, is_along_keys, key_axes
+from blockdiag.fusion.regions.log_sum_exps import log_sums
 
 # What may be done to softmaxes before they meet values.
 LINEAR = ("add", "add_any", "div", "mul", "neg", "select_n", "sub")

@@ -26,8 +26,8 @@ from blockdiag.common.context_parallel import ContextParallel, Strategy
 from blockdiag.common.meshes import explicit_mesh
 from blockdiag.common.shards import division_of
 from blockdiag.common.zigzag import from_zigzag, to_zigzag, zigzag_order
-from blockdiag.fusion.analysis.block_sparsity import needed_shifts, needs_balance
 from blockdiag.fusion.ir.tree import COLUMNS, DISTANCE, ROWS, Dim, Region, Source
+from blockdiag.fusion.runtime.block_sparsity import needed_shifts, needs_balance
 from blockdiag.fusion.runtime.region_op import Call, attend
 from blockdiag.fusion.runtime.rows import Tokens, axis_of
 from blockdiag.fusion.runtime.sharding import forward_rule, is_known

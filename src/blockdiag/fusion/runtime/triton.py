@@ -10,19 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockdiag.fusion.analysis.block_sparsity import Live, live_tiles
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.codegen.backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.codegen.diagonals import diagonals_source
 from blockdiag.fusion.codegen.expressions import NotPrintable
 from blockdiag.fusion.codegen.gluon import HopperKernel
-from blockdiag.fusion.codegen.kernels import Kind, Source, Tile, forward_source
+from blockdiag.fusion.codegen.kernels import Source, forward_source
 from blockdiag.fusion.codegen.resident_backward import resident_backward
 from blockdiag.fusion.codegen.resident_forward import resident_kernel
 from blockdiag.fusion.codegen.resident_pairs import OWN, resident_pairs
 from blockdiag.fusion.codegen.resident_sides import Side
 from blockdiag.fusion.codegen.streamed_forward import streamed_kernel
 from blockdiag.fusion.ir.layout import arranged_dims, flat_stride, layout_of, shape_of
+from blockdiag.fusion.ir.tile import Kind, Tile
 from blockdiag.fusion.ir.tree import FEATURES, Leaf, Region, nodes_of, with_leaves
 from blockdiag.fusion.ir.tree import Source as ArraySource
 from blockdiag.fusion.lowering.diagonals import distance_gradient
@@ -36,6 +36,7 @@ from blockdiag.fusion.lowering.tile_program import (
     value_columns,
     value_labels,
 )
+from blockdiag.fusion.runtime.block_sparsity import Live, live_tiles
 from blockdiag.interop import jax_call
 from blockdiag.interop.by_target import by_target
 from blockdiag.triton_kernels.launch.compile import load_compiler, shared_limit

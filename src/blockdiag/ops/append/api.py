@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from blockdiag.common.derivatives import not_differentiable, on_common_axes
-from blockdiag.common.dispatch import APPEND_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.common.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.common.division import divisible
 from blockdiag.common.packing import count_not_above
 from blockdiag.common.rotary import Rotary
@@ -20,7 +20,7 @@ from blockdiag.common.shards import Local, Part
 from blockdiag.ops.append import sharding
 from blockdiag.ops.append.batching import fold_append
 from blockdiag.ops.append.checks import describe_append_call
-from blockdiag.ops.append.problem import AppendArrays, AppendProblem
+from blockdiag.ops.append.problem import APPEND, AppendArrays, AppendProblem
 
 
 def append_to_pages(
@@ -131,7 +131,7 @@ def append_to_pages(
         key_centroids=key_centroids,
     )
     problem = describe_append_call(**arrays, block_size=block_size)
-    names = normalise_implementation(implementation, APPEND_IMPLEMENTATIONS)
+    names = normalise_implementation(implementation, APPEND)
     resolve(problem, names)
     call = Call(problem, names)
     arrays = {name: x if x is None or name == "rotary" else _as_array(x) for name, x in arrays.items()}

@@ -11,9 +11,9 @@ import numpy as np
 
 from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
+from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.common.sizes import is_symbolic
 from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.ops.block_diagonal.problem import RotaryProblem
 from blockdiag.ops.paged.checks import EIGHT_BITS, check_cache, check_cache_scale
 from blockdiag.ops.paged.problem import CacheScale
 

@@ -1,13 +1,16 @@
 """The static description of a call that appends to a paged cache, and its arrays, shared by every implementation.
 
-Like `problem`, this imports nothing but the standard library.
+It imports neither jax nor torch.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from blockdiag.ops.block_diagonal.problem import RotaryProblem
+from blockdiag.common.operation import Operation
+from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.ops.paged.problem import CacheScale
+
+APPEND = Operation("append_to_pages", "blockdiag.ops.append", ("reference", "xla", "triton"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,8 @@ class AppendProblem:
         max_blocks: blocks of a sequence that there is a mean of.
     """
 
+    operation: ClassVar[Operation] = APPEND
+
     tokens: int
     batch: int
     query_tokens: int | None
@@ -54,6 +59,11 @@ class AppendProblem:
     value_scale: CacheScale = "none"
     block_size: int | None = None
     max_blocks: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tokens or pages to compute anything from."""
+        return 0 in (self.batch, self.tokens, self.num_pages, self.max_keys)
 
     @property
     def is_packed(self) -> bool:

@@ -25,7 +25,7 @@ from blockdiag.ops.block_diagonal import sharding
 from blockdiag.ops.block_diagonal.batching import fold_mapped_axis
 from blockdiag.ops.block_diagonal.checks import describe_call
 from blockdiag.ops.block_diagonal.context import attend_to_shared_tokens
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL, BlockDiagonalProblem
 
 BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
 """Name of the attention output for rematerialisation policies.
@@ -186,7 +186,7 @@ def prepare_call(
 ) -> Call:
     """Check every argument but the operands and describe the call; see `describe.describe_call`."""
     problem = describe_call(query, key, is_packed=is_packed, **options)
-    names = normalise_implementation(implementation)
+    names = normalise_implementation(implementation, BLOCK_DIAGONAL)
     resolve(problem, names)
     return Call(problem, names)
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from blockdiag.common.packing import token_positions
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.common.rotary_problem import RotaryProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 
 def fold_mapped_axis(

@@ -8,15 +8,10 @@ from typing import Any
 
 from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name
+from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.common.sizes import is_symbolic
-from blockdiag.ops.block_diagonal.problem import (
-    MOST_TILE_ROWS,
-    BlockDiagonalProblem,
-    RotaryProblem,
-    count_length_tiles,
-    count_offset_tiles,
-    count_uniform_tiles,
-)
+from blockdiag.common.tile_counts import count_length_tiles, count_offset_tiles, count_uniform_tiles
+from blockdiag.ops.block_diagonal.problem import MOST_TILE_ROWS, BlockDiagonalProblem
 
 
 def describe_call(

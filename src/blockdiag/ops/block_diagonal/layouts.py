@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from blockdiag.common.packing import count_not_above, running_sum, uniform_tiles
+from blockdiag.common.packing import count_not_above, running_sum
 from blockdiag.common.sizes import is_symbolic, smaller_bound
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+from blockdiag.ops.block_diagonal.tiles import uniform_tiles
 
 type RotaryArrays = tuple[Array, Array, Array | None]
 

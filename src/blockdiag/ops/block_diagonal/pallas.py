@@ -5,6 +5,7 @@ For Hopper GPUs (sm_90). The same kernels run in Pallas's interpreter on the CPU
 
 from typing import TYPE_CHECKING
 
+from blockdiag.ops.block_diagonal.packed import takes_packed
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def available() -> str | None:
     return None
 
 
+@takes_packed
 def forward(
     problem: BlockDiagonalProblem,
     query: "jax.Array",
@@ -69,6 +71,7 @@ def forward(
     return forward_call(problem, query, key, value, interpret=interpret)
 
 
+@takes_packed
 def backward(
     problem: BlockDiagonalProblem,
     query: "jax.Array",

@@ -6,36 +6,18 @@ This module imports neither jax nor torch, so that device code may use it withou
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
-from blockdiag.common.sizes import smaller_bound
-
-PositionSource = Literal["sequence", "explicit", "token"]
+from blockdiag.common.operation import Operation
+from blockdiag.common.rotary_problem import RotaryProblem
 
 MOST_TILE_ROWS = 256
 """Rows of the longest blocks whose scores are in one piece: longer ones are computed a tile of them at a time."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RotaryProblem:
-    """How rotary embedding is fused into an attention call.
-
-    Attributes:
-        interleaved: pairs are (2i, 2i + 1); otherwise (i, i + H/2).
-        query, key, value: which operands are rotated.
-        table_rows: rows of the cos and sin tables, P in [P, H/2].
-        table_dtype: dtype name of both tables.
-        positions: where a token's table row comes from: its position within its sequence, an explicit int32 array
-            over tokens, or the token's own index in the flattened token axis.
-    """
-
-    interleaved: bool
-    query: bool
-    key: bool
-    value: bool
-    table_rows: int
-    table_dtype: str
-    positions: PositionSource
+BLOCK_DIAGONAL = Operation(
+    "block_diagonal_attention", "blockdiag.ops.block_diagonal", ("reference", "xla", "triton", "pallas")
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +39,8 @@ class BlockDiagonalProblem:
             another one their gradients; the call's key and value are then None.
     """
 
+    operation: ClassVar[Operation] = BLOCK_DIAGONAL
+
     tokens: int
     query_heads: int
     key_heads: int
@@ -69,6 +53,11 @@ class BlockDiagonalProblem:
     scale: float
     rotary: RotaryProblem | None = None
     is_packed: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tokens to compute anything from."""
+        return self.tokens == 0
 
     @property
     def group_size(self) -> int:
@@ -94,24 +83,3 @@ class BlockDiagonalProblem:
     def is_full(self) -> bool:
         """Whether every tile is known to have exactly `block_size` rows."""
         return self.sequence_length is not None and self.sequence_length % self.block_size == 0
-
-
-def count_uniform_tiles(tokens: int, sequence_length: int, block_size: int) -> int:
-    """Tiles of `tokens // sequence_length` equal sequences, back to back."""
-    return tokens // max(sequence_length, 1) * -(-sequence_length // block_size)
-
-
-def count_offset_tiles(tokens: int, num_sequences: int, block_size: int) -> int:
-    """Rows of `tiles_from_offsets`: enough for any offsets of `num_sequences` sequences over `tokens` rows."""
-    # Rows before the first offset and after the last are two more segments, of padding.
-    return _most_tiles(tokens, num_sequences + 2, block_size)
-
-
-def count_length_tiles(tokens: int, num_blocks: int, block_size: int) -> int:
-    """Rows of `tiles_from_lengths`: enough for any lengths of `num_blocks` blocks over `tokens` rows."""
-    return _most_tiles(tokens, num_blocks + 1, block_size)
-
-
-def _most_tiles(tokens: int, segments: int, block_size: int) -> int:
-    """The most tiles that `segments` segments, `tokens` rows together, can be cut into."""
-    return smaller_bound(tokens, (tokens + segments * (block_size - 1)) // block_size)

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from blockdiag.common.dtypes import accumulation_dtype
-from blockdiag.common.packing import uniform_tiles
 from blockdiag.common.rotary import rotate
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, RotaryProblem
+from blockdiag.common.rotary_problem import RotaryProblem
+from blockdiag.ops.block_diagonal.packed import takes_packed
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+from blockdiag.ops.block_diagonal.tiles import uniform_tiles
 
 type RotaryArrays = tuple[Array, Array, Array | None]
 
@@ -29,6 +31,7 @@ def supports(problem: BlockDiagonalProblem) -> str | None:
     return None
 
 
+@takes_packed
 def forward(
     problem: BlockDiagonalProblem,
     query: Array,
@@ -57,6 +60,7 @@ def forward(
     return jnp.zeros(query.shape, query.dtype).at[row].set(output.astype(query.dtype), mode="drop")
 
 
+@takes_packed
 def backward(
     problem: BlockDiagonalProblem,
     query: Array,

@@ -15,9 +15,6 @@ from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 from blockdiag.triton_kernels.block_diagonal import plans as kernels
 from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch, backward_kinds
 
-# Packed problems come as they are, not taken apart into query, key and value.
-TAKES_PACKED = True
-
 type RotaryArrays = tuple[Array, Array, Array | None]
 
 

@@ -10,8 +10,8 @@ import functools
 from jax import Array
 
 from blockdiag.fusion.ir.tree import Region
-from blockdiag.fusion.lowering import block_diagonal as blocks
 from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.ops.block_diagonal import region as blocks
 from blockdiag.ops.block_diagonal.layouts import (
     EqualSequences,
     Layout,

@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from blockdiag.common.dtypes import accumulation_dtype
 from blockdiag.common.rotary import rotate, rotate_back
-from blockdiag.fusion.lowering import block_diagonal as blocks
 from blockdiag.fusion.runtime import xla as fused
+from blockdiag.ops.block_diagonal import region as blocks
 from blockdiag.ops.block_diagonal.layouts import (
     EqualSequences,
     RotaryArrays,
@@ -24,6 +24,7 @@ from blockdiag.ops.block_diagonal.layouts import (
     split_heads,
     turn_operands,
 )
+from blockdiag.ops.block_diagonal.packed import takes_packed
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 type _Layout = EqualSequences | TileTable
@@ -40,6 +41,7 @@ def supports(problem: BlockDiagonalProblem) -> str | None:
     return None
 
 
+@takes_packed
 def forward(
     problem: BlockDiagonalProblem,
     query: Array,
@@ -65,6 +67,7 @@ def forward(
     return _to_tokens(layout, output)
 
 
+@takes_packed
 def forward_with_log_sum(
     problem: BlockDiagonalProblem,
     query: Array,
@@ -80,6 +83,7 @@ def forward_with_log_sum(
     return blocks.forward(fused.forward, layout_of(problem, tiles), query, key, value, rotary)
 
 
+@takes_packed
 def backward(
     problem: BlockDiagonalProblem,
     query: Array,

@@ -20,7 +20,6 @@ from blockdiag.common.context_parallel import (
 )
 from blockdiag.common.derivatives import on_common_axes, reverse_only
 from blockdiag.common.dispatch import (
-    KEY_CONVOLUTION_IMPLEMENTATIONS,
     call_implementation,
     normalise_implementation,
     resolve,
@@ -34,7 +33,7 @@ from blockdiag.common.shards import Local, Part
 from blockdiag.ops.block_diagonal.batching import fold_rows
 from blockdiag.ops.key_convolution import sharding
 from blockdiag.ops.key_convolution.checks import describe_key_convolution
-from blockdiag.ops.key_convolution.problem import Activation, KeyConvolutionProblem
+from blockdiag.ops.key_convolution.problem import KEY_CONVOLUTION, Activation, KeyConvolutionProblem
 
 
 def key_convolution(
@@ -127,7 +126,7 @@ class Call:
 
 def prepare_call(problem: KeyConvolutionProblem, implementation: str | Sequence[str] | None) -> Call:
     """The call of a problem, once it is known that someone can compute it."""
-    names = normalise_implementation(implementation, KEY_CONVOLUTION_IMPLEMENTATIONS)
+    names = normalise_implementation(implementation, KEY_CONVOLUTION)
     resolve(problem, names)
     return Call(problem, names)
 

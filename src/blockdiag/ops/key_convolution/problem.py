@@ -1,19 +1,23 @@
 """The static description of a call of key convolution, shared by every implementation.
 
-Like `problem`, this imports nothing but the standard library and its sibling.
+It imports neither jax nor torch.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from blockdiag.common.operation import Operation
 from blockdiag.common.sizes import is_symbolic
-from blockdiag.ops.block_diagonal.problem import count_offset_tiles, count_uniform_tiles
+from blockdiag.common.tile_counts import count_offset_tiles, count_uniform_tiles
 
 Activation = Literal["silu"]
 
 MAX_SIZE = 8
 _MOST_TILE_ROWS = 128
 _FEWEST_TILE_ROWS = 16
+
+
+KEY_CONVOLUTION = Operation("key_convolution", "blockdiag.ops.key_convolution", ("reference", "xla", "triton"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,8 @@ class KeyConvolutionProblem:
         num_tiles: tiles the launch covers; rows of the tile table when there is one.
     """
 
+    operation: ClassVar[Operation] = KEY_CONVOLUTION
+
     tokens: int
     key_heads: int
     head_dim: int
@@ -48,6 +54,11 @@ class KeyConvolutionProblem:
     sequence_length: int | None
     tile_rows: int
     num_tiles: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tokens to compute anything from."""
+        return self.tokens == 0
 
     @property
     def channels(self) -> int:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from blockdiag.common.context_parallel import ContextParallel
 from blockdiag.common.derivatives import on_common_axes, reverse_only
-from blockdiag.common.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.common.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.common.division import divide_array_code, divisible
 from blockdiag.common.dtypes import accumulation_dtype
 from blockdiag.common.meshes import placed_like, whole_but
@@ -26,7 +26,7 @@ from blockdiag.ops.moba.centroids import Centroids
 from blockdiag.ops.moba.checks import check_moba_operands, describe_moba_call
 from blockdiag.ops.moba.context import Passes, attend_to_shared_tokens
 from blockdiag.ops.moba.lists import Lists
-from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.ops.moba.problem import MOBA, MoBAProblem
 from blockdiag.ops.moba.routing import Routing, given_choice, indices_of_choice
 from blockdiag.ops.moba.tables import moba_tables
 
@@ -302,7 +302,7 @@ class Call:
 def prepare_moba_call(query: Any, key: Any, *, implementation: str | Sequence[str] | None, **options: Any) -> Call:
     """Check every argument but the operands and describe the call; see `describe_moba_call`."""
     problem = describe_moba_call(query, key, **options)
-    names = normalise_implementation(implementation, MOBA_IMPLEMENTATIONS)
+    names = normalise_implementation(implementation, MOBA)
     resolve(problem, names)
     # Batched calls, which have no offsets, have sequences of equal length.
     return Call(problem, names, math.prod(query.shape[:-3]))
@@ -348,7 +348,7 @@ def _find_centroids(
     blocks: Array,
 ) -> Centroids:
     """Compute the mean keys of the blocks of a table, as a call of `problem` does."""
-    call = Call(problem, normalise_implementation(implementation, MOBA_IMPLEMENTATIONS))
+    call = Call(problem, normalise_implementation(implementation, MOBA))
     key, key_mask, blocks = on_common_axes(jax.lax.stop_gradient(key), key_mask, blocks)
     return divisible(_plan, call, "centroids")(key, key_mask, blocks)
 

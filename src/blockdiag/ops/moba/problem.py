@@ -1,9 +1,14 @@
 """The static description of a call of MoBA, mixture of block attention, shared by every implementation.
 
-Like `problem`, this imports nothing but the standard library.
+It imports neither jax nor torch.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from blockdiag.common.operation import Operation
+
+MOBA = Operation("moba_attention", "blockdiag.ops.moba", ("reference", "xla", "triton"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +33,8 @@ class MoBAProblem:
         has_padding: whether there may be rows of key and value that lie in no block, as after packed sequences.
     """
 
+    operation: ClassVar[Operation] = MOBA
+
     query_tokens: int
     key_tokens: int
     query_heads: int
@@ -41,6 +48,11 @@ class MoBAProblem:
     has_key_mask: bool
     scale: float
     has_padding: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries or blocks to compute anything from."""
+        return self.query_tokens == 0 or self.num_blocks == 0
 
     @property
     def group_size(self) -> int:

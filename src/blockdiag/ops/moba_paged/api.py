@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from blockdiag.common.derivatives import not_differentiable, on_common_axes
 from blockdiag.common.dispatch import (
-    MOBA_PAGED_IMPLEMENTATIONS,
     call_implementation,
     normalise_implementation,
     resolve,
@@ -24,7 +23,7 @@ from blockdiag.common.rule import Rule
 from blockdiag.common.shards import Local, Part
 from blockdiag.ops.block_diagonal.batching import fold_rows
 from blockdiag.ops.moba_paged.checks import describe_moba_paged_call
-from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
+from blockdiag.ops.moba_paged.problem import MOBA_PAGED, MoBAPagedProblem
 from blockdiag.ops.paged import sharding
 from blockdiag.ops.paged.batching import fold_paged
 from blockdiag.ops.paged.scales import canonical_scales
@@ -167,7 +166,7 @@ def moba_paged_attention(
         query_scale=query_scale,
     )
     problem = describe_moba_paged_call(**arrays, **options)
-    names = normalise_implementation(implementation, MOBA_PAGED_IMPLEMENTATIONS)
+    names = normalise_implementation(implementation, MOBA_PAGED)
     resolve(problem, names)
     call = Call(problem, names)
     # Numbers among the scales become float32.
@@ -196,7 +195,9 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
         rows, wide = query.shape[:-1], accumulation_dtype(query.dtype)
         return jnp.zeros((*rows, problem.value_dim), problem.output_dtype), jnp.full(rows, -jnp.inf, wide)
     operands = {name: arrays.get(name) for name in sharding.OPERANDS}
-    rule = sharding.rule(call.problem, call.implementations, "forward", operands)
+    rule = sharding.rule(
+        problem, call.implementations, "forward", operands, whole=call.problem, blocks=call.problem.max_blocks
+    )
     sharding.check(rule, operands)
     return divisible(_plan, call, rule)(*on_common_axes(*operands.values()))
 

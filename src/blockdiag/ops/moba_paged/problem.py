@@ -1,11 +1,15 @@
 """The static description of a call of MoBA over a paged cache, shared by every implementation.
 
-Like `problem`, this imports nothing but the standard library.
+It imports neither jax nor torch.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from blockdiag.common.operation import Operation
 from blockdiag.ops.paged.problem import PagedProblem
+
+MOBA_PAGED = Operation("moba_paged_attention", "blockdiag.ops.moba_paged", ("reference", "xla", "triton"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,10 +27,17 @@ class MoBAPagedProblem:
         slots: blocks that a query may choose, its own not counted, `num_candidates` at most.
     """
 
+    operation: ClassVar[Operation] = MOBA_PAGED
+
     paged: PagedProblem
     block_size: int
     max_blocks: int
     slots: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries or keys to compute anything from."""
+        return self.paged.is_empty
 
     @property
     def num_candidates(self) -> int:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from blockdiag.common.derivatives import not_differentiable, on_common_axes
-from blockdiag.common.dispatch import PAGED_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.common.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.common.division import divisible
 from blockdiag.common.dtypes import accumulation_dtype
 from blockdiag.common.meshes import explicit_mesh
@@ -23,7 +23,7 @@ from blockdiag.common.shards import Local, Part
 from blockdiag.ops.paged import sharding
 from blockdiag.ops.paged.batching import fold_paged
 from blockdiag.ops.paged.checks import describe_paged_call, with_chosen_splits
-from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.ops.paged.problem import PAGED, PagedProblem
 from blockdiag.ops.paged.scales import canonical_scales
 
 type Window = int | tuple[int | None, int | None]
@@ -211,7 +211,7 @@ def paged_attention(
         query_scale=query_scale,
     )
     problem = describe_paged_call(**arrays, **options)
-    names = normalise_implementation(implementation, PAGED_IMPLEMENTATIONS)
+    names = normalise_implementation(implementation, PAGED)
     resolve(problem, names)
     call = Call(problem, names, chooses_splits=num_splits is None and split_size is None)
     arrays = {name: None if x is None else jnp.asarray(x, _dtype(name, x)) for name, x in arrays.items()}

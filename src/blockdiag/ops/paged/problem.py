@@ -1,13 +1,18 @@
 """The static description of a call of paged attention, shared by every implementation.
 
-Like `problem`, this imports nothing but the standard library.
+It imports neither jax nor torch.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+from blockdiag.common.operation import Operation
 
 # How a cache's scale is given: not at all, [batch, K], or beside every token as pages, [P, page_size, K].
 type CacheScale = Literal["none", "head", "token"]
+
+
+PAGED = Operation("paged_attention", "blockdiag.ops.paged", ("reference", "xla", "triton"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +45,8 @@ class PagedProblem:
             divides evenly.
     """
 
+    operation: ClassVar[Operation] = PAGED
+
     batch: int
     query_tokens: int
     query_heads: int
@@ -65,6 +72,11 @@ class PagedProblem:
     value_scale: CacheScale = "none"
     num_splits: int = 1
     split_size: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no queries or keys to compute anything from."""
+        return 0 in (self.batch, self.query_tokens, self.num_pages, self.max_keys)
 
     @property
     def group_size(self) -> int:

@@ -1,4 +1,4 @@
-"""How paged attention and MoBA over a paged cache divide over devices: batch rows are independent, and key heads are.
+"""How paged attention divides over devices, with or without chosen blocks: batch rows and key heads are independent.
 
 All rows share a pool of pages, which is whole along its pages; a contiguous cache is divided with the rows. Packed
 queries have no axis of batch rows. They are whole, each device of a divided contiguous cache computes the queries of
@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from blockdiag.common.operation import Problem
 from blockdiag.common.rule import Dim, Rule
 from blockdiag.common.shards import Part
-from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.ops.paged.pools import check_tokens, unfit_pools
 from blockdiag.ops.paged.problem import PagedProblem
 
@@ -26,21 +26,25 @@ _QUERY_HEADS: Dim = ("key_heads", "group")
 
 
 def rule(
-    problem: PagedProblem | MoBAPagedProblem,
+    paged: PagedProblem,
     implementations: tuple[str, ...] | None,
     method: str,
     operands: Mapping[str, Any],
+    *,
+    whole: Problem | None = None,
+    blocks: int = 0,
 ) -> Rule:
     """The rule of a call.
 
     Args:
-        problem: the call.
+        paged: the call, or the paged attention in it.
         implementations: who may compute it.
         method: text that says what else the computation depends on.
         operands: arrays or None, by name, in the order of `OPERANDS`.
+        whole: the call, where paged attention is a part of it.
+        blocks: blocks of a sequence that there are mean keys of.
     """
-    moba = problem if isinstance(problem, MoBAPagedProblem) else None
-    paged = problem.paged if isinstance(problem, MoBAPagedProblem) else problem
+    problem = whole or paged
     is_packed = operands.get("query_offsets") is not None
     # Tables and lengths of packed queries are cut only where the cache is.
     row: Dim = () if is_packed and paged.has_page_table else ("rows",)
@@ -69,10 +73,10 @@ def rule(
         "values": paged.value_dim,
         "pages": paged.num_pages,
         "page_rows": paged.page_size,
-        "blocks": 0 if moba is None else moba.max_blocks,
+        "blocks": blocks,
     }
     return Rule(
-        "paged_attention" if moba is None else "moba_paged_attention",
+        problem.operation.name,
         repr((problem, implementations, method)),
         tuple(labels[name] for name in given),
         ((*rows, _QUERY_HEADS, ("values",)), (*rows, _QUERY_HEADS)),

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from blockdiag.common.rotary_problem import PositionSource, RotaryProblem
 from blockdiag.common.rule import Dim, Rule
 from blockdiag.ops.append import sharding as append
 from blockdiag.ops.append.problem import AppendProblem
 from blockdiag.ops.block_diagonal import sharding as block_diagonal
-from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem, PositionSource, RotaryProblem
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 from blockdiag.ops.key_convolution import sharding as key_convolution
 from blockdiag.ops.key_convolution.problem import KeyConvolutionProblem
 from blockdiag.ops.moba import sharding as moba
@@ -26,12 +27,12 @@ from blockdiag.ops.moba.problem import MoBAProblem
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.ops.paged import sharding as paged
 from blockdiag.ops.paged.problem import PagedProblem
-from blockdiag.torch.ops.append.api import AppendArguments
+from blockdiag.torch.ops.append.call import AppendArguments
 from blockdiag.torch.ops.block_diagonal.call import Arguments
-from blockdiag.torch.ops.key_convolution.api import Arguments as KeyConvolutionArguments
+from blockdiag.torch.ops.key_convolution.call import Arguments as KeyConvolutionArguments
 from blockdiag.torch.ops.moba.call import AttentionArguments, ListArguments
 from blockdiag.torch.ops.moba.operators import symbolic_slots
-from blockdiag.torch.ops.moba_paged.api import MoBAPagedArguments
+from blockdiag.torch.ops.moba_paged.call import MoBAPagedArguments
 from blockdiag.torch.ops.paged.call import PagedArguments
 
 
@@ -275,7 +276,8 @@ def _moba_paged(*values: Any) -> OperatorRule:
         max_blocks=arguments.key_centroids.shape[1],
         slots=0,
     )
-    return _pool_rule(_given(MoBAPagedArguments._fields, values), functools.partial(paged.rule, problem, None, ""))
+    rule = functools.partial(paged.rule, problem.paged, None, "", whole=problem, blocks=problem.max_blocks)
+    return _pool_rule(_given(MoBAPagedArguments._fields, values), rule)
 
 
 def _append(*values: Any) -> OperatorRule:

@@ -134,8 +134,8 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
     from blockdiag.fusion.api import is_fused
     from blockdiag.fusion.explain import explain as explain_arrays
     from blockdiag.interop._torch_mistakes import explaining
-    from blockdiag.torch.context.fuse import as_axis
     from blockdiag.torch.fusion.call import as_array, plain, whole_types
+    from blockdiag.torch.fusion.context import as_axis
 
     context: ContextParallel | None = getattr(function, "context_parallel", None) if is_fused(function) else None
     of_arrays = explaining(plain(function))

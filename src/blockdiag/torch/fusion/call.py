@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from blockdiag.common.dispatch import FUSED_IMPLEMENTATIONS, normalise_implementation
+from blockdiag.common.dispatch import normalise_implementation
 from blockdiag.fusion.api import Program, fuse, is_fused, trace
 from blockdiag.fusion.frontend.trace import has_effects
 from blockdiag.fusion.ir.structural_hash import shared
-from blockdiag.fusion.ir.tree import NotFusible, Region
+from blockdiag.fusion.ir.tree import FUSE, NotFusible, Region
 from blockdiag.fusion.regions.axis_labels import place_of
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.fusion.runtime.region_op import Call, attend
@@ -28,9 +28,9 @@ from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.interop.wrap import static_key, wrap_jax
-from blockdiag.torch.context.fuse import LocalRegion, SharedProgram
-from blockdiag.torch.context.fuse_call import check_shared_call, compare_parts, shared_axes, whole_type
 from blockdiag.torch.context.parallel import ContextParallel
+from blockdiag.torch.fusion.context import LocalRegion, SharedProgram
+from blockdiag.torch.fusion.context_call import check_shared_call, compare_parts, shared_axes, whole_type
 from blockdiag.torch.fusion.program import TorchProgram
 from blockdiag.torch.fusion.random_keys import data_of
 from blockdiag.torch.fusion.region import Bind, Tensors
@@ -69,7 +69,7 @@ class FusedFunction:
         self._fallback = fallback
         self._names: tuple[str, ...] | None = None
         if implementation != "reference":
-            self._names = normalise_implementation(implementation, FUSED_IMPLEMENTATIONS)
+            self._names = normalise_implementation(implementation, FUSE)
         # The first of a sequence that can compute the call: the kernels may, natively, where they are asked for first.
         self._may_be_native = via is None and implementation != "reference"
         in_jax = fuse(function, implementation=implementation, fallback=fallback)

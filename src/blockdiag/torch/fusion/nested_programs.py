@@ -11,8 +11,8 @@ import torch
 from jax.extend import core
 from torch.utils.checkpoint import checkpoint
 
-from blockdiag.fusion.frontend.nested_programs import CHECKPOINTS, OPENED, bodies_of, carried
 from blockdiag.fusion.frontend.trace import aval_of, has_primitive
+from blockdiag.fusion.regions.nested_programs import CHECKPOINTS, OPENED, bodies_of, carried
 from blockdiag.interop.dlpack import TENSOR_DTYPES
 from blockdiag.torch.fusion.random_keys import data_type
 from blockdiag.torch.fusion.region import region_p

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import torch
 from jax.extend import core
 
-from blockdiag.fusion.frontend.nested_programs import CHECKPOINTS, bodies_of
 from blockdiag.fusion.frontend.trace import aval_of, flat_jaxpr
 from blockdiag.fusion.ir.tree import Region
+from blockdiag.fusion.regions.nested_programs import CHECKPOINTS, bodies_of
 from blockdiag.interop.dlpack import to_torch
 from blockdiag.interop.torch_launch import device_target
 from blockdiag.interop.wrap import wrap_jax

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
 from blockdiag.triton_kernels.launch.plan import (
     Argument,
     CompileOptions,
@@ -15,6 +14,7 @@ from blockdiag.triton_kernels.launch.plan import (
     TensorSpec,
     named_arguments,
 )
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 _DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
 from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
 
 HOPPER_ROWS = 64
 _LARGEST_TILE_ROWS = 64
@@ -85,11 +86,6 @@ ADJUSTMENTS = (
 )
 
 
-def next_power_of_2(size: int) -> int:
-    """Smallest power of two not below `size`."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def tile_rows(problem: BlockDiagonalProblem) -> int:
     """Rows of the padded tile: a power of two that the matrix instructions take."""
     return max(16, next_power_of_2(problem.block_size))
@@ -108,11 +104,6 @@ def is_hopper_shape(problem: BlockDiagonalProblem) -> bool:
         and problem.dtype != "float32"
         and not (problem.rotary is not None and problem.rotary.value)
     )
-
-
-def uses_mma_sync(arch: int) -> bool:
-    """Whether products read both operands from registers, as before Hopper and on consumer Blackwell."""
-    return arch < 90 or arch >= 120
 
 
 def is_chunked(problem: BlockDiagonalProblem, arch: int) -> bool:

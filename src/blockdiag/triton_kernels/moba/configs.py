@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from blockdiag.ops.moba.problem import MoBAProblem
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2, uses_mma_sync
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
 from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
 
 # Rows of keys that a centroid takes in at a time; it fixes the order of its sum.
 CENTROID_ROWS = 16

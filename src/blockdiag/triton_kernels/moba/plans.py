@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from blockdiag.ops.moba.problem import MoBAProblem
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
 from blockdiag.triton_kernels.block_diagonal.plans import LOG2_E, takes_operands
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
@@ -20,6 +19,7 @@ from blockdiag.triton_kernels.launch.plan import (
     named_arguments,
 )
 from blockdiag.triton_kernels.moba.configs import ADJUSTMENTS, Config, config_of, hopper_config, key_tiles, span_rows
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal[
     "centroids", "choose", "count", "add_spans", "offsets", "entries", "items", "blocks_forward", "merge_forward",

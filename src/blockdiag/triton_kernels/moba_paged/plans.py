@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
 from blockdiag.triton_kernels.launch.plan import (
     Argument,
     CompileOptions,
@@ -18,6 +17,7 @@ from blockdiag.triton_kernels.launch.plan import (
 )
 from blockdiag.triton_kernels.paged import plans as paged
 from blockdiag.triton_kernels.paged.plans import PagedLaunch
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal["scores", "choose", "blocks"]
 

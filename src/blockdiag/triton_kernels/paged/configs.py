@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from blockdiag.ops.paged.problem import PagedProblem
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2, uses_mma_sync
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
 
 # Splits begin at multiples of it, unless their size is given.
 SPLIT_GRAIN = 64

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blockdiag.ops.paged.problem import PagedProblem
-from blockdiag.triton_kernels.block_diagonal.configs import next_power_of_2
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
     Argument,
@@ -17,6 +16,7 @@ from blockdiag.triton_kernels.launch.plan import (
     named_arguments,
 )
 from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, EIGHT_BITS, SPLIT_GRAIN, split_config
+from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal["splits", "merge"]
 

@@ -1,34 +1,25 @@
 """Appending to a paged cache for torch: the public function and the registered operators that it calls."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from blockdiag.common import validation
-from blockdiag.ops.append.checks import describe_append_call
-from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.torch import nested
-from blockdiag.torch.dtensor import registration
+from blockdiag.torch import dtensor_registration, nested
+from blockdiag.torch.ops.append.call import TENSORS, AppendArguments, describe
 from blockdiag.torch.ops.block_diagonal import operators as _ops  # noqa: F401 - _ops defines the library that this one adds to
 from blockdiag.torch.ops.paged.call import (
     as_tensor_scale,
     check_devices,
-    check_layout,
-    check_tensors,
     check_via,
-    describe_tensors,
     inference_error,
-    is_absent,
     names_of,
     refuse_tangents,
     wants_gradient,
 )
 from blockdiag.torch.rotary import Rotary, rotary_of
 from blockdiag.triton_kernels.append.plans import takes_rows
-
-_TENSORS = 16
-"""The first arguments of the operators are tensors."""
 
 # What options of calls are that can be told from each other without being checked first.
 _PLAIN_OPTIONS = {int, str, type(None)}
@@ -132,7 +123,7 @@ def append_to_pages(
             return arguments.written
         arguments = _checked(arguments, implementation)
     if type(key) is not torch.Tensor:
-        registration.prepare(key)
+        dtensor_registration.prepare(key)
     if is_native and key.is_cuda:
         is_native = _takes(arguments)
     scales = {name: as_tensor_scale(getattr(arguments, name), key) for name in ("key_scale", "value_scale")}
@@ -142,82 +133,9 @@ def append_to_pages(
     return arguments.written
 
 
-class AppendArguments(NamedTuple):
-    """What the operators take, by name; see `append_to_pages`.
-
-    Attributes:
-        cos, sin, positions: the tensors of a rotary embedding.
-        key_scale, value_scale: scales that are given: tensors, or, for the native path and for checks, numbers.
-        key_scale_pages, value_scale_pages: scales that are computed and written.
-        rotary: the options of a rotary embedding as letters (see `Rotary.letters`); empty without.
-        implementation: names as for JAX with commas between them, empty for None.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    key_pages: torch.Tensor
-    value_pages: torch.Tensor
-    page_table: torch.Tensor | None
-    kv_lengths: torch.Tensor
-    query_lengths: torch.Tensor | None
-    query_offsets: torch.Tensor | None
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-    positions: torch.Tensor | None
-    key_scale: torch.Tensor | float | None
-    value_scale: torch.Tensor | float | None
-    key_scale_pages: torch.Tensor | None
-    value_scale_pages: torch.Tensor | None
-    key_centroids: torch.Tensor | None
-    rotary: str
-    block_size: int | None
-    implementation: str
-
-    def key_of_call(self) -> tuple[Any, ...]:
-        """What decides about checks and launches: everything but the tensors' elements."""
-        options = self[_TENSORS:]
-        # True is 1 to a dictionary.
-        return (*describe_tensors(self[:_TENSORS]), *options, *map(type, options))
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """The tensors, None for those that are not given, and numbers for scales that are."""
-        return self[:_TENSORS]
-
-    @property
-    def written(self) -> tuple[torch.Tensor, ...]:
-        """Those that the call changes."""
-        given = self.key_pages, self.value_pages, self.key_scale_pages, self.value_scale_pages, self.key_centroids
-        return tuple([one for one in given if one is not None])
-
-    def to_rotary(self) -> Rotary | None:
-        """The rotary embedding that the arguments stand for."""
-        return Rotary.from_letters(self.rotary, self.cos, self.sin, self.positions)
-
-
 def _apart(scale: Any) -> tuple[Any, Any]:
     """A scale as one that is given, and one that is computed: pages."""
     return (None, scale) if isinstance(scale, torch.Tensor) and scale.ndim == 3 else (scale, None)
-
-
-def describe(arguments: AppendArguments) -> AppendProblem:
-    """Check the arguments and describe the call.
-
-    Raises:
-        ValueError: an argument is wrong; the same as the JAX function raises.
-    """
-    names = AppendArguments._fields
-    tensors = dict(zip(names, arguments.tensors, strict=False))
-    check_tensors(**{name: tensors[name] for name in names[:4]})
-    check_devices(**tensors)
-    given = {name: x for name, x in tensors.items() if name not in ("cos", "sin", "positions")}
-    for name in ("key_scale", "value_scale"):
-        pages = given.pop(f"{name}_pages")
-        given[name] = given[name] if pages is None else pages
-    problem = describe_append_call(**given, rotary=arguments.to_rotary(), block_size=arguments.block_size)
-    check_tensors(**{name: x for name, x in tensors.items() if not is_absent(x)})
-    check_layout(**dict(zip(problem.written, arguments.written, strict=True)))
-    return problem
 
 
 def _append_natively(arguments: AppendArguments) -> bool:
@@ -225,7 +143,7 @@ def _append_natively(arguments: AppendArguments) -> bool:
     from blockdiag.torch.ops.append import native
 
     tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
-    if not native.is_plain(*tensors) or not _PLAIN_OPTIONS.issuperset(map(type, arguments[_TENSORS:])):
+    if not native.is_plain(*tensors) or not _PLAIN_OPTIONS.issuperset(map(type, arguments[TENSORS:])):
         return False
     try:
         native.append(arguments)
@@ -241,9 +159,10 @@ def _append_natively(arguments: AppendArguments) -> bool:
 def _checked(arguments: AppendArguments, implementation: str | Sequence[str] | None) -> AppendArguments:
     """The arguments in types that the operators' schemas know."""
     if implementation is not None and arguments.implementation != "triton":
-        from blockdiag.common.dispatch import APPEND_IMPLEMENTATIONS, normalise_implementation
+        from blockdiag.common.dispatch import normalise_implementation
+        from blockdiag.ops.append.problem import APPEND
 
-        normalise_implementation(implementation, APPEND_IMPLEMENTATIONS)
+        normalise_implementation(implementation, APPEND)
     describe(arguments)
     return arguments._replace(block_size=validation.as_index(arguments.block_size))
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.torch.ops.append.api import AppendArguments, describe
+from blockdiag.torch.ops.append.call import AppendArguments, describe
 from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, is_plain
 from blockdiag.torch.ops.moba.tables import clip_offsets, rows_to_sequences
 from blockdiag.torch.ops.paged.native import Launches, Remembered, check_pages, scale_by_head

@@ -3,11 +3,12 @@
 from typing import Any
 
 import blockdiag.common.rotary
-from blockdiag.common.dispatch import APPEND_IMPLEMENTATIONS, normalise_implementation, resolve
+from blockdiag.common.dispatch import normalise_implementation, resolve
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop.dlpack import to_torch
 from blockdiag.ops.append.api import Call, _append
-from blockdiag.torch.ops.append.api import AppendArguments, describe
+from blockdiag.ops.append.problem import APPEND
+from blockdiag.torch.ops.append.call import AppendArguments, describe
 from blockdiag.torch.ops.paged.through_jax import given_names, precision, refuse_capture, to_arrays
 
 
@@ -16,7 +17,7 @@ def append(arguments: AppendArguments) -> None:
     with same_device(), precision(arguments.key, arguments.cos):
         # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
         problem = describe(arguments)
-        names = normalise_implementation(given_names(arguments.implementation), APPEND_IMPLEMENTATIONS)
+        names = normalise_implementation(given_names(arguments.implementation), APPEND)
         resolve(problem, names)
         refuse_capture(arguments.key.device)
         results = [to_torch(x) for x in _append(Call(problem, names), _arrays(arguments))]

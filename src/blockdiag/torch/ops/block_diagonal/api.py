@@ -9,9 +9,8 @@ from torch.autograd import forward_ad
 
 from blockdiag.common import validation
 from blockdiag.interop.private_torch import may_have_tangents
-from blockdiag.torch import nested
+from blockdiag.torch import dtensor_registration, nested
 from blockdiag.torch.context.parallel import ContextParallel, check_plain
-from blockdiag.torch.dtensor import registration
 from blockdiag.torch.ops.block_diagonal import operators  # noqa: F401 - operators registers the operators
 from blockdiag.torch.ops.block_diagonal.call import Arguments
 from blockdiag.torch.rotary import Rotary, rotary_of
@@ -93,7 +92,7 @@ def block_diagonal_attention(
         validation.check_operands(query, key, value)
         rotary_of(rotary)
         # Only here, because it imports the compiler of torch, to keep out of its graphs.
-        from blockdiag.torch.context.block_diagonal import attend_to_shared_tokens
+        from blockdiag.torch.ops.block_diagonal.context import attend_to_shared_tokens
 
         attend = functools.partial(
             block_diagonal_attention, block_size=block_size, scale=scale, is_causal=is_causal,
@@ -261,8 +260,9 @@ def _call(
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
     if implementation is not None and names != ("triton",) and not torch.compiler.is_compiling():
         from blockdiag.common.dispatch import normalise_implementation
+        from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
 
-        normalise_implementation(implementation)
+        normalise_implementation(implementation, BLOCK_DIAGONAL)
     # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
     is_native = via is None and (not names or names[0] == "triton")
     if not operands[0].is_cuda:
@@ -274,7 +274,7 @@ def _call(
         _refuse_tangents(operands)
     (cos, sin, positions), letters = rotary_of(rotary)
     if type(operands[0]) is not torch.Tensor:
-        registration.prepare(operands[0])
+        dtensor_registration.prepare(operands[0])
     arguments = Arguments(
         *operands, sequence_offsets, block_lengths, cos, sin, positions, key_heads, *options, letters, ",".join(names)
     )

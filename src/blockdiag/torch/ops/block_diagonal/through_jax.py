@@ -12,6 +12,7 @@ from blockdiag.common.rotary import Rotary
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop.dlpack import to_jax, to_torch
 from blockdiag.ops.block_diagonal.api import Call, attention_gradients, canonical_tables, differentiable_attention
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
 from blockdiag.torch.ops.block_diagonal.call import Arguments, describe
 
 
@@ -34,7 +35,9 @@ def _prepare(arguments: Arguments) -> tuple[Call, tuple[Any, ...]]:
     """The call, and its arrays: query, key, value, offsets, lengths, rotary."""
     # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
     problem = describe(arguments)
-    names = normalise_implementation(tuple(arguments.implementation.split(",")) if arguments.implementation else None)
+    names = normalise_implementation(
+        tuple(arguments.implementation.split(",")) if arguments.implementation else None, BLOCK_DIAGONAL
+    )
     resolve(problem, names)
     _refuse_capture(arguments.query.device)
     query = _to_jax(arguments.query)

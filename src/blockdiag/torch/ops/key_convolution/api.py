@@ -6,18 +6,18 @@ operator is defined and a CUDA graph may hold the one and not the other.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.autograd import forward_ad
 
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.ops.key_convolution.checks import describe_key_convolution
-from blockdiag.ops.key_convolution.problem import Activation, KeyConvolutionProblem
-from blockdiag.torch import nested
+from blockdiag.ops.key_convolution.problem import Activation
+from blockdiag.torch import dtensor_registration, nested
 from blockdiag.torch.context.parallel import ContextParallel, check_plain
-from blockdiag.torch.dtensor import registration
 from blockdiag.torch.ops.block_diagonal import operators  # noqa: F401 - operators defines the library that this one adds to
+from blockdiag.torch.ops.key_convolution.call import Arguments, check_devices, describe
 from blockdiag.torch.transforms import register_derivative
 from blockdiag.triton_kernels.key_convolution.plans import takes_key
 
@@ -90,7 +90,7 @@ def key_convolution(
         check_plain(context_parallel, key=key, weights=weights)
         describe_key_convolution(key, weights, sequence_offsets=None, activation=activation, residual=residual)
         # Only here, because it imports the compiler of torch, to keep out of its graphs.
-        from blockdiag.torch.context.key_convolution import convolve_shared_tokens
+        from blockdiag.torch.ops.key_convolution.context import convolve_shared_tokens
 
         convolve = functools.partial(
             key_convolution, activation=activation, residual=residual, implementation=implementation, via=via
@@ -110,13 +110,14 @@ def key_convolution(
         describe(arguments)
         arguments = arguments._replace(residual=bool(residual))
         if implementation is not None and names != ("triton",):
-            from blockdiag.common.dispatch import KEY_CONVOLUTION_IMPLEMENTATIONS, normalise_implementation
+            from blockdiag.common.dispatch import normalise_implementation
+            from blockdiag.ops.key_convolution.problem import KEY_CONVOLUTION
 
-            normalise_implementation(implementation, KEY_CONVOLUTION_IMPLEMENTATIONS)
+            normalise_implementation(implementation, KEY_CONVOLUTION)
     if may_have_tangents():
         _refuse_tangents(key, weights)
     if type(key) is not torch.Tensor:
-        registration.prepare(key)
+        dtensor_registration.prepare(key)
     # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
     is_native = via is None and (not names or names[0] == "triton")
     if key.is_cuda:
@@ -124,52 +125,6 @@ def key_convolution(
     if is_native:
         return torch.ops.blockdiag.key_convolution_forward(*arguments)  # type: ignore[no-any-return]
     return torch.ops.blockdiag.key_convolution_forward_through_jax(*arguments)  # type: ignore[no-any-return]
-
-
-class Arguments(NamedTuple):
-    """What the operators take, by name; see `key_convolution`.
-
-    Attributes:
-        implementation: names as for JAX with commas between them, empty for None.
-    """
-
-    key: torch.Tensor
-    weights: torch.Tensor
-    sequence_offsets: torch.Tensor | None
-    activation: Activation | None
-    residual: bool
-    implementation: str
-
-    def key_of_call(self) -> tuple[Any, ...]:
-        """What decides about checks and launches: everything but the tensors' elements."""
-        tensors = [None if one is None else (one.shape, one.dtype, one.device.index) for one in self[:3]]
-        return (*tensors, *self[3:])
-
-
-def check_devices(key: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """All tensors must be on the device of `key`.
-
-    Raises:
-        ValueError: naming the one that is not.
-    """
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != key.device:
-            raise ValueError(
-                f"`{name}` must be on the device of `key`, {key.device}, got {tensor.device}; move one of them"
-            )
-
-
-def describe(arguments: Arguments) -> KeyConvolutionProblem:
-    """Check the arguments and describe the call.
-
-    Raises:
-        ValueError: an argument is wrong; the same as the JAX function raises.
-    """
-    key, weights, sequence_offsets, activation, residual, _ = arguments
-    check_devices(key, weights=weights, sequence_offsets=sequence_offsets)
-    return describe_key_convolution(
-        key, weights, sequence_offsets=sequence_offsets, activation=activation, residual=residual
-    )
 
 
 def _refuse_tangents(*operands: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, reshaped
-from blockdiag.torch.ops.key_convolution.api import Arguments, describe
+from blockdiag.torch.ops.key_convolution.call import Arguments, describe
 from blockdiag.triton_kernels.key_convolution.plans import KeyConvolutionLaunch, supports
 from blockdiag.triton_kernels.parts.tile_table import TileTableLaunch
 

@@ -16,7 +16,7 @@ from blockdiag.ops.key_convolution.api import (
     differentiable_convolution,
     prepare_call,
 )
-from blockdiag.torch.ops.key_convolution.api import Arguments, describe
+from blockdiag.torch.ops.key_convolution.call import Arguments, describe
 
 
 def forward(arguments: Arguments) -> torch.Tensor:

@@ -9,9 +9,8 @@ from torch.autograd import forward_ad
 
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.ops.moba.checks import check_moba_operands, count_sequence_blocks
-from blockdiag.torch import nested
+from blockdiag.torch import dtensor_registration, nested
 from blockdiag.torch.context.parallel import ContextParallel, check_plain
-from blockdiag.torch.dtensor import registration
 from blockdiag.torch.ops.moba import operators as _moba_ops  # noqa: F401 - _moba_ops registers the operators
 from blockdiag.torch.ops.moba.call import ListArguments, describe_lists
 from blockdiag.torch.ops.moba.routing import Routing
@@ -144,7 +143,7 @@ def moba_attention(
         check_plain(context_parallel, query=query, key=key, value=value)
         check_moba_operands(query, key, value)
         # Only here, because it imports the compiler of torch, to keep out of its graphs.
-        from blockdiag.torch.context.moba import attend_to_shared_tokens
+        from blockdiag.torch.ops.moba.context import attend_to_shared_tokens
         from blockdiag.torch.ops.moba.passes import Who
 
         options: Any = {"block_size": block_size, "top_k": top_k, "scale": scale, "is_causal": is_causal}
@@ -181,7 +180,7 @@ def moba_attention(
     )  # fmt: skip
     arguments, scale = _checked(arguments, value, scale)
     if type(query) is not torch.Tensor:
-        registration.prepare(query)
+        dtensor_registration.prepare(query)
     operators = torch.ops.blockdiag
     *lists, own = (operators.moba_lists if is_native else operators.moba_lists_through_jax)(*arguments)
     has_own = is_causal and routing is not None
@@ -262,7 +261,7 @@ def moba_routing(
     )  # fmt: skip
     arguments, _ = _checked(arguments)
     if type(query) is not torch.Tensor:
-        registration.prepare(query)
+        dtensor_registration.prepare(query)
     operator = torch.ops.blockdiag.moba_routing if is_native else torch.ops.blockdiag.moba_routing_through_jax
     indices = operator(*arguments[:5], *arguments[8:])
     return Routing(indices, arguments.block_size, count_sequence_blocks(key.shape[-3], arguments.block_size))
@@ -295,9 +294,10 @@ def _who_computes(
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
     if implementation is not None and names != ("triton",) and not torch.compiler.is_compiling():
-        from blockdiag.common.dispatch import MOBA_IMPLEMENTATIONS, normalise_implementation
+        from blockdiag.common.dispatch import normalise_implementation
+        from blockdiag.ops.moba.problem import MOBA
 
-        normalise_implementation(implementation, MOBA_IMPLEMENTATIONS)
+        normalise_implementation(implementation, MOBA)
     # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
     is_native = via is None and (not names or names[0] == "triton")
     if query.is_cuda and query.ndim > 0:

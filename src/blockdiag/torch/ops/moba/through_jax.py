@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from blockdiag.common.dispatch import MOBA_IMPLEMENTATIONS, call_implementation, normalise_implementation, resolve
+from blockdiag.common.dispatch import call_implementation, normalise_implementation, resolve
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop.dlpack import to_jax, to_torch
 from blockdiag.ops.moba.api import Call
 from blockdiag.ops.moba.lists import Lists
-from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.ops.moba.problem import MOBA, MoBAProblem
 from blockdiag.ops.moba.routing import given_choice, indices_of_choice
 from blockdiag.ops.moba.tables import moba_tables
 from blockdiag.torch.ops.moba.call import (
@@ -111,7 +111,7 @@ def differentiate(
 
 def _prepare(problem: MoBAProblem, text: str, operand: torch.Tensor) -> Call:
     """The call, once it is known that someone can compute it."""
-    names = normalise_implementation(tuple(text.split(",")) if text else None, MOBA_IMPLEMENTATIONS)
+    names = normalise_implementation(tuple(text.split(",")) if text else None, MOBA)
     resolve(problem, names)
     if operand.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

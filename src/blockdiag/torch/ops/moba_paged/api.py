@@ -1,34 +1,24 @@
 """MoBA over a paged cache for torch: the public function and the registered operators that it calls."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from blockdiag.common import validation
 from blockdiag.ops.moba.checks import check_moba_block_size
-from blockdiag.ops.moba_paged.checks import describe_moba_paged_call
-from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
-from blockdiag.torch import nested
-from blockdiag.torch.dtensor import registration
+from blockdiag.torch import dtensor_registration, nested
+from blockdiag.torch.ops.moba_paged.call import TENSORS, MoBAPagedArguments, describe
 from blockdiag.torch.ops.paged.api import Scale, takes
 from blockdiag.torch.ops.paged.call import (
     as_tensor_scale,
     check_devices,
-    check_layout,
-    check_tensors,
     check_via,
-    describe_tensors,
-    is_absent,
     names_of,
-    page_tensors,
     refuse_tangents,
     wants_gradient,
 )
 from blockdiag.torch.ops.paged.operators import define_attention, fake_results
-
-_TENSORS = 10
-"""The first arguments of the operators are tensors."""
 
 _SCALES = ("key_scale", "value_scale", "query_scale")
 
@@ -163,7 +153,7 @@ def moba_paged_attention(
                 return results if return_residual else results[0]
         arguments = _checked(arguments, implementation)
     if type(query) is not torch.Tensor:
-        registration.prepare(query)
+        dtensor_registration.prepare(query)
     if is_native and query.is_cuda:
         is_native = takes(query, key_pages, value_pages)
     scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}
@@ -173,58 +163,6 @@ def moba_paged_attention(
     return (output, log_sum) if return_residual else output
 
 
-class MoBAPagedArguments(NamedTuple):
-    """What the operators take, by name; see `moba_paged_attention`.
-
-    Attributes:
-        key_scale, value_scale, query_scale: tensors, or, for the native path and for checks, numbers.
-        implementation: names as for JAX with commas between them, empty for None.
-    """
-
-    query: torch.Tensor
-    key_pages: torch.Tensor
-    value_pages: torch.Tensor
-    page_table: torch.Tensor | None
-    kv_lengths: torch.Tensor
-    key_centroids: torch.Tensor
-    query_lengths: torch.Tensor | None
-    key_scale: torch.Tensor | float | None
-    value_scale: torch.Tensor | float | None
-    query_scale: torch.Tensor | float | None
-    block_size: int
-    top_k: int
-    scale: float | None
-    implementation: str
-
-    def key_of_call(self) -> tuple[Any, ...]:
-        """What decides about checks and launches: everything but the tensors' elements."""
-        options = self[_TENSORS:]
-        # True is 1 and 1.0 to a dictionary.
-        return (*describe_tensors(self[:_TENSORS]), *options, *map(type, options))
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """The tensors, None for those that are not given, and numbers for scales that are."""
-        return self[:_TENSORS]
-
-
-def describe(arguments: MoBAPagedArguments) -> MoBAPagedProblem:
-    """Check the arguments and describe the call.
-
-    Raises:
-        ValueError: an argument is wrong; the same as the JAX function raises.
-    """
-    names = MoBAPagedArguments._fields
-    tensors = dict(zip(names, arguments.tensors, strict=False))
-    check_tensors(**{name: tensors[name] for name in names[:3]})
-    check_devices(**tensors)
-    options = {name: getattr(arguments, name) for name in ("block_size", "top_k", "scale")}
-    problem = describe_moba_paged_call(**tensors, **options)
-    check_tensors(**{name: x for name, x in tensors.items() if not is_absent(x)})
-    check_layout(**page_tensors(arguments), key_centroids=arguments.key_centroids)
-    return problem
-
-
 def _attend_natively(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The call without the dispatcher, for plain CUDA tensors in eager mode; None where it is not for this path."""
     from blockdiag.torch.ops.moba_paged import native
@@ -232,7 +170,7 @@ def _attend_natively(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch
     tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
     if (
         not native.is_plain(*tensors)
-        or not _PLAIN_OPTIONS.issuperset(map(type, arguments[_TENSORS:]))
+        or not _PLAIN_OPTIONS.issuperset(map(type, arguments[TENSORS:]))
         or wants_gradient(tensors)
     ):
         return None
@@ -249,9 +187,10 @@ def _attend_natively(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch
 def _checked(arguments: MoBAPagedArguments, implementation: str | Sequence[str] | None) -> MoBAPagedArguments:
     """The arguments in types that the operators' schemas know."""
     if implementation is not None and arguments.implementation != "triton":
-        from blockdiag.common.dispatch import MOBA_PAGED_IMPLEMENTATIONS, normalise_implementation
+        from blockdiag.common.dispatch import normalise_implementation
+        from blockdiag.ops.moba_paged.problem import MOBA_PAGED
 
-        normalise_implementation(implementation, MOBA_PAGED_IMPLEMENTATIONS)
+        normalise_implementation(implementation, MOBA_PAGED)
     describe(arguments)
     return arguments._replace(block_size=check_moba_block_size(arguments.block_size), top_k=int(arguments.top_k))
 

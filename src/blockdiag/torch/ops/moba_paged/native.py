@@ -3,7 +3,7 @@
 import torch
 
 from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, is_plain
-from blockdiag.torch.ops.moba_paged.api import MoBAPagedArguments, describe
+from blockdiag.torch.ops.moba_paged.call import MoBAPagedArguments, describe
 from blockdiag.torch.ops.paged.native import (
     Launches,
     Remembered,

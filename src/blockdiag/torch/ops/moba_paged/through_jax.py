@@ -2,11 +2,12 @@
 
 import torch
 
-from blockdiag.common.dispatch import MOBA_PAGED_IMPLEMENTATIONS, normalise_implementation, resolve
+from blockdiag.common.dispatch import normalise_implementation, resolve
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop.dlpack import to_torch
 from blockdiag.ops.moba_paged.api import Call, _attention
-from blockdiag.torch.ops.moba_paged.api import MoBAPagedArguments, describe
+from blockdiag.ops.moba_paged.problem import MOBA_PAGED
+from blockdiag.torch.ops.moba_paged.call import MoBAPagedArguments, describe
 from blockdiag.torch.ops.paged.through_jax import given_names, precision, refuse_capture, to_arrays
 
 
@@ -15,7 +16,7 @@ def attend(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
     with same_device(), precision(arguments.query):
         # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
         problem = describe(arguments)
-        names = normalise_implementation(given_names(arguments.implementation), MOBA_PAGED_IMPLEMENTATIONS)
+        names = normalise_implementation(given_names(arguments.implementation), MOBA_PAGED)
         resolve(problem, names)
         refuse_capture(arguments.query.device)
         tensors = dict(zip(MoBAPagedArguments._fields, arguments.tensors, strict=False))

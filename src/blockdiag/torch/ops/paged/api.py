@@ -7,8 +7,7 @@ import torch
 
 from blockdiag.common import validation
 from blockdiag.ops.paged.checks import check_soft_cap, check_window
-from blockdiag.torch import nested
-from blockdiag.torch.dtensor import registration
+from blockdiag.torch import dtensor_registration, nested
 from blockdiag.torch.ops.paged import operators as _paged_ops  # noqa: F401 - _paged_ops registers the operators
 from blockdiag.torch.ops.paged.call import (
     PagedArguments,
@@ -199,7 +198,7 @@ def paged_attention(
                 return results if return_residual else results[0]
         arguments = _checked(arguments, implementation)
     if type(query) is not torch.Tensor:
-        registration.prepare(query)
+        dtensor_registration.prepare(query)
     if is_native and query.is_cuda:
         is_native = takes(query, key_pages, value_pages)
     scales = {name: as_tensor_scale(getattr(arguments, name), query) for name in _SCALES}
@@ -243,9 +242,10 @@ def _checked(arguments: PagedArguments, implementation: str | Sequence[str] | No
     compiled call the operators check, when they run.
     """
     if implementation is not None and arguments.implementation != "triton":
-        from blockdiag.common.dispatch import PAGED_IMPLEMENTATIONS, normalise_implementation
+        from blockdiag.common.dispatch import normalise_implementation
+        from blockdiag.ops.paged.problem import PAGED
 
-        normalise_implementation(implementation, PAGED_IMPLEMENTATIONS)
+        normalise_implementation(implementation, PAGED)
     problem = describe(arguments)
     return arguments._replace(
         max_query_length=validation.as_index(arguments.max_query_length),

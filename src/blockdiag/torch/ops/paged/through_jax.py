@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import torch
 
-from blockdiag.common.dispatch import PAGED_IMPLEMENTATIONS, normalise_implementation, resolve
+from blockdiag.common.dispatch import normalise_implementation, resolve
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop.dlpack import to_jax, to_torch
 from blockdiag.ops.paged.api import Call, _attention
+from blockdiag.ops.paged.problem import PAGED
 from blockdiag.torch.ops.paged.call import PagedArguments, describe
 
 
@@ -18,7 +19,7 @@ def attend(arguments: PagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
     with same_device(), precision(arguments.query):
         # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
         problem = describe(arguments)
-        names = normalise_implementation(given_names(arguments.implementation), PAGED_IMPLEMENTATIONS)
+        names = normalise_implementation(given_names(arguments.implementation), PAGED)
         resolve(problem, names)
         refuse_capture(arguments.query.device)
         chooses_splits = arguments.num_splits is None and arguments.split_size is None

@@ -18,9 +18,10 @@ from blockdiag.fusion.analysis.range_analysis import tile_extent
 from blockdiag.fusion.analysis.refinement import decided_blocks, offset_states
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.analysis.tile_tables import Table, dynamic_tables, expanded, tables_of_blocks, tables_of_offsets
-from blockdiag.fusion.codegen.kernels import Tile, Writer
+from blockdiag.fusion.codegen.kernels import Writer
 from blockdiag.fusion.frontend.trace import primitives
 from blockdiag.fusion.ir.factors import unmasked
+from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Leaf, Node, Region, leaves_of, nodes_of
 from blockdiag.fusion.lowering.tile_program import leaf_array
 

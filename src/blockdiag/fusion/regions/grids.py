@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from blockdiag.fusion.ir.tree import COLUMNS, ROWS, Dim, Source, Unpullable
-from blockdiag.fusion.passes.materialise import source_made_by
+from blockdiag.fusion.regions.materialise import source_made_by
 
 # What a number that masks becomes, or the dtype's least number.
 _MASKED = -1e30

@@ -1,0 +1,109 @@
+"""Operations and their implementations, by name. Imports neither jax nor torch.
+
+An operation is a package with one module for each implementation. In such a module `available()` and
+`supports(problem)` return None or the reason why not, and `forward`, `backward` and what else the operation is made of
+compute the canonical call. Modules are imported when they are first asked.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import ClassVar, Protocol
+
+from blockdiag.common.sizes import symbolic_field
+
+# They run on a CPU only through an interpreter of their kernels.
+_INTERPRETED = ("triton", "pallas")
+
+
+class Problem(Protocol):
+    """The static, hashable description of a call: what is known of it before any array element is.
+
+    Attributes:
+        operation: what is computed.
+        is_empty: whether there is nothing to compute the result from.
+    """
+
+    operation: "ClassVar[Operation]"
+
+    @property
+    def is_empty(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """A module that computes an operation.
+
+    Attributes:
+        name: its name as the argument `implementation` of a call.
+        module: import path of the module.
+        has_interpreter: whether it runs on a CPU only through an interpreter of its kernels, when asked for by name.
+
+    Example:
+        >>> from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
+        >>> list(BLOCK_DIAGONAL.implementations), BLOCK_DIAGONAL.implementations["xla"].why_unavailable()
+        (['reference', 'xla', 'triton', 'pallas'], None)
+    """
+
+    name: str
+    module: str
+    has_interpreter: bool = False
+
+    def load(self) -> ModuleType:
+        """Import the module."""
+        return importlib.import_module(self.module)
+
+    def why_unavailable(self) -> str | None:
+        """Return None where this implementation can run in this process at all; otherwise the reason and the remedy."""
+        return self.load().available()
+
+    def decline(self, problem: Problem) -> str | None:
+        """Say why this implementation cannot compute a call.
+
+        Args:
+            problem: the call.
+
+        Returns:
+            None where it can; otherwise a sentence with the reason and the remedy.
+        """
+        reason = self.why_unavailable()
+        is_launch = self.has_interpreter and not problem.operation.takes_symbolic_sizes
+        if reason is None and is_launch and (size := symbolic_field(problem)):
+            # A kernel's launch is laid out while tracing.
+            return (
+                f"kernels are launched for sizes that are numbers, got {size}; export for each size, or with "
+                'implementation="xla"'
+            )
+        return reason or self.load().supports(problem)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """A public operation, and who can compute it.
+
+    Attributes:
+        name: of the public function.
+        package: import path of the package whose modules are the implementations.
+        implementations: by name.
+        takes_symbolic_sizes: whether implementations by kernels judge sizes of `jax.export` by themselves.
+
+    Example:
+        >>> from blockdiag.common.operation import Operation
+        >>> operation = Operation("paged_attention", "blockdiag.ops.paged", ("reference", "xla", "triton"))
+        >>> operation.implementations["triton"].module
+        'blockdiag.ops.paged.triton'
+    """
+
+    name: str
+    package: str
+    names: tuple[str, ...]
+    takes_symbolic_sizes: bool = False
+    implementations: Mapping[str, Implementation] = field(init=False)
+
+    def __post_init__(self) -> None:
+        implementations = {
+            name: Implementation(name, f"{self.package}.{name}", has_interpreter=name in _INTERPRETED)
+            for name in self.names
+        }
+        object.__setattr__(self, "implementations", implementations)
