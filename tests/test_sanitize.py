@@ -140,7 +140,7 @@ def test_difference_of_results(found, expected, largest):
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
-=========     at moba_offsets+0x110 in moba_lists.py:42
+=========     at moba_offsets+0x110 in lists.py:42
 =========     by thread (0,0,0) in block (0,0,0)
 ran batch (1.0 s, 0.0e+00)
 all ran
@@ -158,9 +158,9 @@ CLEAN = "ran batch (1.0 s, 0.0e+00)\nall ran\n========= ERROR SUMMARY: 0 errors\
 
 def line_with(file, text):
     """What a report calls the line of a file that begins with a text."""
-    path = next(path for folder in ("src", "tests/gpu_scripts") for path in (sanitize.ROOT / folder).rglob(file))
-    lines = path.read_text().splitlines()
-    return f"{file}:{next(i for i, line in enumerate(lines, 1) if line.strip().startswith(text))}"
+    paths = [path for folder in ("src", "tests/gpu_scripts") for path in (sanitize.ROOT / folder).rglob(file)]
+    lines = (enumerate(path.read_text().splitlines(), 1) for path in paths)
+    return f"{file}:{next(i for own in lines for i, line in own if line.strip().startswith(text))}"
 
 
 def race(first, *others, call="batch"):
@@ -184,12 +184,12 @@ COPY = """========= Host API memory access error at host access to 0x2a9a800000 
 ran full tiles (7.5 s, 1.0e-04)
 """
 SUM = "void at::native::reduce_kernel<(int)128, (int)4, at::native::ReduceOp<c10::BFloat16, float>>(T3)+0xb0e0"
-HOPPER = "moba_hopper_backward.py"
+HOPPER = "hopper_backward.py"
 BEGIN = line_with(HOPPER, "def moba_hopper_backward(")
 WORK = line_with(HOPPER, "b_dk, b_dv = gl.warp_specialize(")
 END = line_with(HOPPER, "store_key_tile(d_value, b_dv.to(dtype), p_mask")
-CHUNKED = line_with("block_diagonal_chunked.py", "tl.store(p_delta + o_statistics, b_delta")
-PARTS = line_with("paged_attention.py", "b_part = tl.load(p_part +")
+CHUNKED = line_with("chunked.py", "tl.store(p_delta + o_statistics, b_delta")
+PARTS = line_with("attention.py", "b_part = tl.load(p_part +")
 RESIDENT = "<blockdiag.fuse fused_rows_and_pairs_resident b55bb522ef055e4a>"
 SOURCE = """half.index(0).store(sum_query)
 sum_query += half.index(0).load(D)
@@ -297,12 +297,12 @@ UNEXPLAINED = {
     "a store of something else": (
         "racecheck",
         "block_diagonal_torch",
-        race(*[f"Write access at {GRADIENT}+0x2010 in {line_with('block_diagonal_chunked.py', 'b_delta = ')}"] * 2),
+        race(*[f"Write access at {GRADIENT}+0x2010 in {line_with('chunked.py', 'b_delta = ')}"] * 2),
     ),
     "half of a report": ("racecheck", "moba", race("Read access at moba_hopper_backward+0x110")),
     "half of a report of one store": ("racecheck", "moba_paged", race("Write access at moba_paged_blocks+0x1820")),
-    "sums of parts": ("initcheck", "paged_torch", read(4, "paged_merge+0x6d0 in paged_attention.py:1")),
-    "another line of the merge": ("initcheck", "paged_torch", read(8, "paged_merge+0x6d0 in paged_attention.py:1")),
+    "sums of parts": ("initcheck", "paged_torch", read(4, "paged_merge+0x6d0 in attention.py:1")),
+    "another line of the merge": ("initcheck", "paged_torch", read(8, "paged_merge+0x6d0 in attention.py:1")),
     "a kernel that reads parts": ("initcheck", "paged", read(16, "paged_splits+0x6d0")),
     "a copy where nothing leaves by the copy engine": ("initcheck", "moba", COPY),
     "a kernel of the library": ("initcheck", "fuse_streamed_1", read(2, "fused_columns+0x80")),
@@ -381,8 +381,8 @@ def test_sources_of_generated_kernels_are_kept_for_lines(tmp_path, monkeypatch):
     lines = SOURCE.splitlines(keepends=True)
     monkeypatch.setitem(linecache.cache, name, (len(SOURCE), None, lines, name))
     sanitize.keep_sources(tmp_path)
-    assert lines_in(tmp_path)(name, 2) == "sum_query += half.index(0).load(D)"
-    assert lines_in(tmp_path)(name, 4) == ""
+    assert lines_in(tmp_path)(name, 2, "kernel") == "sum_query += half.index(0).load(D)"
+    assert lines_in(tmp_path)(name, 4, "kernel") == ""
 
 
 def test_small_kernels_have_what_tools_do_not_follow():
@@ -418,7 +418,7 @@ def tool(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "row", "reported"),
     [
-        ("memcheck", MEMCHECK, r"1 ran +0 failed +1 errors .* LOOK", "moba_offsets+0x110 in moba_lists.py:42"),
+        ("memcheck", MEMCHECK, r"1 ran +0 failed +1 errors .* LOOK", "moba_offsets+0x110 in lists.py:42"),
         ("racecheck", RACECHECK, r"1 ran +0 failed +1 errors .* LOOK", "Write moba_hopper_backward+0x910"),
         (
             "memcheck",

@@ -112,22 +112,25 @@ def _title(text: str) -> str:
     return re.sub(r" at .*\+0x[0-9a-f]+.*$| access error at host access to 0x.*$", "", text)
 
 
-type Lines = Callable[[str, int], str]
-"""The text of a line of a file."""
+type Lines = Callable[[str, int, str], str]
+"""The text of a line of a file that has a kernel."""
 
 
 def lines_in(*folders: Path) -> Lines:
-    """Return what finds the text of lines of files in these folders, "" of a file that is in none or in several.
+    """Return what finds the text of lines of files in these folders, "" of a file that is in none.
 
-    The tool names files without their folder. Generated kernels' sources are in files of their own, whose names are
+    The tool names files without their folder: of several the one that defines the kernel is meant. Generated kernels' sources are in files of their own, whose names are
     the last word of what the tool calls them.
     """
 
     @functools.cache
-    def line_of(name: str, number: int) -> str:
+    def line_of(name: str, number: int, kernel: str) -> str:
         file = re.sub(r"^<.* (\w+)>$", r"\1.py", name)
         found = [path for folder in folders for path in folder.rglob(file)]
-        lines = found[0].read_text().splitlines() if len(found) == 1 else []
+        texts = [path.read_text() for path in found]
+        if len(texts) > 1:
+            texts = [text for text in texts if re.search(rf"^def {re.escape(kernel)}\(", text, flags=re.MULTILINE)]
+        lines = texts[0].splitlines() if len(texts) == 1 else []
         return lines[number - 1].strip() if 0 < number <= len(lines) else ""
 
     return line_of
@@ -172,7 +175,7 @@ class Known:
 
 def _has_text(access: Access, line_of: Lines, pattern: str) -> bool:
     """Return whether the access's line has a text; where the kernel was compiled without lines, yes."""
-    return access.line is None or re.search(pattern, line_of(*access.line)) is not None
+    return access.line is None or re.search(pattern, line_of(*access.line, access.kernel)) is not None
 
 
 # Warps wait for their partition at the kernel's beginning.
@@ -190,7 +193,11 @@ def _is_of_specialisation(accesses: Sequence[Access], line_of: Lines) -> bool:
             return True
         assert write.line is not None
         file, number = write.line
-        return line_of(file, number) != "" == line_of(file, number + 1) == line_of(file, number + 2)
+        return (
+            line_of(file, number, write.kernel)
+            != ""
+            == "".join(line_of(file, number + i, write.kernel) for i in (1, 2))
+        )
 
     return (
         len(writes) > 0

@@ -1,4 +1,4 @@
-"""Tables that tell kernels which tiles masks leave, in the forms of `lists.py`."""
+"""Tables that tell kernels which tiles masks leave, in the forms of `tile_lists.py`."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Triton source of a region's backward kernels, see `kernels`."""
+"""Triton source of a region's backward kernels, see `kernels.py`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Triton source of the gradient of what depends on q - k alone, see `kernels`.
+"""Triton source of the gradient of what depends on q - k alone, see `kernels.py`.
 
 Tiles of equally many queries and keys that lie on one diagonal of tiles have the same distances in the same places. A
 program goes through these tiles, adds them up as they are, and sums the diagonals of the one tile that is left: each

@@ -1,4 +1,5 @@
-"""Gluon source of backward kernels that keep a bias of pairs in shared memory, for Hopper; see resident.py.
+"""Gluon source of backward kernels that keep a bias of pairs in shared memory, for Hopper; see
+lowering/resident_schedule.py.
 
 By rows and by columns they are one: a program has a tile of queries, or of keys, of every round and goes through the
 other ones in chunks; scores are the product of what it has with the first array of a chunk, slopes (what the cotangent

@@ -1,4 +1,6 @@
-"""Gluon source of the forward kernel that keeps a bias of pairs in shared memory, for Hopper; see resident.py.
+"""Gluon source of the forward kernel that keeps a bias of pairs in shared memory, for Hopper.
+
+See lowering/resident_schedule.py.
 
 One program has a tile of queries of every round: one warp loads queries, keys and values through the copy engine, two
 groups of four warps compute. Scores start from the bias, and a row of them stays in registers, so its maximum is known

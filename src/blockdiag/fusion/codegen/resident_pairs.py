@@ -3,7 +3,7 @@
 Here for narrow heads, and for few keys: two more warps sum what slopes are compared with, of tiles of results beside
 those of cotangents; groups take their keys in chunks, and sums over keys of one half are handed to the group that
 makes queries' gradients, which those two warps let leave. The first scores of a round begin before the round before
-ends. See kernels_resident_pairs_writer.py, and kernels_resident_backward.py for the kernels of rows and columns alone.
+ends. See resident_pairs_writer.py, and resident_backward.py for the kernels of rows and columns alone.
 """
 
 import jax.numpy as jnp

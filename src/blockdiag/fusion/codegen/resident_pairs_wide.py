@@ -1,4 +1,4 @@
-"""Gluon source of the kernel of kernels_resident_pairs.py for wide heads, whose tiles leave no room for results.
+"""Gluon source of the kernel of resident_pairs.py for wide heads, whose tiles leave no room for results.
 
 The scores of a group's keys are one product, and so are their slopes, which begin after half of the exponentials, since
 values come late. What is summed over all keys groups tell each other: of each row the mean of its slopes, which they

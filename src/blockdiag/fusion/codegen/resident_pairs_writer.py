@@ -1,8 +1,8 @@
 """What the two backward kernels by rows share that also sum the gradient of the bias they keep, for Hopper.
 
 A program has a tile of queries of every round, so the gradient of its tile of the bias is a sum over the rounds: it
-stays in registers. Two groups of four warps share each tile, each with half of the keys. See resident.py,
-kernels_resident_pairs.py for narrow heads and kernels_resident_pairs_wide.py for wide ones.
+stays in registers. Two groups of four warps share each tile, each with half of the keys. See
+lowering/resident_schedule.py, resident_pairs.py for narrow heads and resident_pairs_wide.py for wide ones.
 """
 
 from collections.abc import Callable, Mapping

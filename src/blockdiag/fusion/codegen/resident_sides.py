@@ -1,6 +1,6 @@
 """What the backward kernels by rows and by columns are made of that keep a bias of pairs, and the warp that loads.
 
-See kernels_resident_backward.py for the groups of warps that compute.
+See resident_backward.py for the groups of warps that compute.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""Gluon source of the forward kernel that streams keys and values through shared memory, for Hopper; see streamed.py.
+"""Gluon source of the forward kernel that streams keys and values through shared memory, for Hopper.
+
+See lowering/streamed_schedule.py.
 
 One program has a tile of queries: one warp loads keys and values through the copy engine, two groups of four warps
 compute. A group begins the scores of the next chunk before it adds up the values of the last one, whose product runs

@@ -36,7 +36,7 @@ def distance_gradient(region: Region, leaf: Leaf, array: Any, parts: Any) -> Any
 
     Args:
         array: the leaf.
-        parts: float32 [labels.., parts, tiles' diagonals, 2 * size], see `kernels_diagonals`.
+        parts: float32 [labels.., parts, tiles' diagonals, 2 * size], see `codegen.diagonals`.
     """
     parts = parts.sum(-3)
     rows, keys, size = region.sizes["q"], region.sizes["k"], parts.shape[-1] // 2

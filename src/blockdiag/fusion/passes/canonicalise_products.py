@@ -6,7 +6,7 @@
   for each head, and perhaps each query, as mixtures of softmaxes and interpretable heads have them, too.
 - A product that sums over nothing scales: it is a multiplication.
 - Zeros beside scores, by `pad`, are further logits, as `concatenate` has them.
-- Batch axes of one index, which `jnp.matmul` leaves out of its products, are batch axes of these (`ones.py`).
+- Batch axes of one index, which `jnp.matmul` leaves out of its products, are batch axes of these (`unit_axes.py`).
 
 Only what may be weights or scores is looked at: what exponentials are made into, or of, by operations on elements. A
 product that turns out to be none of attention is computed in full precision, as the sum would be.

@@ -2,7 +2,8 @@
 
 XLA adds the gradient of each read to its row one after the other. A table of 32 rows that 4096 x 4096 scores read takes
 seconds that way on a GPU, in an order that changes between runs, and in the table's own dtype. Where what is read
-depends on the distance alone, see `distances`, there are as many reads as distances, and this takes one small kernel.
+depends on the distance alone (`regions.relative_positions`), there are as many reads as distances, and this takes one
+small kernel.
 """
 
 import functools

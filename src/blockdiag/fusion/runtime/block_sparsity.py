@@ -47,8 +47,8 @@ class Live:
     Attributes:
         lists: what kernels are told of them.
         arrays: int32, by name: "live_counts" [labels.., tq, 2], for each tile of queries how many tiles of keys there
-            are that no mask touches, and how many in all; and "live_tiles", which, see `lists`. "live_counts_t" and
-            "live_tiles_t" are the other way round. Where leaves are distances and tiles are squares, "live_counts_d"
+            are that no mask touches, and how many in all; and "live_tiles", which (`analysis.tile_lists`).
+            "live_counts_t" and "live_tiles_t" are the other way round. Where leaves are distances and tiles are squares, "live_counts_d"
             and "live_tiles_d" have the tiles of queries of each diagonal of tiles.
     """
 
@@ -60,7 +60,7 @@ class Live:
         return float(np.asarray(self.arrays["live_counts"])[..., 1].mean(dtype=np.float64)) / key_tiles
 
     def states(self, key_tiles: int) -> np.ndarray:
-        """The states int8 [labels.., tq, tk] of all tiles, see `mask_states`; of known arrays."""
+        """The states int8 [labels.., tq, tk] of all tiles, see `analysis.mask_states`; of known arrays."""
         counts = np.asarray(self.arrays["live_counts"])
         found = expanded(self.lists.forms[0], counts, self.arrays["live_tiles"], key_tiles)
         return found.reshape(*counts.shape[:-1], key_tiles)

@@ -184,7 +184,7 @@ class Call:
 def prepare_call(
     query: Any, key: Any, *, implementation: str | Sequence[str] | None, is_packed: bool = False, **options: Any
 ) -> Call:
-    """Check every argument but the operands and describe the call; see `describe.describe_call`."""
+    """Check every argument but the operands and describe the call; see `checks.describe_call`."""
     problem = describe_call(query, key, is_packed=is_packed, **options)
     names = normalise_implementation(implementation, BLOCK_DIAGONAL)
     resolve(problem, names)

@@ -35,7 +35,7 @@ class KeyConvolutionProblem:
         activation: what the weighted sum goes through; None for nothing.
         has_residual: whether the key itself is added.
         sequence_length: tokens of each sequence when all sequences are equally long, back to back; then no tile table
-            is given. None when a tile table int32 [num_tiles, 3] says where sequences lie (see `packing`).
+            is given. None when a tile table int32 [num_tiles, 3] says where sequences lie (see `common.packing`).
         tile_rows: the most rows of a tile; at least `size - 1`, so that a tap reaches no further than the next tile.
         num_tiles: tiles the launch covers; rows of the tile table when there is one.
     """

@@ -1,7 +1,8 @@
 """Fused functions over sequences whose tokens several processes share.
 
 A function is traced with the shapes of whole arrays. Around attention each process computes its own tokens
-(`fusion/parts.py`). A region becomes transfers between the processes, and a smaller region between these:
+(`blockdiag/fusion/runtime/token_parts.py`). A region becomes transfers between the processes, and a smaller region
+between these:
 
 | strategy | before the region | after it |
 |---|---|---|

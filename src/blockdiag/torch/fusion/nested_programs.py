@@ -1,6 +1,6 @@
 """Equations with regions inside, as torch runs them: loops, branches, and what is computed again for gradients.
 
-Their programs are split and made ready once (`_fuse_program.py`), however often they run.
+Their programs are split and made ready once (`program.py`), however often they run.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The tile table of packed sequences in one launch, for callers without XLA to fuse it (see `packing` for the table).
+"""The tile table of packed sequences (`common.packing`) in one launch, for callers without XLA to fuse it.
 
 Every program reads all segments and counts, for each of its tiles, the segments that end before it: more arithmetic
 than a scan and a search, in one launch.
