@@ -119,8 +119,8 @@ type Lines = Callable[[str, int, str], str]
 def lines_in(*folders: Path) -> Lines:
     """Return what finds the text of lines of files in these folders, "" of a file that is in none.
 
-    The tool names files without their folder: of several the one that defines the kernel is meant. Generated kernels' sources are in files of their own, whose names are
-    the last word of what the tool calls them.
+    The tool names files without their folder: of several the one that defines the kernel is meant. Generated kernels'
+    sources are in files of their own, whose names are the last word of what the tool calls them.
     """
 
     @functools.cache
@@ -193,11 +193,8 @@ def _is_of_specialisation(accesses: Sequence[Access], line_of: Lines) -> bool:
             return True
         assert write.line is not None
         file, number = write.line
-        return (
-            line_of(file, number, write.kernel)
-            != ""
-            == "".join(line_of(file, number + i, write.kernel) for i in (1, 2))
-        )
+        here, *after = (line_of(file, number + further, write.kernel) for further in range(3))
+        return here != "" and not any(after)
 
     return (
         len(writes) > 0

@@ -48,8 +48,8 @@ class Live:
         lists: what kernels are told of them.
         arrays: int32, by name: "live_counts" [labels.., tq, 2], for each tile of queries how many tiles of keys there
             are that no mask touches, and how many in all; and "live_tiles", which (`analysis.tile_lists`).
-            "live_counts_t" and "live_tiles_t" are the other way round. Where leaves are distances and tiles are squares, "live_counts_d"
-            and "live_tiles_d" have the tiles of queries of each diagonal of tiles.
+            "live_counts_t" and "live_tiles_t" are the other way round. Where leaves are distances and tiles are
+            squares, "live_counts_d" and "live_tiles_d" have the tiles of queries of each diagonal of tiles.
     """
 
     lists: Lists
