@@ -54,7 +54,7 @@ def _arithmetic_for_e5m2() -> None:
     """Triton decides once in a process, with the first kernel that converts to or from eight bits, whether e5m2 is
     converted by instructions, which GPUs before sm_89 lack: the first kernel is for one of those."""
     if jax.config.jax_platforms == "cpu" and importlib.util.find_spec("triton") is not None:
-        from tests.plans_support import compile_rounding_to_e5m2
+        from tests.triton_kernels.plans_support import compile_rounding_to_e5m2
 
         compile_rounding_to_e5m2(80)
 

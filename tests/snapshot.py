@@ -66,7 +66,7 @@ def explanations() -> Iterator[str]:
 
     from blockdiag import NotFusible, explain
     from blockdiag.fusion.gallery import VARIANTS, Sizes
-    from tests.fusion_random import Attention
+    from tests.fusion.fusion_random import Attention
 
     for name, variant in VARIANTS.items():
         inputs = variant.make_inputs(jax.random.key(0), Sizes())

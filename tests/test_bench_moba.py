@@ -243,7 +243,7 @@ def test_a_kernel_that_cannot_be_planned_is_a_line():
 def test_what_is_compiled_ahead_is_on_disk_as_launches_need_it(binary, monkeypatch, tmp_path):
     pytest.importorskip("triton")
     from blockdiag.triton_kernels.launch import compile as compile_module
-    from tests.bridge.bridge_kernels import AddSpec
+    from tests.interop.bridge_kernels import AddSpec
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_module, "_compiled", {})

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from blockdiag import append_to_pages
-from tests.append_support import AppendCase, RotaryCase, assert_appended, bits
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
-from tests.test_append import CASES, E4M3, E5M2, grown_in_place, split_arguments
+from tests.ops.append.test_append import CASES, E4M3, E5M2, grown_in_place, split_arguments
+from tests.ops.append_support import AppendCase, RotaryCase, assert_appended, bits
 
 pytestmark = pytest.mark.gpu
 

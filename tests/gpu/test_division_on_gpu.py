@@ -3,8 +3,8 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.division_support import KINDS, assert_divides, batch_specs, head_specs
-from tests.op_calls import CALLS
+from tests.division.division_support import KINDS, assert_divides, batch_specs, head_specs
+from tests.ops.op_calls import CALLS
 
 pytestmark = pytest.mark.multigpu
 NAMES = (

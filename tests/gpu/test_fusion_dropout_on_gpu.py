@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import test_fusion_dropout as dropout
+from tests.fusion.passes import test_random_bits as dropout
 
 pytestmark = pytest.mark.gpu
 

@@ -11,23 +11,21 @@ import numpy as np
 import pytest
 
 from blockdiag import fuse
-from tests import (
-    test_fusion_beside,
-    test_fusion_coordinates,
-    test_fusion_features,
-    test_fusion_grids,
-    test_fusion_inner,
-    test_fusion_late_division,
-    test_fusion_log_sums,
-    test_fusion_lone,
-    test_fusion_respelled,
-    test_fusion_softmaxes,
-    test_fusion_sources,
-    test_fusion_spelled,
-    test_fusion_sums,
-)
-from tests.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
-from tests.resident_cases import CASES as RESIDENT
+from tests.fusion.fusion_support import assert_alike, assert_as_good_as_written, with_gradients
+from tests.fusion.lowering import test_decompositions as test_fusion_spelled
+from tests.fusion.passes import test_canonicalise_products as test_fusion_respelled
+from tests.fusion.passes import test_defer_division as test_fusion_sums
+from tests.fusion.passes import test_index_maps as test_fusion_coordinates
+from tests.fusion.passes import test_late_division as test_fusion_late_division
+from tests.fusion.passes import test_merge_sources as test_fusion_sources
+from tests.fusion.passes import test_query_axis as test_fusion_lone
+from tests.fusion.regions import test_beside as test_fusion_beside
+from tests.fusion.regions import test_feature_sums as test_fusion_features
+from tests.fusion.regions import test_grids as test_fusion_grids
+from tests.fusion.regions import test_log_sum_exps as test_fusion_log_sums
+from tests.fusion.regions import test_nested_programs as test_fusion_inner
+from tests.fusion.regions import test_softmaxes as test_fusion_softmaxes
+from tests.fusion.resident_cases import CASES as RESIDENT
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 from blockdiag import fuse
 from blockdiag.fusion.analysis import tile_tables
 from blockdiag.fusion.runtime import triton as triton_fused
-from tests.test_fusion_long_masks import causal, fused_documents, masked, places
+from tests.fusion.analysis.test_long_masks import causal, fused_documents, masked, places
 
 pytestmark = pytest.mark.gpu
 

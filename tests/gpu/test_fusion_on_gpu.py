@@ -6,8 +6,8 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.gallery import VARIANTS, Sizes
+from tests.fusion.test_gallery import check, operands, promotion, value_and_gradients
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
-from tests.test_fusion_gallery import check, operands, promotion, value_and_gradients
 
 pytestmark = pytest.mark.gpu
 

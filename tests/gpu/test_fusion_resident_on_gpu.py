@@ -7,8 +7,8 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.runtime import triton as triton_fused
+from tests.fusion.resident_cases import CASES
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
-from tests.resident_cases import CASES
 
 pytestmark = pytest.mark.gpu
 

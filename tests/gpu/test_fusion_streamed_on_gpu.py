@@ -7,9 +7,9 @@ import pytest
 
 from blockdiag import fuse
 from blockdiag.fusion.runtime import triton as triton_fused
+from tests.fusion.streamed_cases import CASES, attend
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
 from tests.gpu.test_fusion_resident_on_gpu import allowed, compiled, exact_results, results
-from tests.streamed_cases import CASES, attend
 
 pytestmark = pytest.mark.gpu
 

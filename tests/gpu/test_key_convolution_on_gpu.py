@@ -9,7 +9,7 @@ import pytest
 
 from blockdiag import key_convolution
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
-from tests.key_convolution_support import ConvolutionCase, assert_accurate, exact_convolution
+from tests.ops.key_convolution_support import ConvolutionCase, assert_accurate, exact_convolution
 from tests.support import value_and_gradients
 
 pytestmark = pytest.mark.gpu

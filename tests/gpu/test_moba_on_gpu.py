@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import blockdiag
-from tests import moba_support
-from tests.moba_support import MoBACase, assert_accurate, exact_routing
+from tests.ops import moba_support
+from tests.ops.moba_support import MoBACase, assert_accurate, exact_routing
 
 pytestmark = pytest.mark.gpu
 

@@ -17,10 +17,10 @@ from blockdiag.ops.moba import tables as moba_tables  # noqa: E402
 from blockdiag.torch import MoBASelfAttention, Routing, moba_attention, moba_routing  # noqa: E402
 from blockdiag.torch.ops.moba import tables  # noqa: E402
 from blockdiag.torch.ops.moba.call import describe_lists  # noqa: E402
-from tests import moba_cases  # noqa: E402
 from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory  # noqa: E402
-from tests.moba_cases import MoBACase, assert_accurate, dense_results  # noqa: E402
+from tests.ops import moba_cases  # noqa: E402
+from tests.ops.moba_cases import MoBACase, assert_accurate, dense_results  # noqa: E402
 from tests.torch.moba_torch_support import (  # noqa: E402
     attend,
     attention_arguments,

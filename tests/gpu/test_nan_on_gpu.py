@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from blockdiag import block_diagonal_attention, fuse, moba_attention
-from tests.fusion_support import with_gradients
-from tests.nan_support import FUNCTIONS, ROWS, assert_same_nan, attention, operands
-from tests.resident_cases import CASES as RESIDENT
-from tests.resident_cases import rows_of_heads
-from tests.streamed_cases import CASES as STREAMED
-from tests.test_nan_rows import OPERATIONS, results_of
+from tests.fusion.fusion_support import with_gradients
+from tests.fusion.resident_cases import CASES as RESIDENT
+from tests.fusion.resident_cases import rows_of_heads
+from tests.fusion.streamed_cases import CASES as STREAMED
+from tests.ops.nan_support import FUNCTIONS, ROWS, assert_same_nan, attention, operands
+from tests.ops.test_nan_rows import OPERATIONS, results_of
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import pytest
 
 from blockdiag import append_to_pages, moba_paged_attention, paged_attention
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory
-from tests.paged_support import PagedCase, assert_accurate
-from tests.test_moba_paged import CASES as FEW_BLOCKS
-from tests.test_moba_paged import MANY_BLOCKS
+from tests.ops.moba_paged.test_moba_paged import CASES as FEW_BLOCKS
+from tests.ops.moba_paged.test_moba_paged import MANY_BLOCKS
+from tests.ops.paged_support import PagedCase, assert_accurate
 
 pytestmark = pytest.mark.gpu
 

@@ -19,12 +19,13 @@ from blockdiag.torch import (  # noqa: E402
     moba_paged_attention,
     paged_attention,
 )
-from tests import test_append, test_moba_paged  # noqa: E402
-from tests.append_support import assert_appended  # noqa: E402
 from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory  # noqa: E402
 from tests.gpu.test_moba_torch_on_gpu import captured  # noqa: E402
-from tests.paged_support import PagedCase, assert_accurate  # noqa: E402
+from tests.ops.append import test_append  # noqa: E402
+from tests.ops.append_support import assert_appended  # noqa: E402
+from tests.ops.moba_paged import test_moba_paged  # noqa: E402
+from tests.ops.paged_support import PagedCase, assert_accurate  # noqa: E402
 from tests.torch import test_append as torch_append  # noqa: E402
 from tests.torch import test_moba_paged as torch_moba  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402

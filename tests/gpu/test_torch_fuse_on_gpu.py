@@ -10,12 +10,12 @@ from blockdiag import fuse as jax_fuse  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
 from blockdiag.interop import dlpack  # noqa: E402
 from blockdiag.torch import fuse  # noqa: E402
-from tests import test_fusion_inner as inner  # noqa: E402
+from tests.fusion.regions import test_nested_programs as inner  # noqa: E402
+from tests.fusion.resident_cases import CASES as RESIDENT  # noqa: E402
+from tests.fusion.streamed_cases import CASES as STREAMED  # noqa: E402
+from tests.fusion.test_gallery import exact_and_allowed, operands, promotion  # noqa: E402
 from tests.gpu.gate import Gate  # noqa: E402
-from tests.resident_cases import CASES as RESIDENT  # noqa: E402
-from tests.streamed_cases import CASES as STREAMED  # noqa: E402
 from tests.support import largest_error  # noqa: E402
-from tests.test_fusion_gallery import exact_and_allowed, operands, promotion  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
 
 pytestmark = [

@@ -130,7 +130,7 @@ def _projection_torch() -> Iterator[Call]:
 
 
 def _moba_cases() -> dict[str, Any]:
-    from tests.moba_cases import MoBACase
+    from tests.ops.moba_cases import MoBACase
 
     tile = {"head_dim": 128, "dtype": "bfloat16", "block_size": 128}
     return {
@@ -152,7 +152,7 @@ def _moba_cases() -> dict[str, Any]:
 
 
 def _moba() -> Iterator[Call]:
-    from tests.moba_cases import value_and_gradients
+    from tests.ops.moba_cases import value_and_gradients
 
     for name, case in _moba_cases().items():
 
@@ -246,7 +246,7 @@ def _paged_torch() -> Iterator[Call]:
 
 
 def _append() -> Iterator[Call]:
-    from tests.test_append import CASES
+    from tests.ops.append.test_append import CASES
 
     for name, case in CASES.items():
 
@@ -258,7 +258,7 @@ def _append() -> Iterator[Call]:
 
 def _append_torch() -> Iterator[Call]:
     from blockdiag.torch import append_to_pages
-    from tests.test_append import CASES
+    from tests.ops.append.test_append import CASES
     from tests.torch.test_append import arguments_of
 
     for name, case in CASES.items():
@@ -270,7 +270,7 @@ def _append_torch() -> Iterator[Call]:
 
 
 def _moba_paged_cases() -> dict[str, Any]:
-    from tests.test_moba_paged import CASES, MANY_BLOCKS
+    from tests.ops.moba_paged.test_moba_paged import CASES, MANY_BLOCKS
 
     return {name: case for name, case in CASES.items() if name != "float64"} | {"many blocks": MANY_BLOCKS}
 
@@ -359,9 +359,9 @@ def _gallery(group: str) -> Iterator[Call]:
 
 
 def _fused_forms() -> Iterator[Call]:
-    from tests import test_fusion_features as features
-    from tests import test_fusion_log_sums as log_sums
-    from tests import test_fusion_sources as sources
+    from tests.fusion.passes import test_merge_sources as sources
+    from tests.fusion.regions import test_feature_sums as features
+    from tests.fusion.regions import test_log_sum_exps as log_sums
 
     for name, function in features.FORMS.items():
         yield _fused_call(f"features: {name}", function, lambda: features.arrays(*features.OPERANDS))
@@ -374,8 +374,8 @@ def _fused_forms() -> Iterator[Call]:
 
 
 def _fused_distances() -> Iterator[Call]:
-    from tests import test_fusion_distances as distances
-    from tests import test_fusion_dropout as dropout
+    from tests.fusion.passes import test_random_bits as dropout
+    from tests.fusion.regions import test_relative_positions as distances
 
     for name, (function, *rest) in distances.CASES.items():
         yield _fused_call(f"distances: {name}", function, lambda rest=rest: [*distances.operands(), *rest])
@@ -388,7 +388,7 @@ def _fused_distances() -> Iterator[Call]:
 
 
 def _resident(first: int) -> Iterator[Call]:
-    from tests.resident_cases import CASES
+    from tests.fusion.resident_cases import CASES
 
     # Programs of these go through more than one round of the others, which "shared" does as well.
     left_out = ("many_rows", "many_wide_rows")
@@ -400,7 +400,7 @@ def _resident(first: int) -> Iterator[Call]:
 
 
 def _streamed(first: int) -> Iterator[Call]:
-    from tests.streamed_cases import CASES
+    from tests.fusion.streamed_cases import CASES
 
     for name in [name for name, case in CASES.items() if case.streams][first::2]:
         yield _fused_by_name(name, CASES[name].function, CASES[name].inputs)
@@ -408,8 +408,8 @@ def _streamed(first: int) -> Iterator[Call]:
 
 def _fused_torch() -> Iterator[Call]:
     from blockdiag.torch import fuse
-    from tests.resident_cases import CASES as RESIDENT
-    from tests.streamed_cases import CASES as STREAMED
+    from tests.fusion.resident_cases import CASES as RESIDENT
+    from tests.fusion.streamed_cases import CASES as STREAMED
     from tests.torch.torch_support import to_tensor
 
     for case, name in ((RESIDENT["evoformer"], "evoformer"), (STREAMED["causal"], "causal")):

@@ -1,4 +1,4 @@
-"""The cases of `tests.moba_cases` for torch: the same operands and options as tensors."""
+"""The cases of `tests.ops.moba_cases` for torch: the same operands and options as tensors."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import torch
 import blockdiag
 from blockdiag.torch import Routing, moba_attention, moba_routing
 from blockdiag.torch.ops.moba.call import ListArguments
-from tests.moba_cases import MoBACase
+from tests.ops.moba_cases import MoBACase
 from tests.torch.torch_support import to_tensor
 
 CASES = {

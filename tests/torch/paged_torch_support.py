@@ -1,4 +1,4 @@
-"""The cases of `tests.paged_support` for torch: the same calls with tensors."""
+"""The cases of `tests.ops.paged_support` for torch: the same calls with tensors."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from blockdiag.torch import paged_attention
 from blockdiag.torch.ops.paged.call import PagedArguments
-from tests.paged_support import PagedCase
+from tests.ops.paged_support import PagedCase
 from tests.torch.torch_support import to_numpy, to_tensor
 
 CASES = {

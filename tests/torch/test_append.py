@@ -16,8 +16,8 @@ from blockdiag.torch import append_to_pages, paged_attention  # noqa: E402
 from blockdiag.torch.ops.append.api import _apart  # noqa: E402
 from blockdiag.torch.ops.append.call import AppendArguments  # noqa: E402
 from blockdiag.torch.rotary import rotary_of  # noqa: E402
-from tests.append_support import AppendCase, RotaryCase, assert_appended  # noqa: E402
-from tests.test_append import CASES, GOOD, MISTAKES  # noqa: E402
+from tests.ops.append.test_append import CASES, GOOD, MISTAKES  # noqa: E402
+from tests.ops.append_support import AppendCase, RotaryCase, assert_appended  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
     messages_of_mistakes,
     to_tensors,

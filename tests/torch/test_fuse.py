@@ -22,15 +22,15 @@ from blockdiag.torch.fusion.program import marked  # noqa: E402
 from blockdiag.torch.fusion.region import BoundRegion, region_p  # noqa: E402
 from blockdiag.torch.fusion.split import Segment, Split  # noqa: E402
 from blockdiag.triton_kernels.launch.plan import Target  # noqa: E402
-from tests import fusion_refused  # noqa: E402
-from tests import test_fusion_features as features  # noqa: E402
-from tests import test_fusion_grids as grids  # noqa: E402
-from tests import test_fusion_log_sums as log_sums  # noqa: E402
-from tests import test_fusion_sums as sums  # noqa: E402
-from tests.plans_support import report_of  # noqa: E402
-from tests.resident_cases import CASES as RESIDENT  # noqa: E402
+from tests.fusion import fusion_refused  # noqa: E402
+from tests.fusion.passes import test_defer_division as sums  # noqa: E402
+from tests.fusion.regions import test_feature_sums as features  # noqa: E402
+from tests.fusion.regions import test_grids as grids  # noqa: E402
+from tests.fusion.regions import test_log_sum_exps as log_sums  # noqa: E402
+from tests.fusion.resident_cases import CASES as RESIDENT  # noqa: E402
 from tests.support import compiled_quickly  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
+from tests.triton_kernels.plans_support import report_of  # noqa: E402
 
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 TRITON = pytest.param("triton", marks=NEEDS_TRITON)

@@ -17,7 +17,7 @@ from blockdiag.torch.fusion import call  # noqa: E402
 from blockdiag.torch.fusion.program import marked  # noqa: E402
 from blockdiag.torch.fusion.region import region_p  # noqa: E402
 from blockdiag.torch.fusion.split import Segment, Split  # noqa: E402
-from tests import test_fusion_inner as inner  # noqa: E402
+from tests.fusion.regions import test_nested_programs as inner  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor  # noqa: E402
 
 TOKENS, WIDTH, LAYERS = 20, 16, 3

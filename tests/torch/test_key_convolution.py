@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from blockdiag.torch import key_convolution  # noqa: E402
-from tests.key_convolution_support import ConvolutionCase, assert_accurate, exact_convolution  # noqa: E402
+from tests.ops.key_convolution_support import ConvolutionCase, assert_accurate, exact_convolution  # noqa: E402
 from tests.torch.torch_support import assert_same_bits, to_numpy, to_tensor, value_and_gradients  # noqa: E402
 
 OPERATORS = torch.ops.blockdiag

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
 from blockdiag.torch import Rotary, block_diagonal_attention, fused_qkv_block_attention, rotary_tables  # noqa: E402
-from tests import test_validation  # noqa: E402
+from tests.common import test_validation  # noqa: E402
 from tests.torch.torch_support import to_tensor  # noqa: E402
 
 

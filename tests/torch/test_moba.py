@@ -18,7 +18,7 @@ from blockdiag.torch.ops.moba import tables as _moba_tables  # noqa: E402
 from blockdiag.torch.ops.moba.call import describe_lists  # noqa: E402
 from blockdiag.triton_kernels.moba.plans import MoBALaunch  # noqa: E402
 from blockdiag.triton_kernels.moba.steps import forward_steps  # noqa: E402
-from tests.moba_cases import MoBACase, assert_accurate, dense_results, dense_routing  # noqa: E402
+from tests.ops.moba_cases import MoBACase, assert_accurate, dense_results, dense_routing  # noqa: E402
 from tests.torch.moba_torch_support import (  # noqa: E402
     CASES,
     attend,

@@ -1,0 +1,106 @@
+"""Calls on arrays that four devices share, compared with the same calls on one device."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from blockdiag.bench.devices import count_collectives
+from tests.ops.op_calls import OpCall
+
+KINDS = ("automatic", "explicit")
+"""Kinds of meshes: what `jax.sharding.Mesh` makes, and what `jax.make_mesh` does."""
+
+HEAD_AXES = {
+    "query": -2, "key": -2, "value": -2, "outputs": -2, "log_sums": -1, "slopes": 0, "key_scale": -1, "centroids": -2,
+    "key_pages": -2, "value_pages": -2, "pages": -2,
+}  # fmt: skip
+"""Which axis of the arrays of `op_calls` heads are, by the array's name."""
+
+
+def make_mesh(kind: str, shape: tuple[int, int] = (2, 2)) -> Mesh:
+    """The first devices."""
+    devices = jax.devices()[: shape[0] * shape[1]]
+    kinds = (AxisType.Auto if kind == "automatic" else AxisType.Explicit,) * 2
+    return Mesh(np.asarray(devices).reshape(shape), ("data", "model"), axis_types=kinds)
+
+
+def shard(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
+    """An array that the mesh's devices share."""
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def assert_divides(
+    function: Callable[..., Any],
+    arrays: dict[str, jax.Array],
+    specs: dict[str, P],
+    kind: str,
+    collectives: dict[str, int] | None = None,
+    atol: float = 1e-5,
+    shape: tuple[int, int] = (2, 2),
+) -> Any:
+    """Assert that shards give what one device gives, with these collectives and no others.
+
+    Args:
+        function: of the arrays, by name.
+        arrays: on one device.
+        specs: of the arrays that are sharded; the others are on all devices.
+        kind: of the mesh.
+        collectives: of the compiled program; none unless given.
+        atol: largest difference, relative to the largest element.
+        shape: of the mesh.
+
+    Returns:
+        The results of the shards.
+    """
+    mesh = make_mesh(kind, shape)
+    placed = {name: shard(mesh, x, specs.get(name, P())) for name, x in arrays.items()}
+    expected = jax.jit(function)(**arrays)
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        compiled = jax.jit(function).lower(**placed).compile()
+        found = compiled(**placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        finite = np.where(np.isfinite(other), other, 0)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=atol * np.abs(finite).max())
+    counts = count_collectives(compiled.as_text())
+    assert counts == (collectives or {}), f"{counts} in the compiled program"
+    return found
+
+
+def batch_specs(call: OpCall, axes: Any, whole: tuple[str, ...] = ()) -> dict[str, P]:
+    """Specs that shard the axis of every array that grows with the batch.
+
+    Args:
+        call: the call.
+        axes: of the mesh.
+        whole: names of arrays that all devices have, though they grow with the batch.
+    """
+    found = {}
+    small, large = call.types(4), call.types(8)
+    for name, x in small.items():
+        grown = [i for i, (one, other) in enumerate(zip(x.shape, large[name].shape, strict=True)) if one != other]
+        if grown and name not in whole:
+            found[name] = P(*[None] * grown[0], axes)
+    return found
+
+
+def head_specs(call: OpCall, axes: Any, names: tuple[str, ...] | None = None) -> dict[str, P]:
+    """Specs that shard the heads of these arrays; of all that have heads unless names are given."""
+    shapes = {name: x.shape for name, x in call.types(4).items()}
+    wanted = [name for name in shapes if name in HEAD_AXES and (names is None or name in names)]
+    return {name: P(*[None] * (HEAD_AXES[name] % len(shapes[name])), axes) for name in wanted}
+
+
+def both(first: dict[str, P], second: dict[str, P]) -> dict[str, P]:
+    """Specs that shard what either does; no axis is in both."""
+    found = dict(first)
+    for name, spec in second.items():
+        one = (*first.get(name, P()),)
+        length = max(len(one), len(spec))
+        pairs = zip((*one, *[None] * (length - len(one))), (*spec, *[None] * (length - len(spec))), strict=True)
+        found[name] = P(*(x if x is not None else y for x, y in pairs))
+    return found

@@ -1,0 +1,240 @@
+"""Every operation on arrays that the devices of an automatic or explicit mesh share."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from blockdiag import explain, fuse, moba_attention, moba_routing
+from blockdiag.common.meshes import spec_on
+from tests.division.division_support import (
+    KINDS,
+    assert_divides,
+    batch_specs,
+    both,
+    count_collectives,
+    head_specs,
+    make_mesh,
+    shard,
+)
+from tests.ops.op_calls import CALLS
+
+ALL = ("data", "model")
+BATCHED = (
+    "block_diagonal", "block_diagonal, long blocks", "block_diagonal, rotary", "moba", "moba, key mask",
+    "moba, not causal", "moba_routing", "fuse", "fuse, causal",
+)  # fmt: skip
+WITH_HEADS = (*BATCHED, "block_diagonal, offsets", "block_diagonal, lengths", "moba, offsets")
+# Sums over shards: of gradients of what the shards share.
+SUMS = {("fuse, causal", "batch"): {"all-reduce": 1}, ("fuse, causal", "both"): {"all-reduce": 1}}
+
+
+def computed(call, *, is_checkpointed=False):
+    """The gradients of a call where it has some, else its results, by the implementation for a CPU."""
+    return call.gradients(None, is_checkpointed=is_checkpointed) if call.differentiated else call.bound(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.division("batch", "gradients")
+def test_batch_is_divided(name, kind):
+    call = CALLS[name]
+    assert_divides(computed(call), call.arrays(4), batch_specs(call, ALL), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WITH_HEADS)
+@pytest.mark.division("heads", "gradients")
+def test_heads_are_divided(name, kind):
+    call = CALLS[name]
+    assert_divides(computed(call), call.arrays(2), head_specs(call, "model"), kind)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.division("batch", "heads", "gradients")
+def test_batch_and_heads_are_divided(name, kind):
+    call = CALLS[name]
+    specs = both(batch_specs(call, "data"), head_specs(call, "model"))
+    assert_divides(computed(call), call.arrays(2), specs, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "moba, offsets"])
+@pytest.mark.division("fewer key heads", "gradients")
+def test_query_heads_are_divided_among_more_devices_than_there_are_key_heads(name, kind):
+    """Gradients of keys and values are summed over the devices that share a key head, and are then on all devices."""
+    call = CALLS[name]
+    specs = head_specs(call, ALL, ("query",))
+    assert_divides(computed(call), call.arrays(2), specs, kind, {"all-reduce": 1})
+
+
+@pytest.mark.parametrize("name", ["block_diagonal", "moba", "moba_routing"])
+def test_reference_is_divided_on_an_explicit_mesh(name):
+    """On an automatic mesh XLA divides it, as all array code."""
+    call = CALLS[name]
+    function = call.gradients("reference") if call.differentiated else call.bound("reference")
+    specs = both(batch_specs(call, "data"), head_specs(call, "model"))
+    assert_divides(function, call.arrays(2), specs, "explicit")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_call_with_a_given_routing_is_divided(kind):
+    call = CALLS["moba"]
+    arrays = call.arrays(2)
+    chosen = moba_routing(arrays["query"], arrays["key"], block_size=16, top_k=2)
+
+    def gradients(indices, **given):
+        routing = dataclasses.replace(chosen, indices=indices)
+        loss = lambda given: (moba_attention(**given, block_size=16, top_k=2, routing=routing) ** 2).sum()  # noqa: E731
+        return jax.grad(loss)(given)
+
+    specs = both(batch_specs(call, "data"), head_specs(call, "model"))
+    assert_divides(gradients, arrays | {"indices": chosen.indices}, specs | {"indices": specs["query"]}, kind)
+
+
+TRANSFORMED = {
+    "checkpoint": (jax.checkpoint, ("data", None, "model"), ()),
+    "scan": (lambda f: lambda x, *more: jax.lax.scan(lambda c, _: (f(c, *more), None), x, None, length=2)[0],
+             ("data", None, "model"), ()),
+    "vmap over the sharded axis": (jax.vmap, (ALL,), (1,)),
+    "vmap within sharded rows": (jax.vmap, (None, "data", None, "model"), (0,)),
+    "vmap of queries alone": (lambda f: jax.vmap(f, (0, None, None)), (None, "data", None, "model"), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", TRANSFORMED)
+@pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "fuse"])
+@pytest.mark.division("{change}")
+def test_transformed_call_is_divided(name, change, kind):
+    call, (transform, spec, stacked) = CALLS[name], TRANSFORMED[change]
+    arrays = {name: x for name, x in call.arrays(4).items()}
+    specs = dict.fromkeys(arrays, P(*spec))
+    if stacked:
+        arrays = {
+            name: jnp.stack([x, 2 * x, x + 1, -x], stacked[0] if stacked[0] == 0 else 1) for name, x in arrays.items()
+        }
+    elif len(spec) == 4:
+        arrays["query"] = jnp.stack([arrays["query"], 2 * arrays["query"]])
+        specs |= {name: P(*spec[1:]) for name in ("key", "value")}
+
+    def first(results):
+        return results[0] if isinstance(results, tuple) else results
+
+    def gradients(query, key, value):
+        compute = transform(lambda *x: first(call.bound(None)(**dict(zip(("query", "key", "value"), x, strict=True)))))
+        return jax.grad(lambda *x: (compute(*x) ** 2).sum(), (0, 1, 2))(query, key, value)
+
+    assert_divides(gradients, arrays, specs, kind)
+
+
+@pytest.mark.division("export", kind="explicit")
+@pytest.mark.parametrize("name", ["block_diagonal", "moba", "fuse", "paged"])
+def test_program_for_an_explicit_mesh_is_exported(name):
+    call, mesh = CALLS[name], make_mesh("explicit")
+    specs = both(batch_specs(call, "data", ("key_pages", "value_pages")), head_specs(call, "model"))
+    arrays = call.arrays(2)
+    with jax.set_mesh(mesh):
+        placed = {name: shard(mesh, x, specs.get(name, P())) for name, x in arrays.items()}
+        exported = jax.export.export(jax.jit(call.bound(None)))(**placed)
+        found = jax.jit(jax.export.deserialize(exported.serialize()).call)(**placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(call.bound(None)(**arrays)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_program_for_an_automatic_mesh_is_exported_where_axes_are_explicit_around_the_call():
+    call, mesh, spec = CALLS["block_diagonal"], make_mesh("automatic"), P("data", None, "model")
+    arrays = {name: call.arrays(2)[name] for name in ("query", "key", "value")}
+    attend = lambda *x: call.bound(None)(**dict(zip(arrays, x, strict=True)))  # noqa: E731
+
+    def gradients(attend):
+        return jax.jit(lambda *x: jax.grad(lambda *x: (attend(2 * x[0], *x[1:]) ** 2).sum(), (0, 1, 2))(*x))
+
+    placed = [shard(mesh, x, spec) for x in arrays.values()]
+    with pytest.raises(NotImplementedError, match="serialization of host_callbacks is not yet implemented"):
+        jax.export.export(gradients(attend))(*placed)
+    with jax.set_mesh(mesh):
+        divided = jax.sharding.explicit_axes(attend, axes=("data", "model"), in_sharding=(spec,) * 3)
+        exported = jax.export.export(gradients(divided))(*placed)
+    program = jax.jit(jax.export.deserialize(exported.serialize()).call)
+    for one, other in zip(program(*placed), gradients(attend)(*arrays.values()), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert not count_collectives(program.lower(*placed).compile().as_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in ("block_diagonal", "moba") for kind in KINDS),
+        ("block_diagonal, offsets", "automatic"),
+        ("fuse", "automatic"),
+    ],
+)
+def test_tokens_that_are_sharded_are_gathered_with_a_warning(name, kind):
+    call = CALLS[name]
+    arrays = call.arrays(2)
+    specs = {name: P(*[None] * (arrays[name].ndim - 3), "data") for name in ("query", "key", "value")}
+    with pytest.warns(UserWarning, match=r"every device needs all of it: it is gathered"):
+        assert_divides(call.bound(None), arrays, specs, kind, {"all-gather": 3})
+
+
+def test_queries_of_a_fused_region_on_an_explicit_mesh_are_gathered_with_a_warning():
+    call = CALLS["fuse"]
+    with pytest.warns(UserWarning, match=r"`fuse`: axis `q` of an operand is sharded over data"):
+        assert_divides(call.bound(None), call.arrays(2), {"query": P(None, "data")}, "explicit", {"all-gather": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_of_shards_draws_what_one_device_draws(kind):
+    """On an explicit mesh bits are resharded as weights are, and no array of them is in memory."""
+    arrays = CALLS["fuse"].arrays(2)
+
+    def dropped(query, key, value, rng):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
+        keep = jax.random.bernoulli(rng, 0.7, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights, 0.0), value)
+
+    def gradients(query, key, value, rng):
+        return jax.grad(lambda *x: (fuse(dropped)(*x, rng) ** 2).sum(), (0, 1, 2))(query, key, value)
+
+    specs = dict.fromkeys(arrays, P("data", None, "model"))
+    assert_divides(gradients, arrays | {"rng": jax.random.key(0)}, specs, kind)
+    mesh = make_mesh(kind)
+    placed = [shard(mesh, x, specs[name]) for name, x in arrays.items()]
+    with jax.set_mesh(mesh):
+        (region,) = explain(dropped)(*placed, jax.random.key(0)).regions
+    assert "score" not in {leaf.role for leaf in region.leaves}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((2, 2), P("data", None, "model")),
+        ((2, 2), P(("data", "model"), None, None)),
+        ((2, 2), P(None, ("model", "data"), None)),
+        ((1, 4), P(None, None, "model")),
+        ((2, 2), P(None, None, None)),
+    ],
+)
+def test_spec_of_a_sharding_is_found_from_where_devices_have_their_parts(shape, spec):
+    mesh = make_mesh("automatic", shape)
+    assert spec_on(mesh, NamedSharding(mesh, spec), 3) == spec
+
+
+@pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba"])
+def test_keys_made_in_the_program_are_divided_among_more_devices_than_there_are_key_heads(name):
+    """XLA decides how they are sharded, and must not do so by parts of an axis of the mesh: JAX cannot express them."""
+    call = CALLS[name]
+
+    def gradients(query, key, value):
+        compute = call.gradients(None)
+        return compute(query=query, key=2 * key, value=3 * value)
+
+    specs = head_specs(call, "model", ("query",))
+    assert_divides(gradients, call.arrays(2), specs, "automatic", {"all-reduce": 1}, shape=(1, 4))

@@ -1,0 +1,33 @@
+"""The table of operations, meshes and transformations in the documentation is what tests show."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.division.division_table import PAGE, main, table_of
+
+
+def test_page_has_the_table_that_tests_show():
+    pytest.importorskip("triton", reason="without triton there are no tests of its kernels, which the table has")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.division.division_table", "--check"]
+    found = subprocess.run(command, cwd=PAGE.parent.parent, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
+
+
+def test_table_has_the_meshes_of_each_operation_and_column():
+    lines = table_of([("fuse", "heads", "manual"), ("fuse", "heads", "automatic")]).splitlines()
+    assert sum("A" in line or " M " in line for line in lines) == 1
+    assert next(line for line in lines if "`fuse`" in line).startswith("| `fuse` | | A M | |")
+
+
+def test_other_table_is_refused(monkeypatch, tmp_path):
+    """Nothing is collected here, so that the page has more than tests show."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    monkeypatch.setattr("tests.division.division_table.PAGE", page)
+    monkeypatch.setattr(pytest, "main", lambda *_, **__: 0)
+    with pytest.raises(SystemExit, match="has another table than tests show"):
+        main(["--check"])

@@ -1,0 +1,76 @@
+"""The notebooks of the documentation run, with the checks inside them, and draw pictures."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import jax
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.py"))
+
+EXPECTED = {"block_diagonal", "fuse_your_own", "jax_and_torch", "moba_routing", "paged_decode"}
+# Calls that a cell may end with, as they return None.
+RETURN_NOTHING = {
+    "print",
+    "draw_mask",
+    "draw_pool",
+    "set_visible",
+    "set_yscale",
+    "show",
+    "assert_allclose",
+    "assert_close",
+}
+
+
+@pytest.fixture
+def usual_settings(monkeypatch):
+    """JAX's own settings, as readers have them, put back afterwards; pictures without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    precision = jax.config.jax_default_matmul_precision
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+    jax.config.update("jax_default_matmul_precision", precision)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(notebook, usual_settings):
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+    runpy.run_path(str(notebook), run_name="__main__")
+    assert len(plt.get_fignums()) >= 2
+    plt.close("all")
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_one(notebook):
+    """A percent script of jupytext: a header, prose and code in turns, a title first, and checks."""
+    text = notebook.read_text()
+    header, *cells = re.split(r"^# %%", text, flags=re.MULTILINE)
+    assert "format_name: percent" in header and "name: python3" in header
+    assert cells[0].startswith(" [markdown]\n# # ")
+    prose = [cell for cell in cells if cell.startswith(" [markdown]")]
+    for cell in prose:
+        assert all(line.startswith("#") for line in cell.splitlines()[1:] if line), cell
+    assert 5 <= len(prose) < len(cells)
+    assert len(re.findall(r"^\s*(?:assert |np\.testing\.)", text, flags=re.MULTILINE)) >= 4
+
+
+def test_all_notebooks_are_found():
+    assert {path.stem for path in NOTEBOOKS} >= EXPECTED
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_end_without_a_value(notebook):
+    """The last expression of a cell would be shown in the notebook, as the address of a legend, say."""
+    _, *cells = re.split(r"^# %%.*\n", notebook.read_text(), flags=re.MULTILINE)
+    code = [cell for cell in cells if not all(line.startswith("#") for line in cell.splitlines() if line)]
+    for cell in code:
+        last = ast.parse(cell).body[-1]
+        if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
+            assert ast.unparse(last.value.func).split(".")[-1] in RETURN_NOTHING, ast.unparse(last)

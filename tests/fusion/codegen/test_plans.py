@@ -1,0 +1,79 @@
+"""Generated kernels, compiled for architectures that are not here."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from blockdiag.fusion.frontend.trace import flat_jaxpr
+from blockdiag.fusion.gallery import VARIANTS, Sizes
+from blockdiag.fusion.ir.layout import shape_of
+from blockdiag.fusion.ir.tree import Region
+from blockdiag.fusion.regions.match import find_regions
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.fusion.runtime.triton import FusedLaunch
+from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
+from tests.triton_kernels.plans_support import report_of
+
+SIZES = Sizes(batch=2, rows=8, query_tokens=256, key_tokens=256, head_dim=64, value_dim=64, dtype="bfloat16")
+MATRIX_UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+
+
+def launches(name: str, size: int = 64) -> dict[str, FusedLaunch]:
+    """Every kernel of a variant of a head size, forward and backward, by name."""
+    variant = VARIANTS[name]
+    inputs = variant.make_inputs(jax.random.key(0), replace(SIZES, head_dim=size, value_dim=size))
+    flat, _ = flat_jaxpr(lambda given: variant.function(**given), inputs)
+    ((region,),) = find_regions(flat.jaxpr).values()
+    return launches_of(region)
+
+
+def launches_of(region: Region) -> dict[str, FusedLaunch]:
+    """Every kernel of a region, forward and backward, by name."""
+    inner, change = triton_fused.arranged(region)
+    leaves = [jax.ShapeDtypeStruct(x.source.shape, x.source.dtype) for x in inner.leaves]
+    found: dict[str, FusedLaunch] = {}
+
+    def trace(leaves, value):
+        arrays = triton_fused.arrays_by_name(change, leaves, value)
+        sizes = inner.sizes
+        rows_shape = tuple(sizes[label] for label in (*inner.batch, "q"))
+        arrays |= {name: jnp.zeros(rows_shape) for name in ("log_sum", "delta")}
+        arrays |= {"cotangent": jnp.zeros(shape_of(inner.out_dims, sizes), value.dtype)}
+        for kernel in (triton_fused.forward_kernel(inner, arrays), *triton_fused.backward_kernels(inner, arrays)):
+            specs = [TensorSpec(x.shape, x.dtype.name) for x in kernel.given(arrays)]
+            found[kernel.source.name] = kernel.launch(specs)
+
+    # Lists of tiles are made while tracing.
+    jax.eval_shape(trace, leaves, jax.ShapeDtypeStruct(inner.value.shape, inner.value.dtype))
+    return found
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param("document", 64, marks=pytest.mark.versions),
+        ("evoformer_row", 64),
+        ("t5_relative_bias", 64),
+        ("document", 128),
+        ("document", 256),
+    ],
+)
+def test_kernels_fit_their_architecture(name, size, arch):
+    found = launches(name, size)
+    assert len(found) == (3 if name == "document" else 4)
+    for launch in found.values():
+        report = report_of(launch.plan(Target.for_arch(arch)), arch)
+        assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
+        if arch > 80 or size <= 128:
+            # Ampere's registers hold the factors of products too.
+            assert not any(depth > 0 and count for depth, count in report.local_accesses.items()), str(report)
+        assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
+        assert report.ptx[MATRIX_UNITS[arch]] > 0, str(report)
+
+
+def test_equal_sources_are_equal_launches():
+    one, other = launches("document"), launches("document")
+    assert one == other and hash(one["fused_forward"]) == hash(other["fused_forward"])

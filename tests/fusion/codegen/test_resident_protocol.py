@@ -1,0 +1,87 @@
+"""Whether the warps of kernels that keep a bias come to an end, whichever of them is slow and however many rounds."""
+
+import random
+import re
+
+import pytest
+
+from blockdiag.fusion.runtime import triton as triton_fused
+from tests.fusion.codegen.test_plans import launches_of
+from tests.fusion.gluon_protocol import Deadlock, run_protocol
+from tests.fusion.lowering.test_resident_schedule import joint_launch
+from tests.fusion.resident_cases import CASES
+
+ROUNDS = (1, 2, 3, 5, 8)
+
+
+def resident_kernels(name):
+    """The kernels of a case that keep the bias, by their names."""
+    region = CASES[name].region()
+    inner, _ = triton_fused.arranged(region)
+    launches = launches_of(region)
+    found = [launches[f"fused_{x}"].on_hopper for x in ("forward", "rows", "columns")]
+    if triton_fused.joint_kernel(inner) is not None:
+        found.append(joint_launch(inner).on_hopper)
+    return {kernel.source.name: kernel.source.text for kernel in found if kernel is not None}
+
+
+@pytest.mark.parametrize(
+    "name", ["many_rows", "many_wide_rows", "narrow", "three_chunks", "one_chunk", "terms", "shared", "wide_triangle"]
+)
+def test_warps_end(name):
+    kernels = resident_kernels(name)
+    assert kernels
+    for kernel, text in kernels.items():
+        for rounds in ROUNDS:
+            for seed in range(3):
+                run_protocol(text, kernel, 0, rounds, random.Random(seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "line"),
+    [
+        # The second group is never told that the first one's exponentials are done.
+        ("many_rows", "fused_forward_resident", "mbarrier.arrive(turns.index(1 - GROUP), count=1)"),
+        # Sums of one half are never handed over.
+        ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_full.index(0), count=1)"),
+        # Nobody says that gradients are there, or that they have left.
+        ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(grads_full.index(0), count=1)"),
+        ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_empty.index(0), count=1)"),
+        # Nobody brings what the last round's products of one more begin with.
+        ("many_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(lines_full.index(count % 3), count=1)"),
+        ("many_rows", "fused_columns_resident", "mbarrier.arrive(own_full.index(slot), count=1)"),
+        # Nobody says that keys, or that tiles which sums leave by, have been read, or that gradients are there.
+        ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(ring_empty.index(keys), count=1)"),
+        ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(half_empty.index(0), count=1)"),
+        ("many_wide_rows", "fused_rows_and_pairs_resident", "mbarrier.arrive(grads_full.index(own_slot), count=1)"),
+        # One less arrival than a phase has.
+        (
+            "many_wide_rows",
+            "fused_columns_resident",
+            "mbarrier.arrive(own_empty.index(GROUP), count=1, pred=part == 3)",
+        ),
+    ],
+)
+def test_a_kernel_without_one_arrival_does_not_end(name, kernel, line):
+    text = resident_kernels(name)[kernel]
+    assert line in text
+    with pytest.raises(Deadlock):
+        run_protocol(text.replace(line, "pass"), kernel, 0, 3, random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "line"),
+    [
+        ("many_rows", "fused_columns_resident", r"mbarrier\.wait\(chunk_empty.*"),
+        ("many_rows", "fused_rows_and_pairs_resident", r"mbarrier\.wait\(chunk_empty.*"),
+        ("many_wide_rows", "fused_rows_and_pairs_resident", r"mbarrier\.wait\(ring_empty.*"),
+        ("many_wide_rows", "fused_columns_resident", r"mbarrier\.wait\(own_empty.*"),
+    ],
+)
+def test_a_loader_that_does_not_wait_is_noticed(name, kernel, line):
+    text, count = re.subn(line, "pass", resident_kernels(name)[kernel])
+    assert count
+    # Where the groups are slow.
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            run_protocol(text, kernel, 0, 8, random.Random(seed))

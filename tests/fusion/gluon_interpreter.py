@@ -1,0 +1,356 @@
+"""Runs a launch of a printed Gluon kernel on the CPU, program after program: warps as threads, tiles as NumPy arrays.
+
+What is asynchronous on the GPU happens as late as it may: products read shared memory when they are waited for, copies
+out of it when their completion is, so that memory that is filled again too early makes wrong numbers. Shared memory and
+outputs begin as NaN. Layouts mean nothing here, and neither do fences between the copy engine and other accesses.
+"""
+
+import builtins
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPlan, Pointer
+from tests.fusion.gluon_protocol import Barrier, Barriers, Language, Mbarrier, Number, Tile, Warps, kernel_with
+
+_NAMES = {"float32": np.float32, "int32": np.int32, "int64": np.int64, "uint32": np.uint32, "int8": np.int8}
+_DTYPES = {**_NAMES, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+class Dtype:
+    """One of those that kernels name."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.numpy = np.dtype(dtype)
+        self.primitive_bitwidth = self.numpy.itemsize * 8
+        self.element_ty = self
+
+
+class Array(np.ndarray):
+    """A tile, or a number that is none of a place."""
+
+    @property
+    def type(self) -> Tile:
+        return Tile()
+
+    def to(self, dtype: Dtype) -> "Array":
+        return self.astype(dtype.numpy)
+
+
+def array(values: Any) -> Array:
+    return np.asarray(values).view(Array)
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.dtype, self.layout = Dtype(values.dtype), Tile()
+        self.shape = [Number(x) for x in values.shape]
+
+    def index(self, place: int) -> "Shared":
+        assert 0 <= place < len(self.values)
+        return Shared(self.values[place])
+
+    def slice(self, first: int, count: int, dim: int = 0) -> "Shared":
+        assert first >= 0 and first + count <= self.values.shape[dim]
+        return Shared(self.values[(slice(None),) * dim + (slice(first, first + count),)])
+
+    def permute(self, order: Sequence[int]) -> "Shared":
+        return Shared(self.values.transpose(order))
+
+    def reinterpret(self, dtype: Dtype, shape: Sequence[int], layout: object) -> "Shared":
+        del layout
+        assert self.values.flags.c_contiguous
+        count = int(np.prod(shape)) * dtype.numpy.itemsize
+        return Shared(self.values.reshape(-1).view(np.uint8)[:count].view(dtype.numpy).reshape(shape))
+
+    def load(self, layout: object) -> Array:
+        del layout
+        return array(self.values.copy())
+
+    def store(self, tile: Array) -> None:
+        assert np.shape(tile) == self.values.shape
+        self.values[...] = tile
+
+
+class Global:
+    """A pointer, to one element or to many."""
+
+    def __init__(self, values: np.ndarray, offset: Any = 0) -> None:
+        self.values, self.offset = values, offset
+        self.dtype = Dtype(values.dtype)
+
+    def __add__(self, more: Any) -> "Global":
+        return Global(self.values, self.offset + more)
+
+    def places(self) -> np.ndarray:
+        found = np.asarray(self.offset)
+        assert ((found >= 0) & (found < self.values.size)).all(), "outside of the array"
+        return found
+
+
+class View:
+    """What the copy engine sees of an array: a matrix."""
+
+    def __init__(self, values: np.ndarray, descriptor: Descriptor) -> None:
+        self.values = values.reshape(descriptor.shape)
+        self.dtype, self.layout = Dtype(values.dtype), Tile()
+        self.block_shape = descriptor.block_shape
+
+    def tile(self, at: Sequence[int]) -> np.ndarray:
+        (row, column), (rows, columns) = at, self.block_shape
+        found = self.values[row : row + rows, column : column + columns]
+        assert found.shape == self.block_shape, "tiles that reach beyond an array are not needed yet"
+        return found
+
+
+class Product:
+    """A product that is under way; nobody may use it but the next one."""
+
+    def __init__(self, compute: Callable[[], Array]) -> None:
+        self._compute = compute
+        self.found: Array | None = None
+
+    def end(self) -> Array:
+        if self.found is None:
+            self.found = self._compute()
+        return self.found
+
+
+class CopyBarrier(Barrier):
+    """One that counts the bytes, too, that copies have announced."""
+
+    def __init__(self, warps: Warps, arrivals: int) -> None:
+        super().__init__(warps, arrivals)
+        self.bytes = 0
+
+    def expect(self, count: int) -> None:
+        """Announce a copy that fills a slot, and arrive."""
+        with self.warps.changed:
+            assert self.empty is None or self.empty.phase >= self.fillings, "what is not read yet is written over"
+            self.fillings += 1
+            self.bytes += count
+            # The phase ends with the bytes.
+            self.pending += 1
+        self.arrive(1)
+
+    def land(self, count: int) -> None:
+        with self.warps.changed:
+            self.bytes -= count
+            assert self.bytes >= 0, "more bytes than were announced"
+            ends = self.bytes == 0
+        if ends:
+            self.arrive(1)
+
+
+class _Mbarrier(Mbarrier):
+    def expect(self, barrier: CopyBarrier, count: int) -> None:
+        barrier.expect(count)
+
+
+class _Queues(threading.local):
+    """What a warp has begun and not waited for."""
+
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+        self.stores: list[Callable[[], None]] = []
+        self.copies: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
+
+
+class _Engine:
+    """The copy engine, copies of lines, and tensor cores."""
+
+    def __init__(self, warps: Warps) -> None:
+        self.warps, self.queues = warps, _Queues()
+
+    # The copy engine
+
+    def load(self, source: View, at: Sequence[int], barrier: CopyBarrier, memory: Shared) -> None:
+        memory.store(array(source.tile(at)))
+        barrier.land(memory.values.nbytes)
+
+    def store(self, target: View, at: Sequence[int], memory: Shared) -> None:
+        def copy() -> None:
+            target.tile(at)[...] = memory.values
+
+        self.queues.stores.append(copy)
+
+    def store_wait(self, left: int) -> None:
+        self.warps.nap()
+        while len(self.queues.stores) > left:
+            self.queues.stores.pop(0)()
+
+    # Copies of lines
+
+    def copy(self, memory: Shared, source: Global) -> None:
+        places = source.places()
+        self.queues.copies.append(lambda: memory.store(array(source.values[places])))
+
+    def commit_group(self) -> None:
+        self.queues.groups.append(self.queues.copies)
+        self.queues.copies = []
+
+    def wait_group(self, left: int) -> None:
+        self.warps.nap()
+        while len(self.queues.groups) > left:
+            for copy in self.queues.groups.pop(0):
+                copy()
+
+    # Tensor cores
+
+    def multiply(
+        self, first: Shared | Array, second: Shared, sums: Any, *, use_acc: bool = True, is_async: bool = False
+    ) -> Any:
+        def compute() -> Array:
+            left = first.values if isinstance(first, Shared) else first
+            found = np.asarray(left, np.float32) @ np.asarray(second.values, np.float32)
+            before = sums.end() if isinstance(sums, Product) else sums
+            assert found.shape == before.shape and before.dtype == np.float32
+            return array(found + before if use_acc else found)
+
+        product = Product(compute)
+        if not is_async:
+            return product.end()
+        self.queues.products.append(product)
+        return product
+
+    def wait(self, left: int, deps: Sequence[Any]) -> Any:
+        self.warps.nap()
+        products = self.queues.products
+        while len(products) > left:
+            products.pop(0).end()
+        found = [x.found if isinstance(x, Product) and x.found is not None else x for x in deps]
+        return found[0] if len(found) == 1 else found
+
+
+class _Values(Language):
+    """The words of the language, of arrays."""
+
+    def __init__(self, program: int, warps: Warps) -> None:
+        super().__init__(program, warps)
+        for name, dtype in _DTYPES.items():
+            setattr(self, name, Dtype(dtype))
+        self.exp, self.exp2, self.log2 = np.exp, np.exp2, np.log2
+
+    def arange(self, first: int, end: int, layout: object) -> Array:
+        del layout
+        return array(np.arange(first, end, dtype=np.int32))
+
+    def zeros(self, shape: Sequence[int], dtype: Dtype, layout: object) -> Array:
+        return self.full(shape, 0, dtype, layout)
+
+    def full(self, shape: Sequence[int], value: float, dtype: Dtype, layout: object) -> Array:
+        del layout
+        return array(np.full(shape, value, dtype.numpy))
+
+    def max(self, tile: Array, axis: int) -> Array:
+        # A NaN loses against a number, as in `max.f32`.
+        return np.fmax.reduce(tile, axis)
+
+    def sum(self, tile: Array, axis: int) -> Array:
+        return tile.sum(axis, dtype=tile.dtype)
+
+    def maximum(self, left: Any, right: Any, propagate_nan: bool = False) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            return Number(builtins.max(left, right))
+        return (np.maximum if propagate_nan else np.fmax)(left, right)
+
+    def minimum(self, left: Any, right: Any, propagate_nan: bool = False) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            return Number(builtins.min(left, right))
+        return (np.minimum if propagate_nan else np.fmin)(left, right)
+
+    def where(self, condition: Any, left: Any, right: Any) -> Array:
+        found = np.where(condition, left, right)
+        # Of two numbers NumPy makes float64.
+        return array(found.astype(np.float32) if found.dtype == np.float64 else found)
+
+    def broadcast(self, *tiles: Array) -> list[Array]:
+        return [array(x) for x in np.broadcast_arrays(*tiles)]
+
+    def reshape(self, tile: Array, shape: Sequence[int]) -> Array:
+        return tile.reshape(shape)
+
+    def permute(self, tile: Array, order: Sequence[int]) -> Array:
+        return tile.transpose(order)
+
+    def split(self, tile: Array) -> tuple[Array, Array]:
+        return tile[..., 0], tile[..., 1]
+
+    def join(self, one: Array, other: Array) -> Array:
+        return np.stack([one, other], -1)
+
+    def convert_layout(self, tile: Array, layout: object, assert_trivial: bool = False) -> Array:
+        del layout, assert_trivial
+        return tile
+
+    def load(self, place: Any) -> Any:
+        found = place.values[place.places()]
+        return Number(found) if np.ndim(found) == 0 and found.dtype.kind == "i" else array(found)
+
+    def store(self, place: Global, tile: Any) -> None:
+        assert np.shape(place.places()) == np.shape(tile)
+        place.values[place.places()] = tile
+
+    def allocate_shared_memory(self, dtype: Dtype, shape: Sequence[int], layout: object) -> Shared:
+        del layout
+        return Shared(np.full(shape, np.nan, dtype.numpy))
+
+
+class _Punctual(random.Random):
+    """Chance by which no warp is slow."""
+
+    def choice(self, seq: Sequence[Any]) -> Any:
+        return seq[0]
+
+
+def interpret_gluon(plan: LaunchPlan, *arrays: np.ndarray, chance: random.Random | None = None) -> list[np.ndarray]:
+    """The outputs of a launch.
+
+    Args:
+        chance: decides which warps are slow; None: none is.
+    """
+    chance = _Punctual() if chance is None else chance
+    outputs = [np.full(x.shape, np.nan, _DTYPES[x.dtype]) for x in plan.outputs]
+    given = {"input": [np.ascontiguousarray(x) for x in arrays], "output": outputs}
+    for program in range(plan.grid[0]):
+        _run(plan, given, program, chance)
+    return outputs
+
+
+def _run(plan: LaunchPlan, given: dict[str, list[np.ndarray]], program: int, chance: random.Random) -> None:
+    warps = Warps(chance)
+    engine = _Engine(warps)
+    copy_engine, lines = Tile(), Tile()
+    copy_engine.store_wait = engine.store_wait
+    lines.commit_group, lines.wait_group = engine.commit_group, engine.wait_group
+    words = {
+        "gl": _Values(program, warps), "tma": copy_engine, "async_copy": lines, "mbarrier": _Mbarrier(),
+        "tma_load": engine.load, "tma_store": engine.store, "load_async": engine.copy,
+        "reinterpret": Shared.reinterpret,
+        "warpgroup_mma": engine.multiply, "warpgroup_mma_wait": engine.wait,
+        "make_barriers": lambda count, arrivals: Barriers(CopyBarrier(warps, arrivals) for _ in range(count)),
+    }  # fmt: skip
+    helpers = {
+        "forgotten": Number,
+        "widened": lambda tile: tile.astype(np.float32),
+        "rounded_product": lambda left, right: left * right,
+    }
+    kernel = kernel_with(plan.kernel.text, plan.kernel.name, words, helpers)
+    parameters: dict[str, Any] = {}
+    for name, argument in plan.arguments.items():
+        match argument:
+            case Constexpr():
+                parameters[name] = Number(argument.value)
+            case Descriptor():
+                parameters[name] = View(given[argument.role][argument.index], argument)
+            case Pointer():
+                parameters[name] = Global(given[argument.role][argument.index].reshape(-1))
+    kernel(**parameters)

@@ -1,0 +1,226 @@
+"""Which biases stay in shared memory on Hopper, and the kernels that keep them, compiled."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from blockdiag import fuse
+from blockdiag.fusion.frontend.trace import flat_jaxpr
+from blockdiag.fusion.ir.layout import shape_of
+from blockdiag.fusion.ir.tree import with_leaves
+from blockdiag.fusion.lowering.resident_schedule import resident, rounds_each
+from blockdiag.fusion.regions.match import find_regions
+from blockdiag.fusion.runtime import triton as triton_fused
+from blockdiag.interop import compile_target, jaxlib_launcher
+from blockdiag.triton_kernels.launch.plan import Target, TensorSpec
+from tests.fusion.codegen.test_plans import launches_of
+from tests.fusion.resident_cases import CASES
+from tests.triton_kernels.plans_support import report_of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bias_stays_where_it_can(name):
+    case = CASES[name]
+    inner, _ = triton_fused.arranged(case.region())
+    assert (resident(inner) is not None) == case.stays
+
+
+def test_a_bias_of_another_dtype_does_not_stay():
+    case = CASES["evoformer"]
+    given = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in case.shapes.items()}
+    given["pair"] = jax.ShapeDtypeStruct(case.shapes["pair"], "float16")
+
+    def attention(**arrays):
+        return case.function(**{name: x.astype(jnp.bfloat16) for name, x in arrays.items()})
+
+    flat, _ = flat_jaxpr(lambda given: attention(**given), given)
+    ((region,),) = find_regions(flat.jaxpr).values()
+    assert {x.source.dtype.name for x in region.leaves} == {"bfloat16", "float16"}
+    assert resident(region) is None
+
+
+KERNELS = ("forward", "rows", "columns")
+# Two groups of warps have half of the keys each, in whole chunks; lines of queries have gradients of their own; the
+# bias is not simply a term.
+WITHOUT_JOINT = ("three_chunks", "one_chunk", "terms", "bent")
+# Keys of one chunk have no tile of their own by columns; numbers of each head have a gradient of their own by rows.
+PLAIN = {("one_chunk", "columns"), ("three_chunks", "rows"), ("three_chunks", "columns"), ("terms", "rows")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("evoformer", marks=pytest.mark.versions),
+        "many_rows",
+        "many_wide_rows",
+        "shared",
+        "narrow",
+        "three_chunks",
+        "one_chunk",
+        "triangle",
+        "terms",
+        "bent",
+        "wide_triangle",
+    ],
+)
+def test_kernels_fit_hopper(name):
+    launches = launches_of(CASES[name].region())
+    for kind in KERNELS:
+        report = report_of(launches[f"fused_{kind}"].plan(Target.for_arch(90)), 90)
+        if (name, kind) in PLAIN:
+            assert report.name == f"fused_{kind}"
+            continue
+        assert report.name == f"fused_{kind}_resident"
+        assert report.shared_bytes <= report.shared_limit
+        # Warps wait for their part in a loop of its own, outside of theirs: there the compiler may spill addresses.
+        assert not any(depth > 1 and count for depth, count in report.local_accesses.items()), str(report)
+        assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evoformer",
+        "many_rows",
+        "many_wide_rows",
+        "narrow",
+        "float16",
+        "triangle",
+        "masked",
+        "shared",
+        "wide_triangle",
+        *WITHOUT_JOINT,
+    ],
+)
+def test_a_joint_kernel_fits_hopper(name):
+    inner, _ = triton_fused.arranged(CASES[name].region())
+    joint = triton_fused.joint_kernel(inner)
+    assert (joint is None) == (name in WITHOUT_JOINT)
+    if joint is None:
+        return
+    launch = joint_launch(inner)
+    report = report_of(launch.plan(Target.for_arch(90)), 90)
+    assert report.shared_bytes <= report.shared_limit
+    # Of those who compute nothing is kept in memory; who gathers lines may keep an address there, read once a round.
+    accesses = sum(count for depth, count in report.local_accesses.items() if depth > 1)
+    assert report.spill_bytes <= 16 and accesses <= 2, str(report)
+    assert report.ptx["wgmma"] > 0 and report.ptx["cp.async.bulk.tensor"] > 0 and report.ptx["f64"] == 0
+    with pytest.raises(ValueError, match="Hopper alone"):
+        launch.plan(Target.for_arch(100))
+
+
+def joint_launch(inner):
+    """The launch of the joint kernel of an arranged region."""
+    joint = triton_fused.joint_kernel(inner)
+    sizes = inner.sizes
+    rows = TensorSpec(tuple(sizes[x] for x in (*inner.batch, "q")), "float32")
+    made = {"log_sum": rows, "delta": rows, "value": spec_of(inner.value)}
+    made["cotangent"] = TensorSpec(shape_of(inner.out_dims, sizes), inner.dtype.name)
+    made["output"] = made["cotangent"]
+    made |= {f"leaf{i}": spec_of(leaf.source) for i, leaf in enumerate(inner.leaves)}
+    return joint.launch([made[x] for x in joint.source.inputs])
+
+
+def spec_of(source):
+    return TensorSpec(source.shape, source.dtype.name)
+
+
+def test_parts_of_a_biass_gradient_fill_the_gpu():
+    # Eight tiles are few programs, which share the rounds.
+    inner, _ = triton_fused.arranged(CASES["shared"].region())
+    joint = triton_fused.joint_kernel(inner)
+    (bias,) = [x for x in joint.source.outputs if ("part",) in x.dims]
+    parts = bias.shape[[x for (x,) in bias.dims].index("part")]
+    assert bias.dtype == "float32" and parts > 1
+    assert joint.on_hopper.each * parts >= joint.on_hopper.rounds
+    assert joint_launch(inner).plan(Target.for_arch(90)).grid[0] == joint.on_hopper.tiles * parts
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(("arch", "expected"), [(90, ("rows_and_pairs_resident", "columns_resident")), (100, None)])
+def test_who_computes_gradients_is_chosen_when_lowered(arch, expected, monkeypatch):
+    case = CASES["evoformer"]
+    given = {name: jax.ShapeDtypeStruct(shape, case.dtype) for name, shape in case.shapes.items()}
+
+    def loss(given):
+        return fuse(case.function, implementation="triton")(**given).astype(jnp.float32).sum()
+
+    launched = []
+    build = jaxlib_launcher.build_opaque
+    monkeypatch.setattr(
+        jaxlib_launcher, "build_opaque", lambda plan, compiled: (launched.append(plan.name), build(plan, compiled))[1]
+    )
+    with compile_target(arch):
+        text = jax.jit(jax.grad(loss)).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    names = ("forward_resident", *expected) if expected else ("forward", "rows", "columns", "pairs")
+    assert launched == [f"fused_{name}" for name in names]
+    assert text.count("custom_call @triton_kernel_call_ffi") == len(names)
+
+
+def test_a_bias_without_gradient_has_no_joint_kernel():
+    inner, _ = triton_fused.arranged(CASES["evoformer"].region())
+    held = resident(inner).held
+    still = with_leaves(inner, {x: dataclasses.replace(x, is_constant=x is held) for x in inner.leaves})
+    assert triton_fused.joint_kernel(inner) is not None and triton_fused.joint_kernel(still) is None
+
+
+def test_other_architectures_get_the_plain_kernel():
+    launch = launches_of(CASES["evoformer"].region())["fused_forward"]
+    plans = {arch: launch.plan(Target.for_arch(arch)) for arch in (80, 90, 100)}
+    found = {arch: plan.name for arch, plan in plans.items()}
+    assert found == {80: "fused_forward", 90: "fused_forward_resident", 100: "fused_forward"}
+    plain = dataclasses.replace(launch, on_hopper=None)
+    assert plain.plan(Target.for_arch(90)).name == "fused_forward" and plain != launch
+
+
+def test_rounds_are_shared_evenly():
+    # 64 tiles go twice into 132 multiprocessors.
+    assert rounds_each(256, 64, 132) == 128
+    # Nobody waits much longer than if all rounds were divided evenly.
+    for rounds, tiles in ((256, 500), (64, 200), (100, 1), (1000, 7), (7, 3)):
+        each = rounds_each(rounds, tiles, 132)
+        longest = each * -(-tiles * -(-rounds // each) // 132)
+        assert max(1.0, rounds * tiles / 132) <= longest <= 1.07 * rounds * tiles / 132 + 1
+
+
+def test_programs_with_memory_of_their_own_are_few():
+    for tiles in (4, 12, 128, 140, 404, 528, 600):
+        for rounds in (4, 67, 256, 512):
+            each = rounds_each(rounds, tiles, 132, 528)
+            programs = tiles * -(-rounds // each)
+            assert 1 <= each <= rounds and programs <= max(tiles, 528)
+            # Half of the GPU at least has something to do, where there is as much.
+            assert programs >= min(66, tiles * rounds)
+    assert rounds_each(512, 404, 132) < rounds_each(512, 404, 132, 528) == 512
+
+
+def test_a_launch_holds_the_plans_arrays():
+    launch = launches_of(CASES["terms"].region())["fused_forward"]
+    plan = launch.plan(Target(90, 100))
+    assert plan.inputs == launch.inputs and plan.outputs == launch.outputs
+    assert plan.grid[0] * plan.arguments["ROUNDS"].value >= 6
+
+
+def test_sources_are_printed_once_for_all_ways_in_which_a_pass_is_traced(monkeypatch):
+    printed = []
+    for name in ("forward_source", "rows_source", "columns_source", "pairs_source", "resident_backward"):
+        make = getattr(triton_fused, name)
+
+        def counted(*given, make=make, name=name):
+            printed.append((name, *given[1:]))
+            return make(*given)
+
+        monkeypatch.setattr(triton_fused, name, counted)
+    case = CASES["evoformer"]
+    function = fuse(case.function, implementation="triton")
+
+    def total(*arrays):
+        return function(*arrays).astype("float32").sum()
+
+    # On Hopper and elsewhere the pass has other kernels, and both are traced.
+    arrays = list(case.inputs().values())
+    jax.jit(jax.grad(total, argnums=tuple(range(len(arrays))))).trace(*arrays)
+    assert {name for name, *_ in printed} >= {"rows_source", "columns_source", "pairs_source", "resident_backward"}
+    assert len(printed) == len(set(printed))

@@ -1,0 +1,366 @@
+"""Weights beside softmaxes, products of weights and values that are written as something else, single indices."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from blockdiag import NotFusible, explain, fuse
+from blockdiag.fusion.api import trace
+from tests.fusion.fusion_support import (
+    arrays,
+    assert_alike,
+    assert_as_good_as_written,
+    assert_fused,
+    expected_results,
+    with_gradients,
+)
+
+BATCH, HEADS, TOKENS, WIDTH = 2, 4, 21, 16
+
+
+def scores(query, key):
+    return query @ key.mT / 4
+
+
+def weights(query, key):
+    return jax.nn.softmax(scores(query, key), axis=-1)
+
+
+def beside_identity(query, key, value):
+    return (0.5 * weights(query, key) + 0.5 * jnp.eye(TOKENS)[None, None]) @ value
+
+
+def beside_array(query, key, value, array):
+    """array [T, T], as of distances or of edges in molecule attention."""
+    return (0.5 * weights(query, key) + 0.5 * array[None, None]) @ value
+
+
+def less_uniform(query, key, value):
+    """As shaped attention: the weights of a causal mask alone taken away."""
+    seen = jnp.tril(jnp.ones((TOKENS, TOKENS)))
+    return (weights(query, key) - (seen / jnp.arange(1.0, TOKENS + 1)[:, None])[None, None]) @ value
+
+
+def beside_relu(query, key, value):
+    """As adaptive sparse transformers."""
+    return (weights(query, key) + 0.3 * jax.nn.relu(scores(query, key)) ** 2) @ value
+
+
+def beside_number(query, key, value):
+    return (weights(query, key) + 1 / TOKENS) @ value
+
+
+def gated_sigmoid(query, key, value, gate):
+    """gate [N]: how much of each head is a softmax."""
+    share = jax.nn.sigmoid(gate)[None, :, None, None]
+    return (share * weights(query, key) + (1 - share) * jax.nn.sigmoid(scores(query, key))) @ value
+
+
+def from_zeros(query, key, value):
+    return sum(0.5 * jax.nn.softmax(factor * scores(query, key), axis=-1) for factor in (1, 2)) @ value
+
+
+def points_by_sums(query, key, value, x, y):
+    """x, y [B, N, S, points]: coordinates, one sum each, as AlphaFold's code has them."""
+    mixed = weights(query, key)
+    coordinates = [jnp.sum(mixed[..., None] * points[:, :, None], axis=-2) for points in (x, y)]
+    return jnp.concatenate([mixed @ value, *coordinates], axis=-1)
+
+
+def sum_of_moved_axes(query, key, value):
+    mixed = jnp.moveaxis(weights(query, key), 1, -1)[..., None]
+    return (value.swapaxes(1, 2)[:, None] * mixed).sum(2)
+
+
+def mean_of_heads(query, key, value):
+    """As interpretable attention: one head of values."""
+    return weights(query, key).mean(1) @ value[:, 0]
+
+
+def heads_by_einsum(query, key, value):
+    return jnp.einsum("bhij,bjd->bid", weights(query, key), value[:, 0])
+
+
+def weighted_heads(query, key, value, gate):
+    """gate [N]."""
+    return 2.0 * jnp.einsum("bhij,h->bij", weights(query, key), gate) @ value[:, 0]
+
+
+def heads_of_each_query(query, key, value, gate):
+    """gate [B, N, T]."""
+    return jnp.einsum("bjd,bij->bdi", value[:, 0], jnp.einsum("bhij,bhi->bij", weights(query, key), gate))
+
+
+def mixture_of_softmaxes(query, key, value, gate):
+    """gate [B, T, 2, 2]: two softmaxes for each of two heads."""
+    pairs = weights(query, key).reshape(BATCH, 2, 2, TOKENS, TOKENS)
+    mixed = jnp.einsum("bmhij,bimh->bmij", pairs, jax.nn.softmax(gate, axis=-1))
+    return jnp.einsum("bmij,bmjd->bmid", mixed, value[:, :2])
+
+
+def head_mask(query, key, value, mask):
+    """mask [N], as Flax's BERT of Hugging Face has it."""
+    return jnp.einsum("...hqk,h->...hqk", weights(query, key), mask) @ value
+
+
+def nothing_in_front(query, key, value):
+    """One more key of score 0, by a pad."""
+    return jax.nn.softmax(jnp.pad(scores(query, key), ((0, 0),) * 3 + ((1, 0),)), axis=-1)[..., 1:] @ value
+
+
+def nothing_behind(query, key, value):
+    return jax.nn.softmax(jnp.pad(scores(query, key), ((0, 0),) * 3 + ((0, 1),)), axis=-1)[..., :-1] @ value
+
+
+def differences(query, key, value, points, slopes):
+    """points [B, T, 2], slopes [N]: each coordinate of the differences has a term of its own."""
+    away = points[:, :, None] - points[:, None]
+    terms = jnp.abs(away[..., 0])[:, None] * slopes[None, :, None, None] + jax.nn.softplus(away)[:, None, ..., 1]
+    return jax.nn.softmax(scores(query, key) - terms, axis=-1) @ value
+
+
+def first_score_taken_away(query, key, value):
+    found = scores(query, key)
+    return jax.nn.softmax(jnp.tanh(found) - found[..., :1], axis=-1) @ value
+
+
+FUNCTIONS = {
+    "differences": (differences, (BATCH, TOKENS, 2), (HEADS,)),
+    "first score taken away": (first_score_taken_away,),
+    "beside identity": (beside_identity,),
+    "beside an array": (beside_array, (TOKENS, TOKENS)),
+    "less uniform": (less_uniform,),
+    "beside relu": (beside_relu,),
+    "beside a number": (beside_number,),
+    "gated sigmoid": (gated_sigmoid, (HEADS,)),
+    "from zeros": (from_zeros,),
+    "points by sums": (points_by_sums, (BATCH, HEADS, TOKENS, 2), (BATCH, HEADS, TOKENS, 2)),
+    "sum of moved axes": (sum_of_moved_axes,),
+    "mean of heads": (mean_of_heads,),
+    "heads by einsum": (heads_by_einsum,),
+    "weighted heads": (weighted_heads, (HEADS,)),
+    "heads of each query": (heads_of_each_query, (BATCH, HEADS, TOKENS)),
+    "mixture of softmaxes": (mixture_of_softmaxes, (BATCH, TOKENS, 2, 2)),
+    "head mask": (head_mask, (HEADS,)),
+    "nothing in front": (nothing_in_front,),
+    "nothing behind": (nothing_behind,),
+}
+OPERAND = (BATCH, HEADS, TOKENS, WIDTH)
+
+
+def pairs_outside(function, given):
+    """Primitives that are computed outside of regions, of what has an axis of queries and one of keys."""
+    program = trace(function, given, {})
+    needed = program.needed()
+    made = [x for x in program.jaxpr.jaxpr.eqns if x.outvars[0] in needed and x.outvars[0] not in program.regions]
+    return [x.primitive.name for x in made if sum(size >= TOKENS for size in x.outvars[0].aval.shape) > 1]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_and_gradients(name, implementation):
+    function, *shapes = FUNCTIONS[name]
+    given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
+    assert_fused(function, given, implementation)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_pairs_are_not_in_memory(name):
+    function, *shapes = FUNCTIONS[name]
+    given = arrays(OPERAND, OPERAND, OPERAND, *shapes)
+    assert explain(function)(*given).regions and not pairs_outside(function, given)
+
+
+@pytest.mark.parametrize("name", ["beside relu", "points by sums", "weighted heads", "mixture of softmaxes"])
+def test_16_bits(name):
+    function, *shapes = FUNCTIONS[name]
+    given = [x.astype(jnp.bfloat16) for x in arrays(OPERAND, OPERAND, OPERAND, *shapes)]
+    assert_as_good_as_written(function, fuse(function, implementation="xla"), given)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("lead", [(1,), (1, 1), (3, 1)])
+@pytest.mark.parametrize("change", [jax.nn.sigmoid, jnp.tril], ids=["sigmoid", "tril"])
+def test_a_batch_of_one_is_a_batch(change, lead, implementation):
+    """`jnp.matmul` leaves axes of one index out of its products."""
+    given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
+
+    def function(query, key, value):
+        return change(scores(query, key)) @ value
+
+    assert_fused(function, given, implementation)
+
+
+def one_query_by_sums(query, key, value):
+    """query [B, N, H], key and value [B, S, N, H]: as recommenders attend to what was read before."""
+    weights = jax.nn.softmax(jnp.sum(query[:, None] * key, -1) / 4, axis=1)
+    return jnp.sum(weights[..., None] * value, axis=1)
+
+
+def pooled_by_sums(values, query, _):
+    """values [B, S, H], query [H]."""
+    weights = jax.nn.softmax(jnp.tanh(values @ query), axis=1)
+    return jnp.sum(weights[..., None] * values, axis=1)
+
+
+def places(query, key, value):
+    """query, key [B, T, H], value [B, T]: what is expected of one number of each key."""
+    return jnp.sum(weights(query, key) * value[:, None, :], -1)
+
+
+def scores_by_sums(query, key, value):
+    """query, key, value [B, T, H]."""
+    return jax.nn.softmax(jnp.sum(query[:, :, None] * key[:, None], -1) / 4, axis=-1) @ value
+
+
+def scores_by_sums_beside_a_sink(query, key, value, sink):
+    """query, key, value [B, T, H], sink [B]."""
+    scores = jnp.sum(query[:, :, None] * key[:, None], -1) / 4
+    scores = jnp.concatenate([scores, jnp.broadcast_to(sink[:, None, None], (BATCH, TOKENS, 1))], axis=-1)
+    return jax.nn.softmax(scores, axis=-1)[..., :-1] @ value
+
+
+BY_SUMS = {
+    "one query": (
+        one_query_by_sums,
+        (BATCH, HEADS, WIDTH),
+        (BATCH, TOKENS, HEADS, WIDTH),
+        (BATCH, TOKENS, HEADS, WIDTH),
+    ),
+    "pooled": (pooled_by_sums, (BATCH, TOKENS, WIDTH), (WIDTH,), ()),
+    "places": (places, (BATCH, TOKENS, WIDTH), (BATCH, TOKENS, WIDTH), (BATCH, TOKENS)),
+    "scores": (scores_by_sums, *[(BATCH, TOKENS, WIDTH)] * 3),
+    "scores beside a sink": (scores_by_sums_beside_a_sink, *[(BATCH, TOKENS, WIDTH)] * 3, (BATCH,)),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("name", BY_SUMS)
+def test_queries_without_an_axis_and_scores_by_sums(name, implementation):
+    function, *shapes = BY_SUMS[name]
+    given = arrays(*shapes)
+    (region,) = explain(function)(*given).regions
+    assert {leaf.role for leaf in region.leaves} - {"scalar"} == {"query", "key"}
+    assert_fused(function, given, implementation)
+
+
+def test_other_sums_of_weights_stay():
+    """Numbers of each query and key are not values: as written, beside the kernel."""
+
+    def function(query, key, value):
+        mixed = weights(query, key)
+        far = jnp.abs(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)[None, :]).astype(mixed.dtype)
+        return mixed @ value + jnp.sum(mixed * far[None, None], -1, keepdims=True)
+
+    given = arrays(OPERAND, OPERAND, OPERAND)
+    assert len(explain(function)(*given).regions) == 1
+    assert_fused(function, given)
+
+
+def test_features_of_additive_scores_stay_in_tiles():
+    """As graph attention has them: no product of an array that has queries, keys and features."""
+
+    def function(query, key, value, out):
+        hidden = jax.nn.leaky_relu(query[:, :, None] + key[:, None], 0.2)
+        return jax.nn.softmax(jnp.sum(out[None, None, None, :] * hidden, -1), axis=-1) @ value
+
+    given = arrays(*[(BATCH, TOKENS, WIDTH)] * 3, (WIDTH,))
+    (region,) = explain(function)(*given).regions
+    assert "score" not in {leaf.role for leaf in region.leaves}
+    assert_fused(function, given)
+
+
+def squared_relu(query, key, value):
+    mixed = jax.nn.relu(scores(query, key)) ** 2
+    return (mixed / (mixed.sum(-1, keepdims=True) + 1e-6)) @ value
+
+
+def masked_again(query, key, value):
+    kept = (jnp.arange(TOKENS) % 3 > 0).astype(query.dtype)
+    mixed = weights(query, key) * kept[(None,) * (query.ndim - 1)]
+    return (mixed / (mixed.sum(-1, keepdims=True) + 1e-6)) @ value
+
+
+def averaged_heads(query, key, value):
+    """With a term that has no heads."""
+    return (weights(query, key) + 1e-6).mean(1) @ value[:, 0]
+
+
+LEADS = [(2, 2), (1, 2), (2, 1), (1, 1), (1,)]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize(
+    ("function", "lead"),
+    [
+        *itertools.product((squared_relu, masked_again), LEADS),
+        *itertools.product((averaged_heads,), LEADS[:-1]),
+    ],
+)
+def test_weights_that_are_divided_or_averaged_with_axes_of_one(function, lead, implementation):
+    given = arrays(*[(*lead, TOKENS, WIDTH)] * 3)
+    assert_fused(function, given, implementation, 1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_factors_inside_an_einsum(implementation):
+    """A product that sums over nothing, of weights or scores and an array with the same axes."""
+
+    def gated(query, key, value, gate):
+        mixed = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", query, key), axis=-1)
+        return jnp.einsum("bnqk,bnqk,bknh->bqnh", mixed, gate, value)
+
+    def decayed(query, key, value, decay):
+        return jnp.einsum("bqnh,bknh,bnqk,bknd->bqnd", query, key, jnp.exp(decay), value)
+
+    given = arrays(*[(BATCH, TOKENS, HEADS, WIDTH)] * 3, (BATCH, HEADS, TOKENS, TOKENS))
+    for function in (gated, decayed):
+        assert len(explain(function)(*given).regions) == 1
+        found = with_gradients(fuse(function, implementation=implementation), given)
+        assert_alike(found, expected_results(function, given), 1e-4)
+
+
+def test_layers_of_a_batch_of_one_are_layers():
+    x, into, out = arrays((1, TOKENS, WIDTH), (WIDTH, 64), (64, WIDTH))
+    with pytest.raises(NotFusible):
+        fuse(lambda x, into, out: jax.nn.sigmoid(x @ into) @ out)(x, into, out)
+
+
+def test_another_function_of_a_softmax_beside_it_is_refused():
+    def function(query, key, value):
+        mixed = weights(query, key)
+        return (mixed - mixed**2) @ value
+
+    with pytest.raises(NotFusible, match="`integer_pow` of a softmax"):
+        fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
+
+
+def test_another_softmax_beside_it_is_not_made_in_memory():
+    def function(query, key, value):
+        return (weights(query, key) + weights(key, query)[:, ::-1]) @ value
+
+    with pytest.raises(NotFusible, match=r"`rev` \(flip, \[::-1\]\) of weights"):
+        fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
+
+
+def test_projections_of_products_that_are_written_as_sums():
+    def function(query, key, value, project):
+        return (weights(query, key)[..., None] * value[..., None, :, :]).sum(axis=-2) @ project
+
+    shape = (BATCH, HEADS, TOKENS, WIDTH)
+    given = arrays(shape, shape, shape, (WIDTH, WIDTH))
+    assert_fused(function, given)
+    assert "score" not in {leaf.role for region in trace(function, given, {}).all_regions() for leaf in region.leaves}
+
+
+def test_sums_that_are_rounded_to_whole_numbers_stay():
+    def function(query, key, value):
+        products = weights(query, key)[..., None] * value[:, :, None]
+        total = (8 * weights(query, key)).sum(1).astype(jnp.int32).astype(jnp.float32)
+        whole = jnp.sum((8 * products).astype(jnp.int32).astype(jnp.float32), axis=-2)
+        return weights(query, key) @ value + (total @ value[:, 0])[:, None] + whole
+
+    given = arrays(OPERAND, OPERAND, OPERAND)
+    assert_alike(with_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))

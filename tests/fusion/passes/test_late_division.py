@@ -1,0 +1,299 @@
+"""Softmaxes by hand that are divided after the product, and guards of those whose exponentials are masked."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import NotFusible, fuse
+from tests.fusion.fusion_support import assert_alike, assert_fused, expected_results, with_gradients
+
+TOKENS, WIDTH = 21, 16
+SEEN = np.tril(np.ones((1, TOKENS, TOKENS), bool))
+GUARDS = {
+    "none": lambda total: total,
+    "epsilon": lambda total: total + 1e-9,
+    "bound": lambda total: jnp.maximum(total, 1e-9),
+    "choice": lambda total: jnp.where(total == 0, 1.0, total),
+}
+POWERS = ("plain", "masked", "masked, largest of what is seen")
+
+
+def operands(lead=(3,), count=3):
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=(*lead, TOKENS, WIDTH)), jnp.float32) for _ in range(count)]
+
+
+def by_hand(powers, guard, hidden, is_late):
+    """Attention with a softmax of masked scores.
+
+    Args:
+        powers: what the exponentials are, of POWERS.
+        hidden: the score of keys that are not seen.
+    """
+
+    def attention(query, key, value):
+        scores = jnp.where(SEEN, query @ key.mT / 4, hidden)
+        largest = scores.max(-1, keepdims=True)
+        if powers == POWERS[2]:
+            largest = scores.max(-1, keepdims=True, where=SEEN, initial=-np.inf)
+        power = jnp.exp(scores - largest)
+        if powers != "plain":
+            power = jnp.where(SEEN, power, 0.0)
+        total = GUARDS[guard](power.sum(-1, keepdims=True))
+        return (power @ value) / total if is_late else (power / total) @ value
+
+    return attention
+
+
+@pytest.mark.parametrize("hidden", [-np.inf, -1e9, -1e30])
+@pytest.mark.parametrize("powers", POWERS)
+def test_guards(powers, hidden):
+    given = operands()
+    for guard, is_late in itertools.product(GUARDS, (False, True)):
+        function = by_hand(powers, guard, hidden, is_late)
+        found = with_gradients(fuse(function, implementation="xla"), given)
+        assert_alike(found, expected_results(function, given))
+
+
+@pytest.mark.parametrize("powers", POWERS)
+def test_kernels(powers):
+    given = operands((1,))
+    function = by_hand(powers, "epsilon", -np.inf, is_late=True)
+    found = with_gradients(fuse(function, implementation="triton"), given)
+    assert_alike(found, expected_results(function, given))
+
+
+def grouped(order):
+    """Heads of groups become one axis before they are divided, as MaxText has them; `order`: of the sums' axes."""
+
+    def attention(query, key, value):
+        scores = jnp.einsum("btkgd,bskd->bkgts", query, key)
+        power = jnp.exp(scores - scores.max(-1, keepdims=True))
+        total = jnp.transpose(power.sum(-1, keepdims=True), order).reshape(2, TOKENS, 4, 1)
+        return jnp.einsum("bkgts,bskd->btkgd", power, value).reshape(2, TOKENS, 4, WIDTH) / total
+
+    return attention
+
+
+def test_heads_that_become_one_axis_before():
+    draw = np.random.default_rng(0)
+    shapes = [(2, TOKENS, 2, 2, WIDTH), (2, TOKENS, 2, WIDTH), (2, TOKENS, 2, WIDTH)]
+    given = [jnp.asarray(draw.normal(size=shape) / 2, jnp.float32) for shape in shapes]
+    function = grouped((0, 3, 1, 2, 4))
+    assert_alike(with_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))
+    with pytest.raises(NotFusible):
+        fuse(grouped((0, 3, 2, 1, 4)))(*given)
+
+
+def test_a_sink_in_the_sum():
+    def function(query, key, value, sink):
+        scores = jnp.where(SEEN, query @ key.mT / 4, -jnp.inf)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), sink[:, None, None])
+        power = jnp.exp(scores - largest)
+        return (power @ value) / (power.sum(-1, keepdims=True) + jnp.exp(sink[:, None, None] - largest))
+
+    given = [*operands(), jnp.asarray([0.3, -1.0, 2.0])]
+    assert_alike(with_gradients(fuse(function, implementation="xla"), given), expected_results(function, given))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_exponentials_of_base_2(is_late, has_sink):
+    def function(query, key, value, sink):
+        sink = sink[:, None, None] / np.log(2)
+        scores = jnp.where(SEEN, query @ key.mT / (4 * np.log(2)), -jnp.inf)
+        largest = scores.max(-1, keepdims=True)
+        largest = jnp.maximum(largest, sink) if has_sink else largest
+        power = jnp.exp2(scores - largest)
+        total = power.sum(-1, keepdims=True) + (jnp.exp2(sink - largest) if has_sink else 0)
+        return (power @ value) / total if is_late else (power / total) @ value
+
+    given = [*operands(), jnp.asarray([0.3, -1.0, 2.0])]
+    for implementation in ("xla", "triton"):
+        found = with_gradients(fuse(function, implementation=implementation), given)
+        assert_alike(found, expected_results(function, given))
+
+
+@pytest.mark.parametrize("powers", POWERS[:2])
+def test_exponentials_that_are_divided_by_their_norm(powers):
+    def function(query, key, value):
+        scores = jnp.where(SEEN, query @ key.mT / 4, -jnp.inf)
+        power = jnp.exp(scores - scores.max(-1, keepdims=True))
+        power = power if powers == "plain" else jnp.where(SEEN, power, 0.0)
+        return power / jnp.linalg.norm(power, ord=1, axis=-1, keepdims=True) @ value
+
+    assert_fused(function, operands(), "xla")
+
+
+def a_sink_of_another_base(query, key, value):
+    scores = query @ key.mT / 4
+    largest = jnp.maximum(scores.max(-1, keepdims=True), 1.0)
+    power = jnp.exp2(scores - largest)
+    return (power / (power.sum(-1, keepdims=True) + jnp.exp(1.0 - largest))) @ value
+
+
+def less_than_what_is_seen(query, key, value):
+    """The largest score may be one of a key whose weight is 0: then the sum is smaller than what guards it."""
+    scores = 40 * query @ key.mT
+    power = jnp.where(SEEN, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
+
+
+def others_seen(query, key, value):
+    scores = jnp.where(SEEN, -1e30, 40 * query @ key.mT)
+    power = jnp.where(SEEN, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
+
+
+def seen_the_other_way(query, key, value):
+    """The mask of the exponentials is that of the scores with its axes changed."""
+    seen = jnp.asarray(SEEN)
+    scores = jnp.where(seen.mT, 40 * query @ key.mT, -1e30)
+    power = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    return (power @ value) / (power.sum(-1, keepdims=True) + 1e-7)
+
+
+def sum_of_what_is_seen(query, key, value):
+    """Weights of keys that are not seen are not in the sum."""
+    scores = query @ key.mT / 4
+    power = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return (power @ value) / jnp.where(SEEN, power, 0.0).sum(-1, keepdims=True)
+
+
+def sum_of_others(query, key, value):
+    scores = query @ key.mT / 4
+    power = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return (power @ value) / (power**2).sum(-1, keepdims=True)
+
+
+def sums_of_other_rows(query, key, value):
+    scores = query @ key.mT / 4
+    power = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return (power @ value) / power.sum(-1, keepdims=True)[:, ::-1]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        a_sink_of_another_base,
+        less_than_what_is_seen,
+        others_seen,
+        seen_the_other_way,
+        sum_of_what_is_seen,
+        sum_of_others,
+        sums_of_other_rows,
+    ],
+)
+def test_what_is_no_softmax_is_refused(function):
+    with pytest.raises(NotFusible):
+        fuse(function)(*operands())
+
+
+@jax.jit
+def twice(query, key, value):
+    scores = query @ key.mT / 4
+    power = jnp.exp(scores - scores.max(-1, keepdims=True))
+    result = power @ value
+    return jnp.concatenate([result / jnp.maximum(power.sum(-1, keepdims=True), 1e-9), result], axis=-1)
+
+
+def test_a_product_that_is_returned_too():
+    given = operands()
+    assert_alike(with_gradients(fuse(twice, implementation="xla"), given), expected_results(twice, given))
+
+
+APART = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS)).astype(np.float32)
+CHANGES = {
+    "scaled": lambda power: power / 0.9,
+    "negative": lambda power: -power,
+    "less by distance": lambda power: power * jnp.exp(-0.1 * APART)[None],
+    "masked": lambda power: jnp.where(APART < 9, power, 0.0),
+    "masked and scaled": lambda power: jnp.where(APART < 9, power / 0.9, 0.0) * 2,
+    "moved": lambda power: (power.swapaxes(-1, -2) * 3).swapaxes(-1, -2),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_before_the_division(change, is_late, implementation):
+    """The sum is that of the exponentials before, as where weights are dropped."""
+
+    def attention(query, key, value):
+        scores = query @ key.mT / 4
+        power = jnp.exp(scores - scores.max(-1, keepdims=True))
+        changed, total = CHANGES[change](power), power.sum(-1, keepdims=True)
+        return changed @ value / total if is_late else changed / total @ value
+
+    assert_fused(attention, operands(), implementation)
+
+
+def test_dropped_before_the_division():
+    def attention(query, key, value, keep):
+        scores = query @ key.mT / 4
+        power = jnp.exp(scores - scores.max(-1, keepdims=True))
+        kept = jax.random.bernoulli(jax.random.key(0), keep, power.shape)
+        return jnp.where(kept, power / keep, 0.0) @ value / power.sum(-1, keepdims=True)
+
+    query, key, _ = operands()
+    total = fuse(attention)(query, key, jnp.ones_like(query), 0.5)[..., 0]
+    assert 0.1 < float(total.std()) < 0.5 and abs(float(total.mean()) - 1) < 0.1
+
+
+def in_turn(query, key, value, sink):
+    """Exponentials as kernels have them: log2(e) in the exponent, a sink, and the reciprocal of the sum."""
+    scores = query @ key.mT / 4
+    largest = jnp.maximum(scores.max(-1, keepdims=True), sink)
+    power = jnp.exp2((scores - largest) * 1.4426950408889634)
+    total = power.sum(-1, keepdims=True) + jnp.exp2((sink - largest) * 1.4426950408889634)
+    return power @ value * (1 / total)
+
+
+def halved(query, key, value, sink):
+    scores = jnp.where(SEEN, query @ key.mT + 0 * sink, -jnp.inf)
+    power = jnp.exp((scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))) / 2)
+    return power / jnp.maximum(power.sum(-1, keepdims=True), 1e-9) @ value
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("function", [in_turn, halved])
+def test_factors_of_exponents_after_the_largest(function, implementation):
+    sink = jnp.asarray(np.random.default_rng(4).normal(size=(3, 1, 1)), jnp.float32)
+    assert_fused(function, [*operands(), sink], implementation)
+
+
+def test_a_sink_of_another_factor_is_refused():
+    def attention(query, key, value):
+        scores = query @ key.mT / 4
+        largest = scores.max(-1, keepdims=True)
+        power = jnp.exp((scores - largest) * 2)
+        return power @ value / (power.sum(-1, keepdims=True) + jnp.exp(1 - largest))
+
+    with pytest.raises(NotFusible):
+        fuse(attention)(*operands())
+
+
+@pytest.mark.parametrize("number", [-0.5, 0.0, 0.5])
+def test_a_number_beside_the_sum(number):
+    """It is the exponential of a logit, unless it is negative."""
+
+    def attention(query, key, value):
+        power = jnp.exp(query @ key.mT / 4)
+        return power @ value / (power.sum(-1, keepdims=True) + number)
+
+    assert_fused(attention, operands())
+
+
+def test_narrow_exponents_outside_of_attention_stay():
+    """Of 16 bits, a difference that is taken after the factor would be rounded more."""
+
+    def function(query, key, value):
+        weights = jnp.exp((value - value.max(-1, keepdims=True)) * 3)
+        return jax.nn.softmax(query @ key.mT) @ value, weights / weights.sum(-1, keepdims=True)
+
+    given = [8 * x.astype(jnp.bfloat16) for x in operands()]
+    found, expected = jax.jit(fuse(function))(*given), jax.jit(function)(*given)
+    np.testing.assert_array_equal(np.float32(found[1]), np.float32(expected[1]))

@@ -1,0 +1,229 @@
+"""Queries and keys on a grid: scores whose axes are divided into rows and columns of pixels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import NotFusible, explain, fuse
+from blockdiag.fusion.api import trace
+from blockdiag.triton_kernels.launch.plan import Target
+from tests.fusion.codegen.test_plans import launches_of
+from tests.fusion.fusion_support import assert_alike, assert_as_good_as_written, expected_results, with_gradients
+from tests.triton_kernels.plans_support import report_of
+
+BATCH, HEADS, HIGH, WIDE, WIDTH = 2, 2, 5, 7, 16
+PIXELS = HIGH * WIDE
+# Of keys that are pooled.
+FEW, SMALL = 3, 4
+
+
+def decomposed(query, key, value, high, wide):
+    """As the image encoder of Kirillov et al. (2023) adds relative positions: tables [HIGH, HIGH, H] and so on."""
+    scores = (query * WIDTH**-0.5) @ jnp.swapaxes(key, -1, -2)
+    pixels = query.reshape(-1, HIGH, WIDE, WIDTH)
+    up = jnp.einsum("bhwc,hkc->bhwk", pixels, high)
+    left = jnp.einsum("bhwc,wkc->bhwk", pixels, wide)
+    scores = scores.reshape(-1, HIGH, WIDE, HIGH, WIDE) + up[:, :, :, :, None] + left[:, :, :, None, :]
+    return jax.nn.softmax(scores.reshape(-1, PIXELS, PIXELS), axis=-1) @ value
+
+
+def pooled(query, key, value, high, wide):
+    """As Li et al. (2021) have it: keys on a smaller grid, and queries added to the result."""
+    scores = jnp.einsum("bnqc,bnkc->bnqk", query * WIDTH**-0.5, key)
+    pixels = query.reshape(BATCH, HEADS, HIGH, WIDE, WIDTH)
+    up = jnp.einsum("byhwc,hkc->byhwk", pixels, high)
+    left = jnp.einsum("byhwc,wkc->byhwk", pixels, wide)
+    scores = scores.reshape(BATCH, HEADS, HIGH, WIDE, FEW, SMALL)
+    scores = (scores + up[..., None] + left[..., None, :]).reshape(BATCH, HEADS, PIXELS, FEW * SMALL)
+    return jnp.einsum("bnqk,bnkc->bnqc", jax.nn.softmax(scores, axis=-1), value) + query
+
+
+def of_pixels(query, key, value):
+    """A softmax over both axes of keys."""
+    scores = jnp.einsum("bnhwc,bnijc->bnhwij", query, key) * WIDTH**-0.5
+    return jnp.einsum("bnhwij,bnijc->bnhwc", jax.nn.softmax(scores, axis=(-2, -1)), value)
+
+
+def of_pixels_by_hand(query, key, value):
+    """Heads last, values before weights, exponentials divided."""
+    scores = jnp.einsum("bhwnc,bijnc->bnhwij", query, key) * WIDTH**-0.5
+    power = jnp.exp(scores - jax.lax.stop_gradient(scores.max((-2, -1), keepdims=True)))
+    return jnp.einsum("bijnc,bnhwij->bhwnc", value, power / power.sum((-2, -1), keepdims=True))
+
+
+def bottleneck(query, key, value, bias):
+    """As Srinivas et al. (2021) write it: a bias of pairs of pixels, weights with one axis of keys in between."""
+    scores = jnp.einsum("bnhwc,bnijc->bnhwij", query, key) * WIDTH**-0.5 + bias[None]
+    weights = jax.nn.softmax(scores.reshape(BATCH, HEADS, HIGH, WIDE, PIXELS), axis=-1)
+    weights = weights.reshape(BATCH, HEADS, HIGH, WIDE, HIGH, WIDE)
+    return jnp.einsum("bnhwij,bnijc->bnhwc", weights, value)
+
+
+def neighbours(query, key, value):
+    """Masks by places on the grid, and pixels of the last rows hidden."""
+    scores = jnp.einsum("bntc,bnsc->bnts", query, key).reshape(BATCH, HEADS, HIGH, WIDE, HIGH, WIDE)
+    high, wide = jnp.arange(HIGH), jnp.arange(WIDE)
+    near = jnp.abs(high[:, None, None, None] - high[None, None, :, None]) <= 1
+    near = near & (jnp.abs(wide[None, :, None, None] - wide[None, None, None, :]) <= 2)
+    is_there = high[None, :] < jnp.array([HIGH, 4])[:, None]
+    scores = jnp.where(near[None, None] & is_there[:, None, None, None, :, None], scores / 4, -jnp.inf)
+    weights = jax.nn.softmax(scores.reshape(BATCH, HEADS, PIXELS, PIXELS), axis=-1)
+    return weights @ value
+
+
+def axial_biases(query, key, value, high, wide):
+    """[N, HIGH, HIGH] and [N, WIDE, WIDE], capped together with scores, and one row of pixels that sees the first."""
+    scores = jnp.einsum("bntc,bnsc->bnts", query, key).reshape(BATCH, HEADS, HIGH, WIDE, HIGH, WIDE) / 4
+    scores = scores + high[None, :, :, None, :, None] + wide[None, :, None, :, None, :]
+    scores = 3 * jnp.tanh(jax.nn.relu(scores) / 3)
+    sees = (jnp.arange(HIGH)[:, None] > 0) | (jnp.arange(HIGH)[None, :] == 0)
+    scores = jnp.where(sees[None, None, :, None, :, None], scores, -1e9)
+    return jax.nn.softmax(scores.reshape(BATCH, HEADS, PIXELS, PIXELS), axis=-1) @ value
+
+
+def by_rows_of_keys(query, key, value, rows):
+    """A product with an embedding [HIGH, H] of rows of keys, in the layout of Flax."""
+    query, key, value = (x.reshape(BATCH, HIGH, WIDE, HEADS, WIDTH) for x in (query, key, value))
+    scores = jnp.einsum("bhwnc,bijnc->bnhwij", query, key) + jnp.einsum("bhwnc,ic->bnhwi", query, rows)[..., None]
+    weights = jax.nn.softmax(scores.reshape(BATCH, HEADS, PIXELS, PIXELS) / 4, axis=-1)
+    return jnp.einsum("bnts,bsnc->btnc", weights, value.reshape(BATCH, PIXELS, HEADS, WIDTH))
+
+
+def sigmoids(query, key, value):
+    """No softmax: weights that are divided by their sum."""
+    weights = jax.nn.sigmoid(jnp.einsum("bnhwc,bnijc->bnhwij", query, key) / 4)
+    weights = weights / weights.sum(axis=(-2, -1), keepdims=True)
+    return jnp.einsum("bnhwij,bnijc->bnhwc", weights, value)
+
+
+def hidden_rows(query, key, value, bias):
+    """Rows of pixels hidden by -inf that is added, and a bias [T, HIGH] of flat queries."""
+    scores = (query @ key.mT / 4).reshape(BATCH * HEADS, PIXELS, HIGH, WIDE)
+    hidden = jnp.where(jnp.arange(HIGH) < 3, bias.sum(0) - bias.sum(0), -jnp.inf)
+    scores = scores + bias[None, :, :, None] + hidden[None, None, :, None]
+    return jax.nn.softmax(scores.reshape(BATCH * HEADS, PIXELS, PIXELS), axis=-1) @ value
+
+
+def split_heads(query, key, value, high):
+    """Scores of batch and heads apart, then together, as code of ViTDet has them."""
+    scores = jnp.einsum("bntc,bnsc->bnts", query, key).reshape(BATCH * HEADS, HIGH, WIDE, HIGH, WIDE) / 4
+    pixels = query.reshape(BATCH * HEADS, HIGH, WIDE, WIDTH)
+    scores = scores + jnp.einsum("bhwc,hkc->bhwk", pixels, high)[..., None]
+    weights = jax.nn.softmax(scores.reshape(BATCH, HEADS, PIXELS, PIXELS), axis=-1)
+    return weights @ value
+
+
+_FLAT = [(BATCH * HEADS, PIXELS, WIDTH)] * 3
+_HEADS = [(BATCH, HEADS, PIXELS, WIDTH)] * 3
+_GRID = [(BATCH, HEADS, HIGH, WIDE, WIDTH)] * 3
+_LAST = [(BATCH, HIGH, WIDE, HEADS, WIDTH)] * 3
+CASES = {
+    decomposed: [*_FLAT, (HIGH, HIGH, WIDTH), (WIDE, WIDE, WIDTH)],
+    pooled: [
+        _HEADS[0],
+        *[(BATCH, HEADS, FEW * SMALL, WIDTH)] * 2,
+        (HIGH, FEW, WIDTH),
+        (WIDE, SMALL, WIDTH),
+    ],
+    of_pixels: _GRID,
+    of_pixels_by_hand: _LAST,
+    bottleneck: [*_GRID, (HEADS, HIGH, WIDE, HIGH, WIDE)],
+    neighbours: _HEADS,
+    axial_biases: [*_HEADS, (HEADS, HIGH, HIGH), (HEADS, WIDE, WIDE)],
+    by_rows_of_keys: [(BATCH, PIXELS, HEADS, WIDTH)] * 3 + [(HIGH, WIDTH)],
+    sigmoids: _GRID,
+    hidden_rows: [*_FLAT, (PIXELS, HIGH)],
+    split_heads: [*_HEADS, (HIGH, HIGH, WIDTH)],
+}
+
+
+def arrays(function, dtype="float32"):
+    generator = np.random.default_rng(0)
+    return [jnp.asarray(generator.normal(size=shape), dtype) for shape in CASES[function]]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("function", CASES)
+def test_grids_are_one_axis(function, implementation):
+    given = arrays(function)
+    found = with_gradients(fuse(function, implementation=implementation), given)
+    assert_alike(found, expected_results(function, given))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_sixteen_bits_are_as_good_as_written(implementation):
+    given = arrays(decomposed, "bfloat16")
+    assert_as_good_as_written(decomposed, fuse(decomposed, implementation=implementation), given)
+
+
+@pytest.mark.parametrize("function", CASES)
+def test_queries_and_keys_are_one_axis_each(function):
+    (region,) = explain(function)(*arrays(function)).regions
+    assert region.sizes["q"] == PIXELS
+    assert region.sizes["k"] == (FEW * SMALL if function is pooled else PIXELS)
+
+
+@pytest.mark.parametrize("function", [decomposed, pooled, axial_biases, by_rows_of_keys, hidden_rows, split_heads])
+def test_no_array_of_pairs_is_read_but_masks(function):
+    (region,) = explain(function)(*arrays(function)).regions
+    assert all("bool" in leaf.dtype for leaf in region.leaves if leaf.role == "score"), region.leaves
+
+
+def test_tiles_that_places_rule_out_are_skipped():
+    side = 32
+
+    def near_rows(query, key, value):
+        rows = jnp.arange(side)
+        near = jnp.abs(rows[:, None] - rows[None, :]) <= 2
+        scores = jnp.einsum("ntc,nsc->nts", query, key).reshape(1, side, side, side, side)
+        scores = jnp.where(near[None, :, None, :, None], scores, -jnp.inf)
+        return jax.nn.softmax(scores.reshape(1, side**2, side**2), axis=-1) @ value
+
+    shape = jax.ShapeDtypeStruct((1, side**2, 16), jnp.float32)
+    (region,) = explain(near_rows)(shape, shape, shape).regions
+    assert region.skipped > 0.4
+
+
+def test_it_may_be_mapped_compiled_and_differentiated():
+    given = [jnp.stack([x, -x]) for x in arrays(decomposed)]
+
+    def gradient(function):
+        return jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), range(5))
+
+    found = jax.jit(jax.vmap(gradient(fuse(decomposed))))(*given)
+    assert_alike(found, jax.vmap(gradient(decomposed))(*given), 1e-4)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile(arch):
+    pixels = jax.ShapeDtypeStruct((4, 35, 64), jnp.bfloat16)
+    tables = [jax.ShapeDtypeStruct((n, n, 64), jnp.bfloat16) for n in (HIGH, WIDE)]
+
+    def wider(query, key, value, high, wide):
+        pixels = query.reshape(-1, HIGH, WIDE, 64)
+        up, left = jnp.einsum("bhwc,hkc->bhwk", pixels, high), jnp.einsum("bhwc,wkc->bhwk", pixels, wide)
+        scores = jnp.einsum("btc,bsc->bts", query, key).reshape(-1, HIGH, WIDE, HIGH, WIDE) / 8
+        scores = (scores + up[..., None] + left[..., None, :]).reshape(-1, PIXELS, PIXELS)
+        return jax.nn.softmax(scores, axis=-1) @ value
+
+    ((region,),) = trace(wider, [pixels] * 3 + tables, {}).regions.values()
+    for launch in launches_of(region).values():
+        assert report_of(launch.plan(Target.for_arch(arch)), arch).spill_bytes == 0
+
+
+def test_sixty_four_bits():
+    with jax.enable_x64(True):
+        given = [x.astype("float64") for x in arrays(axial_biases)]
+        found = with_gradients(fuse(axial_biases, implementation="xla"), given)
+        assert_alike(found, expected_results(axial_biases, given), 1e-12)
+
+
+def test_a_grid_that_is_divided_in_two_ways_is_refused():
+    def twice(query, key, value, bias):
+        scores = jnp.einsum("btc,bsc->bts", query, key).reshape(-1, PIXELS, HIGH, WIDE) + 1.0
+        scores = jnp.sin(scores.reshape(-1, PIXELS, WIDE, HIGH) + bias)
+        return jax.nn.softmax(scores.reshape(-1, PIXELS, PIXELS), axis=-1) @ value
+
+    with pytest.raises(NotFusible, match="reshape"):
+        fuse(twice)(*arrays(decomposed)[:3], jnp.ones((1, 1, WIDE, HIGH)))

@@ -1,0 +1,391 @@
+"""Fused attention of sequences whose tokens four devices share, or two of them, beside one device."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from blockdiag import ContextParallel, explain, fuse, inverse_zigzag_order, zigzag_order
+from tests.division.division_support import count_collectives, make_mesh, shard
+
+TOKENS, HEADS, KEY_HEADS, WIDTH = 64, 8, 4, 8
+
+
+def random_arrays(*shapes):
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def operands(batch=1, key_heads=KEY_HEADS, tokens=TOKENS):
+    keys = (batch, tokens, key_heads, WIDTH)
+    return random_arrays((batch, tokens, HEADS, WIDTH), keys, keys)
+
+
+def attend(query, key, value, mask_of, bias=None):
+    """Query heads as groups of key heads; `mask_of` rows and columns, and a bias [heads, T, S] or [T, S]."""
+    batch, tokens, heads, width = query.shape
+    query = (query * width**-0.5).reshape(batch, tokens, key.shape[2], -1, width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", query, key)
+    if bias is not None:
+        scores = scores + bias.reshape(1, *((key.shape[2], -1) if bias.ndim == 3 else (1, 1)), *bias.shape[-2:])
+    row, column = jnp.arange(tokens)[:, None], jnp.arange(key.shape[1])[None, :]
+    scores = jnp.where(mask_of(row, column), scores, -jnp.inf)
+    return jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), value).reshape(batch, tokens, heads, width)
+
+
+def causal(query, key, value):
+    return attend(query, key, value, lambda row, column: row >= column)
+
+
+def window(query, key, value):
+    return attend(query, key, value, lambda row, column: (row >= column) & (row - column < 20))
+
+
+def documents(query, key, value, number):
+    """`number` says of each token which document it is of."""
+    return attend(query, key, value, lambda row, column: (row >= column) & (number[:, None] == number[None, :]))
+
+
+def prefix(query, key, value, length):
+    return attend(query, key, value, lambda row, column: (row >= column) | (column < length))
+
+
+def biased(query, key, value, bias):
+    return attend(query, key, value, lambda row, column: row >= column, bias)
+
+
+def relative(query, key, value, table):
+    """A bias for each head and each distance up to 15."""
+    place = jnp.arange(query.shape[1])
+    distance = jnp.clip(place[:, None] - place[None, :], -15, 15)
+    return biased(query, key, value, table[:, distance + 15])
+
+
+def sinks(query, key, value, logits):
+    """A logit of each head takes part in the softmax, and has no value."""
+    batch, tokens, heads, width = query.shape
+    query = (query * width**-0.5).reshape(batch, tokens, key.shape[2], -1, width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", query, key)
+    scores = jnp.where(jnp.tri(tokens, dtype=bool), scores, -jnp.inf)
+    logits = jnp.broadcast_to(logits.reshape(key.shape[2], -1, 1, 1), (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, logits], axis=-1))[..., :-1]
+    return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(batch, tokens, heads, width)
+
+
+def neighbours(query, key, value):
+    return attend(query, key, value, lambda row, column: (row >= column) & (row - column < 8))
+
+
+def squared(query, key, value):
+    """Weights that are no softmax."""
+    scores = jnp.einsum("bthd,bshd->bhts", query, key) / TOKENS
+    scores = jnp.where(jnp.tri(query.shape[1], dtype=bool), jax.nn.relu(scores) ** 2, 0)
+    return jnp.einsum("bhts,bshd->bthd", scores, value)
+
+
+def everything(query, key, value):
+    return attend(query, key, value, lambda row, column: row + column >= 0)
+
+
+def gradients_of(function, count):
+    """The result and the gradients by the first arrays, of a cotangent that depends on the place."""
+
+    def compute(*arrays):
+        output, pull_back = jax.vjp(lambda *some: function(*some, *arrays[count:]), *arrays[:count])
+        return output, pull_back(jnp.cos(3 * output))
+
+    return compute
+
+
+def assert_shared(
+    function, arrays, specs, kind, context, *, shape=(1, 4), collectives=None, count=3, transform=lambda x: x, **options
+):
+    """Assert that devices that share tokens compute what one device does, gradients too, and the same twice.
+
+    Args:
+        function: of arrays; what is fused.
+        arrays: of one device.
+        specs: of the arrays on the mesh.
+        kind, shape: of the mesh.
+        context: which devices share tokens.
+        collectives: how many of each the program has.
+        count: arrays that have gradients.
+        transform: of what is fused.
+        options: of `fuse`.
+    """
+    mesh = make_mesh(kind, shape)
+    expected = jax.jit(gradients_of(transform(function), count))(*arrays)
+    context = dataclasses.replace(context, mesh=mesh) if kind == "automatic" else context
+    compute = gradients_of(transform(fuse(function, context_parallel=context, **options)), count)
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        placed = [shard(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        compiled = jax.jit(compute).lower(*placed).compile()
+        found, again = compiled(*placed), compiled(*placed)
+    for one, other, second in zip(*map(jax.tree.leaves, (found, expected, again)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
+        np.testing.assert_array_equal(one, second)
+    for x, spec in zip((found[0], *found[1][:3]), (specs[0], *specs[:3]), strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+    counts = count_collectives(compiled.as_text())
+    assert collectives is None or counts == collectives, counts
+
+
+T = P(None, "model")
+OF_TOKENS = P("model")
+NUMBERS = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 4, TOKENS)), jnp.int32)
+TABLE, DENSE, LOGITS = random_arrays((HEADS, 31), (TOKENS, TOKENS), (HEADS,))
+EXCHANGES = {"all-to-all": 8}
+# Of an automatic mesh keys and values are gathered for each pass; of an explicit one XLA finds that it is the same.
+GATHERS = {"automatic": {"all-gather": 4, "reduce-scatter": 2}, "explicit": {"all-gather": 2, "reduce-scatter": 2}}
+ZIGZAG = {"collective-permute": 8}
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "kind", "collectives"),
+    [
+        (causal, {}, "automatic", {}),
+        (causal, {}, "explicit", {}),
+        (window, {}, "explicit", {}),
+        (documents, {"number": (NUMBERS, OF_TOKENS)}, "automatic", {"all-gather": 1}),
+        (relative, {"table": (TABLE, P())}, "explicit", {"all-gather": 1}),
+        (biased, {"bias": (DENSE, OF_TOKENS)}, "automatic", {"all-gather": 1, "all-reduce": 1}),
+    ],
+    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
+)
+@pytest.mark.division("tokens", "gradients", operation="fuse")
+def test_tokens_are_exchanged_for_key_heads(function, more, kind, collectives):
+    arrays, specs = [*operands(), *(x for x, _ in more.values())], [*[T] * 3, *(spec for _, spec in more.values())]
+    context = ContextParallel("model")
+    assert_shared(function, arrays, specs, kind, context, collectives=EXCHANGES | collectives, count=count_of(more))
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "kind", "collectives"),
+    [
+        (causal, {}, "automatic", ZIGZAG),
+        (causal, {}, "explicit", ZIGZAG),
+        # Which keys are in the prefix is gathered, too.
+        (prefix, {"length": (jnp.int32(10), P())}, "automatic", ZIGZAG | {"all-gather": 6}),
+        (everything, {}, "automatic", {}),
+        # What says which document a query is of moves as the query does; of keys it is gathered.
+        (documents, {"number": (NUMBERS, OF_TOKENS)}, "explicit", {"all-gather": 3, "collective-permute": 10}),
+        (relative, {"table": (TABLE, P())}, "explicit", ZIGZAG | {"all-reduce": 1}),
+    ],
+    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
+)
+@pytest.mark.division("tokens", "fewer key heads", "gradients", operation="fuse")
+def test_keys_are_gathered_where_devices_do_not_divide_key_heads(function, more, kind, collectives):
+    arrays = [*operands(key_heads=2), *(x for x, _ in more.values())]
+    specs = [*[T] * 3, *(spec for _, spec in more.values())]
+    context = ContextParallel("model")
+    assert_shared(function, arrays, specs, kind, context, collectives=GATHERS[kind] | collectives, count=count_of(more))
+
+
+def count_of(more):
+    """The arrays that have gradients: queries, keys, values and biases."""
+    return 3 + len(more.keys() & {"table", "bias", "logits"})
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "kind", "moves"),
+    [
+        # 16 bring rows, keys and values into zigzag order and back. Keys and values travel 3 times in either pass, and
+        # their gradients 4 times.
+        (causal, {}, "automatic", {"collective-permute": 16 + 20}),
+        (everything, {}, "explicit", {"collective-permute": 20}),
+        # Keys that no row of any device sees do not travel: once in either pass, and gradients there and back.
+        (neighbours, {}, "explicit", {"collective-permute": 2 + 2 + 4}),
+        # Numbers of documents travel with the keys.
+        (documents, {"number": (NUMBERS, OF_TOKENS)}, "explicit", {"collective-permute": 36 + 8}),
+        (biased, {"bias": (DENSE, OF_TOKENS)}, "automatic", {"collective-permute": 36 + 4}),
+        (sinks, {"logits": (LOGITS, P())}, "explicit", {"collective-permute": 36, "all-reduce": 1}),
+    ],
+    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
+)
+@pytest.mark.division("tokens", "fewer key heads", "gradients", operation="fuse")
+def test_keys_travel_around_devices(function, more, kind, moves):
+    arrays = [*operands(key_heads=2), *(x for x, _ in more.values())]
+    specs = [*[T] * 3, *(spec for _, spec in more.values())]
+    context = ContextParallel("model", "ring")
+    assert_shared(function, arrays, specs, kind, context, collectives=moves, count=count_of(more))
+
+
+def test_keys_travel_where_weights_are_no_softmax():
+    arrays, context = random_arrays(*[(1, TOKENS, 2, WIDTH)] * 3), ContextParallel("model", "ring")
+    assert_shared(squared, arrays, [T] * 3, "explicit", context, shape=(1, 2))
+
+
+def test_biases_by_distance_are_read_for_keys_that_travel():
+    arrays, context = [*operands(key_heads=2), TABLE], ContextParallel("model", "ring")
+    moves = {"collective-permute": 16 + 8, "all-reduce": 1}
+    assert_shared(relative, arrays, [T, T, T, P()], "explicit", context, shape=(1, 2), collectives=moves, count=4)
+
+
+def test_gradients_of_gradients_are_those_of_one_device():
+    arrays, mesh = operands(key_heads=2), make_mesh("automatic", (1, 2))
+
+    def curvature(function):
+        def slope(*arrays):
+            gradients = jax.grad(lambda *x: jnp.cos(function(*x)).sum(), (0, 1, 2))(*arrays)
+            return sum((x**2).sum() for x in gradients)
+
+        return jax.jit(jax.grad(slope, (0, 1, 2)))
+
+    fused = fuse(causal, context_parallel=ContextParallel("model", "ring", mesh=mesh))
+    found = curvature(fused)(*(shard(mesh, x, T) for x in arrays))
+    for one, other in zip(found, curvature(causal)(*arrays), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
+
+
+def test_batch_rows_or_heads_are_divided_over_another_axis():
+    context = ContextParallel("model", "gather", batch_axes=("data",))
+    moves = GATHERS["automatic"] | ZIGZAG
+    assert_shared(causal, operands(2), [P("data", "model")] * 3, "automatic", context, shape=(2, 2), collectives=moves)
+    specs = [P(None, "data", "model")] * 3
+    assert_shared(causal, operands(), specs, "explicit", ContextParallel("data"), shape=(2, 2), collectives=EXCHANGES)
+    assert_shared(causal, operands(), specs, "explicit", ContextParallel("data", "ring"), shape=(2, 2))
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_mapped_layers_that_are_computed_again_share_tokens(strategy):
+    def layers(query, key, value):
+        step = jax.checkpoint(lambda x, _: (causal(x, key, value), None))
+        return jax.lax.scan(step, query, None, length=2)[0]
+
+    arrays = [jnp.stack([x, 2 * x]) for x in operands()]
+    specs = [P(None, None, "model")] * 3
+    assert_shared(
+        layers, arrays, specs, "explicit", ContextParallel("model", strategy), shape=(1, 2), transform=jax.vmap
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "gather"])
+def test_fewer_keys_than_queries_are_whole_on_every_device(strategy):
+    query, key, value = operands()
+    arrays = [query, key[:, :45], value[:, :45]]
+    assert_shared(everything, arrays, [T, P(), P()], "explicit", ContextParallel("model", strategy))
+
+
+def test_heads_and_tokens_in_one_axis_are_shared():
+    def folded(query, key, value):
+        query, key, value = (x.reshape(1, HEADS, TOKENS, WIDTH).transpose(0, 2, 1, 3) for x in (query, key, value))
+        return causal(query, key, value).transpose(0, 2, 1, 3).reshape(HEADS * TOKENS, WIDTH)
+
+    arrays, mesh = random_arrays(*[(HEADS * TOKENS, WIDTH)] * 3), make_mesh("automatic", (1, 4))
+    attend_shared = fuse(folded, context_parallel=ContextParallel("model", mesh=mesh))
+    found = jax.jit(attend_shared)(*(shard(mesh, x, P("model")) for x in arrays))
+    np.testing.assert_allclose(found, folded(*arrays), atol=1e-5)
+
+
+def test_axis_of_one_device_shares_nothing():
+    odd = operands(key_heads=1, tokens=33)
+    context = ContextParallel("data", "ulysses")
+    assert_shared(causal, odd, [P(None, "data")] * 3, "explicit", context, collectives={})
+
+
+def test_triton_kernels_share_tokens():
+    assert_shared(
+        causal, operands(), [T] * 3, "explicit", ContextParallel("model", "gather"), implementation="triton",
+        collectives=GATHERS["explicit"] | ZIGZAG,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key_heads", "kind", "implementation", "most"),
+    [
+        # Kernels round as those of one device do. XLA rounds what lies between fusions, which are not those of one.
+        ("gather", 2, "explicit", "triton", 1.01),
+        ("ulysses", 4, "explicit", "triton", 1.01),
+        # Results are rounded otherwise, since parts of them are merged.
+        ("ring", 2, "explicit", "triton", 1.1),
+        ("gather", 2, "automatic", "xla", 1.2),
+    ],
+)
+def test_sums_of_gradients_over_devices_are_rounded_once(strategy, key_heads, kind, implementation, most):
+    context, mesh = ContextParallel("model", strategy), make_mesh(kind, (1, 2))
+    wide = [*operands(key_heads=key_heads), DENSE]
+    narrow = [x.astype(jnp.bfloat16) for x in wide]
+    with jax.enable_x64(True):
+        exact = [np.asarray(x) for x in gradients_of(biased, 4)(*(x.astype(jnp.float64) for x in narrow))[1]]
+    one = jax.jit(gradients_of(fuse(biased, implementation=implementation), 4))(*narrow)[1]
+    context = dataclasses.replace(context, mesh=mesh) if kind == "automatic" else context
+    compute = jax.jit(gradients_of(fuse(biased, implementation=implementation, context_parallel=context), 4))
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        placed = [shard(mesh, x, spec) for x, spec in zip(narrow, [T, T, T, OF_TOKENS], strict=True)]
+        found = compute(*placed)[1]
+    for gradient, other, expected in zip(found, one, exact, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        error, error_of_one = (np.linalg.norm(np.asarray(x, np.float64) - expected) for x in (gradient, other))
+        assert error <= most * error_of_one, (error, error_of_one)
+
+
+def test_explanation_says_what_is_chosen():
+    def chosen(function, key_heads, strategy=None):
+        context = ContextParallel("model", strategy, mesh=make_mesh("automatic", (1, 4)))
+        (region,) = explain(fuse(function, context_parallel=context))(*operands(key_heads=key_heads)).regions
+        return region.shared, str(region).splitlines()[-1]
+
+    shared, line = chosen(causal, 4)
+    assert shared == "4 devices share tokens along 'model'; 'ulysses': they exchange tokens for b1"
+    assert line.startswith(f"devices: {shared}; batch axes b1, g0 may be divided; ")
+    gathers = "4 devices share tokens along 'model'; 'gather': they gather what has keys, and compute "
+    assert chosen(causal, 2)[0] == f"{gathers}rows in zigzag order"
+    assert chosen(everything, 4, "gather")[0] == f"{gathers}consecutive rows"
+    travels = "4 devices share tokens along 'model'; 'ring': what has keys travels around them in "
+    assert chosen(causal, 4, "ring")[0] == f"{travels}4 steps, rows in zigzag order"
+    assert chosen(neighbours, 4, "ring")[0] == f"{travels}2 steps, consecutive rows"
+    assert explain(fuse(causal))(*operands()).regions[0].shared is None
+
+
+@pytest.mark.parametrize(
+    ("context", "change", "message"),
+    [
+        (ContextParallel("absent"), {}, r"names the axis 'absent', and the mesh has \['data', 'model'\]"),
+        (ContextParallel("model"), {"tokens": 62}, "queries must be a multiple of the 4 devices along 'model', got 62"),
+        (ContextParallel("model", "gather"), {"tokens": 60}, "a multiple of twice the 4 devices along 'model', got 60"),
+        (ContextParallel("model", "ring"), {"tokens": 60}, "'ring' of a causal mask needs tokens that are a multiple"),
+        (
+            ContextParallel("model", "ulysses"),
+            {"key_heads": 2},
+            r"'ulysses' needs an axis .* such as key heads, .* got \{'b1': 2\}; use strategy='gather' or 'ring'",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(context, change, message):
+    mesh = make_mesh("explicit", (1, 4))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        fuse(causal, context_parallel=context)(*(shard(mesh, x, P()) for x in operands(**change)))
+
+
+def test_calls_where_tokens_cannot_be_shared_are_refused():
+    mesh = make_mesh("automatic", (1, 4))
+    attend_shared = fuse(causal, context_parallel=ContextParallel("model", mesh=mesh))
+    with pytest.raises(ValueError, match=r"called inside of `jax.shard_map`.* call it outside"):
+        jax.shard_map(attend_shared, mesh=mesh, in_specs=T, out_specs=T)(*operands())
+    with pytest.raises(ValueError, match=r"the mesh has none; call inside `jax.set_mesh"):
+        fuse(causal, context_parallel=ContextParallel("model"))(*operands())
+    mixed = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mixed), pytest.raises(ValueError, match="axes are of one kind: 'model' is automatic"):
+        fuse(causal, context_parallel=ContextParallel("model"))(*(shard(mixed, x, P()) for x in operands()))
+    with pytest.raises(ValueError, match="implementation='reference' is the function as it stands"):
+        fuse(causal, implementation="reference", context_parallel=ContextParallel("model", mesh=mesh))
+    query, key, value = operands(key_heads=2)
+    travelling = fuse(everything, context_parallel=ContextParallel("model", "ring", mesh=mesh))
+    with pytest.raises(ValueError, match=r"'ring' does not serve .* 64 queries and 45 keys, .* use strategy='gather'"):
+        travelling(query, key[:, :45], value[:, :45])
+
+
+def test_zigzag_order_gives_devices_equal_shares_of_causal_pairs():
+    for devices in (1, 2, 4, 7):
+        order, inverse = (f(28 * devices, devices) for f in (zigzag_order, inverse_zigzag_order))
+        np.testing.assert_array_equal(order[inverse], np.arange(28 * devices))
+        # Query t sees t + 1 keys.
+        pairs = (order + 1).reshape(devices, -1).sum(1)
+        assert set(pairs) == {pairs.mean()}
+    with pytest.raises(ValueError, match="a multiple of twice the 4 devices, got 12"):
+        zigzag_order(12, 4)

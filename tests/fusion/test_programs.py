@@ -1,0 +1,345 @@
+"""Functions that do more than compute: effects, axes of maps, modules with state, derivatives inside, nested calls."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import checkify, io_callback
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from blockdiag import NotFusible, explain, fuse
+from blockdiag.fusion.api import is_fused
+from tests.fusion.fusion_support import assert_alike, assert_fused, with_gradients
+
+SHAPE = (2, 24, 2, 16)
+
+
+def arrays(count=3, shape=SHAPE):
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for _ in range(count)]
+
+
+def attention(query, key, value):
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / 4)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+def test_a_number_that_16_bits_do_not_have():
+    """It is infinite, without a word, as in the function itself."""
+
+    def function(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+        weights = jax.nn.softmax(jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -1e9))
+        return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+    given = [x.astype(jnp.float16) for x in arrays()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fuse(function)(*given)
+    np.testing.assert_allclose(found, function(*given), atol=5e-3)
+
+
+# Effects
+
+
+def test_what_is_written_to_a_reference_of_its_own():
+    def function(query, key, value):
+        reference = jax.new_ref(attention(query, key, value))
+        reference[:, 0] = jnp.zeros_like(query[:, 0])
+        return reference[...]
+
+    given = arrays()
+    for fused in (fuse(function), jax.jit(fuse(function))):
+        assert_alike([fused(*given)], [function(*given)])
+
+
+def test_what_is_written_to_a_reference_that_is_given():
+    def function(query, key, value, reference):
+        output = attention(query, key, value)
+        reference[...] += 1.0
+        return output
+
+    reference = jax.new_ref(0.0)
+    fuse(function)(*arrays(), reference)
+    jax.jit(fuse(function))(*arrays(), reference)
+    assert reference[...] == 2
+
+
+def test_what_is_read_from_a_reference():
+    def function(query, key, value, reference):
+        return attention(query * reference[...], key, value)
+
+    given = [*arrays(), jax.new_ref(2.0)]
+    assert_alike([fuse(function)(*given)], [function(*given)])
+
+
+def test_callbacks_are_called_in_order():
+    seen = []
+
+    def function(query, key, value):
+        jax.debug.callback(lambda x: seen.append(("first", float(x))), query[0, 0, 0, 0], ordered=True)
+        output = attention(query, key, value)
+        jax.debug.callback(lambda x: seen.append(("second", float(x))), output[0, 0, 0, 0], ordered=True)
+        return output
+
+    given = arrays()
+    output = jax.jit(fuse(function))(*given)
+    jax.effects_barrier()
+    assert seen == [("first", float(given[0][0, 0, 0, 0])), ("second", float(output[0, 0, 0, 0]))]
+
+
+def test_callbacks_are_called_each_time():
+    """One without arguments is no constant."""
+    count = []
+
+    def number():
+        count.append(1)
+        return np.float32(len(count))
+
+    def function(query, key, value):
+        return attention(query * io_callback(number, jax.ShapeDtypeStruct((), jnp.float32)), key, value)
+
+    fused, given = jax.jit(fuse(function)), arrays()
+    first, second = fused(*given), fused(*given)
+    assert len(count) == 2 and not np.array_equal(first, second)
+
+
+def test_checks_are_made():
+    def function(query, key, value):
+        checkify.check(jnp.all(query < 0), "query must be negative")
+        return attention(query, key, value)
+
+    error, _ = checkify.checkify(jax.jit(fuse(function)))(*arrays())
+    assert "query must be negative" in error.get()
+
+
+def test_effects_with_log_sum_exps():
+    """Equations that wait for the kernel do not overtake each other."""
+    seen = []
+
+    def function(query, key, value):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+        log_sum = jax.nn.logsumexp(scores, -1)
+        jax.debug.callback(lambda x: seen.append(("sum", float(x))), log_sum[0, 0, 0], ordered=True)
+        jax.debug.callback(lambda x: seen.append(("query", float(x))), query[0, 0, 0, 0], ordered=True)
+        return jnp.einsum("bnts,bsnh->bnth", jax.nn.softmax(scores), value) * log_sum[..., None]
+
+    given = arrays()
+    assert_alike([jax.jit(fuse(function))(*given)], [jax.jit(function)(*given)])
+    jax.effects_barrier()
+    assert [name for name, _ in seen] == ["sum", "query"] * 2
+    assert {leaf for leaf in explain(function)(*given).outside} >= {"debug_callback"}
+
+
+# Axes of maps
+
+
+def with_offset(query, key, value):
+    """A causal mask for the queries of one device, or of one index of a map."""
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+    places = jnp.arange(query.shape[1]) + jax.lax.axis_index("i") * 5
+    mask = places[:, None] >= jnp.arange(key.shape[1])[None, :]
+    weights = jax.nn.softmax(jnp.where(mask[None, None], scores, -jnp.inf))
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_indices_of_an_axis_of_a_map(implementation):
+    given = [x[:, None] for x in arrays()]
+
+    def mapped(function):
+        return jax.vmap(function, axis_name="i")(*given)
+
+    assert_alike([mapped(fuse(with_offset, implementation=implementation))], [mapped(with_offset)])
+
+
+def test_indices_of_an_axis_of_a_mesh():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
+
+    def sharded(function):
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i")))(*arrays())
+
+    assert_alike([sharded(fuse(with_offset))], [sharded(with_offset)])
+
+
+def test_constraints_of_sharding_are_no_hindrance():
+    place = NamedSharding(jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,)), P("i"))
+
+    def function(query, key, value):
+        scores = jax.lax.with_sharding_constraint(jnp.einsum("btnh,bsnh->bnts", query, key), place)
+        weights = jax.lax.with_sharding_constraint(jax.nn.softmax(scores), place)
+        return jax.lax.with_sharding_constraint(jnp.einsum("bnts,bsnh->btnh", weights, value), place)
+
+    assert len(explain(function)(*arrays()).regions) == 1
+    found, expected = (jax.jit(lambda *x, f=f: with_gradients(f, x))(*arrays()) for f in (fuse(function), function))
+    assert_alike(found, expected)
+
+
+def test_maps_over_nothing():
+    empty = jnp.zeros((0, *SHAPE))
+    fused = fuse(attention)
+    assert jax.vmap(fused)(empty, empty, empty).shape == empty.shape
+    assert jax.vmap(jax.grad(lambda x: fused(x, x, x).sum()))(empty).shape == empty.shape
+    (query, *_) = arrays()
+    total = jax.grad(lambda key: jax.vmap(fused, in_axes=(0, None, None))(empty, key, key).sum())(query)
+    assert total.shape == query.shape and not total.any()
+
+
+def test_no_tracer_is_kept():
+    def function(query, key, value, seen):
+        scores = jnp.where(seen[:, None, None, :], jnp.einsum("btnh,bsnh->bnts", query, key), -jnp.inf)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+
+    seen = jnp.asarray(np.random.default_rng(0).random((2, 24)) < 0.7)
+    with jax.check_tracer_leaks():
+        fuse(function)(*arrays(), seen)
+
+
+# Modules, derivatives inside, nested calls
+
+
+class Attention(nnx.Module):
+    """Attention by hand, with dropout of weights."""
+
+    def __init__(self, rate, rngs):
+        self.into = nnx.Linear(16, 48, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs, deterministic=not rate)
+
+    def __call__(self, x):
+        query, key, value = jnp.split(self.into(x).reshape(*x.shape[:2], 6, 8), 3, 2)
+        weights = self.dropout(jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key)))
+        return jnp.einsum("bnts,bsnh->btnh", weights, value).reshape(x.shape)
+
+
+def test_modules_without_a_change():
+    module, x = Attention(0, nnx.Rngs(0)), jnp.ones((2, 20, 16))
+    fused = fuse(lambda module, x: module(x))
+    assert_alike([fused(module, x)], [module(x)])
+
+
+def test_modules_that_change_are_refused():
+    """Their counts would stay, and with them masks of dropout."""
+    x = jnp.ones((2, 20, 16))
+    with pytest.raises(NotFusible, match="changes what is in an argument"):
+        fuse(lambda module, x: module(x))(Attention(0.5, nnx.Rngs(0)), x)
+    module = Attention(0.5, nnx.Rngs(0))
+    fused = fuse(lambda module, x: module(x), fallback=True)
+    assert not np.array_equal(fused(module, x), fused(module, x)) and len(fused.fallbacks) == 2
+
+
+def decoding(**options):
+    module = nnx.MultiHeadAttention(2, 16, decode=True, rngs=nnx.Rngs(0), **options)
+    module.init_cache((1, 8, 16))
+    return module
+
+
+def test_modules_that_keep_a_cache_are_refused():
+    """The message names what is changed, and two ways round it."""
+    ways = ["`args\\[0\\]\\.cache_", "decode=True", "attention_fn=fuse", "nnx.clone", "nnx.state", "nnx.update"]
+    for function in (lambda module, x: module(x), nnx.jit(lambda module, x: module(x))):
+        with pytest.raises(NotFusible, match=".*".join(ways)):
+            fuse(function)(decoding(), jnp.ones((1, 1, 16)))
+
+
+def test_modules_that_keep_a_cache_are_fused_as_the_message_says():
+    tokens = jax.random.normal(jax.random.key(0), (3, 1, 1, 16))
+    plain, module, other = decoding(), decoding(), decoding(attention_fn=fuse(nnx.dot_product_attention))
+
+    @fuse
+    def step(module, x):
+        module = nnx.clone(module)
+        return module(x), nnx.state(module, nnx.Cache)
+
+    for x in tokens:
+        result, state = step(module, x)
+        nnx.update(module, state)
+        expected = plain(x)
+        assert_alike([result, other(x)], [expected, expected])
+
+
+def test_derivatives_inside_are_refused():
+    def function(query, key, value):
+        return jax.grad(lambda x: attention(x, key, value).sum())(query)
+
+    with pytest.raises(NotFusible, match="fuse what is differentiated"):
+        fuse(function)(*arrays())
+
+
+def test_what_is_fused_may_be_fused_again():
+    given = arrays()
+    again = fuse(fuse(attention, implementation="triton"), implementation="xla")
+    inside = fuse(lambda *x: 2 * fuse(attention)(*x))
+    assert_alike([again(*given), inside(*given)], [attention(*given), 2 * attention(*given)])
+
+
+@pytest.mark.parametrize("change", [jax.vmap, jax.jit, jax.checkpoint, functools.partial])
+def test_what_is_made_of_a_fused_function_is_fused_as_it_is(change):
+    """`functools.wraps` copies the attributes of what it wraps."""
+    given = [x[None] for x in arrays()] if change is jax.vmap else arrays()
+    changed = change(fuse(attention))
+    assert not is_fused(changed)
+    assert_alike([fuse(changed)(*given)], [changed(*given)])
+    assert explain(changed)(*given).unopened.startswith("there is attention that is fused already")
+
+
+def test_scores_that_are_made_again_are_told():
+    def function(query, key, value):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key))
+        return jnp.einsum("bnts,bsnh->btnh", weights, value), -(weights * jnp.log(weights)).sum(-1)
+
+    explanation = explain(function)(*arrays())
+    (scores,) = explanation.scores
+    assert scores.startswith("float32[2, 2, 24, 24], at ") and f"scores {scores}" in str(explanation)
+    assert not explain(attention)(*arrays()).scores
+
+
+def test_results_are_arrays():
+    def function(query, key, value):
+        return attention(query, key, value), np.arange(3), 2.0, np.float32(3)
+
+    assert all(isinstance(x, jax.Array) for x in fuse(function)(*arrays()))
+
+
+def test_messages_name_what_may_hide_attention():
+    with pytest.raises(NotFusible, match="`fuse` is for attention"):
+        fuse(lambda x: jnp.cumsum(jax.nn.softplus(x)))(jnp.ones((4, 4)))
+
+
+def test_derivatives_of_gradients_are_numbers():
+    """Scores that are computed again may be rounded otherwise: then none is the largest."""
+
+    def biased(query, key, value, bias):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) * 8**-0.5 + bias[None, None]
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+
+    draw = np.random.default_rng(0)
+    query, key, value, bias = (
+        jnp.asarray(draw.normal(size=x), jnp.float32) for x in ((2, 20, 2, 8), (2, 24, 2, 8), (2, 24, 2, 8), (20, 24))
+    )
+
+    def second(function):
+        def loss(x):
+            return jnp.sum(jnp.sin(function(x, key, value, bias)))
+
+        steep = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(loss)(x)))))
+        return steep.lower(query).compile({"xla_backend_optimization_level": 0})(query)
+
+    assert_alike([second(fuse(biased))], [second(biased)], 1e-4)
+
+
+def test_gated_results_of_grouped_heads_that_are_projected():
+    """What is multiplied by a matrix last is no weight of attention, and has other axes than groups of heads."""
+
+    def function(query, key, value, gate, projection):
+        batch, tokens = query.shape[:2]
+        found = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
+        return (found.reshape(batch, tokens, -1) * jax.nn.sigmoid(gate)) @ projection
+
+    query, gate = arrays(2, (2, 24, 4, 16))
+    projection = arrays(1, (64, 8))[0]
+    assert_fused(function, (query, *arrays(2), gate.reshape(2, 24, 64), projection))

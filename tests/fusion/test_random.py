@@ -1,0 +1,107 @@
+"""`fuse` on random attention functions: results and gradients are right, or the function is refused in words."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import NotFusible, fuse
+from tests import numpy_oracle
+from tests.fusion.fusion_random import Attention
+
+SEEDS = range(12)
+KERNEL_SEEDS = (0, 8, 9)
+TRACED_SEEDS = range(100, 120)
+FEWEST_FUSED = 0.75
+"""Of traced seeds: some functions are of kinds that docs/fusion.md rules out."""
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Functions are written as their authors do, who may leave casts and axes of size 1 to jax.numpy."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def operands(attention, dtype):
+    return {
+        name: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else x.dtype)
+        for name, x in attention.arrays.items()
+    }
+
+
+def with_gradients(function):
+    """A function of arrays: the result, and the gradient of each floating one with a random cotangent, by name."""
+
+    def both(given):
+        floats = {name: x for name, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        result, pull = jax.vjp(lambda floats: function(given | floats), floats)
+        cotangent = jnp.asarray(np.random.default_rng(1).normal(size=result.shape), result.dtype)
+        return {"result": result, **pull(cotangent)[0]}
+
+    return both
+
+
+# XLA repeats what several numbers of a fusion need: the bounds that lists of tiles are made from take it minutes.
+jit_unfused = functools.partial(jax.jit, compiler_options={"xla_disable_hlo_passes": "fusion"})
+
+
+def exact(attention, given):
+    """The function's results and gradients in float64."""
+    with jax.enable_x64(True):
+        wide = {
+            name: jnp.asarray(x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+            for name, x in given.items()
+        }
+        compute = with_gradients(lambda given: attention.guarded(given, is_exact=True))
+        return numpy_oracle.traced(compute, wide)(wide)
+
+
+def assert_right(attention, fused, given, jit=jax.jit):
+    """Errors are at most twice the function's own and as much as rounding of the largest number explains."""
+    found, expected = jit(with_gradients(fused))(given), exact(attention, given)
+    slack = max(2.0**-7 if x.dtype == jnp.bfloat16 else 1e-5 for x in given.values())
+    own = {}
+    for name, wanted in expected.items():
+        assert found[name].dtype == (jax.eval_shape(attention, given) if name == "result" else given[name]).dtype
+        error = np.abs(np.asarray(found[name], np.float64) - wanted).max()
+        if error > slack * np.abs(wanted).max():
+            # Gradients that are 0 but for rounding are judged beside the others.
+            own = own or jax.jit(with_gradients(attention.guarded))(given)
+            allowed = np.abs(np.asarray(own[name], np.float64) - wanted).max()
+            most = max(np.abs(x).max() for x in expected.values())
+            assert error <= 2 * allowed + slack * most, (name, attention.draws.made)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_results_and_gradients(seed):
+    attention = Attention(seed)
+    dtype = jnp.bfloat16 if seed % 4 == 3 else jnp.float32
+    try:
+        assert_right(attention, fuse(attention), operands(attention, dtype))
+    except NotFusible as refusal:
+        assert re.search(r"fusion_random\.py:\d+|no product with a softmax", str(refusal))
+
+
+@pytest.mark.parametrize("seed", KERNEL_SEEDS)
+def test_kernels(seed):
+    attention = Attention(seed, simplest=("size q", "size k", "size h", "size b", "size n", "size r"))
+    assert_right(attention, fuse(attention, implementation="triton"), operands(attention, jnp.float32), jit_unfused)
+
+
+def test_most_functions_fuse():
+    refused = {}
+    for seed in TRACED_SEEDS:
+        attention = Attention(seed)
+        given = operands(attention, jnp.float32)
+        written = jax.eval_shape(attention, given)
+        try:
+            fused = jax.eval_shape(fuse(attention), given)
+        except NotFusible as refusal:
+            refused[seed] = str(refusal)
+            continue
+        assert (fused.shape, fused.dtype) == (written.shape, written.dtype), attention.draws.made
+    assert len(refused) <= (1 - FEWEST_FUSED) * len(TRACED_SEEDS), refused

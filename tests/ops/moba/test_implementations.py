@@ -1,0 +1,442 @@
+"""Every implementation of MoBA's canonical call against computations by loops: routing, lists, output and gradients."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from blockdiag import block_diagonal_attention
+from blockdiag.ops.moba import xla as xla_moba
+from blockdiag.ops.moba.centroids import whole_centroids
+from blockdiag.ops.moba.tables import moba_tables
+from tests.ops.moba_support import INTERPRETED, MODULES, MoBACase, assert_accurate, exact_routing, load
+from tests.support import compiled_quickly
+
+ARRAY_IMPLEMENTATIONS = ("reference", "xla")
+
+CASES = {
+    "one sequence": MoBACase(lengths=(70,)),
+    "whole blocks, head dimension 72": MoBACase(lengths=(32, 32), slots=3, head_dim=72),
+    "grouped heads": MoBACase(lengths=(20, 20), query_heads=6, key_heads=2),
+    "one key head, scale": MoBACase(lengths=(50,), query_heads=4, key_heads=1, scale=0.7),
+    "own block only": MoBACase(lengths=(50,), slots=0),
+    "more slots than blocks": MoBACase(lengths=(50,), slots=6),
+    "one token": MoBACase(lengths=(1,)),
+    "larger blocks": MoBACase(lengths=(110,), block_size=48, slots=1),
+    "bfloat16": MoBACase(lengths=(70,), dtype="bfloat16", head_dim=64),
+    "float16, grouped": MoBACase(lengths=(70,), dtype="float16", query_heads=4),
+    "packed": MoBACase(lengths=(3, 0, 40, 1, 0, 33), padding=5, spare_blocks=3),
+    "packed, bfloat16": MoBACase(lengths=(0, 20, 50), padding=9, spare_blocks=1, dtype="bfloat16", query_heads=4),
+    "fewer queries than keys": MoBACase(lengths=(5, 20, 0, 1), key_lengths=(50, 37, 20, 40), padding=3),
+    "more queries than keys": MoBACase(lengths=(50, 7, 40), key_lengths=(20, 0, 33)),
+    "key mask": MoBACase(lengths=(70, 40), masked=0.4),
+    "all keys masked": MoBACase(lengths=(40,), masked=1.0),
+    "key mask, packed, bfloat16": MoBACase(
+        lengths=(10, 60, 0), key_lengths=(30, 60, 4), padding=4, spare_blocks=2, masked=0.3, dtype="bfloat16"
+    ),
+    "not causal": MoBACase(lengths=(50, 50), is_causal=False, slots=3),
+    "not causal, packed, masked": MoBACase(
+        lengths=(3, 0, 30, 8), key_lengths=(40, 5, 20, 0), padding=3, spare_blocks=2, is_causal=False, masked=0.3
+    ),
+    "edited own": MoBACase(lengths=(55,), slots=3, edits="own", query_heads=2, key_heads=1),
+    "edited, not causal": MoBACase(lengths=(60,), slots=3, edits="random", is_causal=False, dtype="bfloat16"),
+    "edited own, packed, masked": MoBACase(
+        lengths=(20, 0, 40), key_lengths=(33, 4, 40), padding=6, spare_blocks=1, edits="own", masked=0.4
+    ),
+    "no tokens": MoBACase(lengths=(0, 0)),
+    "no queries": MoBACase(lengths=(0,), key_lengths=(20,)),
+    "no keys": MoBACase(lengths=(20,), key_lengths=(0,)),
+    "padding only": MoBACase(lengths=(), padding=20),
+    "padding only, spare blocks": MoBACase(lengths=(), padding=20, spare_blocks=2),
+}
+
+
+# What the interpreter has time for: every branch of the kernels. Calls without queries or blocks never reach them.
+INTERPRETED_CASES = (
+    "more slots than blocks",
+    "grouped heads",
+    "own block only",
+    "larger blocks",
+    "float16, grouped",
+    "packed, bfloat16",
+    "fewer queries than keys",
+    "more queries than keys",
+    "key mask, packed, bfloat16",
+    "not causal, packed, masked",
+    "edited own, packed, masked",
+)
+
+
+def pairs_of(names) -> list[tuple[str, str]]:
+    """Implementations with the cases that each is tested on; one case's together, which share what is expected."""
+    return [
+        (implementation, name)
+        for name in names
+        for implementation in MODULES
+        if implementation not in INTERPRETED or name in INTERPRETED_CASES
+    ]
+
+
+@pytest.mark.parametrize(("implementation", "name"), pairs_of(CASES))
+def test_values(implementation, name):
+    case = CASES[name]
+    case.skip_unless_supported(implementation)
+    assert_accurate(case, case.results(implementation), case.operands())
+
+
+# What matters to routing and lists: neither head dimensions nor scales, nor edits, which replace the routing.
+ROUTED = [name for name in CASES if not name.startswith(("edited", "one key head"))]
+LISTED = [
+    "grouped heads",
+    "own block only",
+    "more slots than blocks",
+    "packed",
+    "edited own, packed, masked",
+    "no tokens",
+]
+LISTED += ["no keys", "padding only, spare blocks"]
+
+
+def tables_agree(case: MoBACase, *arguments: jax.Array) -> None:
+    """The tables of array code against those of a loop over tokens."""
+    make = compiled_quickly(functools.partial(moba_tables, case.problem, len(case.lengths)))
+    blocks, queries = (np.array(x) for x in make(*arguments))
+    assert blocks.dtype == queries.dtype == np.int32
+    blocks[blocks[:, 3] == 0, 2] = 0  # where no queries begin is unspecified
+    np.testing.assert_array_equal(blocks, case.tables[0])
+    np.testing.assert_array_equal(queries, case.tables[1])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lengths and case.problem.num_blocks])
+def test_tables_of_offsets(name):
+    case = CASES[name]
+    offsets = (np.cumsum([0, *x], dtype=np.int32) for x in (case.lengths, case.key_lengths or case.lengths))
+    tables_agree(case, *(jnp.asarray(x) for x in offsets))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("lengths", [(40, 40), (9, 40), (40, 9), (0, 20), (32, 32)])
+def test_tables_of_a_batch(lengths, is_causal):
+    tables_agree(MoBACase(lengths=lengths[:1] * 3, key_lengths=lengths[1:] * 3, is_causal=is_causal))
+
+
+def assert_routed(case: MoBACase, chosen: np.ndarray, operands) -> None:
+    """Each choice is allowed, in order, and as good as the best within rounding; and the best where that is clear."""
+    assert chosen.dtype == np.int32
+    expected, scores = exact_routing(case, operands)
+    np.testing.assert_array_equal(chosen >= 0, expected >= 0)
+    eps = 64 * float(jnp.finfo(jnp.float64 if case.dtype == "float64" else jnp.float32).eps)
+    for n, t in np.ndindex(chosen.shape[:2]):
+        row, best = (x[n, t][x[n, t] >= 0] for x in (chosen, expected))
+        allowed = eps * (1 + np.abs(scores[n, t][scores[n, t] > -np.inf]).max(initial=0.0))
+        assert len(set(row)) == len(row), "a block chosen twice"
+        # Sorted scores are 1-Lipschitz in their arguments: place by place the choice is as good as the best.
+        assert (scores[n, t, row] >= scores[n, t, best] - allowed).all()
+        candidates = np.sort(scores[n, t][scores[n, t] > -np.inf])
+        if (np.diff(candidates) > 2 * allowed).all():
+            np.testing.assert_array_equal(row, best)
+
+
+@pytest.mark.parametrize(("implementation", "name"), pairs_of(ROUTED))
+def test_routing(implementation, name):
+    case = CASES[name]
+    case.skip_unless_supported(implementation)
+    assert_routed(case, case.route(implementation), case.operands())
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("implementation", MODULES)
+def test_later_of_equal_blocks_comes_first(implementation, is_causal):
+    """Small whole numbers have no rounding, so that equal scores are equal, and -0 is 0."""
+    case = MoBACase(lengths=(90,), is_causal=is_causal, slots=3, head_dim=16)
+    case.skip_unless_supported(implementation)
+    query, key, *_ = case.operands()
+    query = jnp.sign(query).at[::3].set(0).at[1::6].set(-0.0)
+    # Every second block is the same.
+    key = jnp.where((jnp.arange(90) // 16 % 2 == 0)[:, None, None], 1.0, -1.0) * jnp.ones_like(key)
+    chosen = case.route(implementation, (query, key))
+    np.testing.assert_array_equal(chosen, exact_routing(case, (query, key))[0])
+    np.testing.assert_array_equal(chosen[0, 60], [2, 1, 0] if is_causal else [5, 4, 3])
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_routing_of_a_block_with_nan_scores_never_chooses_it(implementation, value):
+    """There are slots for every past block; that of key 20, whose scores are sums of both infinities, stays out."""
+    case = MoBACase(lengths=(70, 20), slots=5)
+    case.skip_unless_supported(implementation)
+    query, key, *_ = case.operands()
+    clean = case.route(implementation, (query, key))
+    chosen = case.route(implementation, (query, key.at[20].set(value)))
+    bad = 20 // case.block_size
+    assert (clean == bad).any()
+    np.testing.assert_array_equal(np.sort(chosen, axis=-1), np.sort(np.where(clean == bad, -1, clean), axis=-1))
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_parts_of_mean_keys_add_up_to_float32(implementation, dtype):
+    """A block whose keys are all masked has NaN."""
+    case = MoBACase(lengths=(70, 20), dtype=dtype, masked=0.3)
+    case.skip_unless_supported(implementation)
+    _, key, *_ = case.operands()
+    _, blocks, *_ = case.arguments()
+    key_mask = np.array(case.key_mask)
+    start, length = map(int, blocks[1, :2])
+    key_mask[start : start + length] = False
+    options = {"interpret": implementation in INTERPRETED}
+    find = functools.partial(load(implementation).centroids, case.problem, **options)
+    found = compiled_quickly(find)(key, jnp.asarray(key_mask), blocks)
+    assert found.dtype == dtype
+    assert found.shape == (
+        case.problem.num_blocks,
+        case.problem.key_heads,
+        1 if dtype == "float32" else 3,
+        key.shape[-1],
+    )
+    means = np.asarray(whole_centroids(case.problem, found))
+    assert np.isnan(means[1]).all()
+    for block, (start, length, *_) in enumerate(np.asarray(blocks)):
+        rows = np.arange(start, start + length)
+        rows = rows[key_mask[rows]]
+        if len(rows):
+            exact = np.asarray(key, np.float64)[rows].mean(axis=0)
+            np.testing.assert_allclose(means[block], exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+def test_routing_of_a_query_with_nan_chooses_nothing(implementation):
+    case = MoBACase(lengths=(70, 20), slots=5)
+    case.skip_unless_supported(implementation)
+    query, key, *_ = case.operands()
+    clean = np.array(case.route(implementation, (query, key)))
+    chosen = case.route(implementation, (query.at[60, 1, 2].set(np.nan), key))
+    assert (clean[1, 60] >= 0).any() and (chosen[1, 60] == -1).all()
+    clean[1, 60] = -1
+    np.testing.assert_array_equal(chosen, clean)
+
+
+@pytest.mark.parametrize(("implementation", "name"), pairs_of(LISTED))
+def test_lists(implementation, name):
+    case = CASES[name]
+    case.skip_unless_supported(implementation)
+    lists = case.make_lists(implementation)
+    assert all(x.dtype == np.int32 and x.shape == y.shape for x, y in zip(lists, case.lists, strict=True))
+    np.testing.assert_array_equal(lists.counts, case.lists.counts)
+    np.testing.assert_array_equal(lists.degrees, case.lists.degrees)
+    for n, block in np.ndindex(lists.counts.shape):
+        actual, expected = (
+            x.entries[n, x.offsets[n, block] : x.offsets[n, block] + x.counts[n, block]] for x in (lists, case.lists)
+        )
+        np.testing.assert_array_equal(actual, expected)
+
+
+@st.composite
+def cases(draw, longest: int) -> MoBACase:
+    """Any call: sequences up to `longest` tokens, empty and one-token ones included."""
+    block_size = draw(st.sampled_from([16, 32]))
+    length = st.one_of(st.sampled_from([0, 1, block_size]), st.integers(0, longest))
+    lengths = tuple(draw(st.lists(length, max_size=3)))
+    same = draw(st.booleans())
+    key_heads = draw(st.integers(1, 2))
+    is_causal = draw(st.booleans())
+    return MoBACase(
+        lengths=lengths,
+        key_lengths=None if same else tuple(draw(length) for _ in lengths),
+        padding=draw(st.sampled_from([0, 7])),
+        query_heads=key_heads * draw(st.integers(1, 3)),
+        key_heads=key_heads,
+        head_dim=draw(st.sampled_from([8, 16, 24])),
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        block_size=block_size,
+        slots=draw(st.integers(0 if is_causal else 1, 4)),
+        is_causal=is_causal,
+        masked=draw(st.sampled_from([None, 0.3])),
+        edits=draw(st.sampled_from(["none", "random", "own"] if is_causal else ["none", "random"])),
+        spare_blocks=draw(st.integers(0, 3)),
+    )
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(data=st.data())
+def test_drawn_cases(implementation, data):
+    case = data.draw(cases(longest=60))
+    module = load(implementation)
+    hypothesis.assume((module.available() or module.supports(case.problem)) is None)
+    assert_routed(case, case.route(implementation), case.operands())
+    assert_accurate(case, case.results(implementation), case.operands())
+
+
+@pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["grouped heads", "edited own, packed, masked", "no keys"])
+def test_double_precision(implementation, name):
+    case = dataclasses.replace(CASES[name], dtype="float64")
+    with jax.enable_x64(True):
+        assert_routed(case, case.route(implementation), case.operands())
+        assert_accurate(case, case.results(implementation), case.operands())
+
+
+@pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["packed, bfloat16", "key mask, packed, bfloat16"])
+def test_values_with_x64_enabled(implementation, name):
+    case = CASES[name]
+    with jax.enable_x64(True):
+        assert_routed(case, case.route(implementation), case.operands())
+        assert all(x.dtype == np.int32 for x in case.make_lists(implementation))
+        assert_accurate(case, case.results(implementation), case.operands())
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+@pytest.mark.parametrize(
+    "name",
+    ["packed", "fewer queries than keys", "key mask, packed, bfloat16", "not causal, packed, masked", "edited own"],
+)
+def test_poison_stays_in_its_sequence(implementation, name):
+    """NaN or infinity in one sequence, in padding and in masked keys changes no bit of any other sequence."""
+    case = CASES[name]
+    case.skip_unless_supported(implementation)
+    problem = case.problem
+    is_bad_query, is_bad_key = np.zeros(problem.query_tokens, bool), np.zeros(problem.key_tokens, bool)
+    query_row, length, key_row, key_length = max(case.sequences, key=lambda sequence: sequence[1])
+    if len(case.sequences) > 1:
+        is_bad_query[query_row : query_row + length] = True
+        is_bad_key[key_row : key_row + key_length] = True
+    is_bad_query[sum(case.lengths) :] = True
+    is_bad_key[sum(case.key_lengths or case.lengths) :] = True
+    is_masked = np.zeros_like(is_bad_key) if case.key_mask is None else ~case.key_mask
+    hides = is_bad_key | is_masked
+
+    clean, compute = case.operands(), case.compute(implementation)
+    clean_routing, before = case.route(implementation, clean), compute(*clean, case.arguments())
+    where = (is_bad_query, hides, hides, is_bad_query, is_bad_query)
+    num_queries, num_keys = sum(case.lengths), sum(case.key_lengths or case.lengths)
+    for poison in (np.nan, np.inf):
+        dirty = tuple(
+            jnp.asarray(np.where(bad.reshape(-1, *[1] * (x.ndim - 1)), np.asarray(poison, x.dtype), x))
+            for x, bad in zip(clean, where, strict=True)
+        )
+        routing = case.route(implementation, dirty)
+        np.testing.assert_array_equal(clean_routing[:, ~is_bad_query], routing[:, ~is_bad_query])
+
+        after = compute(*dirty, case.arguments())
+        keep = (~is_bad_query, ~is_bad_query, ~is_bad_query, ~is_bad_key, ~is_bad_key)
+        for x, y, rows in zip(before, after, keep, strict=True):
+            np.testing.assert_array_equal(np.asarray(x)[rows], np.asarray(y)[rows])
+        output, log_sum, *gradients = map(np.asarray, after)
+        assert not output[num_queries:].any(), "padding rows must be 0 whatever they hold"
+        assert (log_sum[num_queries:] == -np.inf).all()
+        hidden_rows = (np.arange(problem.query_tokens) >= num_queries, is_masked, is_masked)
+        for x, hidden in zip(gradients, hidden_rows, strict=True):
+            assert not x[hidden].any(), "gradients of padding and of masked keys are 0"
+        assert not any(x[num_keys:].any() for x in gradients[1:])
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+@pytest.mark.parametrize("name", ["grouped heads", "edited own, packed, masked"])
+def test_repeated_calls_agree_bitwise(implementation, name):
+    case = CASES[name]
+    case.skip_unless_supported(implementation)
+    compute, operands, arguments = case.compute(implementation), case.operands(), case.arguments()
+    for first, second in zip(compute(*operands, arguments), compute(*operands, arguments), strict=True):
+        np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(case.route(implementation), case.route(implementation))
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+def test_slots_for_every_block_are_dense_causal_attention(implementation):
+    case = MoBACase(lengths=(70,), slots=4, query_heads=4)
+    case.skip_unless_supported(implementation)
+    query, key, value, *_ = case.operands()
+    expected = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    np.testing.assert_allclose(case.results(implementation)[0], expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", MODULES)
+def test_no_slots_are_block_diagonal_attention(implementation):
+    case = MoBACase(lengths=(70,), slots=0, query_heads=4)
+    case.skip_unless_supported(implementation)
+    query, key, value, *_ = case.operands()
+    expected = block_diagonal_attention(query, key, value, block_size=16, is_causal=True, implementation="xla")
+    np.testing.assert_allclose(case.results(implementation)[0], expected, rtol=2e-5, atol=2e-5)
+
+
+def test_second_derivatives_agree():
+    """The gradients are functions of query, key and value that can be differentiated once more."""
+    case = dataclasses.replace(CASES["edited own, packed, masked"], query_heads=4)
+    *operands, cotangent, log_sum_cotangent = case.operands()
+    directions = case.operands(seed=1)[:3]
+
+    def gradients(implementation, *operands):
+        module, problem, arguments = load(implementation), case.problem, case.arguments()
+        output, log_sum = module.forward(problem, *operands, *arguments)
+        cotangents = cotangent, log_sum_cotangent
+        return module.backward(problem, *operands, *arguments, output, log_sum, *cotangents)
+
+    def second(implementation):
+        _, pull_back = jax.vjp(functools.partial(gradients, implementation), *operands)
+        return pull_back(tuple(directions))
+
+    results = (compiled_quickly(functools.partial(second, name))() for name in ARRAY_IMPLEMENTATIONS)
+    for expected, actual in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ARRAY_IMPLEMENTATIONS)
+def test_manual_axes_of_a_mesh(implementation):
+    """Loops start from arrays that vary over a mesh as their operands do."""
+    case, module = MoBACase(lengths=(40,), query_heads=4), load(implementation)
+    key_mask, blocks, queries, *_ = case.arguments()
+    mesh = jax.make_mesh((2,), ("rows",))
+    rows = NamedSharding(mesh, PartitionSpec("rows"))
+    operands = [jax.device_put(jnp.stack([x, x]), rows) for x in case.operands()]
+
+    def compute(*operands):
+        query, key, value, *cotangents = (x[0] for x in operands)
+        chosen = module.route(case.problem, query, key, key_mask, blocks, queries)
+        arguments = key_mask, blocks, queries, module.make_lists(case.problem, chosen), None
+        output, log_sum = module.forward(case.problem, query, key, value, *arguments)
+        gradients = module.backward(case.problem, query, key, value, *arguments, output, log_sum, *cotangents)
+        return tuple(x[None] for x in (output, log_sum, *gradients))
+
+    spec = PartitionSpec("rows")
+    results = compiled_quickly(jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec))(*operands)
+    for row in range(2):
+        assert_accurate(case, [jnp.asarray(np.asarray(x)[row]) for x in results], case.operands())
+
+
+def test_routing_in_several_chunks(monkeypatch):
+    case = CASES["fewer queries than keys"]
+    scores_of_a_query = case.problem.query_heads * case.problem.num_blocks
+    monkeypatch.setattr(xla_moba, "_ROUTING_SCORES", 8 * scores_of_a_query)
+    assert case.problem.query_tokens % 8 != 0
+    query, key, *_ = case.operands()
+    key_mask, blocks, queries, *_ = case.arguments()
+    # Compiled here: other tests' program of this problem has one chunk.
+    route = compiled_quickly(functools.partial(xla_moba.route, case.problem))
+    assert_routed(case, np.asarray(route(query, key, key_mask, blocks, queries)), case.operands())
+
+
+def test_xla_never_makes_scores_of_all_pairs():
+    """Temporary memory of a call of 8,192 tokens, which is only compiled, is a fraction of one score per pair."""
+    tokens, case = 8192, MoBACase(lengths=(8192,), query_heads=1, key_heads=1, slots=3, block_size=64)
+    problem = case.problem
+
+    def compute(query, key, value, cotangent, log_sum_cotangent, blocks, queries):
+        chosen = xla_moba.route(problem, query, key, None, blocks, queries)
+        arguments = None, blocks, queries, xla_moba.make_lists(problem, chosen), None
+        output, log_sum = xla_moba.forward(problem, query, key, value, *arguments)
+        cotangents = cotangent, log_sum_cotangent
+        return xla_moba.backward(problem, query, key, value, *arguments, output, log_sum, *cotangents)
+
+    rows = jax.ShapeDtypeStruct((tokens, 1, case.head_dim), jnp.float32)
+    per_query = jax.ShapeDtypeStruct((tokens, 1), jnp.float32)
+    tables = (jax.ShapeDtypeStruct((n, 4), jnp.int32) for n in (problem.num_blocks, tokens))
+    compiled = jax.jit(compute).lower(rows, rows, rows, rows, per_query, *tables).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * tokens * tokens / 16

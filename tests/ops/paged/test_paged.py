@@ -1,0 +1,501 @@
+"""Paged attention as users call it: forms of caches, queries and scales, mistakes, and merged states."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blockdiag import merge_attention_states, paged_attention
+from blockdiag.common.dispatch import capabilities, resolve
+from blockdiag.ops.paged.checks import describe_paged_call
+from blockdiag.ops.paged.splits import choose_splits
+from tests.ops.block_diagonal.test_transformations import assert_close, random_arrays
+from tests.ops.paged_support import PagedCase, assert_accurate, simple_arguments
+from tests.support import compiled_quickly
+
+attend = functools.partial(paged_attention, return_residual=True)
+
+CASES = {
+    "paged": PagedCase(kv_lengths=(0, 1, 40), page_size=3, query_tokens=2, query_heads=4, key_heads=2),
+    "contiguous": PagedCase(kv_lengths=(0, 1, 40), page_size=None, value_dim=24),
+    "everything": PagedCase(
+        kv_lengths=(2, 0, 40), query_lengths=(3, 1, 2), query_tokens=3, query_heads=4, key_heads=2, window=(9, None),
+        soft_cap=5.0, sinks=True, score_scale=True, key_scale="token", value_scale="token", dtype="bfloat16",
+        cache_dtype="float8_e4m3fn", scale=0.3,
+    ),
+    "not causal": PagedCase(kv_lengths=(2, 40), query_tokens=3, is_causal=False, window=(20, 1)),
+    "e5m2 queries": PagedCase(kv_lengths=(1, 40), dtype="float8_e5m2", score_scale=True, value_scale="head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "triton"])
+@pytest.mark.parametrize("name", CASES)
+def test_values(name, implementation):
+    arguments = CASES[name].arguments()
+    arrays = {key: x for key, x in arguments.items() if isinstance(x, jax.Array)}
+    options = {key: x for key, x in arguments.items() if key not in arrays}
+    function = compiled_quickly(functools.partial(attend, implementation=implementation, **options))
+    assert_accurate(CASES[name], function(**arrays))
+
+
+def test_values_outside_jit_and_the_residual_on_request_only():
+    case = CASES["paged"]
+    output = paged_attention(**case.arguments())
+    assert isinstance(output, jax.Array)
+    assert_accurate(case, attend(**case.arguments()))
+
+
+def test_numpy_arrays_and_lists_of_options():
+    case = CASES["paged"]
+    arguments = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in case.arguments().items()}
+    assert_close(attend(**arguments, implementation=["triton", "xla"]), attend(**case.arguments()))
+
+
+# --- scales, windows, splits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["key_scale", "value_scale", "query_scale"])
+def test_every_form_of_a_scale_is_the_same_factor(name):
+    arguments, factor = simple_arguments(dtype=jnp.bfloat16), 1.5
+    scaled = {"key_scale": "key_pages", "value_scale": "value_pages", "query_scale": "query"}[name]
+    expected = attend(**(arguments | {scaled: arguments[scaled] * jnp.asarray(factor, jnp.bfloat16)}))
+    forms = [factor, jnp.asarray(factor), jnp.full((2, 2), factor)]
+    forms += [] if name == "query_scale" else [jnp.full((7, 4, 2), factor)]
+    for form in forms:
+        output, log_sum = attend(**arguments, **{name: form})
+        np.testing.assert_allclose(log_sum, expected[1], rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(output.astype(jnp.float32), expected[0].astype(jnp.float32), rtol=2e-2, atol=2e-2)
+
+
+def test_scales_of_queries_and_keys_multiply():
+    arguments = simple_arguments()
+    query_scale, key_scale = jnp.asarray([[1.0, 2.0], [0.5, 3.0]]), jnp.asarray([[2.0, 0.5], [1.5, 1.0]])
+    actual = attend(**arguments, query_scale=query_scale, key_scale=key_scale)
+    assert_close(actual, attend(**arguments, query_scale=query_scale * key_scale))
+    assert_close(
+        attend(**arguments, query_scale=query_scale, key_scale=jnp.full((7, 4, 2), 0.5)),
+        attend(**arguments, query_scale=query_scale * 0.5),
+    )
+
+
+def describe(arguments, **options):
+    """The problem of a call."""
+    defaults = dict.fromkeys(
+        ("query_lengths", "query_offsets", "max_query_length", "scale", "local_window_size", "logits_soft_cap", "sinks",
+         "key_scale", "value_scale", "query_scale", "num_splits", "split_size")
+    )  # fmt: skip
+    return describe_paged_call(**(defaults | {"is_causal": True} | arguments | options))
+
+
+def test_windows_that_cut_nothing_off_are_none():
+    """One program for each meaning: a window as long as the cache is no window."""
+    windows = {
+        (True, 3): (True, (3, None)),
+        (True, (3, 0)): (True, (3, None)),
+        (True, (None, 5)): (True, (None, None)),
+        (True, 12): (True, (None, None)),
+        (True, 2**40): (True, (None, None)),
+        (False, 3): (False, (3, 3)),
+        (False, (3, 0)): (True, (3, None)),
+        (False, (12, 12)): (False, (None, 12)),
+        (False, (12, 13)): (False, (None, None)),
+        (False, None): (False, (None, None)),
+    }
+    for (is_causal, window), expected in windows.items():
+        problem = describe(simple_arguments(), is_causal=is_causal, local_window_size=window)
+        assert (problem.is_causal, problem.window) == expected
+
+
+def test_splits_follow_from_shapes():
+    arguments = simple_arguments()
+    assert describe(arguments).num_splits == 1
+    # Of 12 keys there is one tile only.
+    assert describe(arguments, num_splits=9).num_splits == 1
+    assert describe(arguments, split_size=64).num_splits == 1
+    longer = arguments | {"page_table": jnp.zeros((2, 250), jnp.int32)}  # 1,000 keys
+    shapes = dict(batch=2, query_tokens=1, group_size=2, key_heads=2, max_keys=1000)
+    assert describe(longer).num_splits == choose_splits(**shapes) > 1
+    assert describe(longer, num_splits=9).num_splits == 9
+    assert describe(longer, num_splits=256).num_splits == 16
+    assert describe(longer, split_size=192).num_splits == 6
+
+
+def test_chosen_splits():
+    """Enough to occupy a GPU, no more than there are keys for, and none where sequences occupy it by themselves."""
+    shapes = dict(query_tokens=1, group_size=4, key_heads=8)
+    for batch in (1, 3, 16, 32, 1000):
+        for max_keys in (0, 1, 64, 1000, 8192, 131072):
+            splits = choose_splits(**shapes, batch=batch, max_keys=max_keys)
+            assert 1 <= splits <= max(1, min(128, -(-max_keys // 64)))
+            assert batch < 1000 or splits <= 2
+            assert max_keys < 131072 or splits * batch * 8 >= 132
+
+
+def test_num_splits_and_split_size_change_nothing_but_rounding():
+    arguments = simple_arguments() | {
+        "page_table": jnp.asarray(np.random.default_rng(0).integers(0, 7, (2, 50)), jnp.int32)
+    }
+    arguments["kv_lengths"] = jnp.asarray([200, 77], jnp.int32)
+    expected = attend(**arguments)
+    for options in (dict(num_splits=3), dict(split_size=64), dict(num_splits=3, implementation="triton")):
+        assert_close(attend(**arguments, **options), expected)
+
+
+def test_calls_depend_on_shapes_alone():
+    """Other lengths and page numbers compile nothing."""
+    from blockdiag.ops.paged.api import _attention
+
+    attend(**simple_arguments(seed=3))
+    before = _attention._cache_size()
+    attend(**simple_arguments(seed=4))
+    assert _attention._cache_size() == before
+
+
+# --- packed queries -----------------------------------------------------------------------------------------------
+
+
+def padded_to_packed(case: PagedCase) -> tuple[dict, np.ndarray]:
+    """The same call with packed queries and two more rows, and which rows of the padded query those are."""
+    arguments = case.arguments()
+    lengths = arguments.pop("query_lengths")
+    offsets = np.cumsum([0, *lengths], dtype=np.int32)
+    is_row = np.arange(case.query_tokens)[None, :] < np.asarray(lengths)[:, None]
+    rows = arguments["query"][is_row]
+    arguments["query"] = jnp.concatenate([rows, jnp.full((2, *rows.shape[1:]), jnp.nan, rows.dtype)])
+    return arguments | {"query_offsets": jnp.asarray(offsets)}, is_row
+
+
+@pytest.mark.parametrize("max_query_length", [None, 3])
+def test_packed_queries(max_query_length):
+    case = dataclasses.replace(CASES["everything"], kv_lengths=(2, 0, 40, 30), query_lengths=(3, 0, 2, 1))
+    expected = attend(**case.arguments())
+    packed, is_row = padded_to_packed(case)
+    actual = attend(**packed, max_query_length=max_query_length)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a[:-2], np.asarray(e)[is_row])
+    assert not np.asarray(actual[0][-2:]).any() and (np.asarray(actual[1][-2:]) == -np.inf).all()
+
+
+def test_packed_queries_beyond_the_longest_are_nan_where_offsets_are_traced():
+    arguments = simple_arguments(batch=3)
+    query = arguments.pop("query")
+    rows = jnp.concatenate([query[:, 0]] * 2)
+    call = compiled_quickly(functools.partial(attend, max_query_length=2, **arguments))
+    offsets = jnp.asarray([0, 1, 4, 6], jnp.int32)
+    output, log_sum = call(rows, query_offsets=offsets)
+    is_bad = np.asarray([False, True, True, True, False, False])
+    assert np.isnan(output[is_bad]).all() and np.isnan(log_sum[is_bad]).all()
+    assert np.isfinite(output[~is_bad]).all()
+    # Clipped, and one below its predecessor is equal to it.
+    wild, tame = jnp.asarray([-3, 2, 1, 99], jnp.int32), jnp.asarray([0, 2, 2, 6], jnp.int32)
+    np.testing.assert_array_equal(call(rows, query_offsets=wild)[0], call(rows, query_offsets=tame)[0])
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "pages", "columns", "rows"),
+    [
+        (0, 1, 7, 3, None),
+        (2, 0, 7, 3, None),
+        (2, 1, 0, 3, None),
+        (2, 1, 7, 0, None),
+        (2, None, 7, 3, 0),
+        (0, None, 7, 3, 4),
+    ],
+)
+def test_empty_calls(batch, tokens, pages, columns, rows, implementation):
+    """Without sequences, queries, pages, columns of the table, or packed rows."""
+    shape = (batch, tokens, 4, 8) if rows is None else (rows, 4, 8)
+    packing = {} if rows is None else {"query_offsets": jnp.zeros(batch + 1, jnp.int32)}
+    pools = jnp.ones((pages, 4, 2, 8)), jnp.ones((pages, 4, 2, 24))
+    table, lengths = jnp.zeros((batch, columns), jnp.int32), jnp.zeros(batch, jnp.int32)
+    options = dict(value_scale=jnp.ones((pages, 4, 2)), implementation=implementation)
+    output, log_sum = attend(jnp.ones(shape), *pools, table, lengths, **options, **packing)
+    assert output.shape == (*shape[:-1], 24) and log_sum.shape == shape[:-1]
+    assert not output.any() and (log_sum == -jnp.inf).all()
+
+
+def test_an_empty_contiguous_cache():
+    output, log_sum = attend(
+        jnp.ones((2, 1, 4, 8)), jnp.ones((2, 0, 2, 8)), jnp.ones((2, 0, 2, 8)), None, jnp.zeros(2, jnp.int32)
+    )
+    assert not output.any() and (log_sum == -jnp.inf).all()
+
+
+def test_wild_pages_and_lengths_are_safe_where_traced():
+    arguments = simple_arguments()
+    call = compiled_quickly(attend)
+    wild = arguments | dict(
+        page_table=jnp.asarray([[-9, 2**31 - 1, 7], [1, 2, 3]], jnp.int32), kv_lengths=jnp.asarray([99, -3], jnp.int32)
+    )
+    tame = arguments | dict(
+        page_table=jnp.asarray([[0, 6, 6], [1, 2, 3]], jnp.int32), kv_lengths=jnp.asarray([12, 0], jnp.int32)
+    )
+    assert_close(call(**wild), call(**tame), 0)
+
+
+# --- who computes it ----------------------------------------------------------------------------------------------
+
+
+def test_implementations_are_those_of_paged_attention():
+    problem = describe(simple_arguments())
+    assert set(capabilities(problem)) == {"reference", "xla", "triton"}
+    assert resolve(problem, None).elsewhere.name == "xla"
+    double = dataclasses.replace(problem, query_dtype="float64", key_dtype="float64", value_dtype="float64")
+    assert resolve(double, None).cuda.name == "xla"
+    assert resolve(dataclasses.replace(double, batch=0), ("triton",)).elsewhere.name == "reference"
+
+
+def test_an_implementation_that_cannot_says_why():
+    arguments = simple_arguments()
+    arguments |= {name: arguments[name][..., :7] for name in ("query", "key_pages")}
+    with pytest.raises(NotImplementedError, match="implementation='triton' cannot compute this call"):
+        paged_attention(**arguments, implementation="triton")
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def zeros(*shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def integers(*values: int) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+GOOD = dict(
+    query=zeros(2, 3, 4, 8), key_pages=zeros(5, 16, 2, 8), value_pages=zeros(5, 16, 2, 24),
+    page_table=zeros(2, 3, dtype=jnp.int32), kv_lengths=integers(0, 48),
+)  # fmt: skip
+PACKED = dict(query=zeros(80, 4, 8), query_offsets=integers(0, 3, 60))
+MISTAKES = {
+    "rank 2": (dict(query=zeros(4, 8)), r"`query` must have shape \[B, T, N, H\], or .* got \(4, 8\); reshape"),
+    "no heads": (dict(query=zeros(2, 3, 0, 8)), "`query` must have at least one head"),
+    "rank 3 without offsets": (
+        dict(query=zeros(2, 4, 8)),
+        r"`query` of shape \(2, 4, 8\) needs `query_offsets`, .*None",
+    ),
+    "key head dimension": (
+        dict(key_pages=zeros(5, 16, 2, 16)),
+        r"`key_pages` must have shape \[P, page_size, K, 8\] .* got \(5, 16, 2, 16\); a contiguous",
+    ),
+    "key rank": (dict(key_pages=zeros(80, 2, 8)), r"`key_pages` must have shape .* got \(80, 2, 8\)"),
+    "value pages": (
+        dict(value_pages=zeros(5, 8, 2, 8)),
+        r"`value_pages` must have shape \(5, 16, 2, V\) .* got \(5, 8, 2, 8\); one page number",
+    ),
+    "no value elements": (dict(value_pages=zeros(5, 16, 2, 0)), r"`value_pages` must have shape \(5, 16, 2, V\)"),
+    "heads do not divide": (dict(query=zeros(2, 3, 3, 8)), "must be a multiple .* got 3 and 2"),
+    "no page tokens": (
+        dict(key_pages=zeros(5, 0, 2, 8), value_pages=zeros(5, 0, 2, 8), kv_lengths=integers(0, 0)),
+        "`key_pages` must have pages of at least one token",
+    ),
+    "query of integers": (
+        dict(query=zeros(2, 3, 4, 8, dtype=jnp.int32)),
+        "`query` must have one of the dtypes .* int32",
+    ),
+    "other cache dtype": (
+        dict(key_pages=zeros(5, 16, 2, 8, dtype=jnp.bfloat16)),
+        r"`key_pages` must have one of the dtypes \['float32', 'float8_e4m3fn', 'float8_e5m2'\] .* got bfloat16; cast",
+    ),
+    "wide cache of eight-bit queries": (
+        dict(query=zeros(2, 3, 4, 8, dtype=jnp.float8_e5m2), key_pages=zeros(5, 16, 2, 8, dtype=jnp.float8_e5m2)),
+        r"`value_pages` must have one of the dtypes \['float8_e4m3fn', 'float8_e5m2'\] .* got float32",
+    ),
+    "lengths of int64": (
+        dict(kv_lengths=np.asarray([0, 4])),
+        "`kv_lengths` must be an int32 array, got int64; convert",
+    ),
+    "lengths of a list": (dict(kv_lengths=[0, 4]), "`kv_lengths` must be an int32 array, got <class 'list'>"),
+    "too many lengths": (dict(kv_lengths=integers(0, 1, 2)), r"`kv_lengths` must have shape \(2,\), .* got \(3,\)"),
+    "length beyond": (
+        dict(kv_lengths=integers(3, 49)),
+        r"`kv_lengths` must lie in \[0, 48\], the 48 keys that `page_table` has room for, got 49",
+    ),
+    "negative length": (dict(kv_lengths=integers(-1, 99)), "`kv_lengths` must lie in .* got -1; a sequence without"),
+    "table of other sequences": (
+        dict(page_table=zeros(3, 3, dtype=jnp.int32)),
+        r"`page_table` must have shape \(2, max_pages\), .* got \(3, 3\)",
+    ),
+    "table of one row": (dict(page_table=integers(0, 1)), r"`page_table` must have rank 2, got shape \(2,\)"),
+    "page beyond": (
+        dict(page_table=jnp.asarray([[9, 9, 9], [1, 5, 9]], jnp.int32), kv_lengths=integers(0, 17)),
+        r"`page_table` must hold page numbers in \[0, 5\) .* got 5 at \[1, 1\]; entries beyond",
+    ),
+    "negative page": (
+        dict(page_table=jnp.asarray([[0, -1, 0], [0, 0, 0]], jnp.int32), kv_lengths=integers(17, 17)),
+        r"`page_table` must hold .* got -1 at \[0, 1\]",
+    ),
+    "contiguous, other sequences": (
+        dict(page_table=None),
+        r"`key_pages` without a `page_table` must have shape \[B, S, K, H\] .* 2 sequences .* got \(5, 16, 2, 8\)",
+    ),
+    "contiguous, length beyond": (
+        dict(page_table=None, key_pages=zeros(2, 9, 2, 8), value_pages=zeros(2, 9, 2, 8), kv_lengths=integers(1, 10)),
+        r"`kv_lengths` must lie in \[0, 9\], the 9 keys that `key_pages` has room for, got 10",
+    ),
+    "query length beyond": (
+        dict(query_lengths=integers(1, 4)),
+        r"`query_lengths` must lie in \[0, 3\], the 3 queries .* got 4",
+    ),
+    "too few query lengths": (
+        dict(query_lengths=integers(1)),
+        r"`query_lengths` must have shape \(2,\), .* got \(1,\)",
+    ),
+    "packed, a batch": (
+        dict(query_offsets=integers(0, 1, 2)),
+        r"`query_offsets` describes packed .* \(2, 3, 4, 8\); pass",
+    ),
+    "packed, lengths too": (
+        PACKED | dict(query_lengths=integers(3, 57)),
+        "`query_lengths` and `query_offsets` exclude",
+    ),
+    "packed, other sequences": (
+        PACKED | dict(query_offsets=integers(0, 60)),
+        r"`kv_lengths` must have shape \(1,\), .* got \(2,\)",
+    ),
+    "packed, decreasing": (
+        PACKED | dict(query_offsets=integers(0, 9, 3)),
+        "`query_offsets` must not decrease, got 9 then 3",
+    ),
+    "packed, beyond": (
+        PACKED | dict(query_offsets=integers(0, 9, 81)),
+        "`query_offsets` must end within the 80 .* got 81",
+    ),
+    "packed, too long": (
+        PACKED | dict(query_offsets=integers(0, 3, 70)),
+        "`query_offsets` describes a sequence of 67 queries, more than max_query_length=64; pass max_query_length=67",
+    ),
+    "longest without offsets": (dict(max_query_length=3), "`max_query_length` is for packed queries, .* got 3"),
+    "longest of a float": (PACKED | dict(max_query_length=60.0), r"`max_query_length` must be an integer .* got 60\.0"),
+    "negative scale": (dict(scale=-1.0), r"`scale` must be a positive number, .* got -1\.0"),
+    "causal text": (dict(is_causal="yes"), "`is_causal` must be True or False, .* got 'yes'"),
+    "negative window": (dict(local_window_size=-1), "`local_window_size` must be an integer from 0, .* got -1"),
+    "window of three": (dict(local_window_size=(1, 2, 3)), r"`local_window_size` .* got \(1, 2, 3\)"),
+    "window of a float": (dict(local_window_size=(None, 2.0)), r"`local_window_size` .* got \(None, 2\.0\)"),
+    "window True": (dict(local_window_size=True), "`local_window_size` .* got True"),
+    "soft cap 0": (dict(logits_soft_cap=0.0), r"`logits_soft_cap` must be a positive number, .* got 0\.0; pass None"),
+    "sinks of key heads": (dict(sinks=zeros(2)), r"`sinks` must have shape \(4,\), .* got \(2,\)"),
+    "sinks of integers": (dict(sinks=integers(1, 2, 3, 4)), "`sinks` must be an array of floats, got int32"),
+    "sinks of a list": (dict(sinks=[0.0] * 4), "`sinks` must be an array of floats, got <class 'list'>"),
+    "key scale of query heads": (
+        dict(key_scale=zeros(2, 4)),
+        r"`key_scale` must have shape \(\), \(2, 2\), .* or \(5, 16, 2\), one for each token .* got \(2, 4\)",
+    ),
+    "value scale of bfloat16": (
+        dict(value_scale=zeros(2, 2, dtype=jnp.bfloat16)),
+        "`value_scale` must be a number or a float32 array, got bfloat16; convert",
+    ),
+    "value scale True": (
+        dict(value_scale=True),
+        "`value_scale` must be a number or a float32 array, got <class 'bool'>",
+    ),
+    "query scale of tokens": (
+        dict(query_scale=zeros(5, 16, 2)),
+        r"`query_scale` must have shape \(\), \(2, 2\), one .*head, got \(5, 16, 2\)",
+    ),
+    "no splits": (dict(num_splits=0), r"`num_splits` must be an integer of 1\.\.256, .* got 0; leave it out"),
+    "splits True": (dict(num_splits=True), "`num_splits` .* got True"),
+    "split size 100": (dict(split_size=100), "`split_size` must be a positive multiple of 64, .* got 100"),
+    "both splits": (
+        dict(num_splits=2, split_size=64),
+        "`num_splits` and `split_size` exclude each other, got 2 and 64",
+    ),
+    "unknown implementation": (
+        dict(implementation="pallas"),
+        r"`implementation` must be None, one of \['reference', 'xla', 'triton'\] .* got 'pallas'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name):
+    changes, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**(GOOD | changes))
+
+
+def test_what_the_mistakes_start_from_is_right():
+    assert paged_attention(**GOOD).shape == (2, 3, 4, 24)
+    assert paged_attention(**(GOOD | PACKED)).shape == (80, 4, 24)
+
+
+def test_traced_options_are_refused():
+    for name in ("num_splits", "split_size", "local_window_size", "logits_soft_cap", "scale"):
+        with pytest.raises(ValueError, match=f"`{name}` must be .* known when tracing"):
+            jax.jit(lambda x, name=name: paged_attention(**GOOD, **{name: x}))(64)
+
+
+# --- merged states ------------------------------------------------------------------------------------------------
+
+
+def test_merged_parts_are_the_whole():
+    """Attention to the first keys and to the rest is attention to all: as sequences of arrays and stacked."""
+    arguments = simple_arguments(tokens=2) | dict(kv_lengths=integers(12, 9))
+    expected = attend(**arguments, is_causal=False)
+    first = attend(**(arguments | dict(kv_lengths=integers(8, 8))), is_causal=False)
+    rest = arguments | dict(page_table=arguments["page_table"][:, 2:], kv_lengths=integers(4, 1))
+    nothing = attend(**(arguments | dict(kv_lengths=integers(0, 0))))
+    outputs, lses = zip(first, nothing, attend(**rest, is_causal=False), strict=True)
+    assert_close(merge_attention_states(outputs, lses), expected)
+    assert_close(merge_attention_states(jnp.stack(outputs), jnp.stack(lses)), expected)
+
+
+def test_parts_that_saw_nothing_play_no_part():
+    outputs = jnp.asarray([[[1.0], [jnp.nan], [3.0]], [[jnp.nan], [jnp.inf], [5.0]]])
+    lses = jnp.asarray([[0.5, -jnp.inf, 1.0], [-jnp.inf, -jnp.inf, 1.0]])
+    output, lse = merge_attention_states(outputs, lses)
+    np.testing.assert_allclose(output[:, 0], [1, 0, 4])
+    np.testing.assert_allclose(lse, [0.5, -np.inf, 1 + np.log(2)], rtol=1e-6)
+
+
+def test_merging_rounds_once_and_repeats():
+    outputs = random_arrays((5, 3, 4, 8), dtype=jnp.bfloat16)[0]
+    lses = random_arrays((5, 3, 4), seed=1)[0] * 30
+    output, lse = merge_attention_states(outputs, lses)
+    assert output.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    weights = np.exp(np.asarray(lses, np.float64) - np.log(np.exp(np.asarray(lses, np.float64)).sum(axis=0)))
+    exact = (np.asarray(outputs, np.float64) * weights[..., None]).sum(axis=0)
+    np.testing.assert_allclose(np.asarray(output, np.float64), exact, rtol=2**-8, atol=1e-6)
+    np.testing.assert_array_equal(merge_attention_states(outputs, lses)[0], output)
+
+
+def test_merging_is_differentiable():
+    outputs, lses = random_arrays((3, 4, 8))[0], jnp.asarray([[0.0] * 4, [-jnp.inf] * 4, [-jnp.inf, 0, 1, 2]])
+
+    def total(outputs, lses):
+        output, lse = merge_attention_states(outputs, lses)
+        return jnp.sum(jnp.sin(output)) + jnp.sum(lse)
+
+    gradients = compiled_quickly(jax.grad(total, (0, 1)))(outputs, lses)
+    assert all(np.isfinite(x).all() for x in gradients)
+    step = jnp.zeros_like(lses).at[2, 3].set(1e-2)
+    difference = (total(outputs, lses + step) - total(outputs, lses - step)) / 2e-2
+    np.testing.assert_allclose(gradients[1][2, 3], difference, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "lses", "message"),
+    [
+        (
+            zeros(2, 3, 4),
+            zeros(2, 4),
+            r"`lses` must have the shape of `outputs` without its last axis, .* got \(2, 4\)",
+        ),
+        (zeros(0, 3, 4), zeros(0, 3), "of at least one part"),
+        ([], [], "`outputs` must be one or more arrays"),
+        (
+            [zeros(3, 4), zeros(2, 4)],
+            zeros(2, 3),
+            r"`outputs` must be one or more arrays of one shape .* 'float32\[2, 4\]'\]",
+        ),
+        (zeros(2, 3, 4), zeros(2, 3, dtype=jnp.int32), "`lses` must have a floating dtype, got int32"),
+    ],
+)
+def test_mistakes_in_merging(outputs, lses, message):
+    with pytest.raises(ValueError, match=message):
+        merge_attention_states(outputs, lses)

@@ -1,0 +1,112 @@
+"""Launch plans of paged attention, compiled for three architectures without a GPU."""
+
+import dataclasses
+
+import pytest
+
+from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.ops.paged.splits import choose_splits
+from blockdiag.triton_kernels.launch.plan import Target
+from blockdiag.triton_kernels.paged.plans import PagedLaunch, supports
+from tests.triton_kernels.plans_support import report_of
+
+BASE = PagedProblem(
+    batch=1,
+    query_tokens=1,
+    query_heads=32,
+    key_heads=8,
+    head_dim=128,
+    value_dim=128,
+    query_dtype="bfloat16",
+    key_dtype="bfloat16",
+    value_dtype="bfloat16",
+    output_dtype="bfloat16",
+    num_pages=4096,
+    page_size=64,
+    max_pages=2048,
+    scale=0.088,
+    num_splits=33,
+)
+NARROW = dataclasses.replace(BASE, key_dtype="float8_e4m3fn", value_dtype="float8_e4m3fn")
+PROBLEMS = {
+    "one query": BASE,
+    "pages of one token": dataclasses.replace(BASE, page_size=1, num_pages=2**18, max_pages=2**17),
+    "short splits": dataclasses.replace(BASE, num_pages=128, max_pages=128),
+    "e4m3": NARROW,
+    "e4m3, eight queries, scales by token": dataclasses.replace(
+        NARROW, query_tokens=8, key_scale="token", value_scale="token", has_query_lengths=True
+    ),
+    "all e5m2, one split": dataclasses.replace(
+        BASE,
+        query_dtype="float8_e5m2",
+        key_dtype="float8_e5m2",
+        value_dtype="float8_e5m2",
+        has_score_scale=True,
+        value_scale="head",
+        num_splits=1,
+    ),
+    "sixteen queries, window, soft cap, sinks": dataclasses.replace(
+        BASE, query_tokens=16, window=(1024, None), soft_cap=30.0, has_sinks=True, page_size=3
+    ),
+    "h256, contiguous, not causal": dataclasses.replace(
+        BASE, head_dim=256, value_dim=256, has_page_table=False, is_causal=False, window=(None, 64), num_splits=1
+    ),
+    "h80, values of 96, five heads to one": dataclasses.replace(
+        BASE, head_dim=80, value_dim=96, query_heads=5, key_heads=1, query_tokens=3, query_dtype="float16",
+        key_dtype="float16", value_dtype="float16", output_dtype="float16",
+    ),
+    "float32": dataclasses.replace(
+        BASE, head_dim=64, value_dim=64, query_dtype="float32", key_dtype="float32", value_dtype="float32",
+        output_dtype="float32",
+    ),
+}  # fmt: skip
+
+
+def launches(problem):
+    return [PagedLaunch(problem, kind) for kind in (("splits",) if problem.num_splits == 1 else ("splits", "merge"))]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.versions] if name == "one query" else []) for name in PROBLEMS]
+)
+def test_plan_fits_its_architecture(name, arch):
+    problem = PROBLEMS[name]
+    assert supports(problem) is None
+    for launch in launches(problem):
+        if arch == 80 and launch.kind == "splits" and "float8_e4m3fn" in problem.key_dtype:
+            with pytest.raises(NotImplementedError, match=r"8\.9 or higher, and this GPU has 8\.0"):
+                launch.plan(Target.for_arch(arch))
+            continue
+        report = report_of(launch.plan(Target.for_arch(arch)), arch)
+        assert report.shared_bytes <= report.shared_limit and report.tensor_memory_columns <= 512
+        assert report.spill_bytes == 0, str(report)
+        assert report.ptx["f64"] == 0 and report.ptx["trap"] == 0 and report.ptx["atom"] == 0
+        if launch.kind == "splits" and problem.query_dtype != "float32":
+            assert sum(report.ptx[product] for product in ("mma.sync", "wgmma", "tcgen05.mma")) > 0, str(report)
+            # Caches are read asynchronously. Masks are moved by bytes, a few of them; eight-bit values never.
+            assert report.ptx["cp.async"] > 0 and report.kernel.asm["ptx"].count("ld.shared.b8") < 32
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"head_dim": 12}, "multiples of 8 up to 256 for H, got 12"),
+        ({"value_dim": 264}, "multiples of 8 up to 256 for the value's head size, got 264"),
+        ({"key_dtype": "float16"}, "queries and caches of one dtype"),
+        ({"query_dtype": "float64"}, "`query` is float64"),
+        ({"query_dtype": "float32", "key_dtype": "float8_e5m2"}, "queries and caches of one dtype"),
+        ({"batch": 70000}, "split the batch"),
+    ],
+)
+def test_what_the_kernels_do_not_take(change, match):
+    assert match in (supports(dataclasses.replace(BASE, **change)) or "")
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_keys", "expected"),
+    [(1, 131072, 33), (2, 65536, 16), (16, 32768, 2), (32, 8192, 1), (1, 1024, 16), (20, 8192, 2), (1, 64, 1)],
+)
+def test_splits_are_those_measured_best(batch, max_keys, expected):
+    """Of 32/8 heads of 128 on an H200, by benchmarks/results/paged.csv."""
+    assert choose_splits(batch=batch, query_tokens=1, group_size=4, key_heads=8, max_keys=max_keys) == expected
