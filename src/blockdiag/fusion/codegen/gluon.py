@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from blockdiag.triton_kernels.launch.gluon_names import load_async, reinterpret, thread_barrier, tma_load, tma_store
 from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
-from blockdiag.triton_kernels.resident_tiles import """
+from blockdiag.triton_kernels.parts.resident_tiles import """
 
 
 def gluon_source(helpers: str, lines: Sequence[str]) -> str:
