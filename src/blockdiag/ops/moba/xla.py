@@ -191,8 +191,10 @@ def backward(
         query_gradient, key_gradient, value_gradient = differentiate(*sums, *heads, *operands)
         return (key_gradient, value_gradient), query_gradient
 
-    per_query = [_groups_apart(problem, x) for x in (query, output_cotangent, log_sum, mean)]
-    groups = *per_query, _work(problem, blocks, lists, own)
+    query_groups, cotangent, log_sums, means = (
+        _groups_apart(problem, x) for x in (query, output_cotangent, log_sum, mean)
+    )
+    groups = query_groups, cotangent, log_sums, means, _work(problem, blocks, lists, own)
     zeros = _vary_like((tables, heads, groups), jnp.zeros(heads[0].shape, wide))
     sums, query_gradient = jax.lax.scan(add_group, (zeros, zeros), groups)
     key_gradient, value_gradient = (jnp.swapaxes(x, 0, 1).astype(key.dtype) for x in sums)
@@ -338,7 +340,7 @@ def _attend_head(
     """Output [query_tokens, H] and log-sum-exp [query_tokens] of one query head; key and value are [key_tokens, H]."""
     wide = accumulation_dtype(query.dtype)
 
-    def step(carry: tuple[Array, Array, Array], index: Array) -> tuple[tuple[Array, Array, Array], None]:
+    def step(carry: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], None]:
         tile = _tile(problem, tables, work, index)
         merged = _merge_tile(
             problem, tile.is_seen, _rows(query, tile.row), _rows(key, tile.key_row), _rows(value, tile.key_row),
@@ -382,7 +384,7 @@ def _differentiate_head(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Query gradient of one query head in its dtype, and the sums of key and value gradients with this head added."""
 
-    def step(carry: tuple[Array, Array, Array], index: Array) -> tuple[tuple[Array, Array, Array], None]:
+    def step(carry: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], None]:
         tile = _tile(problem, tables, work, index)
         terms = _tile_gradients(
             problem, tile.is_seen, *(_rows(x, tile.row) for x in (query, cotangent, log_sum, mean)),
@@ -397,8 +399,10 @@ def _differentiate_head(
 
     # The key gradient, a carry already, varies over all axes of a mesh that any operand varies over.
     start = _vary_like(key_gradient, jnp.zeros(query.shape, key_gradient.dtype)), key_gradient, value_gradient
-    (query_gradient, *sums), _ = jax.lax.scan(step, start, jnp.arange(_count_tiles(problem), dtype=jnp.int32))
-    return query_gradient.astype(query.dtype), *sums
+    (query_gradient, key_sum, value_sum), _ = jax.lax.scan(
+        step, start, jnp.arange(_count_tiles(problem), dtype=jnp.int32)
+    )
+    return query_gradient.astype(query.dtype), key_sum, value_sum
 
 
 @partial(jax.checkpoint, static_argnums=0, prevent_cse=False)
