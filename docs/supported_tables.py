@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
 from blockdiag.common.operation import Operation
 from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.fusion.api import trace
@@ -31,8 +32,7 @@ from blockdiag.ops.moba_paged.problem import MOBA_PAGED, MoBAPagedProblem
 from blockdiag.ops.paged.problem import PAGED, PagedProblem
 
 DOCS = Path(__file__).parent
-FLOATS = ("bfloat16", "float16", "float32", "float64")
-EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+
 HEADS = range(1, 321)
 
 type Call = Any
@@ -158,14 +158,14 @@ def _caches(usual: PagedProblem) -> list[Row]:
     """Rows about dtypes, of attention with and without blocks."""
 
     def of(query: str, cache: str) -> PagedProblem:
-        output = "bfloat16" if query in EIGHT_BITS else query
+        output = "bfloat16" if query in EIGHT_BIT_FLOATS else query
         return replace(usual, query_dtype=query, key_dtype=cache, value_dtype=cache, output_dtype=output)
 
     return [
         Row("dtype of queries and cache", {dtype: of(dtype, dtype) for dtype in FLOATS}),
-        Row("8-bit cache, 16-bit queries", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BITS}),
-        Row("8-bit cache, float32 queries", {dtype: of("float32", dtype) for dtype in EIGHT_BITS}),
-        Row("8-bit cache and queries", {dtype: of(dtype, dtype) for dtype in EIGHT_BITS}),
+        Row("8-bit cache, 16-bit queries", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BIT_FLOATS}),
+        Row("8-bit cache, float32 queries", {dtype: of("float32", dtype) for dtype in EIGHT_BIT_FLOATS}),
+        Row("8-bit cache and queries", {dtype: of(dtype, dtype) for dtype in EIGHT_BIT_FLOATS}),
         Row("keys of 8 bits, values of 16", _flag(of("bfloat16", "bfloat16"), key_dtype="float8_e4m3fn")),
     ]
 
@@ -203,13 +203,13 @@ def _append() -> list[Row]:
 
     return [
         Row("dtype of keys, values and cache", {dtype: of(dtype, dtype) for dtype in FLOATS}),
-        Row("8-bit cache, 16-bit keys", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BITS}),
-        Row("8-bit cache, float32 keys", {dtype: of("float32", dtype) for dtype in EIGHT_BITS}),
+        Row("8-bit cache, 16-bit keys", {dtype: of("bfloat16", dtype) for dtype in EIGHT_BIT_FLOATS}),
+        Row("8-bit cache, float32 keys", {dtype: of("float32", dtype) for dtype in EIGHT_BIT_FLOATS}),
         Row("H", _changed(usual, "head_dim", (1, 3, 64, 80, 256, 512, 1024, 1025))),
         Row("packed tokens", _flag(usual, query_tokens=None, has_query_lengths=True)),
         Row("rotary embedding", _flag(usual, rotary=rotary)),
         Row("rotary tables", {t: replace(usual, rotary=replace(rotary, table_dtype=t)) for t in FLOATS}),
-        Row("scales", {how: replace(of("bfloat16", EIGHT_BITS[0]), key_scale=how) for how in ("head", "token")}),
+        Row("scales", {how: replace(of("bfloat16", "float8_e4m3fn"), key_scale=how) for how in ("head", "token")}),
         Row("mean keys of blocks", _flag(usual, block_size=128, max_blocks=16)),
     ]
 

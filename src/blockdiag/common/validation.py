@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
-
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+from blockdiag.common.dtype_table import FLOATS
 
 
 def check_operands(query: Any, key: Any, value: Any) -> None:
@@ -85,8 +84,8 @@ def check_projection(x: Any, w_qkv: Any, bias: Any, query_heads: Any, key_heads:
 
 def check_dtype(name: str, dtype: Any) -> None:
     """Floating dtypes that have an accumulation type."""
-    if dtype_name(dtype) not in DTYPES:
-        raise ValueError(f"`{name}` must have one of the dtypes {list(DTYPES)}, got {dtype}; cast it first")
+    if dtype_name(dtype) not in FLOATS:
+        raise ValueError(f"`{name}` must have one of the dtypes {list(FLOATS)}, got {dtype}; cast it first")
 
 
 def check_block_size(block_size: Any) -> int:

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag import Rotary, append_to_pages, moba_attention, moba_paged_attention, paged_attention
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, EightBitFloat
 from blockdiag.interop import compile_target
 from blockdiag.ops.append.problem import APPEND
 from tests.ops.append_support import AppendCase, RotaryCase, assert_appended, bits, call
@@ -461,9 +462,7 @@ def test_double_precision_is_for_array_code():
 
 
 def test_finite_range_of_dtypes():
-    """What the kernel's plan says of dtypes of eight bits."""
-    from blockdiag.triton_kernels.append.plans import _EIGHT_BITS
-
-    for name, (largest, fraction, lowest) in _EIGHT_BITS.items():
+    """The table of eight-bit dtypes has the limits of ml_dtypes."""
+    for name, narrow in EIGHT_BIT_FLOATS.items():
         limits = ml_dtypes.finfo(name)
-        assert (largest, fraction, lowest) == (float(limits.max), limits.nmant, float(limits.smallest_normal))
+        assert narrow == EightBitFloat(float(limits.max), limits.nmant, float(limits.smallest_normal))

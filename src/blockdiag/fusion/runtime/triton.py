@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from blockdiag.common.dtype_table import KERNEL_FLOATS
 from blockdiag.fusion.analysis.tile_lists import Lists
 from blockdiag.fusion.codegen.backward import columns_source, pairs_source, rows_source
 from blockdiag.fusion.codegen.diagonals import diagonals_source
@@ -60,7 +61,6 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST_COLUMNS = 256
-_FLOATING = ("bfloat16", "float16", "float32")
 
 
 def available() -> str | None:
@@ -89,14 +89,14 @@ def supports(region: Region) -> str | None:
 
 def _declined_dtype(region: Region) -> str | None:
     """Which factors of a product have dtypes that the kernels do not multiply, None where all do."""
-    if region.value.dtype.name not in _FLOATING:
-        return f"the Triton kernels take values of {', '.join(_FLOATING)}, got {region.value.dtype}"
+    if region.value.dtype.name not in KERNEL_FLOATS:
+        return f"the Triton kernels take values of {', '.join(KERNEL_FLOATS)}, got {region.value.dtype}"
     for node in nodes_of(region.score, region.weight, *region.extras):
         if node.kind == "product":
             names = sorted({x.leaf.source.dtype.name for x in node.inputs if x.leaf is not None})
-            if len(names) > 1 or names[0] not in (*_FLOATING, "int8"):
+            if len(names) > 1 or names[0] not in (*KERNEL_FLOATS, "int8"):
                 given = " and ".join(names)
-                return f"the Triton kernels multiply two arrays of one of {', '.join(_FLOATING)}, int8, got {given}"
+                return f"the Triton kernels multiply two arrays of one of {', '.join(KERNEL_FLOATS)}, int8, got {given}"
     return None
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from blockdiag.triton_kernels.launch.compile import SIGNATURE_TYPES, check_plan
+from blockdiag.common.dtype_table import ELEMENT_TYPES
+from blockdiag.triton_kernels.launch.compile import check_plan
 from blockdiag.triton_kernels.launch.generated import function_of
 from blockdiag.triton_kernels.launch.plan import (
     Constexpr,
@@ -153,7 +154,7 @@ def _argument(
             is_input = argument.role == "input"
             array = (inputs if is_input else outputs)[argument.index]
             spec = (plan.inputs if is_input else plan.outputs)[argument.index]
-            pointer = session.pointer(array.ctypes.data, SIGNATURE_TYPES[spec.dtype])
+            pointer = session.pointer(array.ctypes.data, ELEMENT_TYPES[spec.dtype].triton)
             if isinstance(argument, Pointer):
                 return pointer
             return session.descriptor(pointer, argument.shape, argument.strides, argument.block_shape)

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS
 from blockdiag.common.dtypes import accumulation_dtype
-
-EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
 # A scale of zeros would divide zero by zero.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
@@ -15,13 +14,13 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 def largest_of(dtype: str) -> float | None:
     """The largest finite number of a dtype of eight bits, which rounding saturates at; None of a wider one."""
-    return float(jnp.finfo(dtype).max) if dtype in EIGHT_BITS else None
+    return EIGHT_BIT_FLOATS[dtype].largest if dtype in EIGHT_BIT_FLOATS else None
 
 
 def scale_of(x: Array, dtype: str) -> Array:
     """What makes the largest of [..., D] the largest of a dtype of eight bits: float32 [...]."""
     largest = jnp.max(jnp.abs(x), axis=-1, initial=0).astype(jnp.float32)
-    return jnp.maximum(largest / float(jnp.finfo(dtype).max), SMALLEST_SCALE)
+    return jnp.maximum(largest / EIGHT_BIT_FLOATS[dtype].largest, SMALLEST_SCALE)
 
 
 def round_to_cache(x: Array, scale: Array | None, dtype: str) -> Array:
@@ -37,7 +36,7 @@ def put_in_places(pages: Array, page: Array, offset: Array, rows: Array) -> Arra
 
     Pages of eight bits are written as bytes: as numbers, XLA may convert all of them to wider ones and back.
     """
-    if pages.dtype.name not in EIGHT_BITS:
+    if pages.dtype.name not in EIGHT_BIT_FLOATS:
         return pages.at[page, offset].set(rows, mode="drop")
     pages_bytes, rows_bytes = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (pages, rows))
     written = pages_bytes.at[page, offset].set(rows_bytes, mode="drop")

@@ -11,10 +11,11 @@ import numpy as np
 
 from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
 from blockdiag.common.rotary_problem import RotaryProblem
 from blockdiag.common.sizes import is_symbolic
 from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.ops.paged.checks import EIGHT_BITS, check_cache, check_cache_scale
+from blockdiag.ops.paged.checks import check_cache, check_cache_scale
 from blockdiag.ops.paged.problem import CacheScale
 
 
@@ -84,13 +85,13 @@ def _check_operands(key: Any, value: Any, key_pages: Any, value_pages: Any) -> N
             f"{tuple(value.shape)}; each new token has a key and a value of every head"
         )
     dtype = dtype_name(key.dtype)
-    if dtype not in (*validation.DTYPES, *EIGHT_BITS):
+    if dtype not in (*FLOATS, *EIGHT_BIT_FLOATS):
         raise ValueError(
-            f"`key` must have one of the dtypes {[*validation.DTYPES, *EIGHT_BITS]}, got {key.dtype}; cast it first"
+            f"`key` must have one of the dtypes {[*FLOATS, *EIGHT_BIT_FLOATS]}, got {key.dtype}; cast it first"
         )
     if value.dtype != key.dtype:
         raise ValueError(f"`value` must have the dtype of `key`, {key.dtype}, got {value.dtype}; cast one of them")
-    allowed = EIGHT_BITS if dtype in EIGHT_BITS else (dtype, *EIGHT_BITS)
+    allowed = tuple(EIGHT_BIT_FLOATS) if dtype in EIGHT_BIT_FLOATS else (dtype, *EIGHT_BIT_FLOATS)
     for name, pages, array in (("key_pages", key_pages, key), ("value_pages", value_pages, value)):
         operand = name.removesuffix("_pages")
         if pages.ndim != 4 or tuple(pages.shape[2:]) != tuple(array.shape[-2:]):
@@ -195,11 +196,11 @@ def _describe_rotary(rotary: Any, key: Any, kv_lengths: Any) -> RotaryProblem | 
 def _check_scale(name: str, scale: Any, batch: int, pages: Any) -> CacheScale:
     """How a scale is given; as pages it is computed, which a dtype needs that it could not hold otherwise."""
     kind = check_cache_scale(name, scale, batch, pages.shape[2], tuple(pages.shape[:3]))
-    if kind == "token" and dtype_name(pages.dtype) not in EIGHT_BITS:
+    if kind == "token" and dtype_name(pages.dtype) not in EIGHT_BIT_FLOATS:
         cache = name.replace("scale", "pages")
         raise ValueError(
-            f"`{name}` as pages of scales needs `{cache}` of {list(EIGHT_BITS)}, got {pages.dtype}; wider pages need "
-            "no scale"
+            f"`{name}` as pages of scales needs `{cache}` of {list(EIGHT_BIT_FLOATS)}, got {pages.dtype}; wider pages "
+            "need no scale"
         )
     return kind
 

@@ -5,6 +5,7 @@ For Hopper GPUs (sm_90). The same kernels run in Pallas's interpreter on the CPU
 
 from typing import TYPE_CHECKING
 
+from blockdiag.common.dtype_table import SIXTEEN_BIT_FLOATS
 from blockdiag.ops.block_diagonal.packed import takes_packed
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
@@ -16,7 +17,7 @@ _REMEDY = "use implementation='triton' or 'xla'"
 
 def supports(problem: BlockDiagonalProblem) -> str | None:
     """None when these kernels can compute `problem`, else a sentence that says why not and what to use."""
-    if problem.dtype not in ("bfloat16", "float16"):
+    if problem.dtype not in SIXTEEN_BIT_FLOATS:
         return f"pallas computes in bfloat16 or float16, got dtype {problem.dtype}; {_REMEDY}"
     if problem.block_size != 64:
         return f"pallas needs block_size 64, got {problem.block_size}; {_REMEDY}"

@@ -6,6 +6,7 @@ It imports neither jax nor torch.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from blockdiag.common.dtype_table import SIXTEEN_BIT_FLOATS
 from blockdiag.common.operation import Operation
 
 MOBA = Operation("moba_attention", "blockdiag.ops.moba", ("reference", "xla", "triton"))
@@ -62,7 +63,7 @@ class MoBAProblem:
     @property
     def centroid_parts(self) -> int:
         """Numbers of `dtype` that hold an element of a mean key: 16-bit dtypes need three for float32."""
-        return 3 if self.dtype in ("float16", "bfloat16") else 1
+        return 3 if self.dtype in SIXTEEN_BIT_FLOATS else 1
 
     @property
     def centroid_scale(self) -> float:

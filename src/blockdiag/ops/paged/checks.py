@@ -12,11 +12,11 @@ import numpy as np
 
 from blockdiag.common import validation
 from blockdiag.common.arrays import dtype_name, is_traced, known_values
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, FLOATS
 from blockdiag.common.sizes import is_symbolic, smaller_bound
 from blockdiag.ops.paged.problem import CacheScale, PagedProblem
 from blockdiag.ops.paged.splits import choose_splits
 
-EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 MAX_PACKED_QUERY_LENGTH = 64
 SPLIT_TILE = 64
 MAX_NUM_SPLITS = 256
@@ -75,7 +75,7 @@ def describe_paged_call(
         query_dtype=query_dtype,
         key_dtype=dtype_name(key_pages.dtype),
         value_dtype=dtype_name(value_pages.dtype),
-        output_dtype="bfloat16" if query_dtype in EIGHT_BITS else query_dtype,
+        output_dtype="bfloat16" if query_dtype in EIGHT_BIT_FLOATS else query_dtype,
         num_pages=num_pages,
         page_size=page_size,
         max_pages=max_pages,
@@ -131,11 +131,11 @@ def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
         )
     validation.check_heads(num_heads, key_pages.shape[2])
     dtype = dtype_name(query.dtype)
-    if dtype not in (*validation.DTYPES, *EIGHT_BITS):
+    if dtype not in (*FLOATS, *EIGHT_BIT_FLOATS):
         raise ValueError(
-            f"`query` must have one of the dtypes {[*validation.DTYPES, *EIGHT_BITS]}, got {query.dtype}; cast it first"
+            f"`query` must have one of the dtypes {[*FLOATS, *EIGHT_BIT_FLOATS]}, got {query.dtype}; cast it first"
         )
-    allowed = EIGHT_BITS if dtype in EIGHT_BITS else (dtype, *EIGHT_BITS)
+    allowed = tuple(EIGHT_BIT_FLOATS) if dtype in EIGHT_BIT_FLOATS else (dtype, *EIGHT_BIT_FLOATS)
     for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
         if dtype_name(pages.dtype) not in allowed:
             raise ValueError(
@@ -287,7 +287,7 @@ def check_soft_cap(logits_soft_cap: Any) -> float | None:
 def _check_sinks(sinks: Any, query_heads: int) -> None:
     if sinks is None:
         return
-    if not hasattr(sinks, "dtype") or dtype_name(sinks.dtype) not in validation.DTYPES:
+    if not hasattr(sinks, "dtype") or dtype_name(sinks.dtype) not in FLOATS:
         got = sinks.dtype if hasattr(sinks, "dtype") else type(sinks)
         raise ValueError(f"`sinks` must be an array of floats, got {got}; float32 is what it is computed in")
     if tuple(sinks.shape) != (query_heads,):

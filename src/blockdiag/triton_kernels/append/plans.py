@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, ELEMENT_TYPES, KERNEL_FLOATS, lacking_dtype
 from blockdiag.ops.append.problem import AppendProblem
 from blockdiag.triton_kernels.launch.plan import (
     Argument,
@@ -16,13 +17,9 @@ from blockdiag.triton_kernels.launch.plan import (
 )
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
-_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = (*KERNEL_FLOATS, *EIGHT_BIT_FLOATS)
 
-# Of each dtype of eight bits: its largest number, bits of its fraction, and its smallest normal number.
-_EIGHT_BITS = {"float8_e4m3fn": (448.0, 3, 2.0**-6), "float8_e5m2": (57344.0, 2, 2.0**-14)}
-
-# The first architecture that has each dtype of eight bits, and the first one that rounds float32 to it at once.
-_FIRST_WITH_E4M3 = 89
+# The first architecture that rounds float32 to a dtype of eight bits in one instruction.
 _FIRST_THAT_ROUNDS = 90
 
 _MAX_DIM = 1024
@@ -126,9 +123,10 @@ class AppendLaunch:
 
         problem = self.problem
         dtypes = (problem.dtype, problem.key_dtype, problem.value_dtype)
-        if "float8_e4m3fn" in dtypes and target.arch < _FIRST_WITH_E4M3:
+        if lacking := lacking_dtype(target.arch, *dtypes):
+            first = ELEMENT_TYPES[lacking].first_arch / 10
             raise NotImplementedError(
-                f"kernel {self.name!r} with float8_e4m3fn needs compute capability {_FIRST_WITH_E4M3 / 10} or later, "
+                f"kernel {self.name!r} with {lacking} needs compute capability {first} or later, "
                 f"got {target.arch / 10}; use a cache of float8_e5m2, or implementation='xla'"
             )
         known = self._scalars_and_constants(target)
@@ -223,8 +221,13 @@ class AppendLaunch:
             "SMALLEST_SCALE": _SMALLEST_SCALE,
         }
         for name, dtype in {"KEY": problem.key_dtype, "VALUE": problem.value_dtype}.items():
-            largest, bits, lowest = _EIGHT_BITS.get(dtype, (None, None, None))
-            grid = None if bits is None or target.arch >= _FIRST_THAT_ROUNDS else 1.5 * 2.0 ** (23 - bits)
-            constants |= {f"{name}_LARGEST": largest, f"{name}_GRID": grid, f"{name}_LOWEST": lowest}
+            narrow, grid = EIGHT_BIT_FLOATS.get(dtype), None
+            if narrow is not None and target.arch < _FIRST_THAT_ROUNDS:
+                grid = 1.5 * 2.0 ** (23 - narrow.fraction_bits)
+            constants |= {
+                f"{name}_LARGEST": None if narrow is None else narrow.largest,
+                f"{name}_GRID": grid,
+                f"{name}_LOWEST": None if narrow is None else narrow.smallest_normal,
+            }
         known: dict[str, Argument] = {name: Scalar(value, "i32") for name, value in scalars.items()}
         return known | {name: Constexpr(value) for name, value in constants.items()}

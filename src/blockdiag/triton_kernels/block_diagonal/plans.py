@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from blockdiag.common.dtype_table import KERNEL_FLOATS
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 from blockdiag.triton_kernels.block_diagonal import configs
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
@@ -63,7 +64,7 @@ _STATISTICS = ("log_sum", "delta")
 
 def takes_operands(dtype: str, head_dim: int) -> str | None:
     """None where there are kernels for operands of a dtype and head dimension; otherwise the reason and the remedy."""
-    if dtype not in ("bfloat16", "float16", "float32"):
+    if dtype not in KERNEL_FLOATS:
         return f"the Triton kernels take bfloat16, float16 and float32, got {dtype}; use implementation='xla'"
     if head_dim % 8 or not 8 <= head_dim <= 256:
         return (
@@ -78,7 +79,7 @@ def supports(problem: BlockDiagonalProblem) -> str | None:
     reason = takes_operands(problem.dtype, problem.head_dim)
     if reason is not None:
         return reason
-    if problem.rotary is not None and problem.rotary.table_dtype not in ("bfloat16", "float16", "float32"):
+    if problem.rotary is not None and problem.rotary.table_dtype not in KERNEL_FLOATS:
         return (
             "the Triton kernels take rotary tables of bfloat16, float16 or float32, got "
             f"{problem.rotary.table_dtype}; cast the tables"

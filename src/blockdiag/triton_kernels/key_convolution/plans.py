@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from blockdiag.common.dtype_table import KERNEL_FLOATS
 from blockdiag.ops.key_convolution.problem import MAX_SIZE, KeyConvolutionProblem
 from blockdiag.triton_kernels.launch.plan import (
     Argument,
@@ -26,7 +27,7 @@ _SUM_COLUMNS = 32
 
 def takes_key(dtype: str) -> str | None:
     """None where there are kernels for keys of a dtype; otherwise the reason and the remedy."""
-    if dtype not in ("bfloat16", "float16", "float32"):
+    if dtype not in KERNEL_FLOATS:
         return f"the Triton kernels take bfloat16, float16 and float32, got {dtype}; use implementation='xla'"
     return None
 

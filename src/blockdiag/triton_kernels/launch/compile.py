@@ -25,6 +25,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from blockdiag.common.dtype_table import ELEMENT_TYPES
 from blockdiag.triton_kernels.launch import private_triton
 from blockdiag.triton_kernels.launch.generated import function_of, source_lines
 from blockdiag.triton_kernels.launch.plan import (
@@ -36,43 +37,6 @@ from blockdiag.triton_kernels.launch.plan import (
     Target,
     TensorSpec,
 )
-
-# Names of array element types in Triton's kernel signatures.
-SIGNATURE_TYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-    "bool": "i1",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "u8",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
-}
-
-ITEM_SIZES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "bool": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-}
 
 # Bytes of shared memory that one program may use, by architecture (CUDA programming guide, compute capabilities).
 _SHARED_LIMITS_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
@@ -310,7 +274,7 @@ def _check_argument(plan: LaunchPlan, name: str, argument: Any) -> None:
 
 
 def _check_descriptor(where: str, descriptor: Descriptor, spec: TensorSpec) -> None:
-    itemsize = ITEM_SIZES[spec.dtype]
+    itemsize = ELEMENT_TYPES[spec.dtype].bytes
     if math.prod(descriptor.shape) > math.prod(spec.shape):
         raise ValueError(f"{where}: descriptor shape {descriptor.shape} is larger than its array {spec.shape}")
     if len(descriptor.block_shape) != len(descriptor.shape) or not 1 <= len(descriptor.shape) <= 5:
@@ -367,9 +331,9 @@ def _signature_type(plan: LaunchPlan, argument: Any) -> str:
 
 def _element_type(plan: LaunchPlan, argument: Pointer | Descriptor) -> str:
     dtype = buffer_spec(plan, argument).dtype
-    if dtype not in SIGNATURE_TYPES:
-        raise ValueError(f"plan {plan.name!r}: dtype {dtype!r} must be one of {sorted(SIGNATURE_TYPES)}")
-    return SIGNATURE_TYPES[dtype]
+    if dtype not in ELEMENT_TYPES:
+        raise ValueError(f"plan {plan.name!r}: dtype {dtype!r} must be one of {sorted(ELEMENT_TYPES)}")
+    return ELEMENT_TYPES[dtype].triton
 
 
 # Kernels by compile key and whether they are assembled, those that a thread is compiling among them; the lock is held

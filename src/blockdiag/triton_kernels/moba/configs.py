@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from blockdiag.common.dtype_table import SIXTEEN_BIT_FLOATS
 from blockdiag.ops.moba.problem import MoBAProblem
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
 from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
@@ -133,7 +134,7 @@ def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
 
     What they gain over the plain kernels is recorded in benchmarks/results/runs/2026-11-22-moba-kernels.csv.
     """
-    is_written_for = problem.dtype in ("bfloat16", "float16") and problem.head_dim in (64, 128)
+    is_written_for = problem.dtype in SIXTEEN_BIT_FLOATS and problem.head_dim in (64, 128)
     if not is_written_for or not has_hopper_kernels(arch):
         return None
     keys = key_rows(problem)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS
 from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
@@ -11,8 +12,6 @@ SPLIT_GRAIN = 64
 
 # Keys of a split that count as few.
 _SHORT_SPLIT = 512
-
-EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +59,7 @@ def split_config(problem: PagedProblem, arch: int) -> SplitConfig:
     if problem.query_dtype == "float32":
         return SplitConfig(rows=min(rows, 16), keys=16, num_warps=4, loop_stages=1)
     widest = max(problem.head_dim, problem.value_dim)
-    is_narrow = problem.key_dtype in EIGHT_BITS and problem.value_dtype in EIGHT_BITS
+    is_narrow = problem.key_dtype in EIGHT_BIT_FLOATS and problem.value_dtype in EIGHT_BIT_FLOATS
     if rows == 64 and not is_narrow:
         # Rows enough to be the first factor, so that each warp has rows of its own.
         num_warps = 8 if uses_mma_sync(arch) else 4  # all of a tile's results are in registers there

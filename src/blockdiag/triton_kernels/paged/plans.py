@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from blockdiag.common.dtype_table import EIGHT_BIT_FLOATS, KERNEL_FLOATS, lacking_dtype
 from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.compiler_versions import adjusted
 from blockdiag.triton_kernels.launch.plan import (
@@ -15,12 +16,10 @@ from blockdiag.triton_kernels.launch.plan import (
     TensorSpec,
     named_arguments,
 )
-from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, EIGHT_BITS, SPLIT_GRAIN, split_config
+from blockdiag.triton_kernels.paged.configs import ADJUSTMENTS, SPLIT_GRAIN, split_config
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal["splits", "merge"]
-
-_WIDE = ("bfloat16", "float16", "float32")
 
 
 def supports(problem: PagedProblem) -> str | None:
@@ -40,12 +39,12 @@ def takes_cache(query_dtype: str, key_dtype: str, value_dtype: str, head_dim: in
     """None where the kernels take queries and caches of these dtypes and head sizes; otherwise why not."""
     given = {"query": query_dtype, "key_pages": key_dtype, "value_pages": value_dtype}
     for name, dtype in given.items():
-        if dtype not in (*_WIDE, *EIGHT_BITS):
+        if dtype not in (*KERNEL_FLOATS, *EIGHT_BIT_FLOATS):
             return (
                 f"the Triton kernels take bfloat16, float16, float32 and eight-bit floats, and `{name}` is {dtype}; "
                 "use implementation='xla'"
             )
-    wide = {dtype for dtype in given.values() if dtype not in EIGHT_BITS}
+    wide = {dtype for dtype in given.values() if dtype not in EIGHT_BIT_FLOATS}
     if len(wide) > 1 or ("float32" in wide and len(set(given.values())) > 1):
         return (
             f"the Triton kernels take queries and caches of one dtype, or eight-bit caches beside 16-bit queries; got "
@@ -59,7 +58,7 @@ def takes_cache(query_dtype: str, key_dtype: str, value_dtype: str, head_dim: in
 
 def _columns(size: int, dtype: str) -> int:
     """Columns of a tile: the tensor cores take 16 at least, of eight-bit values those of even and of odd number."""
-    return max(32 if dtype in EIGHT_BITS else 16, next_power_of_2(size))
+    return max(32 if dtype in EIGHT_BIT_FLOATS else 16, next_power_of_2(size))
 
 
 def _kind_of(dtype: str) -> Any:
@@ -165,7 +164,7 @@ class PagedLaunch:
         from blockdiag.triton_kernels.paged.attention import paged_splits
 
         problem = self.problem
-        if target.arch < 89 and "float8_e4m3fn" in (problem.query_dtype, problem.key_dtype, problem.value_dtype):
+        if lacking_dtype(target.arch, problem.query_dtype, problem.key_dtype, problem.value_dtype):
             raise NotImplementedError(
                 f"float8_e4m3fn needs compute capability 8.9 or higher, and this GPU has {target.arch / 10}; use "
                 "float8_e5m2, or implementation='xla'"

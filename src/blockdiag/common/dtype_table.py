@@ -1,0 +1,79 @@
+"""The dtypes of arrays: their names, their sizes, and which operations and architectures take them.
+
+Imports neither jax nor torch.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """A dtype of array elements.
+
+    Attributes:
+        name: as NumPy and JAX call it.
+        bytes: of one element.
+        triton: the name in the signatures of Triton's kernels.
+        first_arch: the first compute capability that converts to and from it, times ten; 0 for all.
+    """
+
+    name: str
+    bytes: int
+    triton: str
+    first_arch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EightBitFloat:
+    """The finite range of a floating-point dtype of eight bits.
+
+    Attributes:
+        largest: the largest finite number, at which rounding saturates.
+        fraction_bits: bits after the leading one of a normal number.
+        smallest_normal: the smallest positive number with all of these bits.
+    """
+
+    largest: float
+    fraction_bits: int
+    smallest_normal: float
+
+
+ELEMENT_TYPES = {
+    x.name: x
+    for x in (
+        ElementType("bfloat16", 2, "bf16"),
+        ElementType("float16", 2, "fp16"),
+        ElementType("float32", 4, "fp32"),
+        ElementType("float64", 8, "fp64"),
+        ElementType("float8_e4m3fn", 1, "fp8e4nv", first_arch=89),
+        ElementType("float8_e5m2", 1, "fp8e5"),
+        ElementType("bool", 1, "i1"),
+        ElementType("int8", 1, "i8"),
+        ElementType("int16", 2, "i16"),
+        ElementType("int32", 4, "i32"),
+        ElementType("int64", 8, "i64"),
+        ElementType("uint8", 1, "u8"),
+        ElementType("uint16", 2, "u16"),
+        ElementType("uint32", 4, "u32"),
+        ElementType("uint64", 8, "u64"),
+    )
+}
+"""Element types that a launch plan may have, by name."""
+
+SIXTEEN_BIT_FLOATS = ("bfloat16", "float16")
+"""Operands of the kernels that are written for one architecture: Gluon on Hopper, and Mosaic GPU."""
+KERNEL_FLOATS = (*SIXTEEN_BIT_FLOATS, "float32")
+"""Operands of every operation's Triton kernels."""
+FLOATS = (*KERNEL_FLOATS, "float64")
+"""Operands of every operation by "reference" and "xla"."""
+
+EIGHT_BIT_FLOATS = {
+    "float8_e4m3fn": EightBitFloat(448.0, 3, 2.0**-6),
+    "float8_e5m2": EightBitFloat(57344.0, 2, 2.0**-14),
+}
+"""Paged caches, and their queries, by every implementation."""
+
+
+def lacking_dtype(arch: int, *dtypes: str) -> str | None:
+    """Return the first of some dtypes that an architecture does not convert; None where it converts all."""
+    return next((dtype for dtype in dtypes if arch < ELEMENT_TYPES[dtype].first_arch), None)
