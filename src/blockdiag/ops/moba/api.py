@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from blockdiag.ops.moba.centroids import Centroids
 from blockdiag.ops.moba.checks import check_moba_operands, describe_moba_call
 from blockdiag.ops.moba.context import Passes, attend_to_shared_tokens
 from blockdiag.ops.moba.lists import Lists
+from blockdiag.ops.moba.options import MoBAOptions
 from blockdiag.ops.moba.problem import MOBA, MoBAProblem
 from blockdiag.ops.moba.routing import Routing, given_choice, indices_of_choice
 from blockdiag.ops.moba.tables import moba_tables
@@ -73,15 +74,8 @@ def moba_attention(
     *,
     block_size: int,
     top_k: int,
-    scale: float | None = None,
-    is_causal: bool = True,
-    sequence_offsets: Int[Array, " offsets"] | None = None,
-    key_sequence_offsets: Int[Array, " offsets"] | None = None,
-    routing: Routing | None = None,
-    key_mask: Bool[Array, "*batch S"] | None = None,
-    implementation: str | Sequence[str] | None = None,
-    context_parallel: ContextParallel | None = None,
     return_residual: Literal[False] = False,
+    **options: Unpack[MoBAOptions[Array, Routing, ContextParallel]],
 ) -> Float[Array, "*batch T N H"]: ...
 
 
@@ -93,15 +87,8 @@ def moba_attention(
     *,
     block_size: int,
     top_k: int,
-    scale: float | None = None,
-    is_causal: bool = True,
-    sequence_offsets: Int[Array, " offsets"] | None = None,
-    key_sequence_offsets: Int[Array, " offsets"] | None = None,
-    routing: Routing | None = None,
-    key_mask: Bool[Array, "*batch S"] | None = None,
-    implementation: str | Sequence[str] | None = None,
-    context_parallel: ContextParallel | None = None,
     return_residual: Literal[True],
+    **options: Unpack[MoBAOptions[Array, Routing, ContextParallel]],
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "*batch T N"]]: ...
 
 

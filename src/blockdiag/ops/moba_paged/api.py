@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from blockdiag.common.rule import Rule
 from blockdiag.common.shards import Local, Part
 from blockdiag.ops.block_diagonal.batching import fold_rows
 from blockdiag.ops.moba_paged.checks import describe_moba_paged_call
+from blockdiag.ops.moba_paged.options import MoBAPagedOptions
 from blockdiag.ops.moba_paged.problem import MOBA_PAGED, MoBAPagedProblem
 from blockdiag.ops.paged import sharding
 from blockdiag.ops.paged.batching import fold_paged
@@ -40,13 +41,8 @@ def moba_paged_attention(
     *,
     block_size: int,
     top_k: int,
-    query_lengths: Int[Array, " B"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, "..."] | float | None = None,
-    value_scale: Float[Array, "..."] | float | None = None,
-    query_scale: Float[Array, "..."] | float | None = None,
-    implementation: str | Sequence[str] | None = None,
     return_residual: Literal[False] = False,
+    **options: Unpack[MoBAPagedOptions[Array]],
 ) -> Float[Array, "B T N V"]: ...
 
 
@@ -61,13 +57,8 @@ def moba_paged_attention(
     *,
     block_size: int,
     top_k: int,
-    query_lengths: Int[Array, " B"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, "..."] | float | None = None,
-    value_scale: Float[Array, "..."] | float | None = None,
-    query_scale: Float[Array, "..."] | float | None = None,
-    implementation: str | Sequence[str] | None = None,
     return_residual: Literal[True],
+    **options: Unpack[MoBAPagedOptions[Array]],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]: ...
 
 

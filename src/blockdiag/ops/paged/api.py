@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,9 @@ from blockdiag.common.shards import Local, Part
 from blockdiag.ops.paged import sharding
 from blockdiag.ops.paged.batching import fold_paged
 from blockdiag.ops.paged.checks import describe_paged_call, with_chosen_splits
+from blockdiag.ops.paged.options import PagedOptions, Window
 from blockdiag.ops.paged.problem import PAGED, PagedProblem
 from blockdiag.ops.paged.scales import canonical_scales
-
-type Window = int | tuple[int | None, int | None]
 
 
 @overload
@@ -37,21 +36,8 @@ def paged_attention(
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,
-    query_lengths: Int[Array, " B"] | None = None,
-    query_offsets: Int[Array, " offsets"] | None = None,
-    max_query_length: int | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    local_window_size: Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    key_scale: Float[Array, "..."] | float | None = None,
-    value_scale: Float[Array, "..."] | float | None = None,
-    query_scale: Float[Array, "..."] | float | None = None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    implementation: str | Sequence[str] | None = None,
     return_residual: Literal[False] = False,
+    **options: Unpack[PagedOptions[Array]],
 ) -> Float[Array, "*tokens N V"]: ...
 
 
@@ -63,21 +49,8 @@ def paged_attention(
     page_table: Int[Array, "B max_pages"] | None,
     kv_lengths: Int[Array, " B"],
     *,
-    query_lengths: Int[Array, " B"] | None = None,
-    query_offsets: Int[Array, " offsets"] | None = None,
-    max_query_length: int | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    local_window_size: Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    key_scale: Float[Array, "..."] | float | None = None,
-    value_scale: Float[Array, "..."] | float | None = None,
-    query_scale: Float[Array, "..."] | float | None = None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    implementation: str | Sequence[str] | None = None,
     return_residual: Literal[True],
+    **options: Unpack[PagedOptions[Array]],
 ) -> tuple[Float[Array, "*tokens N V"], Float[Array, "*tokens N"]]: ...
 
 

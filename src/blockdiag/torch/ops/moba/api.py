@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch.autograd import forward_ad
 
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.ops.moba.checks import check_moba_operands, count_sequence_blocks
+from blockdiag.ops.moba.options import MoBAOptions
 from blockdiag.torch import dtensor_registration, nested
 from blockdiag.torch.context.parallel import ContextParallel, check_plain
 from blockdiag.torch.ops.moba import operators as _moba_ops  # noqa: F401 - _moba_ops registers the operators
@@ -25,16 +26,9 @@ def moba_attention(
     *,
     block_size: int,
     top_k: int,
-    scale: float | None = None,
-    is_causal: bool = True,
-    sequence_offsets: torch.Tensor | None = None,
-    key_sequence_offsets: torch.Tensor | None = None,
-    routing: Routing | None = None,
-    key_mask: torch.Tensor | None = None,
-    implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
-    context_parallel: ContextParallel | None = None,
     return_residual: Literal[False] = False,
+    **options: Unpack[MoBAOptions[torch.Tensor, Routing, ContextParallel]],
 ) -> torch.Tensor: ...
 
 
@@ -46,16 +40,9 @@ def moba_attention(
     *,
     block_size: int,
     top_k: int,
-    scale: float | None = None,
-    is_causal: bool = True,
-    sequence_offsets: torch.Tensor | None = None,
-    key_sequence_offsets: torch.Tensor | None = None,
-    routing: Routing | None = None,
-    key_mask: torch.Tensor | None = None,
-    implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
-    context_parallel: ContextParallel | None = None,
     return_residual: Literal[True],
+    **options: Unpack[MoBAOptions[torch.Tensor, Routing, ContextParallel]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

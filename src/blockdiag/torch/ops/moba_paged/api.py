@@ -1,12 +1,13 @@
 """MoBA over a paged cache for torch: the public function and the registered operators that it calls."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from blockdiag.common import validation
 from blockdiag.ops.moba.checks import check_moba_block_size
+from blockdiag.ops.moba_paged.options import MoBAPagedOptions
 from blockdiag.torch import dtensor_registration, nested
 from blockdiag.torch.ops.moba_paged.call import TENSORS, MoBAPagedArguments, describe
 from blockdiag.torch.ops.paged.api import Scale, takes
@@ -37,14 +38,9 @@ def moba_paged_attention(
     *,
     block_size: int,
     top_k: int,
-    query_lengths: torch.Tensor | None = None,
-    scale: float | None = None,
-    key_scale: Scale | None = None,
-    value_scale: Scale | None = None,
-    query_scale: Scale | None = None,
-    implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
     return_residual: Literal[False] = False,
+    **options: Unpack[MoBAPagedOptions[torch.Tensor]],
 ) -> torch.Tensor: ...
 
 
@@ -59,14 +55,9 @@ def moba_paged_attention(
     *,
     block_size: int,
     top_k: int,
-    query_lengths: torch.Tensor | None = None,
-    scale: float | None = None,
-    key_scale: Scale | None = None,
-    value_scale: Scale | None = None,
-    query_scale: Scale | None = None,
-    implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
     return_residual: Literal[True],
+    **options: Unpack[MoBAPagedOptions[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

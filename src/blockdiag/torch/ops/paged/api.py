@@ -1,12 +1,13 @@
 """Paged attention for torch: few queries against a long cache of keys and values; the public functions."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from blockdiag.common import validation
 from blockdiag.ops.paged.checks import check_soft_cap, check_window
+from blockdiag.ops.paged.options import PagedOptions, Window
 from blockdiag.torch import dtensor_registration, nested
 from blockdiag.torch.ops.paged import operators as _paged_ops  # noqa: F401 - _paged_ops registers the operators
 from blockdiag.torch.ops.paged.call import (
@@ -21,7 +22,6 @@ from blockdiag.torch.ops.paged.call import (
 )
 from blockdiag.triton_kernels.paged.plans import takes_cache
 
-type Window = int | tuple[int | None, int | None]
 type Scale = torch.Tensor | float
 
 # What options of calls are that can be told from each other without being checked first.
@@ -36,22 +36,9 @@ def paged_attention(
     page_table: torch.Tensor | None,
     kv_lengths: torch.Tensor,
     *,
-    query_lengths: torch.Tensor | None = None,
-    query_offsets: torch.Tensor | None = None,
-    max_query_length: int | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    local_window_size: Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    key_scale: Scale | None = None,
-    value_scale: Scale | None = None,
-    query_scale: Scale | None = None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
     return_residual: Literal[False] = False,
+    **options: Unpack[PagedOptions[torch.Tensor]],
 ) -> torch.Tensor: ...
 
 
@@ -63,22 +50,9 @@ def paged_attention(
     page_table: torch.Tensor | None,
     kv_lengths: torch.Tensor,
     *,
-    query_lengths: torch.Tensor | None = None,
-    query_offsets: torch.Tensor | None = None,
-    max_query_length: int | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    local_window_size: Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    key_scale: Scale | None = None,
-    value_scale: Scale | None = None,
-    query_scale: Scale | None = None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
     return_residual: Literal[True],
+    **options: Unpack[PagedOptions[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

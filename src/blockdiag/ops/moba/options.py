@@ -1,0 +1,17 @@
+"""Options of calls, for the overloads of the public functions of JAX and of torch; `A` is the type of an array."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+
+class MoBAOptions[A, RoutingType, ContextType](TypedDict, total=False):
+    """Options of `moba_attention`; see there. Routings and contexts are types of the framework."""
+
+    scale: float | None
+    is_causal: bool
+    sequence_offsets: A | None
+    key_sequence_offsets: A | None
+    routing: RoutingType | None
+    key_mask: A | None
+    implementation: str | Sequence[str] | None
+    context_parallel: ContextType | None

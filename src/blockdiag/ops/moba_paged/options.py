@@ -1,0 +1,15 @@
+"""Options of calls, for the overloads of the public functions of JAX and of torch; `A` is the type of an array."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+
+class MoBAPagedOptions[A](TypedDict, total=False):
+    """Options of `moba_paged_attention`; see there."""
+
+    query_lengths: A | None
+    scale: float | None
+    key_scale: A | float | None
+    value_scale: A | float | None
+    query_scale: A | float | None
+    implementation: str | Sequence[str] | None

@@ -1,0 +1,26 @@
+"""Options of calls, for the overloads of the public functions of JAX and of torch; `A` is the type of an array."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+type Window = int | tuple[int | None, int | None]
+"""Keys before and after a query's own position that it sees; one number for both, None for no bound."""
+
+
+class PagedOptions[A](TypedDict, total=False):
+    """Options of `paged_attention`; see there."""
+
+    query_lengths: A | None
+    query_offsets: A | None
+    max_query_length: int | None
+    scale: float | None
+    is_causal: bool
+    local_window_size: Window | None
+    logits_soft_cap: float | None
+    sinks: A | None
+    key_scale: A | float | None
+    value_scale: A | float | None
+    query_scale: A | float | None
+    num_splits: int | None
+    split_size: int | None
+    implementation: str | Sequence[str] | None
