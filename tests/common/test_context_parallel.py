@@ -37,10 +37,10 @@ def random_arrays(*shapes):
     return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def operands(batch, key_heads=KEY_HEADS):
+def operands(batch, key_heads=KEY_HEADS, query_heads=HEADS):
     lead = () if batch is None else (batch,)
     keys = (*lead, TOKENS, key_heads, WIDTH)
-    return random_arrays((*lead, TOKENS, HEADS, WIDTH), keys, keys)
+    return random_arrays((*lead, TOKENS, query_heads, WIDTH), keys, keys)
 
 
 def assert_shared(attend, arrays, spec, kind, shape, context, *, collectives=None, result=None):
@@ -111,6 +111,13 @@ def test_moba_of_shared_tokens_outside_of_jit_equals_the_compiled_call(strategy)
         found, expected = compute(*placed), jax.jit(compute)(*placed)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_exchanges_of_a_key_head_for_each_device_or_for_several(key_heads):
+    """Query heads are the groups then, and the key head moves once."""
+    context, arrays = ContextParallel("model", "ulysses"), operands(1, key_heads, query_heads=8)
+    assert_shared(moba, arrays, P(None, "model"), "explicit", (1, 4), context, collectives={"all-to-all"})
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("automatic", "ulysses"), ("explicit", "gather")])
@@ -408,8 +415,8 @@ def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
         (ContextParallel("absent"), {}, r"names the axis 'absent', and the mesh has \['data', 'model'\]"),
         (
             ContextParallel("model", "ulysses"),
-            {"key_heads": 2},
-            r"needs key heads that are a multiple of the 4 devices",
+            {"key_heads": 3, "query_heads": 6},
+            r"key heads that are a multiple of these or a divisor, got 6 query heads and 3 key heads on each",
         ),
         (ContextParallel("model", "gather"), {"block_size": 48}, r"`block_size`=48; pad the 128 tokens to 192"),
         (
@@ -421,7 +428,7 @@ def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
 )
 def test_what_cannot_be_shared_is_refused(context, change, message):
     change = dict(change)
-    arrays = operands(1, change.pop("key_heads", KEY_HEADS))
+    arrays = operands(1, change.pop("key_heads", KEY_HEADS), change.pop("query_heads", HEADS))
     tokens = change.pop("tokens", TOKENS)
     mesh = make_mesh("explicit", (1, 4))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):

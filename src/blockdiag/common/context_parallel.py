@@ -138,13 +138,15 @@ def exchange(
     """Attention over whole sequences of each device's heads, between exchanges of tokens for heads (Ulysses).
 
     Heads move in groups: while one group is computed, the next one is on its way to it, and the results of the one
-    before on their way back.
+    before on their way back. Groups are key heads with their query heads. Where a device has one key head they are
+    query heads, and the key head moves with the first group; where there are fewer key heads than devices, several
+    devices have the same one.
 
     Args:
         axis: of the mesh, manual here.
         compute: of query [.., T, n, H] and keys [.., T, k, H], heads of the device, to a tuple of results.
         query: [.., t, N, H], the device's tokens.
-        keys: [.., t, K, H] each; K is a multiple of the devices.
+        keys: [.., t, K, H] each; K and the devices are multiples of one another, and N is one of the devices.
         head_axes: of each result, where its heads are, counted from the last axis as 1; tokens come before them.
 
     Returns:
@@ -153,8 +155,11 @@ def exchange(
     devices = jax.lax.axis_size(axis)
     if devices == 1:
         return tuple(compute(query, *keys))
-    groups = choose_groups(keys[0].shape[-2], devices)
     tokens = query.ndim - 3
+    keys = [_repeat_heads(x, max(devices // x.shape[-2], 1)) for x in keys]
+    has_one_key_head = keys[0].shape[-2] == devices
+    groups = choose_groups((query if has_one_key_head else keys[0]).shape[-2], devices)
+    moving = [query] if has_one_key_head else [query, *keys]
 
     def packed(x: Array, group: int) -> Array:
         """The group's heads of every device, [devices, .., t, n, H]."""
@@ -171,20 +176,24 @@ def exchange(
         x = x.reshape(*x.shape[:tokens], devices, -1, *x.shape[tokens + 1 :])
         return jnp.moveaxis(x, tokens, 0)
 
-    arriving = _swap_one_by_one(axis, [packed(x, 0) for x in (query, *keys)])
+    arriving = _swap_one_by_one(axis, [packed(x, 0) for x in moving])
+    staying: list[tuple[Array, ...]] = []
+    if has_one_key_head:
+        arrived = _swap_one_by_one(axis, [jnp.moveaxis(x[..., None, :], tokens + 1, 0) for x in keys])
+        staying = [_for_each_use(whole_sequences(x), groups) for x in arrived]
     leaving: list[Array] = []
     results: list[list[Array]] = [[] for _ in head_axes]
     for group in range(groups):
         here, following = arriving, list[Array]()
         if group + 1 < groups:
             # XLA would make all exchanges first: the next group's waits until this one is here.
-            here, following = jax.lax.optimization_barrier((here, [packed(x, group + 1) for x in (query, *keys)]))
+            here, following = jax.lax.optimization_barrier((here, [packed(x, group + 1) for x in moving]))
         # The results of the group before leave beside the attention of this one. The backward pass is the mirror image.
         moved = _swap_compiled(axis, [*following, *leaving])
         arriving = moved[: len(following)]
         for own, x in zip(results, moved[len(following) :], strict=False):
             own.append(x)
-        leaving = [parts(x) for x in compute(*map(whole_sequences, here))]
+        leaving = [parts(x) for x in compute(*map(whole_sequences, here), *(x[group] for x in staying))]
     for own, x in zip(results, _swap_one_by_one(axis, leaving), strict=True):
         own.append(x)
     whole = []
@@ -195,6 +204,29 @@ def exchange(
         stacked = jnp.moveaxis(stacked, 0, heads)
         whole.append(stacked.reshape(*stacked.shape[:heads], -1, *stacked.shape[heads + 3 :]))
     return tuple(whole)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _for_each_use(x: Array, uses: int) -> tuple[Array, ...]:
+    """An array once for each use, whose gradients are added in float32."""
+    return (x,) * uses
+
+
+def _add_uses(uses: int, _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
+    del uses
+    dtype = cotangents[0].dtype
+    total = functools.reduce(jnp.add, (x.astype(accumulation_dtype(dtype)) for x in cotangents))
+    return (total.astype(dtype),)
+
+
+_for_each_use.defvjp(lambda x, uses: (_for_each_use(x, uses), None), _add_uses)
+
+
+def _repeat_heads(x: Array, count: int) -> Array:
+    """Each head so many times, one after the other."""
+    if count == 1:
+        return x
+    return jnp.stack(_for_each_use(x, count), axis=x.ndim - 1).reshape(*x.shape[:-2], -1, x.shape[-1])
 
 
 def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
@@ -237,19 +269,28 @@ def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays:
 
 
 def choose_strategy(
-    context: ContextParallel, key_heads: int, devices: int, remedy: str = "use strategy='gather'"
+    context: ContextParallel, heads: tuple[int, int], devices: int, remedy: str = "use strategy='gather'"
 ) -> Strategy:
-    """The strategy that the user wants, or that suits; `remedy` says what to do where "ulysses" cannot serve.
+    """The strategy that the user wants, or that suits.
+
+    Args:
+        context: of the call.
+        heads: query heads and key heads of each device.
+        devices: along the axis.
+        remedy: what to do where "ulysses" cannot serve.
 
     Raises:
-        ValueError: the devices do not divide the key heads, which "ulysses" needs; or the strategy is "ring".
+        ValueError: "ulysses" is wanted, and cannot serve; or the strategy is "ring".
     """
-    refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the devices divide the key heads")
+    refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the devices divide the query heads")
+    query_heads, key_heads = heads
     is_divided = key_heads % devices == 0
-    if context.strategy == "ulysses" and not is_divided:
+    has_copies = devices % key_heads == 0 and query_heads % devices == 0
+    if context.strategy == "ulysses" and not (is_divided or has_copies):
         raise ValueError(
-            f"strategy 'ulysses' needs key heads that are a multiple of the {devices} devices along {context.axis!r}, "
-            f"got {key_heads} on each; {remedy}"
+            f"strategy 'ulysses' needs query heads that are a multiple of the {devices} devices along "
+            f"{context.axis!r}, and key heads that are a multiple of these or a divisor, got {query_heads} query heads "
+            f"and {key_heads} key heads on each; {remedy}"
         )
     return context.strategy or ("ulysses" if is_divided else "gather")
 

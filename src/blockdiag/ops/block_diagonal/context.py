@@ -128,7 +128,7 @@ def _on_device(
     remedy = f"batched sequences of {length} tokens, {own * devices} here, are cut between blocks and need no exchange"
     if not has_equal_sequences:
         remedy = f"share among fewer devices, so that each has {block_size - 1} tokens or more, {own} here"
-    choose_strategy(exchanging, key.shape[-2], devices, remedy)
+    choose_strategy(exchanging, (query.shape[-2], key.shape[-2]), devices, remedy)
 
     def whole(x: Array | None, from_last: int) -> Array | None:
         return None if x is None else jax.lax.all_gather(x, context.axis, axis=x.ndim - from_last, tiled=True)

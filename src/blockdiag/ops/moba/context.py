@@ -101,7 +101,7 @@ def _on_device(
 ) -> tuple[Array, Array]:
     devices, tokens = jax.lax.axis_size(context.axis), query.ndim - 3
     whole_mask = None if key_mask is None else jax.lax.all_gather(key_mask, context.axis, axis=tokens, tiled=True)
-    if choose_strategy(context, key.shape[-2], devices) == "ulysses":
+    if choose_strategy(context, (query.shape[-2], key.shape[-2]), devices) == "ulysses":
 
         def of_heads(*operands: Array) -> tuple[Array, Array]:
             return passes.attend(*operands, offsets, None, whole_mask, **options)

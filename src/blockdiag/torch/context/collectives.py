@@ -82,6 +82,25 @@ def send_rows(context: ContextParallel, x: torch.Tensor, send: Sequence[int], re
     return transfer.wait(transfer.start(x))
 
 
+def for_each_use(x: torch.Tensor, uses: int) -> tuple[torch.Tensor, ...]:
+    """Return a tensor once for each use, whose gradients are added in float32."""
+    return _Uses.apply(x, uses)
+
+
+class _Uses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, uses: int) -> tuple[torch.Tensor, ...]:
+        return tuple(x.view_as(x) for _ in range(uses))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        dtype = gradients[0].dtype
+        total = gradients[0].to(torch.promote_types(dtype, torch.float32))
+        for x in gradients[1:]:
+            total = total + x
+        return total.to(dtype), None
+
+
 class Gather:
     """A gather of the axis `tokens` of a tensor, without a gradient, which runs beside kernels until it is awaited."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from blockdiag.common.context_sizes import choose_groups, zigzag_owner
-from blockdiag.torch.context.collectives import Transfer, send_rows, sorted_sizes
+from blockdiag.torch.context.collectives import Transfer, for_each_use, send_rows, sorted_sizes
 from blockdiag.torch.context.parallel import ContextParallel
 
 
@@ -19,20 +19,25 @@ def exchange(
     """Compute attention over whole sequences of each process's heads, between exchanges of tokens for heads.
 
     Heads move in groups: while one group is computed, the next one is on its way to it, and the results of the one
-    before on their way back. In the backward pass gradients travel beside the kernels in the same way.
+    before on their way back. In the backward pass gradients travel beside the kernels in the same way. Groups are key
+    heads with their query heads. Where a process has one key head they are query heads, and the key head moves with the
+    first group; where there are fewer key heads than processes, several processes have the same one.
 
     Args:
         context: the processes.
         compute: of query [.., T, n, H] and keys [.., T, k, H], heads of the process, to a tuple of results.
         query: [.., t, N, H], the process's tokens.
-        keys: [.., t, K, H] each; K is a multiple of the processes.
+        keys: [.., t, K, H] each; K and the processes are multiples of one another, and N is one of the processes.
         head_axes: of each result, where its heads are, counted from the last axis as 1; tokens come before them.
 
     Returns:
         The results for the process's tokens and all heads.
     """
     size, tokens = context.size, query.ndim - 3
-    groups = choose_groups(keys[0].shape[-2], size)
+    keys = [_repeat_heads(x, max(size // x.shape[-2], 1)) for x in keys]
+    has_one_key_head = keys[0].shape[-2] == size
+    groups = choose_groups((query if has_one_key_head else keys[0]).shape[-2], size)
+    moving = (query,) if has_one_key_head else (query, *keys)
 
     def packed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The heads of every process, [devices, .., t, n, H] of each group."""
@@ -51,14 +56,18 @@ def exchange(
         transfers = [Transfer(context.group) for _ in tensors]
         return [(transfer, transfer.start(x)) for transfer, x in zip(transfers, tensors, strict=True)]
 
-    waiting = list(zip(*(packed(x) for x in (query, *keys)), strict=True))
+    waiting = list(zip(*(packed(x) for x in moving), strict=True))
     coming = start(waiting[0])
+    staying = start([x.unsqueeze(-2).movedim(tokens + 1, 0) for x in keys] if has_one_key_head else [])
+    uses = None
     returning = []
     for group in range(groups):
         here = [transfer.wait(x) for transfer, x in coming]
         if group + 1 < groups:
             coming = start(waiting[group + 1])
-        found = compute(*map(whole_sequences, here))
+        if uses is None:
+            uses = [for_each_use(whole_sequences(transfer.wait(x)), groups) for transfer, x in staying]
+        found = compute(*map(whole_sequences, here), *(x[group] for x in uses))
         returning.append(start([parts(x) for x in found]))
     results = []
     for number, place in enumerate(head_axes):
@@ -67,6 +76,11 @@ def exchange(
         # [devices, .., t, n, ..] of each group, to [.., t, devices, groups, n, ..]
         results.append(torch.stack([x.movedim(0, heads) for x in own], heads + 1).flatten(heads, heads + 2))
     return tuple(results)
+
+
+def _repeat_heads(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return each head so many times, one after the other."""
+    return x if count == 1 else torch.stack(for_each_use(x, count), -2).flatten(-3, -2)
 
 
 def to_zigzag(context: ContextParallel, x: torch.Tensor) -> torch.Tensor:

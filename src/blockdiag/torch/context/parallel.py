@@ -169,16 +169,26 @@ def compare_tokens(context: ContextParallel, tokens: dict[str, int], device: tor
         context._compared.add(device.type)
 
 
-def choose_strategy(context: ContextParallel, key_heads: int, remedy: str = "use strategy='gather'") -> Strategy:
-    """Return the strategy that the user wants, or that suits; `remedy` says what to do where "ulysses" cannot serve.
+def choose_strategy(
+    context: ContextParallel, heads: tuple[int, int], remedy: str = "use strategy='gather'"
+) -> Strategy:
+    """Return the strategy that the user wants, or that suits.
+
+    Args:
+        context: of the call.
+        heads: query heads and key heads.
+        remedy: what to do where "ulysses" cannot serve.
 
     Raises:
-        ValueError: the processes do not divide the key heads, which "ulysses" needs.
+        ValueError: "ulysses" is wanted, and cannot serve.
     """
+    query_heads, key_heads = heads
     is_divided = key_heads % context.size == 0
-    if context.strategy == "ulysses" and not is_divided:
+    has_copies = context.size % key_heads == 0 and query_heads % context.size == 0
+    if context.strategy == "ulysses" and not (is_divided or has_copies):
         raise ValueError(
-            f"strategy 'ulysses' needs key heads that are a multiple of the {context.size} processes of the group, got "
-            f"{key_heads}; {remedy}"
+            f"strategy 'ulysses' needs query heads that are a multiple of the {context.size} processes of the group, "
+            f"and key heads that are a multiple of these or a divisor, got {query_heads} query heads and {key_heads} "
+            f"key heads; {remedy}"
         )
     return context.strategy or ("ulysses" if is_divided else "gather")

@@ -67,7 +67,7 @@ def attend_to_shared_tokens(
     )
     if not has_equal_sequences:
         remedy = f"share among fewer processes, so that each has {block_size - 1} tokens or more, {own} here"
-    choose_strategy(exchanging, key.shape[-2], remedy)
+    choose_strategy(exchanging, (query.shape[-2], key.shape[-2]), remedy)
     if rotary is not None:
         rotary = _mapped(rotary, functools.partial(_whole, context))
     options: dict[str, Any] = {

@@ -59,7 +59,7 @@ def attend_to_shared_tokens(
             f"{tuple(key.shape[:-2])}; gather the keys instead, and call without it"
         )
     whole_mask = None if key_mask is None else gather_whole(context, key_mask, query.ndim - 3)
-    if choose_strategy(context, key.shape[-2]) == "ulysses":
+    if choose_strategy(context, (query.shape[-2], key.shape[-2])) == "ulysses":
 
         def of_heads(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
             results = attend(*operands, sequence_offsets=sequence_offsets, key_mask=whole_mask)
