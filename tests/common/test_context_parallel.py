@@ -114,8 +114,8 @@ def test_moba_of_shared_tokens_outside_of_jit_equals_the_compiled_call(strategy)
 
 
 @pytest.mark.parametrize("key_heads", [2, 4])
-def test_exchanges_of_a_key_head_for_each_device_or_for_several(key_heads):
-    """Query heads are the groups then, and the key head moves once."""
+def test_ulysses_with_one_key_head_on_each_device_equals_one_device(key_heads):
+    """Groups then have query heads alone, and the key head moves once."""
     context, arrays = ContextParallel("model", "ulysses"), operands(1, key_heads, query_heads=8)
     assert_shared(moba, arrays, P(None, "model"), "explicit", (1, 4), context, collectives={"all-to-all"})
 
@@ -363,7 +363,7 @@ def test_what_does_not_serve_block_diagonal_attention_is_refused():
         with pytest.raises(ValueError, match="'gather' does not serve `block_diagonal_attention`"):
             block_diagonal(ContextParallel("model", "gather"), *(shard(mesh, x, P()) for x in operands(1)))
         with pytest.raises(ValueError, match=r"the 4 devices .* batched sequences of 512 tokens, 128 here"):
-            few = operands(1, key_heads=2)
+            few = operands(1, key_heads=2, query_heads=6)
             block_diagonal(ContextParallel("model"), *(shard(mesh, x, P()) for x in few), block_size=TOKENS)
 
 
@@ -416,7 +416,7 @@ def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
         (
             ContextParallel("model", "ulysses"),
             {"key_heads": 3, "query_heads": 6},
-            r"key heads that are a multiple of these or a divisor, got 6 query heads and 3 key heads on each",
+            r"key heads that are a multiple or a divisor of these, got 6 query heads and 3 key heads on each",
         ),
         (ContextParallel("model", "gather"), {"block_size": 48}, r"`block_size`=48; pad the 128 tokens to 192"),
         (

@@ -33,11 +33,11 @@ def world(strategy: Any = None) -> ContextParallel:
 
 
 def operands(
-    tokens: int, key_heads: int, batch: tuple[int, ...] = (2,), count: int | None = None
+    tokens: int, key_heads: int, batch: tuple[int, ...] = (2,), count: int | None = None, group: int = 2
 ) -> list[torch.Tensor]:
-    """Query, key and value of all processes, or of so many, with twice as many query heads."""
+    """Query, key and value of all processes, or of so many, with a group of query heads for each key head."""
     total = tokens * (count or dist.get_world_size())
-    shapes = [(*batch, total, heads, HEAD_DIM) for heads in (2 * key_heads, key_heads, key_heads)]
+    shapes = [(*batch, total, heads, HEAD_DIM) for heads in (group * key_heads, key_heads, key_heads)]
     return [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
@@ -83,12 +83,14 @@ def assert_shared(attend: Callable[..., Any], whole: Sequence[torch.Tensor], con
 
 
 def check_moba(strategy: str | None, case: str) -> None:
-    """MoBA with each strategy: packed, masked over one axis of a mesh, and batched with one key head."""
+    """MoBA with each strategy: packed, masked over one axis of a mesh, and batched with few key heads."""
     context, count = world(strategy), dist.get_world_size()
     options: dict[str, Any] = {"block_size": BLOCK, "top_k": 3, **implementation()}
-    own, key_heads, batch, mask = 2 * BLOCK, 2 * count, (2,), None
+    own, key_heads, group, batch, mask = 2 * BLOCK, 2 * count, 2, (2,), None
     if case == "one key head":
         key_heads = 1
+    elif case == "half a key head for each process":
+        key_heads, group = count // 2, 4
     elif case == "packed":
         batch, key_heads = (), 2 * count if strategy == "ulysses" else 1
         edges = [0, 21, 21, count * own * 2 // 3, count * own - 11]
@@ -106,7 +108,7 @@ def check_moba(strategy: str | None, case: str) -> None:
         given = mask if mask is None or context_parallel is None else own_part(mask, -1, context_parallel)
         return moba_attention(*tensors, key_mask=given, context_parallel=context_parallel, **options)
 
-    assert_shared(attend, operands(own, key_heads, batch, count), context)
+    assert_shared(attend, operands(own, key_heads, batch, count, group), context)
 
 
 def check_block_diagonal(case: str) -> None:
@@ -222,12 +224,14 @@ def check_compiled() -> None:
 def check_refusals() -> None:
     """Errors say what is wrong and what to do, in every process, before anything is communicated."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    query, key, value = (own_part(x, -3, world()) for x in operands(24, 1))
+    query, key, value = (own_part(x, -3, world()) for x in operands(24, 1, group=3))
     moba = functools.partial(moba_attention, query, key, value, block_size=BLOCK, top_k=2)
     attend = functools.partial(block_diagonal_attention, query, key, value)
     with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses' or 'gather', got 'ring'"):
         world("ring")
-    with pytest.raises(ValueError, match=r"key heads that are a multiple of the \d processes .*, got 1; use strategy="):
+    with pytest.raises(
+        ValueError, match="a multiple or a divisor of these, got 3 query heads and 1 key heads; use strategy='gather'"
+    ):
         moba(context_parallel=world("ulysses"))
     pad = rf"`block_size`=16; pad the {24 * count} tokens to {32 * count}, or use strategy='ulysses'"
     with pytest.raises(ValueError, match=pad):
@@ -238,7 +242,9 @@ def check_refusals() -> None:
         moba_attention(query[:, :16], key, value, block_size=BLOCK, top_k=2, context_parallel=world())
     with pytest.raises(ValueError, match="strategy 'gather' does not serve `block_diagonal_attention`"):
         attend(context_parallel=world("gather"))
-    with pytest.raises(ValueError, match=rf"got 1; batched sequences of {100 * count} tokens, {24 * count} here"):
+    with pytest.raises(
+        ValueError, match=rf"and 1 key heads; batched sequences of {100 * count} tokens, {24 * count} here"
+    ):
         attend(block_size=100, context_parallel=world())
     with pytest.raises(ValueError, match=rf"need at least 3 tokens in each process, got 2; pad them, to {3 * count}"):
         key_convolution(key[:, :2], random(4, 1, HEAD_DIM, seed=1), context_parallel=world())

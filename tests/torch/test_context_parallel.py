@@ -14,6 +14,7 @@ CHECKS = (
     ("check_transfers_beside_attention",),
     ("check_moba", "ulysses", "packed"),
     ("check_moba", "ulysses", "masked"),
+    ("check_moba", "ulysses", "half a key head for each process"),
     ("check_moba", None, "packed"),
     ("check_moba", "gather", "masked"),
     ("check_moba", "gather", "one key head"),

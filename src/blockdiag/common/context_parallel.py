@@ -32,12 +32,13 @@ class ContextParallel:
 
     Attributes:
         axis: the mesh's axis that shards the token axis.
-        strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads; for as
-            many devices as divide the key heads. "gather", for MoBA and `fuse`: each device gathers keys and values
-            and computes queries of its own. "ring", for `fuse`: parts of keys and values travel around the devices, so
-            that none ever has them whole; for sequences whose keys do not fit into the memory of a device, since it
-            moves as many bytes as "gather" and is not faster. None chooses "ulysses" where it can serve, otherwise
-            "gather", and nothing is communicated where attention within blocks needs nothing.
+        strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads. The
+            devices divide the key heads, or they divide the query heads and several devices have the same key head; for
+            `fuse` only the former. "gather", for MoBA and `fuse`: each device gathers keys and values and computes
+            queries of its own. "ring", for `fuse`: parts of keys and values travel around the devices, so that none
+            ever has them whole; for sequences whose keys do not fit into the memory of a device, since it moves as many
+            bytes as "gather" and is not faster. None chooses "ulysses" where devices divide the key heads, otherwise
+            "gather"; block-diagonal attention communicates only what boundaries within blocks need.
         mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
         batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
             explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered. Of
@@ -74,7 +75,7 @@ class ContextParallel:
         if self.strategy not in (None, "ulysses", "gather", "ring"):
             raise ValueError(
                 f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' serves "
-                "attention whose key heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads, "
+                "attention whose heads the devices divide, 'gather' MoBA and `fuse` with any number of key heads, "
                 "'ring' `fuse`"
             )
 
@@ -138,15 +139,15 @@ def exchange(
     """Attention over whole sequences of each device's heads, between exchanges of tokens for heads (Ulysses).
 
     Heads move in groups: while one group is computed, the next one is on its way to it, and the results of the one
-    before on their way back. Groups are key heads with their query heads. Where a device has one key head they are
-    query heads, and the key head moves with the first group; where there are fewer key heads than devices, several
-    devices have the same one.
+    before on their way back. A group has key heads and their query heads. Where a device has one key head, a group has
+    query heads alone, and the key head moves with the first group. Several devices have the same key head where there
+    are fewer key heads than devices.
 
     Args:
         axis: of the mesh, manual here.
         compute: of query [.., T, n, H] and keys [.., T, k, H], heads of the device, to a tuple of results.
         query: [.., t, N, H], the device's tokens.
-        keys: [.., t, K, H] each; K and the devices are multiples of one another, and N is one of the devices.
+        keys: [.., t, K, H] each; K is a multiple or a divisor of the devices, and N a multiple.
         head_axes: of each result, where its heads are, counted from the last axis as 1; tokens come before them.
 
     Returns:
@@ -208,7 +209,7 @@ def exchange(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _for_each_use(x: Array, uses: int) -> tuple[Array, ...]:
-    """An array once for each use, whose gradients are added in float32."""
+    """Return an array once for each use; the gradients of the uses are added in float32."""
     return (x,) * uses
 
 
@@ -223,7 +224,7 @@ _for_each_use.defvjp(lambda x, uses: (_for_each_use(x, uses), None), _add_uses)
 
 
 def _repeat_heads(x: Array, count: int) -> Array:
-    """Each head so many times, one after the other."""
+    """Repeat each head `count` times: [.., K, H] to [.., K * count, H]."""
     if count == 1:
         return x
     return jnp.stack(_for_each_use(x, count), axis=x.ndim - 1).reshape(*x.shape[:-2], -1, x.shape[-1])
@@ -271,7 +272,7 @@ def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays:
 def choose_strategy(
     context: ContextParallel, heads: tuple[int, int], devices: int, remedy: str = "use strategy='gather'"
 ) -> Strategy:
-    """The strategy that the user wants, or that suits.
+    """Return the strategy of the user, or "ulysses" where the devices divide the key heads and "gather" elsewhere.
 
     Args:
         context: of the call.
@@ -280,7 +281,7 @@ def choose_strategy(
         remedy: what to do where "ulysses" cannot serve.
 
     Raises:
-        ValueError: "ulysses" is wanted, and cannot serve; or the strategy is "ring".
+        ValueError: the user asks for "ulysses", which cannot serve; or for "ring".
     """
     refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the devices divide the query heads")
     query_heads, key_heads = heads
@@ -289,7 +290,7 @@ def choose_strategy(
     if context.strategy == "ulysses" and not (is_divided or has_copies):
         raise ValueError(
             f"strategy 'ulysses' needs query heads that are a multiple of the {devices} devices along "
-            f"{context.axis!r}, and key heads that are a multiple of these or a divisor, got {query_heads} query heads "
+            f"{context.axis!r}, and key heads that are a multiple or a divisor of these, got {query_heads} query heads "
             f"and {key_heads} key heads on each; {remedy}"
         )
     return context.strategy or ("ulysses" if is_divided else "gather")

@@ -19,15 +19,15 @@ def exchange(
     """Compute attention over whole sequences of each process's heads, between exchanges of tokens for heads.
 
     Heads move in groups: while one group is computed, the next one is on its way to it, and the results of the one
-    before on their way back. In the backward pass gradients travel beside the kernels in the same way. Groups are key
-    heads with their query heads. Where a process has one key head they are query heads, and the key head moves with the
-    first group; where there are fewer key heads than processes, several processes have the same one.
+    before on their way back. In the backward pass gradients travel beside the kernels in the same way. A group has
+    key heads and their query heads. Where a process has one key head, a group has query heads alone, and the key head
+    moves with the first group. Several processes have the same key head where there are fewer key heads than processes.
 
     Args:
         context: the processes.
         compute: of query [.., T, n, H] and keys [.., T, k, H], heads of the process, to a tuple of results.
         query: [.., t, N, H], the process's tokens.
-        keys: [.., t, K, H] each; K and the processes are multiples of one another, and N is one of the processes.
+        keys: [.., t, K, H] each; K is a multiple or a divisor of the processes, and N a multiple.
         head_axes: of each result, where its heads are, counted from the last axis as 1; tokens come before them.
 
     Returns:
@@ -79,7 +79,7 @@ def exchange(
 
 
 def _repeat_heads(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return each head so many times, one after the other."""
+    """Repeat each head `count` times: [.., K, H] to [.., K * count, H]."""
     return x if count == 1 else torch.stack(for_each_use(x, count), -2).flatten(-3, -2)
 
 

@@ -22,10 +22,11 @@ class ContextParallel:
 
     Attributes:
         group: the processes, as `torch.distributed.new_group` returns them, or a DeviceMesh of one axis.
-        strategy: "ulysses": processes exchange tokens for heads, and each computes whole sequences of its heads; for as
-            many processes as divide the key heads. "gather", for MoBA and `fuse`: each process gathers keys and values
-            and computes queries of its own. None chooses "ulysses" where it can serve, and nothing is communicated
-            where attention within blocks needs nothing.
+        strategy: "ulysses": processes exchange tokens for heads, and each computes whole sequences of its heads. The
+            processes divide the key heads, or they divide the query heads and several processes have the same key head;
+            for `fuse` only the former. "gather", for MoBA and `fuse`: each process gathers keys and values and computes
+            queries of its own. None chooses "ulysses" where processes divide the key heads, otherwise "gather";
+            block-diagonal attention communicates only what boundaries within blocks need.
 
     Raises:
         ValueError: `strategy` is none of these, or this process is not part of the group. What a strategy cannot serve
@@ -56,7 +57,7 @@ class ContextParallel:
         if self.strategy not in (None, "ulysses", "gather"):
             raise ValueError(
                 f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}; 'ulysses' serves attention "
-                "whose key heads the processes divide, 'gather' MoBA and `fuse` with any number of key heads"
+                "whose heads the processes divide, 'gather' MoBA and `fuse` with any number of key heads"
             )
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("`group` needs torch.distributed; call torch.distributed.init_process_group first")
@@ -172,7 +173,7 @@ def compare_tokens(context: ContextParallel, tokens: dict[str, int], device: tor
 def choose_strategy(
     context: ContextParallel, heads: tuple[int, int], remedy: str = "use strategy='gather'"
 ) -> Strategy:
-    """Return the strategy that the user wants, or that suits.
+    """Return the strategy of the user, or "ulysses" where processes divide the key heads and "gather" elsewhere.
 
     Args:
         context: of the call.
@@ -180,7 +181,7 @@ def choose_strategy(
         remedy: what to do where "ulysses" cannot serve.
 
     Raises:
-        ValueError: "ulysses" is wanted, and cannot serve.
+        ValueError: the user asks for "ulysses", which cannot serve.
     """
     query_heads, key_heads = heads
     is_divided = key_heads % context.size == 0
@@ -188,7 +189,7 @@ def choose_strategy(
     if context.strategy == "ulysses" and not (is_divided or has_copies):
         raise ValueError(
             f"strategy 'ulysses' needs query heads that are a multiple of the {context.size} processes of the group, "
-            f"and key heads that are a multiple of these or a divisor, got {query_heads} query heads and {key_heads} "
+            f"and key heads that are a multiple or a divisor of these, got {query_heads} query heads and {key_heads} "
             f"key heads; {remedy}"
         )
     return context.strategy or ("ulysses" if is_divided else "gather")
