@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from blockdiag.torch import ContextParallel, explain, fuse
+from blockdiag.torch.context.collectives import gather_whole
 from blockdiag.torch.fusion import program
 from tests.torch.context_worker import assert_alike, differentiated, expected_of, int32, own_part, world
 from tests.torch.division_worker import mesh_of, random, spread
@@ -156,6 +157,45 @@ def check_fuse_kernels() -> None:
         patch.setattr(program, "_InJax", steps.append)
         check_shared(causal, operands(1), (1, 1, 1), world(), "in zigzag order", implementation="triton")
     assert not steps
+
+
+def check_fuse_rounding(strategy: str, implementation: str, most: float) -> None:
+    """Gradients that processes add up are rounded once: they are as exact as those of one process.
+
+    Args:
+        strategy, implementation: of the call.
+        most: the largest ratio of errors, against float64, of four processes to one process.
+    """
+    context, total, width = world(strategy), OWN * dist.get_world_size(), 16
+    heads = (8, 4, 4, 8) if strategy == "ulysses" else (2, 1, 1, 2)
+    shapes = [*((1, total, count, width) for count in heads), (total, total)]
+    query, key, value, cotangent, bias = (random(*shape, seed=seed).bfloat16() for seed, shape in enumerate(shapes))
+
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        key, value = (x.repeat_interleave(2, 2) for x in (key, value))
+        scores = torch.einsum("btnh,bsnh->bnts", query, key) / width**0.5 + bias
+        place = torch.arange(total, device=query.device)
+        distance = place[:, None] - place
+        weights = scores.masked_fill((distance < 0) | (distance >= 40), -torch.inf).softmax(-1)
+        return torch.einsum("bnts,bsnh->btnh", weights, value)
+
+    def gradients(function: Callable[..., Any], cotangent: torch.Tensor, *leaves: torch.Tensor) -> Sequence[Any]:
+        leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
+        return torch.autograd.grad(function(*leaves), leaves, cotangent)
+
+    whole = (cotangent, query, key, value, bias)
+    exact = gradients(plain, *(x.double() for x in whole))
+    of_one = gradients(fuse(biased, implementation=implementation), *whole)
+    axes = (1, 1, 1, 1, 0)
+    parts = [own_part(x, axis, context).contiguous() for x, axis in zip(whole, axes, strict=True)]
+    shared = fuse(biased, implementation=implementation, context_parallel=context, token_axes=axes[1:])
+    summed = (3,) if strategy == "ulysses" else (1, 2)
+    found = gradients(shared, *parts)
+    for i in summed:
+        x, one, wanted, axis = found[i], of_one[i], exact[i], axes[1 + i]
+        assert x.dtype == torch.bfloat16
+        error, error_of_one = ((y.double() - wanted).norm().item() for y in (gather_whole(context, x, axis), one))
+        assert error <= most * error_of_one, (error, error_of_one, wanted.shape)
 
 
 def check_fuse_refusals() -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -153,6 +153,59 @@ def _marked(region: Region, constant: Sequence[bool]) -> Region:
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+def attend_with_carriers(call: Call, leaves: Sequence[Any], value: Any, carriers: Mapping[int, Any]) -> tuple[Any, Any]:
+    """`attend` on one device, where the gradients of some arrays are those of others, which are wider.
+
+    Args:
+        call, leaves, value: see `attend`.
+        carriers: arrays in float32 that have the gradients of leaves, or of the values, by place; their elements are
+            not read.
+    """
+    if not carriers:
+        return attend(call, leaves, value)
+    places = tuple(carriers)
+    output, log_sum = _attend_carried(call, places, tuple(leaves), value, tuple(carriers.values()))
+    return output, log_sum if call.has_log_sum else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_carried(
+    call: Call, places: tuple[int, ...], leaves: tuple[Any, ...], value: Any, carriers: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    return _forward(call)(*leaves, value)
+
+
+def _carried_forward(
+    call: Call, places: tuple[int, ...], leaves: tuple[Any, ...], value: Any, carriers: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    arrays = tuple(x.value for x in leaves)
+    wanted = dict(zip(places, carriers, strict=True))
+    constant = _Constant(tuple(not wanted.get(i, x).perturbed for i, x in enumerate(leaves)))
+    output, log_sum = _forward(call)(*arrays, value.value)
+    return (output, log_sum), (arrays, value.value, output, log_sum, constant)
+
+
+def _carried_backward(call: Call, places: tuple[int, ...], saved: Any, cotangents: tuple[Any, Any]) -> Any:
+    leaves, value, output, log_sum, constant = saved
+    cotangent, log_sum_cotangent = (
+        None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
+    )
+    call = dataclasses.replace(call, region=call.region.once(_marked, constant.leaves))
+    cotangent = jnp.zeros_like(output) if cotangent is None else cotangent
+    more = [] if log_sum_cotangent is None else [log_sum_cotangent]
+    *grads, value_grad = _backward(call)(*leaves, value, output, log_sum, cotangent, *more)
+    wide = [*_replaced([None] * len(leaves), grads, _with_gradient(call.region)), value_grad]
+    carried = tuple(None if wide[i] is None else wide[i].astype(jnp.float32) for i in places)
+    own = [
+        None if x is None or i in places or not jnp.issubdtype(like.dtype, jnp.floating) else x.astype(like.dtype)
+        for i, (x, like) in enumerate(zip(wide, (*leaves, value), strict=True))
+    ]
+    return tuple(own[:-1]), own[-1], carried
+
+
+_attend_carried.defvjp(_carried_forward, _carried_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -83,7 +83,7 @@ def send_rows(context: ContextParallel, x: torch.Tensor, send: Sequence[int], re
 
 
 def for_each_use(x: torch.Tensor, uses: int) -> tuple[torch.Tensor, ...]:
-    """Return a tensor once for each use, whose gradients are added in float32."""
+    """Return a tensor once for each use; the gradients of the uses are added in float32."""
     return _Uses.apply(x, uses)
 
 
@@ -136,6 +136,33 @@ def gather_tokens(context: ContextParallel, x: torch.Tensor, tokens: int, gather
     return _Gathered.apply(x, gather or Gather(context, x, tokens))
 
 
+def gather_with_carrier(x: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the whole of a tensor, without a gradient, and a carrier of its gradient.
+
+    Autograd rounds gradients to the dtype of their tensor. The carrier is float32, so that each process's share of the
+    gradient is rounded only after all shares are added up. It has the shape of the whole, and the memory of one number.
+
+    Args:
+        x: the process's part.
+        gather: of `x`, under way.
+    """
+    return _Carried.apply(x, gather)
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.context, ctx.tokens, ctx.dtype = gather.context, gather.tokens, x.dtype
+        whole = gather.wait()
+        ctx.mark_non_differentiable(whole)
+        ctx.set_materialize_grads(False)
+        return whole, x.new_zeros((), dtype=torch.float32).expand(whole.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _own_sum(ctx.context, gradients[1], ctx.tokens).to(ctx.dtype), None
+
+
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gather: Gather) -> torch.Tensor:
@@ -144,12 +171,17 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        context, tokens, dtype = ctx.context, ctx.tokens, gradients[0].dtype
+        dtype = gradients[0].dtype
         wide = gradients[0].to(torch.promote_types(dtype, torch.float32))
-        parts = wide.unflatten(tokens, (context.size, -1)).movedim(tokens, 0).contiguous()
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=context.group)
-        return own.to(dtype), None
+        return _own_sum(ctx.context, wide, ctx.tokens).to(dtype), None
+
+
+def _own_sum(context: ContextParallel, x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the process's part of the sum over all processes."""
+    parts = x.unflatten(tokens, (context.size, -1)).movedim(tokens, 0).contiguous()
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=context.group)
+    return own
 
 
 def with_neighbours(

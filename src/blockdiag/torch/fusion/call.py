@@ -5,7 +5,7 @@ import contextlib
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from blockdiag.fusion.ir.structural_hash import shared
 from blockdiag.fusion.ir.tree import FUSE, NotFusible, Region
 from blockdiag.fusion.regions.axis_labels import place_of
 from blockdiag.fusion.runtime import triton as triton_fused
-from blockdiag.fusion.runtime.region_op import Call, attend
+from blockdiag.fusion.runtime.region_op import Call, attend_with_carriers
 from blockdiag.interop import private_torch
 from blockdiag.interop._torch_mistakes import explaining
 from blockdiag.interop._torch_transforms import call_under_transforms
@@ -198,8 +198,10 @@ class FusedFunction:
                 return TorchProgram(local, device, _binding(device), has_gradient=has_gradient)
             self._refuse_jax(reason)
 
-        def attend_to(region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
-            return attend(Call(region, self._names, has_log_sum), leaves, value)
+        def attend_to(
+            region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any, carriers: Mapping[int, Any]
+        ) -> tuple[Any, Any]:
+            return attend_with_carriers(Call(region, self._names, has_log_sum), leaves, value, carriers)
 
         in_jax = wrap_jax(lambda *arrays: local.evaluate(arrays, attend_to))
         return lambda tensors: in_jax(*tensors)

@@ -32,7 +32,7 @@ from blockdiag.fusion.runtime.context_parallel import Chosen, Sharing, choose
 from blockdiag.fusion.runtime.rows import axis_of
 from blockdiag.fusion.runtime.sharding import is_known, local_region
 from blockdiag.fusion.runtime.token_parts import Parts, token_axis
-from blockdiag.torch.context.collectives import Gather, Transfer, gather_tokens
+from blockdiag.torch.context.collectives import Gather, Transfer, gather_tokens, gather_with_carrier
 from blockdiag.torch.context.exchange import from_zigzag, to_zigzag
 from blockdiag.torch.context.parallel import ContextParallel
 from blockdiag.torch.fusion.region import region_p
@@ -127,17 +127,22 @@ class LocalRegion:
         region: of one process.
         has_log_sum: whether the log-sum-exp is a result, too.
         constants: leaves and values that no argument has a part in, by place.
+        carried: places of leaves and values whose gradients have carriers, see `gather_with_carrier`.
     """
 
     region: Region
     has_log_sum: bool
     constants: Mapping[int, np.ndarray]
+    carried: Sequence[int]
 
     @property
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the other leaves and values."""
-        sources = enumerate(self.region.sources)
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for place, x in sources if place not in self.constants]
+        """The shapes and dtypes of the other leaves and values, and then of the carriers."""
+        sources = self.region.sources
+        given = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) for place, x in enumerate(sources) if place not in self.constants
+        ]
+        return [*given, *(jax.ShapeDtypeStruct(sources[place].shape, np.float32) for place in self.carried)]
 
     @property
     def structure(self) -> Any:
@@ -151,7 +156,8 @@ class LocalRegion:
             jnp.asarray(self.constants[place]) if place in self.constants else next(given)
             for place in range(len(self.region.leaves) + 1)
         )
-        output, log_sum = compute(self.region, self.has_log_sum, leaves, value)
+        carriers = dict(zip(self.carried, given, strict=True))
+        output, log_sum = compute(self.region, self.has_log_sum, leaves, value, carriers)
         return [output, log_sum] if self.has_log_sum else [output]
 
 
@@ -200,17 +206,22 @@ class SharedRegion:
                 assert whole is not None
                 numbers = torch.arange(whole.size).reshape(whole.shape)
                 constants[place] = whole.reshape(-1)[self._whole_moved(numbers, dims).numpy()]
-        compute = self._launch(LocalRegion(local, self._has_log_sum, constants))
         moved = [
-            (dims, axis)
-            for source, dims, axis in zip(self._region.sources, _dims_of(self._region), self._axes, strict=True)
-            if not is_known(source)
+            (place, dims, axis)
+            for place, (dims, axis) in enumerate(zip(_dims_of(self._region), self._axes, strict=True))
+            if place not in constants
         ]
+        carried = [place for place, dims, axis in moved if self._has_carrier(place, dims, axis)]
+        compute = self._launch(LocalRegion(local, self._has_log_sum, constants, carried))
 
         def attend(*tensors: torch.Tensor) -> list[torch.Tensor]:
             # All transfers are on their way before the first is awaited.
-            coming = [self._moving(x, *each) for x, each in zip(tensors, moved, strict=True)]
-            here = [finish() for finish in coming]
+            coming = [
+                self._moving(x, dims, axis, has_carrier=place in carried)
+                for x, (place, dims, axis) in zip(tensors, moved, strict=True)
+            ]
+            arrived = [finish() for finish in coming]
+            here = [x for x, *_ in arrived] + [carrier for _, *carriers in arrived for carrier in carriers]
             own = (self._region.out_dims, tuple((label,) for label in (*self._region.batch, ROWS)))
             return [self._returned(x, dims) for x, dims in zip(compute(here), own, strict=False)]
 
@@ -250,35 +261,61 @@ class SharedRegion:
     def _local(self) -> Region:
         """The region between transfers."""
         region, size, sizes = self._region, self._context.size, dict(self._region.sizes)
-        if self.chosen.label is not None:
-            return local_region(region, sizes | {self.chosen.label: sizes[self.chosen.label] // size})
+        label = self.chosen.label
+        if label is not None:
+            return local_region(region, sizes | {label: sizes[label] // size}, (label,))
         sizes[ROWS] //= size
         if not self._has_runs:
-            return local_region(region, sizes)
+            return local_region(region, sizes, (ROWS,))
         sizes[ROWS] //= self._runs
         sizes[DISTANCE] = sizes[ROWS] + sizes[COLUMNS] - 1
         in_runs = [axis_of(x, ROWS) is not None or axis_of(x, DISTANCE) is not None for x in _dims_of(region)]
-        return map_region(local_region(region, sizes), self._runs, in_runs)
+        return map_region(local_region(region, sizes, (ROWS,)), self._runs, in_runs)
 
-    def _moving(self, x: torch.Tensor, dims: tuple[Dim, ...], axis: int | None) -> Callable[[], torch.Tensor]:
+    def _moving(
+        self, x: torch.Tensor, dims: tuple[Dim, ...], axis: int | None, *, has_carrier: bool
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
         """Send a leaf, or the values; what is returned gives it as the region between transfers reads it.
 
         Args:
             x: the process's part, or the whole.
             dims: the labels of its axes.
             axis: at which it is a part.
+            has_carrier: whether a carrier of its gradient follows it.
         """
-        context, label, rows = self._context, self.chosen.label, axis_of(dims, ROWS)
-        heads = None if label is None else axis_of(dims, label)
-        if axis is not None and label is not None and heads is not None and self._is_slowest(dims[heads], label):
-            return start_exchange(context, x, axis, heads)
+        context, rows = self._context, axis_of(dims, ROWS)
+        heads = self._exchanged_axis(dims, axis)
         if axis is None:
-            return lambda: self._whole_moved(x, dims)
-        if rows is None or label is not None:
+            return lambda: (self._whole_moved(x, dims),)
+        if heads is not None:
+            exchanged = start_exchange(context, x, axis, heads)
+            return lambda: (exchanged(),)
+        if self._is_gathered(dims, axis):
             gather = Gather(context, x, axis)
-            return lambda: self._whole_moved(gather_tokens(context, x, axis, gather), dims)
+            if has_carrier:
+                return lambda: tuple(self._whole_moved(each, dims) for each in gather_with_carrier(x, gather))
+            return lambda: (self._whole_moved(gather_tokens(context, x, axis, gather), dims),)
+        assert rows is not None, "what has no rows is gathered"
         found = self._in_runs(_reordered(to_zigzag, context, x, rows) if self.chosen.is_zigzag else x, rows)
-        return lambda: found
+        return lambda: (found,)
+
+    def _exchanged_axis(self, dims: tuple[Dim, ...], axis: int | None) -> int | None:
+        """The axis that processes share after an exchange; None of what is not exchanged."""
+        label = self.chosen.label
+        heads = None if label is None or axis is None else axis_of(dims, label)
+        return heads if label is not None and heads is not None and self._is_slowest(dims[heads], label) else None
+
+    def _is_gathered(self, dims: tuple[Dim, ...], axis: int | None) -> bool:
+        """Whether all parts of an array are gathered."""
+        if axis is None or self._exchanged_axis(dims, axis) is not None:
+            return False
+        return self.chosen.label is not None or axis_of(dims, ROWS) is None
+
+    def _has_carrier(self, place: int, dims: tuple[Dim, ...], axis: int | None) -> bool:
+        """Whether the gradient of a leaf, or of the values, is a sum over processes of what its dtype would round."""
+        dtype = self._region.sources[place].dtype
+        is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        return is_narrow and self._is_gathered(dims, axis)
 
     def _whole_moved(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
         """A whole leaf, or whole values, as the region between transfers reads it."""

@@ -1,6 +1,6 @@
 """A traced function as steps on tensors: regions as launches, and JAX where there is more to compute around them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -37,7 +37,11 @@ class Traced(Protocol):
     @property
     def structure(self) -> Any: ...
     def evaluate(self, arguments: Sequence[Any], compute: Callable[..., tuple[Any, Any]], /) -> list[Any]:
-        """Return the results as a flat list; `compute` gives those of regions, and their log-sum-exp."""
+        """Return the results as a flat list; `compute` gives those of regions, and their log-sum-exp.
+
+        It takes a region, whether the log-sum-exp is wanted, leaves, values and, by place, carriers of gradients, see
+        `mark`.
+        """
         ...
 
 
@@ -49,8 +53,14 @@ def marked(program: Traced, *, has_gradient: bool) -> core.ClosedJaxpr:
     """
 
     def with_marks(*arrays: Any) -> list[Any]:
-        def compute(region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
-            return mark(region, leaves, value, has_gradient=has_gradient, has_log_sum=has_log_sum)
+        def compute(
+            region: Region,
+            has_log_sum: bool,
+            leaves: Sequence[Any],
+            value: Any,
+            carriers: Mapping[int, Any] | None = None,
+        ) -> tuple[Any, Any]:
+            return mark(region, leaves, value, has_gradient=has_gradient, has_log_sum=has_log_sum, carriers=carriers)
 
         return program.evaluate(arrays, compute)
 

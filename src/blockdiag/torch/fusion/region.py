@@ -164,6 +164,7 @@ class Steps:
         on_hopper: in the place of `backward` there, where the gradient of a bias is needed that stays in shared memory.
         cotangent: dtype of the cotangent that backward launches read.
         has_log_sum: whether the log-sum-exp is a result, too.
+        carriers: how many operands, the last ones, no launch reads: each has the gradient of another operand.
     """
 
     forward: Step
@@ -172,6 +173,7 @@ class Steps:
     on_hopper: tuple[Step, ...]
     cotangent: torch.dtype
     has_log_sum: bool
+    carriers: int
 
     @property
     def results(self) -> tuple[TensorSpec, ...]:
@@ -195,14 +197,22 @@ def _abstract_region(*avals: Any, steps: Steps) -> Any:
 
 
 def mark(
-    region: Region, leaves: Sequence[Any], value: Any, *, has_gradient: bool, has_log_sum: bool
+    region: Region,
+    leaves: Sequence[Any],
+    value: Any,
+    *,
+    has_gradient: bool,
+    has_log_sum: bool,
+    carriers: Mapping[int, Any] | None = None,
 ) -> tuple[Any, Any]:
     """The result of a region as `region_p` of its arranged arrays and its lists of tiles; to be traced.
 
     Args:
         has_gradient: whether backward kernels are wanted.
         has_log_sum: whether the log-sum-exp [batch.., q] is wanted, too; else None is in its place.
+        carriers: arrays in float32 that have the gradients of some leaves, or of the values, in their place.
     """
+    carriers = carriers if carriers and has_gradient else {}
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
     constant = {name: jax.lax.stop_gradient(x) for name, x in arrays.items()}
@@ -216,7 +226,7 @@ def mark(
     places = {name: place for place, name in enumerate(operands)}
     arguments = list(operands.values())
     made = _made(kernels[0], value.dtype)
-    steps: list[Step] = []
+    launched: list[tuple[Kernel, tuple[int | str, ...]]] = []
     for kernel in kernels:
         inputs: list[int | str] = []
         for name in kernel.source.inputs:
@@ -227,16 +237,26 @@ def mark(
                 arguments += [] if found else [kernel.live[name]]
             else:
                 inputs.append(places.get(name, name))
+        launched.append((kernel, tuple(inputs)))
+    count = len(arguments)
+    if carriers:
+        *wide_leaves, wide_value = (carriers.get(i, x) for i, x in enumerate((*leaves, value)))
+        wide = arrays_by_name(change, wide_leaves, wide_value)
+        names_of_carried = [f"leaf{i}" if i < len(leaves) else "value" for i in carriers]
+        places |= {name: count + i for i, name in enumerate(names_of_carried)}
+        arguments += [wide[name] for name in names_of_carried]
+    steps: list[Step] = []
+    for kernel, inputs in launched:
         specs = [made[x] if isinstance(x, str) else _spec(arguments[x]) for x in inputs]
-        gradients = tuple(_gradient(inner, x, places) for x in kernel.source.outputs)
+        gradients = tuple(_gradient(inner, x, places, count) for x in kernel.source.outputs)
         has_delta = kernel.source.outputs[-1].name == "delta"
-        steps.append(Step(kernel.launch(specs), tuple(inputs), gradients, has_delta))
+        steps.append(Step(kernel.launch(specs), inputs, gradients, has_delta))
     delta = None
     if any("delta" in step.inputs for step in steps):
         delta = Step(DeltaLaunch(delta_source(inner), made["output"]), ("output", "cotangent"), (None,))
     left = iter(steps)
     (forward,), backward, on_hopper = (tuple(itertools.islice(left, len(group))) for group in groups)
-    marker = Steps(forward, delta, backward, on_hopper, _tensor_dtype(value.dtype), has_log_sum)
+    marker = Steps(forward, delta, backward, on_hopper, _tensor_dtype(value.dtype), has_log_sum, len(carriers))
     output, *rest = region_p.bind(*arguments, steps=marker)
     return result_array(region, output) if change.changes_result else output, rest[0] if rest else None
 
@@ -256,7 +276,13 @@ def _tensor_dtype(dtype: Any) -> torch.dtype:
     return TENSOR_DTYPES[jnp.dtype(dtype)]
 
 
-def _gradient(inner: Region, written: Output, places: Mapping[str, int]) -> Gradient | None:
+def _gradient(inner: Region, written: Output, places: Mapping[str, int], count: int) -> Gradient | None:
+    """How the gradient of an operand follows from what a kernel wrote; None where it is that of no operand.
+
+    Args:
+        places: of operands, by name, or of the carriers of their gradients.
+        count: operands before the carriers.
+    """
     name = written.name.removeprefix("grad").removeprefix("_")
     name = f"leaf{name}" if name.isdigit() else name
     if name not in places:
@@ -271,7 +297,9 @@ def _gradient(inner: Region, written: Output, places: Mapping[str, int]) -> Grad
         if isinstance(dim, tuple) and len(dim) == 1:
             # Numbers of tiles are known here only.
             sizes[dim[0]] = size
-    return Gradient(places[name], written.dims, sizes, target, tuple(source.shape), _tensor_dtype(source.dtype))
+    place = places[name]
+    dtype = _tensor_dtype(source.dtype) if place < count else torch.float32
+    return Gradient(place, written.dims, sizes, target, tuple(source.shape), dtype)
 
 
 class BoundRegion:
@@ -290,7 +318,8 @@ class BoundRegion:
 
     def __call__(self, *operands: torch.Tensor) -> Tensors:
         """The results."""
-        operands = tuple([dense(x) for x in operands])
+        count = len(operands) - self.steps.carriers
+        operands = (*[dense(x) for x in operands[:count]], *operands[count:])
         if torch.is_grad_enabled() and any([x.requires_grad for x in operands]):
             return _Region.apply(self, *operands)
         return self.run(self.steps.forward, operands, {})[: len(self.steps.results)]
@@ -322,7 +351,7 @@ class BoundRegion:
             if log_sum_cotangent is not None:
                 made["delta"] -= log_sum_cotangent
         made["cotangent"] = cotangent.to(steps.cotangent)
-        found: list[torch.Tensor | None] = [None] * len(operands)
+        found: list[torch.Tensor | None] = [None] * len(needed)
         for step in launches:
             wanted = [gradient is not None and needed[gradient.operand] for gradient in step.gradients]
             if not any(wanted):
@@ -351,7 +380,7 @@ class _Region(torch.autograd.Function):
     def forward(ctx: Any, region: BoundRegion, *operands: torch.Tensor) -> Tensors:
         output, log_sum = region.run(region.steps.forward, operands, {})
         ctx.region = region
-        ctx.save_for_backward(*operands, output, log_sum)
+        ctx.save_for_backward(*operands[: len(operands) - region.steps.carriers], output, log_sum)
         ctx.set_materialize_grads(False)
         return (output, log_sum)[: len(region.steps.results)]
 
