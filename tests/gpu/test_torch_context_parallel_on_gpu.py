@@ -35,6 +35,11 @@ CHECKS = (
     ("context_fuse_worker.check_fuse", "gather, biases"),
     ("context_fuse_worker.check_fuse", "layer"),
     ("context_fuse_worker.check_fuse", "heads first"),
+    ("context_fuse_worker.check_fuse_kernels", "ring"),
+    ("context_fuse_worker.check_fuse", "ring"),
+    ("context_fuse_worker.check_fuse", "ring, biases"),
+    ("context_fuse_worker.check_fuse", "ring, layer"),
+    ("context_fuse_worker.check_fuse", "ring, heads first"),
 )
 
 

@@ -133,6 +133,14 @@ def check_fuse(case: str) -> None:
     zigzag = "'gather': they gather what has keys, and compute rows in zigzag order"
     if case == "gather":
         check_shared(causal, few, tokens, world(), zigzag)
+    elif case == "ring":
+        check_shared(causal, few, tokens, world("ring"), "steps, rows in zigzag order")
+    elif case == "ring, biases":
+        whole = [*few, random(2, 31, seed=3), random(total, total, seed=4)]
+        check_shared(twice_biased, whole, (*tokens, None, 0), world("ring"), "'ring'")
+    elif case == "ring, heads first":
+        whole = [x.transpose(1, 2).contiguous() for x in few]
+        check_shared(heads_first, whole, (2, 2, 2), world("ring"), "steps, consecutive rows")
     elif case == "ulysses":
         check_shared(causal, many, tokens, world("ulysses"), "'ulysses'")
     elif case == "gather, biases":
@@ -140,22 +148,23 @@ def check_fuse(case: str) -> None:
         check_shared(twice_biased, whole, (*tokens, None, 0), world("gather"), zigzag)
     elif case == "ulysses, bias":
         check_shared(biased, [*many, random(total, total, seed=3)], (*tokens, 0), world(), "'ulysses'")
-    elif case == "layer":
+    elif case in ("layer", "ring, layer"):
         weights = random(3, WIDTH, 1, WIDTH, seed=1), random(1, WIDTH, WIDTH, seed=2)
         number = int32(np.sort(np.random.default_rng(0).integers(0, 4, total)).tolist())
         whole = [random(3, total, WIDTH, seed=0), *weights]
-        check_shared(layer, whole, (1, None, None, 0), world(), zigzag, [number])
+        strategy, words = ("ring", "'ring'") if "ring" in case else (None, zigzag)
+        check_shared(layer, whole, (1, None, None, 0), world(strategy), words, [number])
     elif case == "heads first":
         whole = [x.transpose(1, 2).contiguous() for x in few]
         check_shared(heads_first, whole, (2, 2, 2), world("gather"), "consecutive rows")
 
 
-def check_fuse_kernels() -> None:
+def check_fuse_kernels(strategy: str | None = None) -> None:
     """The kernels themselves, in the interpreter on a CPU, with rows in zigzag order and nothing of JAX around them."""
     steps: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_InJax", steps.append)
-        check_shared(causal, operands(1), (1, 1, 1), world(), "in zigzag order", implementation="triton")
+        check_shared(causal, operands(1), (1, 1, 1), world(strategy), "in zigzag order", implementation="triton")
     assert not steps
 
 
@@ -223,7 +232,7 @@ def check_fuse_refusals() -> None:
     refused(r"`token_axes` has the axis 4 for `args\[0\]`, of shape", causal, query, key, value, axes=4)
     refused("does not fit the 3 arguments", causal, query, key, value, axes=(1, 1))
     refused(r"got \[3, 4.*give each process", causal, *(x[:, : 3 + rank] for x in (query, key, value)))
-    refused("strategy 'ulysses' needs an axis .* use strategy='gather'(?! or)", causal, *few, strategy="ulysses")
+    refused("strategy 'ulysses' needs an axis .* use strategy='gather' or 'ring'", causal, *few, strategy="ulysses")
     # What is around attention.
     own = query, key, value
     refused("`cumsum` at .* may do: it goes along", lambda x, *rest: causal(jnp.cumsum(x, 1), *rest), *own)

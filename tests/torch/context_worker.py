@@ -227,8 +227,11 @@ def check_refusals() -> None:
     query, key, value = (own_part(x, -3, world()) for x in operands(24, 1, group=3))
     moba = functools.partial(moba_attention, query, key, value, block_size=BLOCK, top_k=2)
     attend = functools.partial(block_diagonal_attention, query, key, value)
-    with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses' or 'gather', got 'ring'"):
-        world("ring")
+    with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses', 'gather' or 'ring', got 'rings'"):
+        world("rings")
+    for call in (moba, attend, functools.partial(key_convolution, key, random(4, 1, HEAD_DIM, seed=1))):
+        with pytest.raises(ValueError, match=r"strategy 'ring' serves `fuse` alone, not .*; (use|leave)"):
+            call(context_parallel=world("ring"))
     with pytest.raises(
         ValueError, match="a multiple or a divisor of these, got 3 query heads and 1 key heads; use strategy='gather'"
     ):

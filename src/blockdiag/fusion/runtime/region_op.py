@@ -20,7 +20,7 @@ from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tree import FEATURES, ROWS, Region, with_leaves
 from blockdiag.fusion.runtime import xla
 from blockdiag.fusion.runtime.ring import Ring
-from blockdiag.fusion.runtime.rows import Rows, Tokens, gradients_in_order, results_in_order
+from blockdiag.fusion.runtime.rows import Pass, Rows, Tokens, gradients_in_order, results_in_order
 from blockdiag.fusion.runtime.sharding import as_shares, backward_rule, forward_rule, local_region
 
 
@@ -293,12 +293,10 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, t
         apart = region.once(_apart)
 
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
-            def results_of(own: Region) -> Callable[..., Sequence[Any]]:
-                return lambda *x: call_implementation("forward", own, implementations, list(x[:-1]), x[-1])
-
+            pass_of = functools.partial(results_of, implementations=implementations)
             if tokens is not None and ROWS in part.axes:
-                return _on_device(apart, part, tokens).results(results_of)
-            compute = results_of(local_region(apart, part.sizes, part.axes))
+                return _on_device(apart, part, tokens).results(pass_of)
+            compute = pass_of(local_region(apart, part.sizes, part.axes))
             return compute if tokens is None else results_in_order(apart, tokens, compute)
 
         output, log_sum = divide(region.once(forward_rule, implementations, tokens), on_device, operands)
@@ -331,18 +329,11 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
         apart = region.once(_apart)
 
         def on_device(part: Part) -> Callable[..., Sequence[Any]]:
-            def gradients_of(own: Region) -> Callable[..., Sequence[Any]]:
-                def gradients(*given: Any) -> Sequence[Any]:
-                    leaves, value, rest = given[: count - 1], given[count - 1], given[count:]
-                    grads, value_grad = call_implementation("backward", own, implementations, leaves, value, *rest)
-                    return *[x for x, leaf in zip(grads, own.leaves, strict=True) if leaf.has_gradient], value_grad
-
-                return gradients
-
+            pass_of = functools.partial(gradients_of, implementations=implementations)
             if tokens is not None and ROWS in part.axes:
-                compute = _on_device(apart, part, tokens).gradients(gradients_of)
+                compute = _on_device(apart, part, tokens).gradients(pass_of)
             else:
-                compute = gradients_of(local_region(apart, part.sizes, part.axes))
+                compute = pass_of(local_region(apart, part.sizes, part.axes))
                 compute = compute if tokens is None else gradients_in_order(apart, tokens, compute)
             return as_shares(apart, compute) if part.axes else compute
 
@@ -365,6 +356,27 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
         return grads, (True,) * len(grads)
 
     return compute
+
+
+def results_of(region: Region, implementations: tuple[str, ...] | None) -> Pass:
+    """The forward pass of a region: from leaves and values to the result and its log-sum-exp."""
+    return lambda *x: call_implementation("forward", region, implementations, list(x[:-1]), x[-1])
+
+
+def gradients_of(region: Region, implementations: tuple[str, ...] | None) -> Pass:
+    """The backward pass of a region.
+
+    It takes leaves, values, result, log-sum-exp, cotangent and perhaps the cotangent of the log-sum-exp, and gives the
+    gradients of the leaves that have one, and of the values.
+    """
+    count = len(region.leaves)
+
+    def gradients(*given: Any) -> Sequence[Any]:
+        leaves, value, rest = given[:count], given[count], given[count + 1 :]
+        grads, value_grad = call_implementation("backward", region, implementations, leaves, value, *rest)
+        return *[x for x, leaf in zip(grads, region.leaves, strict=True) if leaf.has_gradient], value_grad
+
+    return gradients
 
 
 def _on_device(region: Region, part: Part, tokens: Tokens) -> Rows | Ring:

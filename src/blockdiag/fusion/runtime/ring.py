@@ -67,13 +67,12 @@ class Ring:
             here = self._travelling(operands)
             for step, shift in enumerate(self.tokens.shifts):
                 following = self._sent(here, step)
-                region = self._piece_region(shift).once(_with_wide_result)
+                region = self.piece_region(shift).once(_with_wide_result)
                 found = [results_of(region)(*self._cut(operands, piece)) for piece in self._pieces(here, shift)]
                 for results in found:
                     output, log_sum = joined_results(self.region, results) if has_distances(self.region) else results
                     merged = self._merged(merged, output, log_sum)
-                # Without a barrier XLA would send all parts before it computes any, and merge all results in the end.
-                merged, here = jax.lax.optimization_barrier((merged, following))
+                merged, here = self._in_step(merged, following)
             assert merged is not None, "a device computes with its own part"
             output, log_sum = merged
             return output.astype(self.region.dtype), log_sum
@@ -85,8 +84,7 @@ class Ring:
         count = len(self.region.leaves) + 1
 
         def compute(*operands: Any) -> Sequence[Any]:
-            # Without a barrier XLA may keep a part that came by forward, rather than send it again.
-            operands = jax.lax.optimization_barrier(operands)
+            operands = self._sent_again(operands)
             rest = operands[count:]
             if has_distances(self.region):
                 rest = split_results(self.region, rest, self.tokens.runs)
@@ -95,18 +93,30 @@ class Ring:
             for step, shift in enumerate(self.tokens.shifts):
                 following = self._sent(here, step)
                 pieces = self._pieces(here, shift)
-                region = self._piece_region(shift)
+                region = self.piece_region(shift)
                 wanted = with_gradient(region, range(count))
                 found = [gradients_of(region)(*self._cut(operands, piece), *rest) for piece in pieces]
                 of_leaves = [dict(zip(wanted, grads, strict=True)) for grads in found]
                 for i in wanted:
                     sums[i] = self._added(i, sums.get(i), operands[i].shape, pieces, [grads[i] for grads in of_leaves])
-                sums, here = jax.lax.optimization_barrier((sums, following))
+                sums, here = self._in_step(sums, following)
                 # Gradients of a part follow it, and after the last step they go home.
                 sums |= self._moved({i: sums[i] for i in wanted if i in self._places}, self._distance_after(step))
             return [sums[i] for i in with_gradient(self.region, range(count))]
 
         return compute
+
+    # The order of steps
+
+    def _in_step(self, *arrays: Any) -> Any:
+        """Arrays, none of which is used before all are there."""
+        # Without a barrier XLA would send all parts before it computes any, and merge all results in the end.
+        return jax.lax.optimization_barrier(arrays)
+
+    def _sent_again(self, operands: Any) -> Any:
+        """The operands of the backward pass, which has no part that came by forward."""
+        # Without a barrier XLA may keep such a part, rather than send it again.
+        return jax.lax.optimization_barrier(operands)
 
     # What a region is on one device, for one piece of keys
 
@@ -128,7 +138,7 @@ class Ring:
             sizes[DISTANCE] = sizes[ROWS] + sizes[COLUMNS] - 1
         return sizes
 
-    def _piece_region(self, shift: int) -> Region:
+    def piece_region(self, shift: int) -> Region:
         """The region of a pass; logits without values take part in those of the first step."""
         local = local_region(self.region, self._sizes(), (*self.part.axes, COLUMNS))
         if has_distances(self.region):
@@ -155,7 +165,7 @@ class Ring:
             rows, distances = axis_of(dims, ROWS), axis_of(dims, DISTANCE)
             if distances is not None:
                 size = self._sizes()[DISTANCE]
-                parts = [jax.lax.dynamic_slice_in_dim(x, at, size, distances) for at in self._distance_starts(piece)]
+                parts = [_slice(x, at, size, distances) for at in self._distance_starts(piece)]
                 found.append(jnp.stack(parts))
                 continue
             if i in self._places:
@@ -177,7 +187,7 @@ class Ring:
         """The keys of a piece, of an array that has all keys."""
         place, shape, axis = _keys_apart(x.shape, dims, self.part.sizes)
         apart = x.reshape(shape)
-        parts = [jax.lax.dynamic_slice_in_dim(apart, start, piece.length, axis) for start in piece.starts]
+        parts = [_slice(apart, start, piece.length, axis) for start in piece.starts]
         return jnp.concatenate(parts, axis).reshape(*x.shape[:place], -1, *x.shape[place + 1 :])
 
     def _with_columns(self, total: Any, x: Any, dims: Sequence[Dim], piece: "_Piece") -> Any:
@@ -273,6 +283,13 @@ class _Piece:
     starts: Sequence[Any]
     length: int
     travelling: Mapping[int, Any]
+
+
+def _slice(x: Any, start: Any, size: int, axis: int) -> Any:
+    """Part of an array, from a start that is known while tracing or not."""
+    if isinstance(start, int):
+        return jax.lax.slice_in_dim(x, start, start + size, axis=axis)
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def _keys_apart(

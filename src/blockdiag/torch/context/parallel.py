@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from blockdiag.common import validation
 
-type Strategy = Literal["ulysses", "gather"]
+type Strategy = Literal["ulysses", "gather", "ring"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class ContextParallel:
         strategy: "ulysses": processes exchange tokens for heads, and each computes whole sequences of its heads. The
             processes divide the key heads, or they divide the query heads and several processes have the same key head;
             for `fuse` only the former. "gather", for MoBA and `fuse`: each process gathers keys and values and computes
-            queries of its own. None chooses "ulysses" where processes divide the key heads, otherwise "gather";
+            queries of its own. "ring", for `fuse`: parts of keys and values travel around the processes, so that none
+            ever has them whole; for sequences whose keys do not fit into the memory of a device, since it moves as many
+            bytes as "gather". None chooses "ulysses" where processes divide the key heads, otherwise "gather";
             block-diagonal attention communicates only what boundaries within blocks need.
 
     Raises:
@@ -33,7 +35,8 @@ class ContextParallel:
             is said by the call that uses it.
 
     References:
-        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023).
+        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023). Keys that travel: Liu et al., "Ring
+        Attention with Blockwise Transformers for Near-Infinite Context" (2023).
 
     Example:
         >>> import torch
@@ -54,10 +57,11 @@ class ContextParallel:
     _compared: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.strategy not in (None, "ulysses", "gather"):
+        if self.strategy not in (None, "ulysses", "gather", "ring"):
             raise ValueError(
-                f"`strategy` must be None, 'ulysses' or 'gather', got {self.strategy!r}; 'ulysses' serves attention "
-                "whose heads the processes divide, 'gather' MoBA and `fuse` with any number of key heads"
+                f"`strategy` must be None, 'ulysses', 'gather' or 'ring', got {self.strategy!r}; 'ulysses' serves "
+                "attention whose heads the processes divide, 'gather' MoBA and `fuse` with any number of key heads, "
+                "'ring' `fuse`"
             )
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("`group` needs torch.distributed; call torch.distributed.init_process_group first")
@@ -181,8 +185,9 @@ def choose_strategy(
         remedy: what to do where "ulysses" cannot serve.
 
     Raises:
-        ValueError: the user asks for "ulysses", which cannot serve.
+        ValueError: the user asks for "ulysses", which cannot serve; or for "ring".
     """
+    refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the processes divide the query heads")
     query_heads, key_heads = heads
     is_divided = key_heads % context.size == 0
     has_copies = context.size % key_heads == 0 and query_heads % context.size == 0
@@ -193,3 +198,13 @@ def choose_strategy(
             f"key heads; {remedy}"
         )
     return context.strategy or ("ulysses" if is_divided else "gather")
+
+
+def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
+    """Refuse the strategy "ring" for an operation that it does not serve.
+
+    Raises:
+        ValueError: that is the strategy.
+    """
+    if context.strategy == "ring":
+        raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")

@@ -20,7 +20,7 @@ from blockdiag.fusion.ir.structural_hash import shared
 from blockdiag.fusion.ir.tree import FUSE, NotFusible, Region
 from blockdiag.fusion.regions.axis_labels import place_of
 from blockdiag.fusion.runtime import triton as triton_fused
-from blockdiag.fusion.runtime.region_op import Call, attend_with_carriers
+from blockdiag.fusion.runtime.region_op import Call, attend_with_carriers, gradients_of, results_of
 from blockdiag.interop import private_torch
 from blockdiag.interop._torch_mistakes import explaining
 from blockdiag.interop._torch_transforms import call_under_transforms
@@ -33,7 +33,8 @@ from blockdiag.torch.fusion.context import LocalRegion, SharedProgram
 from blockdiag.torch.fusion.context_call import check_shared_call, compare_parts, shared_axes, whole_type
 from blockdiag.torch.fusion.program import TorchProgram
 from blockdiag.torch.fusion.random_keys import data_of
-from blockdiag.torch.fusion.region import Bind, Tensors
+from blockdiag.torch.fusion.region import Bind, Tensors, mark, mark_gradients
+from blockdiag.torch.fusion.ring import Passes, RingRegion
 from blockdiag.torch.ops.paged.call import check_via
 from blockdiag.triton_kernels.launch.plan import KernelSpec
 
@@ -189,9 +190,12 @@ class FusedFunction:
         return None
 
     def _launch_region(
-        self, device: torch.device, has_gradient: bool, local: LocalRegion
+        self, device: torch.device, has_gradient: bool, local: LocalRegion | RingRegion
     ) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
         """What computes a region of one process: kernels where they are the first to be asked, or JAX."""
+        if isinstance(local, RingRegion):
+            make = functools.partial(TorchProgram, device=device, bind=_binding(device), has_gradient=False)
+            return local.bound(self._passes(device, local), make)
         if self._is_native(device):
             reason = _why_no_kernels([local.region])
             if reason is None:
@@ -205,6 +209,21 @@ class FusedFunction:
 
         in_jax = wrap_jax(lambda *arrays: local.evaluate(arrays, attend_to))
         return lambda tensors: in_jax(*tensors)
+
+    def _passes(self, device: torch.device, ring: RingRegion) -> Passes:
+        """The passes of a ring over one part of keys, by kernels or by JAX."""
+        if self._is_native(device):
+            reason = _why_no_kernels([ring.piece])
+            if reason is None:
+                return Passes(
+                    lambda region: lambda *x: mark(region, x[:-1], x[-1], has_gradient=False, has_log_sum=True),
+                    lambda region: lambda *x: mark_gradients(region, x[: len(region.leaves)], *x[len(region.leaves) :]),
+                )
+            self._refuse_jax(reason)
+        return Passes(
+            functools.partial(results_of, implementations=self._names),
+            functools.partial(gradients_of, implementations=self._names),
+        )
 
     def _refuse_jax(self, reason: str) -> None:
         """Check that JAX may compute what the kernels cannot.

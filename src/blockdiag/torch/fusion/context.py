@@ -8,6 +8,7 @@ between these:
 |---|---|---|
 | "ulysses" | processes exchange tokens for a batch axis, such as key heads | back |
 | "gather" | rows in zigzag order, where the mask wants that; whatever has keys is gathered | rows back |
+| "ring" | rows and keys in zigzag order, where the mask wants that; the region itself sends keys around | rows back |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +31,17 @@ from blockdiag.fusion.ir.tree import COLUMNS, DISTANCE, ROWS, Dim, Region
 from blockdiag.fusion.regions.nested_programs import CHECKPOINTS
 from blockdiag.fusion.runtime.context_parallel import Chosen, Sharing, choose
 from blockdiag.fusion.runtime.rows import axis_of
-from blockdiag.fusion.runtime.sharding import is_known, local_region
+from blockdiag.fusion.runtime.sharding import gathered_axes, is_known, local_region
 from blockdiag.fusion.runtime.token_parts import Parts, token_axis
 from blockdiag.torch.context.collectives import Gather, Transfer, gather_tokens, gather_with_carrier
 from blockdiag.torch.context.exchange import from_zigzag, to_zigzag
 from blockdiag.torch.context.parallel import ContextParallel
 from blockdiag.torch.fusion.region import region_p
+from blockdiag.torch.fusion.ring import RingRegion
 from blockdiag.triton_kernels.launch.plan import TensorSpec
 
 type Tensors = Sequence[torch.Tensor]
-type Launch = Callable[["LocalRegion"], Callable[[Tensors], Tensors]]
+type Launch = Callable[["LocalRegion | RingRegion"], Callable[[Tensors], Tensors]]
 """Makes a region ready to be computed by one process."""
 
 # The name of the axis in messages of JAX's strategies.
@@ -191,7 +193,10 @@ class SharedRegion:
         self._has_log_sum = has_log_sum
         self._check_axes()
         axis = as_axis(context)
-        self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, (), ("gather",))
+        self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, ())
+        is_ring = self.chosen.strategy == "ring"
+        # The axis of keys of what travels.
+        self._travelling = gathered_axes(region) if is_ring else [None] * (len(region.leaves) + 1)
         sizes = region.sizes | {ROWS: region.sizes[ROWS] // context.size}
         output = TensorSpec(shape_of(region.out_dims, sizes), region.dtype.name)
         log_sum = TensorSpec(tuple(sizes[label] for label in (*region.batch, ROWS)), "float32")
@@ -199,7 +204,7 @@ class SharedRegion:
 
     def bound(self, *_: Any) -> Callable[..., Tensors]:
         """Return what computes the results of the leaves and values that are not known; see `BoundRegion`."""
-        local, constants = self._local(), {}
+        constants: dict[int, np.ndarray] = {}
         for place, (source, dims) in enumerate(zip(self._region.sources, _dims_of(self._region), strict=True)):
             if is_known(source):
                 whole = np.arange(source.shape[0], dtype=source.dtype) if source.key is None else source.constant
@@ -212,12 +217,12 @@ class SharedRegion:
             if place not in constants
         ]
         carried = [place for place, dims, axis in moved if self._has_carrier(place, dims, axis)]
-        compute = self._launch(LocalRegion(local, self._has_log_sum, constants, carried))
+        compute = self._launch(self._between(constants, carried))
 
         def attend(*tensors: torch.Tensor) -> list[torch.Tensor]:
             # All transfers are on their way before the first is awaited.
             coming = [
-                self._moving(x, dims, axis, has_carrier=place in carried)
+                self._moving(x, place, dims, axis, has_carrier=place in carried)
                 for x, (place, dims, axis) in zip(tensors, moved, strict=True)
             ]
             arrived = [finish() for finish in coming]
@@ -256,7 +261,23 @@ class SharedRegion:
     @property
     def _has_runs(self) -> bool:
         """Whether runs are a batch axis: an array by distance is read from another place for each of them."""
+        if self.chosen.strategy == "ring":
+            return False
         return self.chosen.label is None and any(leaf.role == "distance" for leaf in self._region.leaves)
+
+    def _between(self, constants: Mapping[int, np.ndarray], carried: Sequence[int]) -> "LocalRegion | RingRegion":
+        """What is computed between transfers; see `LocalRegion` for the arguments."""
+        region = self._region
+        tokens = self.chosen.tokens(self._context.size)
+        if tokens is None or tokens.strategy == "gather":
+            return LocalRegion(self._local(), self._has_log_sum, constants, carried)
+        types = []
+        for place, (source, dims) in enumerate(zip(region.sources, _dims_of(region), strict=True)):
+            own = axis_of(dims, ROWS) if self._travelling[place] is None else self._travelling[place]
+            sizes = enumerate(source.shape)
+            shape = tuple(size // self._context.size if axis == own else size for axis, size in sizes)
+            types += [] if place in constants else [jax.ShapeDtypeStruct(shape, source.dtype)]
+        return RingRegion(self._context, region, tokens, self._has_log_sum, constants, types)
 
     def _local(self) -> Region:
         """The region between transfers."""
@@ -273,18 +294,22 @@ class SharedRegion:
         return map_region(local_region(region, sizes, (ROWS,)), self._runs, in_runs)
 
     def _moving(
-        self, x: torch.Tensor, dims: tuple[Dim, ...], axis: int | None, *, has_carrier: bool
+        self, x: torch.Tensor, place: int, dims: tuple[Dim, ...], axis: int | None, *, has_carrier: bool
     ) -> Callable[[], tuple[torch.Tensor, ...]]:
         """Send a leaf, or the values; what is returned gives it as the region between transfers reads it.
 
         Args:
             x: the process's part, or the whole.
+            place: among the leaves and values.
             dims: the labels of its axes.
             axis: at which it is a part.
             has_carrier: whether a carrier of its gradient follows it.
         """
-        context, rows = self._context, axis_of(dims, ROWS)
+        context, rows, keys = self._context, axis_of(dims, ROWS), self._travelling[place]
         heads = self._exchanged_axis(dims, axis)
+        if keys is not None:
+            found = self._own_parts(x, keys) if axis is None else self._in_order(x, keys)
+            return lambda: (found,)
         if axis is None:
             return lambda: (self._whole_moved(x, dims),)
         if heads is not None:
@@ -296,8 +321,18 @@ class SharedRegion:
                 return lambda: tuple(self._whole_moved(each, dims) for each in gather_with_carrier(x, gather))
             return lambda: (self._whole_moved(gather_tokens(context, x, axis, gather), dims),)
         assert rows is not None, "what has no rows is gathered"
-        found = self._in_runs(_reordered(to_zigzag, context, x, rows) if self.chosen.is_zigzag else x, rows)
+        found = self._in_runs(self._in_order(x, rows), rows)
         return lambda: (found,)
+
+    def _in_order(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The process's part of an array in the order in which it computes."""
+        return _reordered(to_zigzag, self._context, x, tokens) if self.chosen.is_zigzag else x
+
+    def _own_parts(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The same of a whole array."""
+        size, rank, runs = self._context.size, self._context.rank, 2 if self.chosen.is_zigzag else 1
+        parts = x.unflatten(tokens, (size * runs, -1)).unbind(tokens)
+        return torch.cat([parts[number] for number in (rank, 2 * size - 1 - rank)[:runs]], tokens)
 
     def _exchanged_axis(self, dims: tuple[Dim, ...], axis: int | None) -> int | None:
         """The axis that processes share after an exchange; None of what is not exchanged."""
@@ -309,6 +344,8 @@ class SharedRegion:
         """Whether all parts of an array are gathered."""
         if axis is None or self._exchanged_axis(dims, axis) is not None:
             return False
+        if self.chosen.strategy == "ring":
+            return False
         return self.chosen.label is not None or axis_of(dims, ROWS) is None
 
     def _has_carrier(self, place: int, dims: tuple[Dim, ...], axis: int | None) -> bool:
@@ -319,15 +356,13 @@ class SharedRegion:
 
     def _whole_moved(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
         """A whole leaf, or whole values, as the region between transfers reads it."""
-        context, label, rows = self._context, self.chosen.label, axis_of(dims, ROWS)
+        label, rows = self.chosen.label, axis_of(dims, ROWS)
         if label is not None:
             heads = axis_of(dims, label)
             return x if heads is None else self._cut(x, dims[heads], heads, label)
         if rows is None:
             return self._by_runs(x, dims)
-        parts = x.unflatten(rows, (context.size * self._runs, -1)).unbind(rows)
-        own = (context.rank, 2 * context.size - 1 - context.rank)[: self._runs]
-        return self._in_runs(torch.cat([parts[place] for place in own], rows), rows)
+        return self._in_runs(self._own_parts(x, rows), rows)
 
     def _in_runs(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """The process's rows, with a leading axis of runs where these are a batch axis."""
@@ -336,7 +371,7 @@ class SharedRegion:
     def _by_runs(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
         """An array without rows; one by distance with a leading axis of runs."""
         place = axis_of(dims, DISTANCE)
-        if place is None:
+        if place is None or self.chosen.strategy == "ring":
             return x
         own, total = self._region.sizes[ROWS] // self._context.size, self._region.sizes[ROWS]
         count, first = own // self._runs, self._context.rank * (own // self._runs)

@@ -129,13 +129,25 @@ class _Steps:
         for part in split.parts:
             self._add(part)
         self._results = [self._slots[_key(x)] for x in results]
+        self._ended = self._find_ended()
         self.shared = self._find_shared(split, results)
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        values = [*tensors, *self._constants]
-        for compute, given in self._steps:
+        values: list[Any] = [*tensors, *self._constants]
+        for (compute, given), ended in zip(self._steps, self._ended, strict=True):
             values += compute(*[values[slot] for slot in given])
+            for slot in ended:
+                values[slot] = None
         return [values[slot] for slot in self._results]
+
+    def _find_ended(self) -> list[list[int]]:
+        """The values that no step after each step reads, so that their memory is free."""
+        last = {slot: number for number, (_, given) in enumerate(self._steps) for slot in given}
+        ended: list[list[int]] = [[] for _ in self._steps]
+        for slot, number in last.items():
+            if slot not in self._results:
+                ended[number].append(slot)
+        return ended
 
     def _find_shared(self, split: Split, results: Sequence[Any]) -> list[bool]:
         shared, owners = [], set()

@@ -1,5 +1,6 @@
 """A fused region in torch: its generated kernels as launches, and their derivative."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from jax.extend import core
 from blockdiag.fusion.codegen.delta import delta_source
 from blockdiag.fusion.codegen.kernels import Output, Source
 from blockdiag.fusion.ir.tree import DISTANCE, Dim, Region
-from blockdiag.fusion.lowering.tile_program import result_array
+from blockdiag.fusion.lowering.tile_program import canonical_result, result_array
 from blockdiag.fusion.runtime.triton import (
     Kernel,
     arranged,
@@ -185,6 +186,45 @@ class Steps:
         return BoundRegion(self, bind, target)
 
 
+@dataclass(frozen=True, eq=False)
+class TorchStep:
+    """A function of tensors in the place of a region.
+
+    Attributes:
+        compute: the function.
+        results: what it gives.
+    """
+
+    compute: Callable[..., Sequence[torch.Tensor]]
+    results: tuple[TensorSpec, ...]
+
+    def bound(self, *_: Any) -> Callable[..., Sequence[torch.Tensor]]:
+        """The function; see `BoundRegion`."""
+        return self.compute
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchStep:
+    """One launch in the place of a region, without a gradient.
+
+    Attributes:
+        launch: its kernel and arrays.
+    """
+
+    launch: KernelSpec
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """What it writes."""
+        return self.launch.outputs
+
+    def bound(self, bind: Bind, target: Target | None) -> Callable[..., Tensors]:
+        """What launches it; made ready when it first runs."""
+        del target
+        launch = functools.cache(lambda: bind(self.launch))
+        return lambda *tensors: launch()(tuple([dense(x) for x in tensors]))
+
+
 region_p = core.Primitive("blockdiag_fused_region")
 """Stands for a region in a program that is split, never run: its operands are the arrays that its kernels read."""
 region_p.multiple_results = True
@@ -246,11 +286,11 @@ def mark(
         places |= {name: count + i for i, name in enumerate(names_of_carried)}
         arguments += [wide[name] for name in names_of_carried]
     steps: list[Step] = []
-    for kernel, inputs in launched:
-        specs = [made[x] if isinstance(x, str) else _spec(arguments[x]) for x in inputs]
+    for kernel, read in launched:
+        specs = [made[x] if isinstance(x, str) else _spec(arguments[x]) for x in read]
         gradients = tuple(_gradient(inner, x, places, count) for x in kernel.source.outputs)
         has_delta = kernel.source.outputs[-1].name == "delta"
-        steps.append(Step(kernel.launch(specs), inputs, gradients, has_delta))
+        steps.append(Step(kernel.launch(specs), read, gradients, has_delta))
     delta = None
     if any("delta" in step.inputs for step in steps):
         delta = Step(DeltaLaunch(delta_source(inner), made["output"]), ("output", "cotangent"), (None,))
@@ -259,6 +299,42 @@ def mark(
     marker = Steps(forward, delta, backward, on_hopper, _tensor_dtype(value.dtype), has_log_sum, len(carriers))
     output, *rest = region_p.bind(*arguments, steps=marker)
     return result_array(region, output) if change.changes_result else output, rest[0] if rest else None
+
+
+def mark_gradients(
+    region: Region,
+    leaves: Sequence[Any],
+    value: Any,
+    output: Any,
+    log_sum: Any,
+    cotangent: Any,
+    log_sum_cotangent: Any = None,
+) -> list[Any]:
+    """The gradients of the leaves that have one, and of the values, as `region_p` of each launch; to be traced.
+
+    Args:
+        output, log_sum: of the forward pass, perhaps with more keys than this region has.
+        cotangent: of the result.
+        log_sum_cotangent: of the log-sum-exp; None where it is 0.
+    """
+    inner, change = arranged(region)
+    arrays = arrays_by_name(change, leaves, value)
+    kernels = backward_kernels(inner, {name: jax.lax.stop_gradient(x) for name, x in arrays.items()})
+    if change.changes_result:
+        output, cotangent = canonical_result(region, output), canonical_result(region, cotangent)
+    arrays |= {"output": output, "log_sum": log_sum, "cotangent": cotangent.astype(value.dtype)}
+    if any("delta" in kernel.source.inputs for kernel in kernels):
+        launch = DeltaLaunch(delta_source(inner), _spec(output))
+        (delta,) = region_p.bind(output, cotangent, steps=LaunchStep(launch))
+        arrays["delta"] = delta if log_sum_cotangent is None else delta - log_sum_cotangent
+    written = {}
+    for kernel in kernels:
+        given = kernel.given(arrays)
+        found = region_p.bind(*given, steps=LaunchStep(kernel.launch(list(map(_spec, given)))))
+        written |= {x.name: (array, x.dims) for x, array in zip(kernel.source.outputs, found, strict=True)}
+    pairs = enumerate(region.leaves)
+    grads = [change.leaf_gradient(i, leaves[i], *written[f"grad{i}"]) for i, leaf in pairs if leaf.has_gradient]
+    return [*grads, change.value_gradient(value, *written["grad_value"])]
 
 
 def _made(forward: Kernel, value_dtype: Any) -> dict[str, TensorSpec]:

@@ -11,7 +11,7 @@ import torch
 from blockdiag.common.context_sizes import next_multiple
 from blockdiag.torch.context.collectives import gather_whole, with_neighbours
 from blockdiag.torch.context.exchange import exchange
-from blockdiag.torch.context.parallel import ContextParallel, check_parts, choose_strategy
+from blockdiag.torch.context.parallel import ContextParallel, check_parts, choose_strategy, refuse_ring
 from blockdiag.torch.rotary import Rotary
 
 
@@ -45,6 +45,7 @@ def attend_to_shared_tokens(
     Raises:
         ValueError: the strategy cannot serve.
     """
+    refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
     if context.strategy == "gather":
         raise ValueError("strategy 'gather' does not serve `block_diagonal_attention`; leave it None, or use 'ulysses'")
     operands = {"query": query, "key": key, "value": value}

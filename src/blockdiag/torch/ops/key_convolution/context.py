@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from blockdiag.torch.context.collectives import with_neighbours
-from blockdiag.torch.context.parallel import ContextParallel, check_parts
+from blockdiag.torch.context.parallel import ContextParallel, check_parts, refuse_ring
 
 
 # Process groups cannot be traced.
@@ -25,8 +25,9 @@ def convolve_shared_tokens(
         key, weights, sequence_offsets: of the call; offsets count through the tokens of all processes.
 
     Raises:
-        ValueError: a process has fewer tokens than it sends.
+        ValueError: a process has fewer tokens than it sends, or the strategy is "ring".
     """
+    refuse_ring(context, "`key_convolution`", "leave it None, or use the strategy of the attention")
     check_parts(context, {"key": key}, sequence_offsets)
     tokens, before = key.ndim - 3, weights.shape[0] - 1
     own = key.shape[tokens]

@@ -1,0 +1,284 @@
+"""Fused attention whose keys travel around the processes that share tokens, one part at a time (ring).
+
+The passes are those of JAX (`blockdiag/fusion/runtime/ring.py`), traced for one process. Transfers between processes,
+and merges of results, are steps of torch in the traced programs.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from blockdiag.common.shards import Part
+from blockdiag.fusion.ir.tree import ROWS, Leaf, Region, with_leaves
+from blockdiag.fusion.runtime.ring import Ring
+from blockdiag.fusion.runtime.rows import Pass, Tokens, with_gradient
+from blockdiag.interop.dlpack import DTYPES
+from blockdiag.torch.context.collectives import Transfer
+from blockdiag.torch.context.parallel import ContextParallel
+from blockdiag.torch.fusion.region import TorchStep, region_p
+from blockdiag.triton_kernels.launch.plan import TensorSpec
+
+type Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How the passes over one part of keys are computed.
+
+    Attributes:
+        results: from a region to its forward pass.
+        gradients: from a region to its backward pass, of the leaves that have a gradient and of the values.
+    """
+
+    results: Callable[[Region], Pass]
+    gradients: Callable[[Region], Pass]
+
+
+@dataclass(frozen=True)
+class _TorchRing(Ring):
+    """A ring whose parts travel by torch.distributed.
+
+    Attributes:
+        context: the processes.
+    """
+
+    context: ContextParallel
+
+    def _moved(self, arrays: dict[int, Any], distance: int) -> dict[int, Any]:
+        if distance % self.context.size == 0:
+            return arrays
+        return {i: self._travelled(x, distance) for i, x in arrays.items()}
+
+    def _travelled(self, x: Any, distance: int) -> Any:
+        """An array of the process that is so many processes before this one, in two steps: it is sent and awaited."""
+        size, rank, count = self.context.size, self.context.rank, math.prod(x.shape)
+        send, receive = [0] * size, [0] * size
+        send[(rank + distance) % size] = receive[(rank - distance) % size] = count
+        transfer = Transfer(self.context.group, send, receive)
+
+        def start(x: torch.Tensor) -> Tensors:
+            # Not all backends send truths.
+            numbers = x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x
+            return [transfer.issue(numbers.reshape(-1)).view(x.dtype).reshape(x.shape)]
+
+        def finish(x: torch.Tensor) -> Tensors:
+            transfer.finish()
+            return [x]
+
+        specs = [_spec(x)]
+        return _step(finish, specs, *_step(start, specs, x))[0]
+
+    def _in_step(self, *arrays: Any) -> Any:
+        # What one step leaves is computed before the next step, so that no more than that is kept.
+        leaves, structure = jax.tree.flatten(arrays)
+        return jax.tree.unflatten(structure, _step(lambda *x: x, list(map(_spec, leaves)), *leaves))
+
+    def _sent_again(self, operands: Any) -> Any:
+        # Each pass is a program of its own here, which keeps no part of the other one.
+        return operands
+
+    def _merged(self, merged: tuple[Any, Any] | None, output: Any, log_sum: Any) -> tuple[Any, Any]:
+        if merged is None or self.region.score is None:
+            return super()._merged(merged, output, log_sum)
+        merge = functools.partial(_merge, self.region, {**self.region.sizes, **self.part.sizes})
+        output, log_sum = _step(merge, [_spec(output), _spec(log_sum)], *merged, output, log_sum)
+        return output, log_sum
+
+
+def _step(compute: Callable[..., Tensors], results: Sequence[TensorSpec], *arrays: Any) -> list[Any]:
+    """What a function of tensors gives, in a program that is traced."""
+    return region_p.bind(*arrays, steps=TorchStep(compute, tuple(results)))
+
+
+def _spec(x: Any) -> TensorSpec:
+    return TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name)
+
+
+def _merge(
+    region: Region,
+    sizes: Mapping[str, int],
+    earlier: torch.Tensor,
+    earlier_sum: torch.Tensor,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
+) -> Tensors:
+    """Result and log-sum-exp of all keys, from those of two parts of the keys."""
+    both = torch.logaddexp(earlier_sum, log_sum)
+    # Rows that have seen nothing are 0.
+    base = both.masked_fill(both.isneginf(), 0)
+    labels = [label for dim in region.out_dims if isinstance(dim, tuple) for label in dim]
+    rows = (*region.batch, ROWS)
+    order = [rows.index(label) for label in labels if label in rows]
+    shape = [sizes[label] if label in rows else 1 for label in labels]
+    whole = [sizes[label] for label in labels]
+    shares = [(x - base).exp().permute(order).reshape(shape) for x in (earlier_sum, log_sum)]
+    merged = earlier.reshape(whole) * shares[0] + output.reshape(whole) * shares[1]
+    return merged.reshape(output.shape), both
+
+
+@dataclass(frozen=True, eq=False)
+class RingRegion:
+    """A region whose keys travel, between the moves of rows; what it takes has one process's rows and keys.
+
+    Attributes:
+        context: the processes.
+        region: of all processes.
+        tokens: how they share tokens.
+        has_log_sum: whether the log-sum-exp is a result, too.
+        constants: leaves and values that no argument has a part in, by place.
+        types: the shapes and dtypes of the other leaves and values.
+    """
+
+    context: ContextParallel
+    region: Region
+    tokens: Tokens
+    has_log_sum: bool
+    constants: Mapping[int, np.ndarray]
+    types: Sequence[jax.ShapeDtypeStruct]
+
+    def ring(self, constant: Sequence[bool] | None = None) -> _TorchRing:
+        """The ring of this process.
+
+        Args:
+            constant: which leaves nobody differentiates by; None: as they are marked.
+        """
+        region, own = self.region, self.region.sizes[ROWS] // self.context.size
+        if constant is not None:
+            pairs = zip(region.leaves, constant, strict=True)
+            marked: dict[Leaf, Leaf] = {leaf: dataclasses.replace(leaf, is_constant=flag) for leaf, flag in pairs}
+            region = with_leaves(region, marked)
+        starts: Any = {ROWS: self.context.rank * own}
+        # The name of the axis is not read: no collective of JAX is in the passes.
+        part = Part(region.sizes | {ROWS: own}, starts, {ROWS: ("group",)})
+        return _TorchRing(region, part, self.tokens, self.context)
+
+    @property
+    def piece(self) -> Region:
+        """The region of one pass."""
+        return self.ring().piece_region(0)
+
+    def operands(self, arrays: Sequence[Any]) -> list[Any]:
+        """All leaves and the values, of those that are not constant."""
+        given = iter(arrays)
+        return [
+            jnp.asarray(self.constants[place]) if place in self.constants else next(given)
+            for place in range(len(self.region.leaves) + 1)
+        ]
+
+    @property
+    def given(self) -> list[int]:
+        """The places of leaves and values that are arguments."""
+        return [place for place in range(len(self.region.leaves) + 1) if place not in self.constants]
+
+    def bound(
+        self, passes: Passes, make: Callable[[Any], Callable[[Tensors], list[torch.Tensor]]]
+    ) -> Callable[[Tensors], Tensors]:
+        """Return what computes the region, with a gradient.
+
+        Args:
+            passes: how each step is computed.
+            make: makes a traced program ready; see `TorchProgram`.
+        """
+        call = _RingCall(self, passes, make)
+
+        def compute(tensors: Tensors) -> Tensors:
+            if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+                return _RingFunction.apply(call, *tensors)
+            return call.forward(tensors)[: 2 if self.has_log_sum else 1]
+
+        return compute
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A program of arrays; see `TorchProgram`."""
+
+    arguments: Sequence[Any]
+    structure: Any
+    function: Callable[..., Sequence[Any]]
+
+    def evaluate(self, arrays: Sequence[Any], compute: Any) -> list[Any]:
+        """The results; `compute` is not used: the passes are known."""
+        del compute
+        return list(self.function(*arrays))
+
+
+class _RingCall:
+    """The programs of a region: one forward, and one backward for each choice of operands that have a gradient.
+
+    Attributes:
+        has_log_sum: whether the log-sum-exp is a result of the call, too.
+    """
+
+    def __init__(self, region: RingRegion, passes: Passes, make: Callable[[Any], Any]) -> None:
+        self._region, self._passes, self._make = region, passes, make
+        self.has_log_sum = region.has_log_sum
+        compute = region.ring().results(passes.results)
+        program = _Traced(region.types, jax.tree.structure([0, 0]), lambda *x: compute(*region.operands(x)))
+        self._forward = make(program)
+        self._backward: dict[Any, tuple[Any, list[int]]] = {}
+
+    def forward(self, tensors: Tensors) -> list[torch.Tensor]:
+        """The result and the log-sum-exp."""
+        return self._forward(tensors)
+
+    def backward(
+        self, tensors: Tensors, results: Tensors, cotangents: Sequence[torch.Tensor | None], needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of tensors that are needed, None of others; a cotangent that is None, or is left out, is 0."""
+        cotangent, log_sum_cotangent = (*cotangents, None)[:2]
+        cotangent = torch.zeros_like(results[0]) if cotangent is None else cotangent
+        more = [] if log_sum_cotangent is None else [log_sum_cotangent]
+        key = (tuple(needed), len(more))
+        if key not in self._backward:
+            self._backward[key] = self._new_backward([*results, cotangent, *more], needed)
+        program, places = self._backward[key]
+        grads = dict(zip(places, program([*tensors, *results, cotangent, *more]), strict=True))
+        pairs = zip(self._region.given, tensors, needed, strict=True)
+        return [grads[place].to(x.dtype) if flag else None for place, x, flag in pairs]
+
+    def _new_backward(self, rest: Tensors, needed: Sequence[bool]) -> tuple[Any, list[int]]:
+        """A backward program, and the places of the leaves, and of the values, whose gradients it gives."""
+        region, count = self._region, len(self._region.types)
+        flags = dict(zip(region.given, needed, strict=True))
+        ring = region.ring([not flags.get(place, False) for place in range(len(region.region.leaves))])
+        compute = ring.gradients(self._passes.gradients)
+        types = [_type_of(x) for x in rest]
+        places = with_gradient(ring.region, range(len(ring.region.leaves) + 1))
+        program = _Traced(
+            [*region.types, *types],
+            jax.tree.structure([0] * len(places)),
+            lambda *x: compute(*region.operands(x[:count]), *x[count:]),
+        )
+        return self._make(program), list(places)
+
+
+def _type_of(x: torch.Tensor) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(x.shape), DTYPES[x.dtype])
+
+
+class _RingFunction(torch.autograd.Function):
+    """A region whose keys travel, and its backward pass, in which they travel again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _RingCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output, log_sum = call.forward(tensors)
+        ctx.call = call
+        ctx.save_for_backward(*tensors, output, log_sum)
+        ctx.set_materialize_grads(False)
+        return (output, log_sum) if call.has_log_sum else (output,)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        *tensors, output, log_sum = ctx.saved_tensors
+        return None, *ctx.call.backward(tensors, (output, log_sum), gradients, ctx.needs_input_grad[1:])
