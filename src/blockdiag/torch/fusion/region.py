@@ -204,25 +204,39 @@ class TorchStep:
 
 
 @dataclass(frozen=True, eq=False)
-class LaunchStep:
-    """One launch in the place of a region, without a gradient.
+class BackwardSteps:
+    """The launches of a backward pass in the place of a region, without a gradient.
 
     Attributes:
-        launch: its kernel and arrays.
+        launches: each with its inputs: places among the operands, or "delta".
+        delta: the launch that makes "delta", if any launch reads it, with the places of its inputs.
+        log_sum_cotangent: the place of the log-sum-exp's cotangent, None where that is 0.
     """
 
-    launch: KernelSpec
+    launches: tuple[tuple[KernelSpec, tuple[int | str, ...]], ...]
+    delta: tuple[DeltaLaunch, tuple[int, ...]] | None
+    log_sum_cotangent: int | None
 
     @property
     def results(self) -> tuple[TensorSpec, ...]:
-        """What it writes."""
-        return self.launch.outputs
+        """What the launches write, one after the other."""
+        return tuple(spec for launch, _ in self.launches for spec in launch.outputs)
 
-    def bound(self, bind: Bind, target: Target | None) -> Callable[..., Tensors]:
-        """What launches it; made ready when it first runs."""
+    def bound(self, bind: Bind, target: Target | None) -> Callable[..., Sequence[torch.Tensor]]:
+        """The launches on one device, each made ready when it first runs."""
         del target
-        launch = functools.cache(lambda: bind(self.launch))
-        return lambda *tensors: launch()(tuple([dense(x) for x in tensors]))
+        ready = functools.cache(bind)
+
+        def run(*operands: torch.Tensor) -> list[torch.Tensor]:
+            given: dict[int | str, torch.Tensor] = {place: dense(x) for place, x in enumerate(operands)}
+            if self.delta is not None:
+                launch, inputs = self.delta
+                (given["delta"],) = ready(launch)(tuple([given[x] for x in inputs]))
+                if self.log_sum_cotangent is not None:
+                    given["delta"] -= given[self.log_sum_cotangent]
+            return [x for launch, inputs in self.launches for x in ready(launch)(tuple([given[x] for x in inputs]))]
+
+        return run
 
 
 region_p = core.Primitive("blockdiag_fused_region")
@@ -310,7 +324,7 @@ def mark_gradients(
     cotangent: Any,
     log_sum_cotangent: Any = None,
 ) -> list[Any]:
-    """The gradients of the leaves that have one, and of the values, as `region_p` of each launch; to be traced.
+    """The gradients of the leaves that have one, and of the values, as one `region_p`; to be traced.
 
     Args:
         output, log_sum: of the forward pass, perhaps with more keys than this region has.
@@ -323,15 +337,26 @@ def mark_gradients(
     if change.changes_result:
         output, cotangent = canonical_result(region, output), canonical_result(region, cotangent)
     arrays |= {"output": output, "log_sum": log_sum, "cotangent": cotangent.astype(value.dtype)}
+    operands: list[Any] = []
+
+    def place_of(x: Any) -> int:
+        found = [place for place, other in enumerate(operands) if other is x]
+        operands.extend([] if found else [x])
+        return found[0] if found else len(operands) - 1
+
+    delta = None
     if any("delta" in kernel.source.inputs for kernel in kernels):
-        launch = DeltaLaunch(delta_source(inner), _spec(output))
-        (delta,) = region_p.bind(output, cotangent, steps=LaunchStep(launch))
-        arrays["delta"] = delta if log_sum_cotangent is None else delta - log_sum_cotangent
-    written = {}
+        delta = DeltaLaunch(delta_source(inner), _spec(output)), (place_of(output), place_of(cotangent))
+    place_of_sum = None if log_sum_cotangent is None else place_of(log_sum_cotangent)
+    launches: list[tuple[KernelSpec, tuple[int | str, ...]]] = []
     for kernel in kernels:
-        given = kernel.given(arrays)
-        found = region_p.bind(*given, steps=LaunchStep(kernel.launch(list(map(_spec, given)))))
-        written |= {x.name: (array, x.dims) for x, array in zip(kernel.source.outputs, found, strict=True)}
+        arrays |= kernel.live
+        inputs = tuple("delta" if name == "delta" else place_of(arrays[name]) for name in kernel.source.inputs)
+        specs = [_spec(log_sum if isinstance(x, str) else operands[x]) for x in inputs]
+        launches.append((kernel.launch(specs), inputs))
+    results = region_p.bind(*operands, steps=BackwardSteps(tuple(launches), delta, place_of_sum))
+    outputs = [x for kernel in kernels for x in kernel.source.outputs]
+    written = {x.name: (array, x.dims) for x, array in zip(outputs, results, strict=True)}
     pairs = enumerate(region.leaves)
     grads = [change.leaf_gradient(i, leaves[i], *written[f"grad{i}"]) for i, leaf in pairs if leaf.has_gradient]
     return [*grads, change.value_gradient(value, *written["grad_value"])]

@@ -279,6 +279,6 @@ class _RingFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
         *tensors, output, log_sum = ctx.saved_tensors
         return None, *ctx.call.backward(tensors, (output, log_sum), gradients, ctx.needs_input_grad[1:])

@@ -1,0 +1,58 @@
+"""The order of steps of `fuse` with the strategy "ring"; results are compared over processes elsewhere."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from blockdiag.fusion.api import trace  # noqa: E402
+from blockdiag.torch.fusion.context import SharedRegion  # noqa: E402
+from blockdiag.torch.fusion.program import marked  # noqa: E402
+from blockdiag.torch.fusion.region import BackwardSteps, Steps, mark, mark_gradients, region_p  # noqa: E402
+from blockdiag.torch.fusion.ring import Passes  # noqa: E402
+from blockdiag.torch.fusion.split import Segment, Split  # noqa: E402
+
+
+def causal(query, key, value):
+    scores = jnp.einsum("bth,bsh->bts", query, key) / 4
+    row = jnp.arange(query.shape[1])
+    return jax.nn.softmax(jnp.where(row[:, None] >= row[None, :], scores, -jnp.inf)) @ value
+
+
+def test_parts_of_keys_travel_while_attention_is_computed():
+    """Forward and backward, the transfers of a step leave before its kernels and are awaited after them."""
+    whole = jax.ShapeDtypeStruct((1, 64, 16), jnp.bfloat16)
+    (region,) = trace(causal, (whole, whole, whole), {}).all_regions()
+    programs = []
+
+    def make(program):
+        parts = [x for x in Split(marked(program, has_gradient=False)).parts if not isinstance(x, Segment)]
+        steps = [x.params["steps"] for x in parts if x.primitive is region_p]
+        names = [
+            "attend" if isinstance(x, Steps | BackwardSteps) else getattr(x.compute, "__name__", "") for x in steps
+        ]
+        programs.append(" ".join(name for name in names if name in ("attend", "start", "finish")))
+        own = torch.zeros(1, 16, 16)
+        return lambda tensors: [own, torch.zeros(1, 16)] if len(tensors) == 3 else [own] * 3
+
+    passes = Passes(
+        lambda region: lambda *x: mark(region, x[:-1], x[-1], has_gradient=False, has_log_sum=True),
+        lambda region: lambda *x: mark_gradients(region, x[: len(region.leaves)], *x[len(region.leaves) :]),
+    )
+    processes = types.SimpleNamespace(size=4, rank=1, group=None, strategy="ring")
+    # Places of rows and keys are known.
+    axes = tuple(None if source.key is None else 1 for source in region.sources)
+    ring = []
+    SharedRegion(processes, region, axes, False, ring.append).bound()
+    compute = ring[0].bound(passes, make)
+    compute([torch.zeros(1, 16, 16, requires_grad=True) for _ in range(3)])[0].sum().backward()
+    forward, backward = programs
+    sent, awaited = "start start", "finish finish"
+    step = f"{sent} attend {awaited}"
+    assert forward == f"{step} {step} {step} attend"
+    # Gradients of keys and values travel beside the next step, and home after the last one.
+    with_sums = f"{sent} {sent} attend {awaited} {awaited}"
+    assert backward == f"{step} {with_sums} {with_sums} {step} {sent} {awaited}"
