@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from blockdiag.bench import clock
-from blockdiag.bench.cases import CASES, Case, select_cases
-from blockdiag.bench.clock import Subject, interleave, sample_jax, summarise
-from blockdiag.bench.records import (
+from benchmarks.block_diagonal.cases import CASES, Case, select_cases
+from benchmarks.harness import clock
+from benchmarks.harness.clock import Subject, interleave, sample_jax, summarise
+from benchmarks.harness.records import (
     ErrorRow,
     HostRow,
     Timing,
@@ -26,7 +26,7 @@ from blockdiag.bench.records import (
     recordable_failures,
     write_rows,
 )
-from blockdiag.bench.targets import judge_errors, judge_host, judge_times, judge_torch_host
+from benchmarks.harness.targets import judge_errors, judge_host, judge_times, judge_torch_host
 from blockdiag.triton_kernels.plan import TensorSpec
 
 WHERE = {
@@ -301,7 +301,7 @@ def test_host_times_of_the_torch_operators_are_judged_with_and_without_autograd(
 
 
 def test_smoke_runs_and_agrees():
-    from blockdiag.bench.smoke import run_smoke
+    from benchmarks.block_diagonal.smoke import run_smoke
 
     rows = run_smoke(environment("cpu"), rounds=1)
     assert {row.implementation for row in rows} == {"xla", "jax-einsum"}
@@ -322,31 +322,31 @@ ORACLE_CASES = {
 
 @pytest.fixture(scope="module", params=ORACLE_CASES)
 def workload(request, torch):
-    from blockdiag.bench.workload import make_workload
+    from benchmarks.block_diagonal.workload import make_workload
 
     return make_workload(ORACLE_CASES[request.param], seed=1, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def exact(workload):
-    from blockdiag.bench.exact import exact_attention
+    from benchmarks.block_diagonal.exact import exact_attention
 
     return exact_attention(workload.case, *workload.inputs, workload.cotangent, workload.tables, chunk=2)
 
 
 def test_oracle_agrees_with_the_reference(workload, exact):
-    from blockdiag.bench.implementations import jit_passes
-    from blockdiag.bench.jax_implementations import our_attention
-    from blockdiag.bench.measure import check
+    from benchmarks.block_diagonal.implementations import jit_passes
+    from benchmarks.block_diagonal.jax_implementations import our_attention
+    from benchmarks.block_diagonal.measure import check
 
     passes = jit_passes(our_attention(workload.case, "reference"), workload, keeps_residuals=False)
     check(passes["fwd+bwd"](), exact, "fwd+bwd")
 
 
 def test_jax_baseline_computes_the_same(workload, exact):
-    from blockdiag.bench.implementations import jit_passes
-    from blockdiag.bench.jax_implementations import einsum_attention
-    from blockdiag.bench.measure import check
+    from benchmarks.block_diagonal.implementations import jit_passes
+    from benchmarks.block_diagonal.jax_implementations import einsum_attention
+    from benchmarks.block_diagonal.measure import check
 
     passes = jit_passes(einsum_attention(workload.case), workload, keeps_residuals=True)
     for pass_name in ("fwd", "bwd"):
@@ -354,8 +354,8 @@ def test_jax_baseline_computes_the_same(workload, exact):
 
 
 def test_torch_baseline_computes_the_same(workload, exact):
-    from blockdiag.bench.measure import check
-    from blockdiag.bench.torch_baselines import TORCH_BASELINES
+    from benchmarks.block_diagonal.measure import check
+    from benchmarks.block_diagonal.torch_baselines import TORCH_BASELINES
 
     flash = next(baseline for baseline in TORCH_BASELINES if baseline.name == "torch-fa2")
     reason = flash.unsupported(workload.case)
@@ -366,7 +366,7 @@ def test_torch_baseline_computes_the_same(workload, exact):
 
 
 def test_every_refusal_is_a_sentence(torch):
-    from blockdiag.bench.measure import find_implementations
+    from benchmarks.block_diagonal.measure import find_implementations
 
     ours, baselines = find_implementations(None)
     for case in CASES.values():
@@ -376,7 +376,7 @@ def test_every_refusal_is_a_sentence(torch):
 
 
 def test_baselines_are_selected_by_name(torch):
-    from blockdiag.bench.measure import find_implementations
+    from benchmarks.block_diagonal.measure import find_implementations
 
     assert [one.name for one in find_implementations("torch-fa2,jax-einsum")[1]] == ["torch-fa2", "jax-einsum"]
     assert find_implementations("none")[1] == []
@@ -385,8 +385,8 @@ def test_baselines_are_selected_by_name(torch):
 
 
 def test_the_gate_refuses_a_wrong_result(workload, exact):
-    from blockdiag.bench.implementations import Prepared
-    from blockdiag.bench.measure import WrongResult, check
+    from benchmarks.block_diagonal.implementations import Prepared
+    from benchmarks.block_diagonal.measure import WrongResult, check
 
     shifted = exact.output + 0.1 * exact.output.std()
     with pytest.raises(WrongResult, match="exceed"):
@@ -398,7 +398,7 @@ def test_the_gate_refuses_a_wrong_result(workload, exact):
 
 
 def test_host_times_have_a_trivial_call_beside(torch):
-    from blockdiag.bench.host import measure_host
+    from benchmarks.block_diagonal.host import measure_host
 
     rows = measure_host(("xla", "no-such-implementation"), environment("cpu"), repetitions=5)
     by_key = {(row.pass_name, row.implementation): row for row in rows}
@@ -422,8 +422,8 @@ def _shapes_of(arrays) -> tuple[TensorSpec, ...]:
 
 def test_native_launches_are_those_of_the_jax_call(workload, exact, torch, monkeypatch):
     pytest.importorskip("triton")
-    from blockdiag.bench.measure import check
-    from blockdiag.bench.native import native_passes
+    from benchmarks.block_diagonal.measure import check
+    from benchmarks.block_diagonal.native import native_passes
     from blockdiag.interop import jax_call, torch_launch
 
     def forward(problem, query, key, value, tiles, rotary):

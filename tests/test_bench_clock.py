@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from blockdiag.bench.accuracy import measure_errors
-from blockdiag.bench.cases import CASES
-from blockdiag.bench.exact import exact_attention
-from blockdiag.bench.implementations import (
+from benchmarks.block_diagonal.accuracy import measure_errors
+from benchmarks.block_diagonal.cases import CASES
+from benchmarks.block_diagonal.exact import exact_attention
+from benchmarks.block_diagonal.implementations import (
     ChainBroken,
     Implementation,
     PassMakers,
@@ -16,8 +16,8 @@ from blockdiag.bench.implementations import (
     address_table_bytes,
     jit_passes,
 )
-from blockdiag.bench.records import environment
-from blockdiag.bench.workload import Workload, make_workload
+from benchmarks.block_diagonal.workload import Workload, make_workload
+from benchmarks.harness.records import environment
 
 
 def _scaled(factor: float) -> Implementation:

@@ -7,9 +7,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from blockdiag.bench import devices
-from blockdiag.bench.records import DeviceTiming, environment, read_rows
-from blockdiag.cli import bench_devices
+from benchmarks.devices import command as bench_devices
+from benchmarks.devices import measure as devices
+from benchmarks.harness.records import DeviceTiming, environment, read_rows
 
 SHARED = devices.SMALL_CASES[0]
 SEQUENCE, FUSED = devices.SMALL_SEQUENCE_CASES

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.bench.fuse_cases import (
+from benchmarks.fuse.cases import (
     DOCUMENTS,
     FUSE_CASES,
     FUSE_PASSES,
@@ -22,19 +22,22 @@ from blockdiag.bench.fuse_cases import (
     make_segments,
     select_fuse_cases,
 )
-from blockdiag.bench.fuse_programs import FusePasses, cudnn_function, cudnn_unsupported, function_of, launch_specs
-from blockdiag.bench.fuse_report import compile_table, fuse_reasons, fuse_table, summary_table
-from blockdiag.bench.fuse_targets import OURS, PEER, judge_fuse
-from blockdiag.bench.moba_programs import ChainBroken, compile_program
-from blockdiag.bench.records import FuseTiming, environment, merge_rows, read_rows
-from blockdiag.bench.roofs import Roofs
+from benchmarks.fuse.programs import FusePasses, cudnn_function, cudnn_unsupported, function_of, launch_specs
+from benchmarks.fuse.report import compile_table, fuse_reasons, fuse_table, summary_table
+from benchmarks.fuse.targets import OURS, PEER, judge_fuse
+from benchmarks.harness.records import FuseTiming, environment, merge_rows, read_rows
+from benchmarks.harness.roofs import Roofs
+from benchmarks.moba.programs import ChainBroken, compile_program
 from blockdiag.triton_kernels.plan import Target
 
 torch = pytest.importorskip("torch")
 
-from blockdiag.bench import fuse_ahead, fuse_check, fuse_measure, fuse_torch_baselines  # noqa: E402
-from blockdiag.bench.fuse_smoke import SMOKE_CASES, small_case  # noqa: E402
-from blockdiag.bench.measure import WrongResult  # noqa: E402
+from benchmarks.block_diagonal.measure import WrongResult  # noqa: E402
+from benchmarks.fuse import ahead as fuse_ahead  # noqa: E402
+from benchmarks.fuse import check as fuse_check  # noqa: E402
+from benchmarks.fuse import measure as fuse_measure  # noqa: E402
+from benchmarks.fuse import torch_baselines as fuse_torch_baselines  # noqa: E402
+from benchmarks.fuse.smoke import SMOKE_CASES, small_case  # noqa: E402
 
 WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
 ROOFS = Roofs(copy_gb_per_s=100.0, stream_gb_per_s=100.0, matmul_tflops=0.1)
@@ -220,7 +223,7 @@ def test_chained_calls_take_the_output_before_as_their_query(monkeypatch):
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     counts = iter([{"kernel": 3}, {"kernel": 5}])
     single = FusePasses(SMALL, function_of(SMALL), views).make("fwd")
-    monkeypatch.setattr("blockdiag.bench.fuse_programs._work", lambda text: collections.Counter(next(counts)))
+    monkeypatch.setattr("benchmarks.fuse.programs._work", lambda text: collections.Counter(next(counts)))
     with pytest.raises(ChainBroken, match="2 calls in one program"):
         single.chain(2)
 
@@ -360,10 +363,10 @@ def test_tables_have_a_line_for_what_was_measured():
 def test_command_keeps_rows_and_replaces_none_by_what_was_not_run(monkeypatch, tmp_path):
     from rich.console import Console
 
-    from blockdiag.cli import bench_fuse
+    from benchmarks.fuse import command as bench_fuse
 
-    monkeypatch.setattr("blockdiag.bench.measure.device_name", lambda: "some GPU")
-    monkeypatch.setattr("blockdiag.bench.roofs.measure_roofs", lambda: ROOFS)
+    monkeypatch.setattr("benchmarks.block_diagonal.measure.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.roofs.measure_roofs", lambda: ROOFS)
     monkeypatch.setattr(bench_fuse, "_compile_ahead", lambda console, cases, settings: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "set anew")
     case = FUSE_CASES["evoformer_d64"]
@@ -391,9 +394,9 @@ def test_command_keeps_rows_and_replaces_none_by_what_was_not_run(monkeypatch, t
 def test_command_runs_the_smoke_check(tmp_path):
     from typer.testing import CliRunner
 
-    from blockdiag.cli.app import app
+    from benchmarks.app import app
 
-    result = CliRunner().invoke(app, ["bench", "fuse", "--smoke", "--output", str(tmp_path)])
+    result = CliRunner().invoke(app, ["fuse", "--smoke", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     rows = read_rows(tmp_path / "fuse_smoke.csv", FuseTiming)
     assert {row.group for row in rows} == set(GROUPS) and len(rows) == 2 * len(GROUPS)

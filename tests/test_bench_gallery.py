@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from blockdiag.bench import gallery_measure
-from blockdiag.bench.clock import Subject, calibrate, sample
-from blockdiag.bench.gallery_cases import SMOKE, SMOKE_VARIANTS
-from blockdiag.bench.gallery_measure import SPENT, GallerySettings, measure_variants, time_work
-from blockdiag.bench.gallery_programs import begin, compile_judge, compile_pass, pass_of, trace
-from blockdiag.bench.records import Environment, GalleryTiming, read_rows
-from blockdiag.cli.app import app
-from blockdiag.cli.bench_gallery import keep_all
+from benchmarks.app import app
+from benchmarks.gallery import measure as gallery_measure
+from benchmarks.gallery.cases import SMOKE, SMOKE_VARIANTS
+from benchmarks.gallery.command import keep_all
+from benchmarks.gallery.measure import SPENT, GallerySettings, measure_variants, time_work
+from benchmarks.gallery.programs import begin, compile_judge, compile_pass, pass_of, trace
+from benchmarks.harness.clock import Subject, calibrate, sample
+from benchmarks.harness.records import Environment, GalleryTiming, read_rows
 from blockdiag.fusion.gallery import VARIANTS
 from blockdiag.interop import compile_target
 
@@ -45,7 +45,7 @@ def tiny(monkeypatch):
 def test_command_on_a_cpu(tmp_path, monkeypatch):
     assert set(SMOKE_VARIANTS) <= set(VARIANTS)
     monkeypatch.setattr(gallery_measure, "SMOKE_VARIANTS", SMOKE_VARIANTS[:1])
-    result = CliRunner().invoke(app, ["bench", "gallery", "--smoke", "--output", str(tmp_path)])
+    result = CliRunner().invoke(app, ["gallery-page", "--smoke", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "smoke run on the CPU" in " ".join(result.output.split())
     rows = read_rows(tmp_path / "gallery_smoke.csv", GalleryTiming)

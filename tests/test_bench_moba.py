@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.bench.compiled import custom_calls
-from blockdiag.bench.moba_cases import MOBA_CASES, MOBA_PASSES, MoBACase, select_moba_cases
-from blockdiag.bench.moba_check import WrongResult, check_choice, check_sample, float32_attention, random_operands
-from blockdiag.bench.moba_kernels import compile_one, different_kernels
-from blockdiag.bench.moba_programs import ChainBroken, Passes, compile_program, launch_specs
-from blockdiag.bench.moba_recorded import RECORDED, recorded_rows, shape_of
-from blockdiag.bench.moba_targets import ROUTING_SHARE, judge_moba
-from blockdiag.bench.records import MoBATiming, merge_rows, read_rows
-from blockdiag.bench.roofs import Roofs
+from benchmarks.harness.compiled import custom_calls
+from benchmarks.harness.kernels import compile_one, different_kernels
+from benchmarks.harness.records import MoBATiming, merge_rows, read_rows
+from benchmarks.harness.roofs import Roofs
+from benchmarks.moba.cases import MOBA_CASES, MOBA_PASSES, MoBACase, select_moba_cases
+from benchmarks.moba.check import WrongResult, check_choice, check_sample, float32_attention, random_operands
+from benchmarks.moba.programs import ChainBroken, Passes, compile_program, launch_specs
+from benchmarks.moba.recorded import RECORDED, recorded_rows, shape_of
+from benchmarks.moba.targets import ROUTING_SHARE, judge_moba
 from blockdiag.moba import moba_attention, moba_routing
 from blockdiag.triton_kernels.plan import Target
 
@@ -206,7 +206,7 @@ def test_a_chain_has_the_kernels_of_all_its_calls():
 
 def test_a_chain_that_lost_calls_is_refused(monkeypatch):
     program = cholesky_program()
-    monkeypatch.setattr("blockdiag.bench.moba_programs._chained", lambda function, calls: function)
+    monkeypatch.setattr("benchmarks.moba.programs._chained", lambda function, calls: function)
     with pytest.raises(ChainBroken, match="x1"):
         program.chain(3)
 
@@ -254,7 +254,7 @@ def test_what_is_compiled_ahead_is_on_disk_as_launches_need_it(binary, monkeypat
 @pytest.fixture(scope="module")
 def measure():
     pytest.importorskip("torch")
-    from blockdiag.bench import moba_measure
+    from benchmarks.moba import measure as moba_measure
 
     return moba_measure
 
@@ -265,7 +265,7 @@ def settings_of(measure, **options):
 
 
 def measured_rows(measure, **options):
-    from blockdiag.bench.records import environment
+    from benchmarks.harness.records import environment
 
     roofs = Roofs(copy_gb_per_s=100.0, stream_gb_per_s=100.0, matmul_tflops=0.1)
     rows = measure.measure_moba_case(SMALL, environment("cpu"), roofs, settings_of(measure, **options))
@@ -343,11 +343,11 @@ def test_long_cases_of_other_heads_are_compared_with_one_baseline(measure):
 def test_cases_after_the_end_of_the_budget_are_rows_and_replace_none(measure, monkeypatch, tmp_path):
     from rich.console import Console
 
-    from blockdiag.bench.records import environment
-    from blockdiag.cli import bench_moba
+    from benchmarks.harness.records import environment
+    from benchmarks.moba import command as bench_moba
 
-    monkeypatch.setattr("blockdiag.bench.measure.device_name", lambda: "some GPU")
-    monkeypatch.setattr("blockdiag.bench.roofs.measure_roofs", lambda: Roofs(4000.0, 4000.0, 700.0))
+    monkeypatch.setattr("benchmarks.block_diagonal.measure.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.roofs.measure_roofs", lambda: Roofs(4000.0, 4000.0, 700.0))
     monkeypatch.setattr(bench_moba, "_compile_ahead", lambda console, cases: None)
     kept = dataclasses.replace(timing("n8k", "fwd", "triton", 1.0), **dataclasses.asdict(environment("some GPU")))
     merge_rows(tmp_path / "moba.csv", MoBATiming, [kept])
@@ -379,7 +379,7 @@ def test_baselines_are_selected_by_name(measure):
 
 def test_dense_baselines_compute_causal_attention(measure):
     torch = pytest.importorskip("torch")
-    from blockdiag.bench.moba_dense import DENSE_BACKENDS, dense_passes
+    from benchmarks.moba.dense import DENSE_BACKENDS, dense_passes
 
     tensors = measure._tensors(SMALL, settings_of(measure))
     passes = dense_passes(SMALL, tensors, DENSE_BACKENDS["torch-fa2"])
@@ -397,9 +397,9 @@ def test_dense_baselines_compute_causal_attention(measure):
 def test_command_runs_the_smoke_check(tmp_path):
     from typer.testing import CliRunner
 
-    from blockdiag.cli.app import app
+    from benchmarks.app import app
 
-    result = CliRunner().invoke(app, ["bench", "moba", "--smoke", "--output", str(tmp_path)])
+    result = CliRunner().invoke(app, ["moba", "--smoke", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     rows = read_rows(tmp_path / "moba_smoke.csv", MoBATiming)
     assert [row.pass_name for row in rows] == list(MOBA_PASSES)

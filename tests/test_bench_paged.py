@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from blockdiag.bench.paged_cases import (
+from benchmarks.harness.records import PagedTiming, environment, merge_rows, read_rows
+from benchmarks.paged.cases import (
     CACHES,
     GROUPS,
     SHAPES,
@@ -18,16 +19,17 @@ from blockdiag.bench.paged_cases import (
     make_cases,
     select_groups,
 )
-from blockdiag.bench.paged_recorded import FLASHINFER, RECORDED, columns_of, recorded_rows
-from blockdiag.bench.paged_report import paged_reasons, paged_tables
-from blockdiag.bench.paged_targets import NATIVE, THROUGH_JAX, judge_paged
-from blockdiag.bench.records import PagedTiming, environment, merge_rows, read_rows
+from benchmarks.paged.recorded import FLASHINFER, RECORDED, columns_of, recorded_rows
+from benchmarks.paged.report import paged_reasons, paged_tables
+from benchmarks.paged.targets import NATIVE, THROUGH_JAX, judge_paged
 
 torch = pytest.importorskip("torch")
 
-from blockdiag.bench import paged_check, paged_measure, paged_programs  # noqa: E402
-from blockdiag.bench.measure import WrongResult  # noqa: E402
-from blockdiag.bench.paged_arrays import case_arrays, make_pool  # noqa: E402
+from benchmarks.block_diagonal.measure import WrongResult  # noqa: E402
+from benchmarks.paged import check as paged_check  # noqa: E402
+from benchmarks.paged import measure as paged_measure  # noqa: E402
+from benchmarks.paged import programs as paged_programs  # noqa: E402
+from benchmarks.paged.arrays import case_arrays, make_pool  # noqa: E402
 
 WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
 SMALL = PagedShape(name="small", batch=2, kv_length=128, query_heads=4, key_heads=2, head_dim=16)
@@ -175,7 +177,7 @@ def test_calls_of_moba_have_queries_of_their_own():
 
 
 def test_exact_attention_is_the_library_s_reference():
-    from blockdiag.bench.workload import to_jax
+    from benchmarks.block_diagonal.workload import to_jax
     from blockdiag.moba_paged import moba_paged_attention
 
     case = PagedCase(group="moba", shape=SMALL, page_size=16, query_tokens=2, block_size=16, top_k=3)
@@ -206,8 +208,8 @@ def test_wrong_results_are_refused():
 
 def appended(case: PagedCase):
     """Arrays before and after an append by the library."""
+    from benchmarks.block_diagonal.workload import to_jax, to_torch
     from blockdiag.append import append_to_pages
-    from blockdiag.bench.workload import to_jax, to_torch
 
     before = drawn(case)[0]
     views = {name: to_jax(array) for name, array in before.items()}
@@ -329,9 +331,9 @@ def test_a_chain_that_lost_calls_is_refused(monkeypatch):
 def test_rows_without_times_replace_none(monkeypatch, tmp_path):
     from rich.console import Console
 
-    from blockdiag.cli import bench_paged
+    from benchmarks.paged import command as bench_paged
 
-    monkeypatch.setattr("blockdiag.bench.measure.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.block_diagonal.measure.device_name", lambda: "some GPU")
     monkeypatch.setattr(paged_measure, "measure_read_rate", lambda: 4.4)
     monkeypatch.setattr(bench_paged, "_compile_ahead", lambda console, cases: None)
     where = dataclasses.asdict(environment("some GPU"))
@@ -349,9 +351,9 @@ def test_rows_without_times_replace_none(monkeypatch, tmp_path):
 def test_command_runs_the_smoke_check(tmp_path):
     from typer.testing import CliRunner
 
-    from blockdiag.cli.app import app
+    from benchmarks.app import app
 
-    result = CliRunner().invoke(app, ["bench", "paged", "--smoke", "--output", str(tmp_path)])
+    result = CliRunner().invoke(app, ["paged", "--smoke", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     rows = read_rows(tmp_path / "paged_smoke.csv", PagedTiming)
     assert {row.group for row in rows} == set(GROUPS) - {"short"}

@@ -1,4 +1,4 @@
-"""`benchmarks/figures.py` compares rows with their limits; measuring needs an H200, and is no test."""
+"""`benchmarks/block_diagonal/figures.py` compares rows with their limits; measuring needs an H200, and is no test."""
 
 import dataclasses
 import runpy
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdiag.bench.records import ErrorRow, HostRow, Timing, read_rows, write_rows
+from benchmarks.harness.records import ErrorRow, HostRow, Timing, read_rows, write_rows
 
 ROOT = Path(__file__).parent.parent
 FILES = {
@@ -19,7 +19,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def figures():
-    return runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    return runpy.run_path(str(ROOT / "benchmarks" / "block_diagonal" / "figures.py"))
 
 
 @pytest.fixture

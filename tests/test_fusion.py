@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.moba.programs import collect_specs
 from blockdiag import NotFusible, explain, fuse
-from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 from blockdiag.fusion.kernels import Tile, forward_source

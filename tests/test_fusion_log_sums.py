@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.moba.programs import collect_specs
 from blockdiag import explain, fuse
-from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.api import trace
 from blockdiag.interop import triton_fused
 from blockdiag.triton_kernels.plan import Target

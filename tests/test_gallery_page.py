@@ -10,10 +10,10 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from blockdiag.bench.gallery_cases import SHOWN, select_variants, shape_text, timed_sizes
-from blockdiag.bench.gallery_page import explanation_of, heading_of, recorded_times, times_of, write_gallery
-from blockdiag.bench.records import GalleryTiming, merge_rows, write_rows
-from blockdiag.cli.app import app
+from benchmarks.app import app
+from benchmarks.gallery.cases import SHOWN, select_variants, shape_text, timed_sizes
+from benchmarks.gallery.page import explanation_of, heading_of, recorded_times, times_of, write_gallery
+from benchmarks.harness.records import GalleryTiming, merge_rows, write_rows
 from blockdiag.fusion.gallery import GROUPS, VARIANTS, Sizes
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ def test_picture_has_the_tiles():
 
 
 def test_committed_page_is_of_this_code():
-    """All but what the compiler makes of it, which takes long: `python -m blockdiag gallery` writes it."""
+    """All but what the compiler makes of it, which takes long: `python -m benchmarks gallery-page` writes it."""
     text = PAGE.read_text()
     assert list(sections(text)) == list(VARIANTS)
     assert not re.search(r"/[^ ]*/[^ ]*\.py:", text), "a path of the machine that wrote it"
@@ -102,7 +102,7 @@ def test_committed_page_is_of_this_code():
 def test_committed_page_has_the_recorded_times():
     rows = recorded_times(ROOT / "benchmarks" / "results" / "gallery.csv")
     for name, section in sections(PAGE.read_text()).items():
-        assert f"| {times_of(rows, name)} |" in section, f"{name}: run python -m blockdiag gallery"
+        assert f"| {times_of(rows, name)} |" in section, f"{name}: run python -m benchmarks gallery-page"
 
 
 def test_committed_pictures_are_those_of_the_page():
@@ -121,7 +121,15 @@ def test_times_are_those_of_the_last_device(tmp_path):
 
 
 def test_command_writes_a_page(tmp_path):
-    arguments = ["gallery", "--output", str(tmp_path), "--variants", "vanilla", "--results", str(tmp_path / "none.csv")]
+    arguments = [
+        "gallery-page",
+        "--output",
+        str(tmp_path),
+        "--variants",
+        "vanilla",
+        "--results",
+        str(tmp_path / "none.csv"),
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "no times" in " ".join(result.output.split())

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from blockdiag.bench import mask_plots, plots, roofline_plots
-from blockdiag.bench.block_diagonal_plots import draw_times
-from blockdiag.bench.moba_plots import draw_lengths
-from blockdiag.bench.plot_style import (
+from benchmarks.app import app
+from benchmarks.block_diagonal.plots import draw_times
+from benchmarks.harness import plots
+from benchmarks.harness.plot_style import (
     DARK,
     FAR,
     LIGHT,
@@ -25,9 +25,10 @@ from blockdiag.bench.plot_style import (
     save_one,
     size_name,
 )
-from blockdiag.bench.plots import PICTURES, draw_pictures, of_one_device, pictures_of
-from blockdiag.bench.records import FuseTiming, MoBATiming, PagedTiming, Timing, read_rows, write_rows
-from blockdiag.cli.app import app
+from benchmarks.harness.plots import PICTURES, draw_pictures, of_one_device, pictures_of
+from benchmarks.harness.records import FuseTiming, MoBATiming, PagedTiming, Timing, read_rows, write_rows
+from benchmarks.moba.plots import draw_lengths
+from benchmarks.overview import mask_plots, roofline_plots
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -44,7 +45,7 @@ def files_of(pictures) -> set[str]:
 def drawn(tmp_path_factory):
     """What the command prints and the folder that it fills."""
     folder = tmp_path_factory.mktemp("pictures")
-    arguments = ["bench", "all", "--plot", "--output", str(RESULTS), "--pictures", str(folder)]
+    arguments = ["all", "--plot", "--output", str(RESULTS), "--pictures", str(folder)]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     return result.output, folder
@@ -93,7 +94,7 @@ def test_missing_files_are_named_with_their_command(tmp_path):
     assert {path.name for path in drawn.paths} == {"paged_splits.png", "paged_splits-dark.png"}
     roofline, gallery = drawn.left_out
     assert "block_diagonal.csv, moba.csv, fuse.csv" in roofline
-    assert "no gallery.csv; python -m blockdiag bench gallery writes it" in gallery
+    assert "no gallery.csv; python -m benchmarks gallery writes it" in gallery
 
 
 def test_rows_without_times_are_left_out_with_the_reason(tmp_path):
@@ -108,7 +109,7 @@ def test_other_mistakes_are_not_taken_for_missing_rows(monkeypatch, tmp_path):
     def wrong(rows, theme):
         raise ValueError("a bug")
 
-    monkeypatch.setattr("blockdiag.bench.paged_plots.draw_splits", wrong)
+    monkeypatch.setattr("benchmarks.paged.plots.draw_splits", wrong)
     with pytest.raises(ValueError, match="a bug"):
         draw_pictures([picture for picture in PICTURES if picture.name == "paged_splits"], RESULTS, tmp_path)
 
@@ -123,7 +124,7 @@ def test_each_benchmark_has_pictures_of_its_own():
 
 
 def test_all_takes_no_cases():
-    result = CliRunner().invoke(app, ["bench", "all", "--cases", "h8_d128"])
+    result = CliRunner().invoke(app, ["all", "--cases", "h8_d128"])
     assert result.exit_code == 1 and "--cases" in str(result.exception or result.output)
 
 

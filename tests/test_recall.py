@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from blockdiag.bench.records import read_rows
-from blockdiag.bench.training_records import RecallRow
-from blockdiag.cli import recall_experiment
-from blockdiag.cli.app import app
-from blockdiag.cli.language_model import english_text, split_text
-from blockdiag.cli.recall_experiment import RecallSettings, Retrieval, by_keys, chosen_probability, measure_recall
+from benchmarks.app import app
+from benchmarks.experiments import recall_routing as recall_experiment
+from benchmarks.experiments.recall_records import RecallRow
+from benchmarks.experiments.recall_routing import RecallSettings, Retrieval, by_keys, chosen_probability, measure_recall
+from benchmarks.harness.records import read_rows
+from blockdiag.demo.language_model import english_text, split_text
 
 SETTINGS = RecallSettings(
     block_sizes=(64, 16), attended_tokens=128, context=512, trials=200, head_dim=32, phrase=4, batch_size=8,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdiag.bench.records import (
+from benchmarks.harness.records import (
     FuseTiming,
     GalleryTiming,
     MoBATiming,
@@ -15,15 +15,15 @@ from blockdiag.bench.records import (
     read_rows,
     write_rows,
 )
-from blockdiag.bench.speedup_table import behind_section, summary_section
-from blockdiag.bench.speedups import behind, contiguous_factors, fuse_speedups, moba_speedups, paged_speedups
+from benchmarks.overview.speedup_table import behind_section, summary_section
+from benchmarks.overview.speedups import behind, contiguous_factors, fuse_speedups, moba_speedups, paged_speedups
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def readme_table():
-    return runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
+    return runpy.run_path(str(ROOT / "benchmarks" / "overview" / "tables.py"))
 
 
 def timing(pass_name, implementation, median_ms, **fields):

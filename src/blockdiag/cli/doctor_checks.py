@@ -21,7 +21,7 @@ import numpy as np
 
 import blockdiag
 from blockdiag import dispatch
-from blockdiag.bench.records import reason_of
+from blockdiag.cli.machine import reason_of
 from blockdiag.interop.jaxlib_launcher import CALL_TARGET
 from blockdiag.interop.targets import compile_target
 
