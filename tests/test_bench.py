@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.block_diagonal.cases import CASES, Case, select_cases
+from benchmarks.block_diagonal.targets import judge_errors, judge_host, judge_times, judge_torch_host
 from benchmarks.harness import clock
 from benchmarks.harness.clock import Subject, interleave, sample_jax, summarise
 from benchmarks.harness.records import (
@@ -26,7 +27,6 @@ from benchmarks.harness.records import (
     recordable_failures,
     write_rows,
 )
-from benchmarks.harness.targets import judge_errors, judge_host, judge_times, judge_torch_host
 from blockdiag.triton_kernels.plan import TensorSpec
 
 WHERE = {
@@ -385,8 +385,9 @@ def test_baselines_are_selected_by_name(torch):
 
 
 def test_the_gate_refuses_a_wrong_result(workload, exact):
-    from benchmarks.block_diagonal.implementations import Prepared
-    from benchmarks.block_diagonal.measure import WrongResult, check
+    from benchmarks.block_diagonal.measure import check
+    from benchmarks.harness.device import Prepared
+    from benchmarks.harness.failures import WrongResult
 
     shifted = exact.output + 0.1 * exact.output.std()
     with pytest.raises(WrongResult, match="exceed"):

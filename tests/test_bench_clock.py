@@ -8,15 +8,15 @@ from benchmarks.block_diagonal.accuracy import measure_errors
 from benchmarks.block_diagonal.cases import CASES
 from benchmarks.block_diagonal.exact import exact_attention
 from benchmarks.block_diagonal.implementations import (
-    ChainBroken,
     Implementation,
     PassMakers,
-    Prepared,
     _chained,
     address_table_bytes,
     jit_passes,
 )
 from benchmarks.block_diagonal.workload import Workload, make_workload
+from benchmarks.harness.device import Prepared
+from benchmarks.harness.failures import ChainBroken
 from benchmarks.harness.records import environment
 
 

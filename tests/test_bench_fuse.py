@@ -25,19 +25,21 @@ from benchmarks.fuse.cases import (
 from benchmarks.fuse.programs import FusePasses, cudnn_function, cudnn_unsupported, function_of, launch_specs
 from benchmarks.fuse.report import compile_table, fuse_reasons, fuse_table, summary_table
 from benchmarks.fuse.targets import OURS, PEER, judge_fuse
+from benchmarks.harness.failures import ChainBroken
+from benchmarks.harness.pipeline import select_names
+from benchmarks.harness.programs import compile_program
 from benchmarks.harness.records import FuseTiming, environment, merge_rows, read_rows
 from benchmarks.harness.roofs import Roofs
-from benchmarks.moba.programs import ChainBroken, compile_program
 from blockdiag.triton_kernels.plan import Target
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.block_diagonal.measure import WrongResult  # noqa: E402
 from benchmarks.fuse import ahead as fuse_ahead  # noqa: E402
 from benchmarks.fuse import check as fuse_check  # noqa: E402
 from benchmarks.fuse import measure as fuse_measure  # noqa: E402
 from benchmarks.fuse import torch_baselines as fuse_torch_baselines  # noqa: E402
 from benchmarks.fuse.smoke import SMOKE_CASES, small_case  # noqa: E402
+from benchmarks.harness.failures import WrongResult  # noqa: E402
 
 WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
 ROOFS = Roofs(copy_gb_per_s=100.0, stream_gb_per_s=100.0, matmul_tflops=0.1)
@@ -82,10 +84,10 @@ def test_cases_are_selected_by_group_and_by_name():
     for wrong in ("flash", ""):
         with pytest.raises(ValueError, match="`cases` must name groups"):
             select_fuse_cases(wrong)
-    assert fuse_measure.select_fuse_baselines("none") == ()
-    assert fuse_measure.select_fuse_baselines("jax-jit,torch-flex") == ("torch-flex", "jax-jit")
+    assert select_names("none", fuse_measure.BASELINES) == ()
+    assert select_names("jax-jit,torch-flex", fuse_measure.BASELINES) == ("torch-flex", "jax-jit")
     with pytest.raises(ValueError, match="`baselines` must be none or name some of"):
-        fuse_measure.select_fuse_baselines("flash")
+        select_names("flash", fuse_measure.BASELINES)
 
 
 def test_documents_are_twelve_and_differ_by_sequence():
@@ -365,7 +367,7 @@ def test_command_keeps_rows_and_replaces_none_by_what_was_not_run(monkeypatch, t
 
     from benchmarks.fuse import command as bench_fuse
 
-    monkeypatch.setattr("benchmarks.block_diagonal.measure.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
     monkeypatch.setattr("benchmarks.harness.roofs.measure_roofs", lambda: ROOFS)
     monkeypatch.setattr(bench_fuse, "_compile_ahead", lambda console, cases, settings: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "set anew")

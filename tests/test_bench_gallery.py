@@ -68,7 +68,7 @@ def test_variants_are_measured_and_kept_one_by_one(tiny, monkeypatch, tmp_path):
     monkeypatch.setitem(VARIANTS, "broken", broken)
     measured = measure_variants(["broken", "multi_query"], WHERE, settings())
     path = tmp_path / "gallery.csv"
-    keep_all(Console(quiet=True), path, measured, WHERE)
+    keep_all(Console(quiet=True), path, measured)
     rows = {(row.variant, row.pass_name): row for row in read_rows(path, GalleryTiming)}
     assert len(rows) == 4
     for pass_name in ("fwd", "fwd+bwd"):
@@ -81,7 +81,7 @@ def test_variants_are_measured_and_kept_one_by_one(tiny, monkeypatch, tmp_path):
     # What has no times at all does not replace what has.
     (late,) = measure_variants(["multi_query"], WHERE, settings(-1.0))
     assert {row.note for row in late} == {SPENT}
-    keep_all(Console(quiet=True), path, [late], WHERE)
+    keep_all(Console(quiet=True), path, [late])
     assert len(read_rows(path, GalleryTiming)) == 4
     assert {row.speed_up for row in read_rows(path, GalleryTiming)} == {row.speed_up for row in rows.values()}
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.compiled import custom_calls
+from benchmarks.harness.failures import ChainBroken, WrongResult
 from benchmarks.harness.kernels import compile_one, different_kernels
+from benchmarks.harness.programs import compile_program
 from benchmarks.harness.records import MoBATiming, merge_rows, read_rows
 from benchmarks.harness.roofs import Roofs
 from benchmarks.moba.cases import MOBA_CASES, MOBA_PASSES, MoBACase, select_moba_cases
-from benchmarks.moba.check import WrongResult, check_choice, check_sample, float32_attention, random_operands
-from benchmarks.moba.programs import ChainBroken, Passes, compile_program, launch_specs
+from benchmarks.moba.check import check_choice, check_sample, float32_attention, random_operands
+from benchmarks.moba.programs import Passes, launch_specs
 from benchmarks.moba.recorded import RECORDED, recorded_rows, shape_of
 from benchmarks.moba.targets import ROUTING_SHARE, judge_moba
 from blockdiag.moba import moba_attention, moba_routing
@@ -206,7 +208,7 @@ def test_a_chain_has_the_kernels_of_all_its_calls():
 
 def test_a_chain_that_lost_calls_is_refused(monkeypatch):
     program = cholesky_program()
-    monkeypatch.setattr("benchmarks.moba.programs._chained", lambda function, calls: function)
+    monkeypatch.setattr("benchmarks.harness.programs._chained", lambda function, calls: function)
     with pytest.raises(ChainBroken, match="x1"):
         program.chain(3)
 
@@ -346,9 +348,9 @@ def test_cases_after_the_end_of_the_budget_are_rows_and_replace_none(measure, mo
     from benchmarks.harness.records import environment
     from benchmarks.moba import command as bench_moba
 
-    monkeypatch.setattr("benchmarks.block_diagonal.measure.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
     monkeypatch.setattr("benchmarks.harness.roofs.measure_roofs", lambda: Roofs(4000.0, 4000.0, 700.0))
-    monkeypatch.setattr(bench_moba, "_compile_ahead", lambda console, cases: None)
+    monkeypatch.setattr(bench_moba, "compile_launches", lambda *_, **__: None)
     kept = dataclasses.replace(timing("n8k", "fwd", "triton", 1.0), **dataclasses.asdict(environment("some GPU")))
     merge_rows(tmp_path / "moba.csv", MoBATiming, [kept])
     console = Console(width=200, record=True)
@@ -367,14 +369,6 @@ def test_cases_after_the_end_of_the_budget_are_rows_and_replace_none(measure, mo
     bench_moba.measure_moba(console, folder, deadline=time.monotonic() + 60, **options)
     notes = {row.case: row.note for row in read_rows(folder / "moba.csv", MoBATiming) if row.implementation == "triton"}
     assert notes == {name: f"failed: RuntimeError: {name} lost the device" for name in ("n8k", "n16k")}
-
-
-def test_baselines_are_selected_by_name(measure):
-    assert measure.select_baselines(None) == ("torch-fa2", "torch-cudnn")
-    assert measure.select_baselines("torch-cudnn") == ("torch-cudnn",)
-    assert measure.select_baselines("none") == ()
-    with pytest.raises(ValueError, match="`baselines` must be none or name some of"):
-        measure.select_baselines("flash")
 
 
 def test_dense_baselines_compute_causal_attention(measure):

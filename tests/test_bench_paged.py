@@ -25,7 +25,7 @@ from benchmarks.paged.targets import NATIVE, THROUGH_JAX, judge_paged
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.block_diagonal.measure import WrongResult  # noqa: E402
+from benchmarks.harness.failures import WrongResult  # noqa: E402
 from benchmarks.paged import check as paged_check  # noqa: E402
 from benchmarks.paged import measure as paged_measure  # noqa: E402
 from benchmarks.paged import programs as paged_programs  # noqa: E402
@@ -94,10 +94,6 @@ def test_groups_are_selected_by_name():
     for wrong in ("decod", ""):
         with pytest.raises(ValueError, match="`cases` must name some of"):
             select_groups(wrong)
-    assert paged_measure.select_paged_baselines("none") == ()
-    assert paged_measure.select_paged_baselines("jax-cudnn") == ("jax-cudnn",)
-    with pytest.raises(ValueError, match="`baselines` must be none or name some of"):
-        paged_measure.select_paged_baselines("flash")
 
 
 def test_recorded_rows_are_marked():
@@ -177,7 +173,7 @@ def test_calls_of_moba_have_queries_of_their_own():
 
 
 def test_exact_attention_is_the_library_s_reference():
-    from benchmarks.block_diagonal.workload import to_jax
+    from benchmarks.harness.device import to_jax
     from blockdiag.moba_paged import moba_paged_attention
 
     case = PagedCase(group="moba", shape=SMALL, page_size=16, query_tokens=2, block_size=16, top_k=3)
@@ -208,7 +204,7 @@ def test_wrong_results_are_refused():
 
 def appended(case: PagedCase):
     """Arrays before and after an append by the library."""
-    from benchmarks.block_diagonal.workload import to_jax, to_torch
+    from benchmarks.harness.device import to_jax, to_torch
     from blockdiag.append import append_to_pages
 
     before = drawn(case)[0]
@@ -333,9 +329,9 @@ def test_rows_without_times_replace_none(monkeypatch, tmp_path):
 
     from benchmarks.paged import command as bench_paged
 
-    monkeypatch.setattr("benchmarks.block_diagonal.measure.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
     monkeypatch.setattr(paged_measure, "measure_read_rate", lambda: 4.4)
-    monkeypatch.setattr(bench_paged, "_compile_ahead", lambda console, cases: None)
+    monkeypatch.setattr(bench_paged, "compile_launches", lambda *_, **__: None)
     where = dataclasses.asdict(environment("some GPU"))
     kept = dataclasses.replace(timing(cases_of("append")[0], 3.0), **where)
     merge_rows(tmp_path / "paged.csv", PagedTiming, [kept])

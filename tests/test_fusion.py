@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.moba.programs import collect_specs
+from benchmarks.harness.programs import collect_specs
 from blockdiag import NotFusible, explain, fuse
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.gallery import VARIANTS, Sizes

@@ -9,8 +9,9 @@ import torch
 from benchmarks.block_diagonal.cases import CASES, Case
 from benchmarks.block_diagonal.exact import TENSOR_NAMES, exact_attention
 from benchmarks.block_diagonal.implementations import Implementation
-from benchmarks.block_diagonal.measure import OP, relative_error
+from benchmarks.block_diagonal.measure import OP
 from benchmarks.block_diagonal.workload import make_workload
+from benchmarks.harness.device import relative_error
 from benchmarks.harness.records import Environment, ErrorRow, recordable_failures
 from blockdiag.cli.machine import reason_of
 

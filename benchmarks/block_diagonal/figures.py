@@ -14,10 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.block_diagonal.targets import judge_errors, judge_host, judge_times
 from benchmarks.block_diagonal.torch_host import AUTOGRAD, LIMITS
 from benchmarks.harness.records import ErrorRow, HostRow, Timing, read_rows
 from benchmarks.harness.report import make_console, verdict_table
-from benchmarks.harness.targets import Verdict, judge_errors, judge_host, judge_times
+from benchmarks.harness.verdicts import Verdict
 
 DEVICE = "NVIDIA H200"
 IMPORT_LIMIT_SECONDS = 0.3

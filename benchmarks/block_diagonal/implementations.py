@@ -8,32 +8,11 @@ from typing import Any
 import torch
 
 from benchmarks.block_diagonal.cases import Case, PassName
-from benchmarks.block_diagonal.workload import Workload, to_torch
+from benchmarks.block_diagonal.workload import Workload
 from benchmarks.harness.clock import Framework
 from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One pass, ready to be timed.
-
-    Attributes:
-        run: queues the work once; returns its results.
-        tensors: turns the results into torch tensors shaped like the workload's: those of output, dQ, dK and dV that
-            the pass has.
-        peak_bytes: device memory of one call beyond its inputs and outputs.
-        note: what the CSV should say beside the numbers.
-        calls: how often one `run` does the work.
-        chain: makes the same pass with `run` doing the work several times in a row, for the clock; may raise.
-    """
-
-    run: Callable[[], Any]
-    tensors: Callable[[Any], tuple[torch.Tensor, ...]]
-    peak_bytes: int | None
-    note: str = ""
-    calls: int = 1
-    chain: "Callable[[], Prepared] | None" = None
-
+from benchmarks.harness.device import Prepared, to_torch, torch_peak_bytes
+from benchmarks.harness.failures import ChainBroken
 
 type PassMakers = Mapping[PassName, Callable[[], Prepared]]
 
@@ -69,20 +48,6 @@ class Implementation:
     unsupported: Callable[[Case], str | None] = _supports_all
     preparation_seconds: float = 4.0
     finish: Callable[[], None] = _nothing
-
-
-def torch_peak_bytes(run: Callable[[], tuple[torch.Tensor, ...]]) -> int | None:
-    """Device memory of one call beyond what was allocated before and what it returns; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = run()
-    torch.cuda.synchronize()
-    returned = sum(result.untyped_storage().nbytes() for result in results)
-    return max(0, torch.cuda.max_memory_allocated() - before - returned)
 
 
 def autograd_passes(
@@ -134,10 +99,6 @@ def autograd_passes(
 
 # Calls of one chained program. One call of a chain divides the cotangent by about ten, so that 20 stay in range.
 _CHAINED_CALLS = 20
-
-
-class ChainBroken(RuntimeError):
-    """XLA removed or merged calls of a chained program: its time is not that of so many calls."""
 
 
 def _chained(function: Callable[..., Any], feed: Mapping[int, int], calls: int) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """Runs the cases: prepares every implementation, checks it, times all of a case interleaved, makes the rows."""
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,23 +9,20 @@ import torch
 
 from benchmarks.block_diagonal.cases import PASSES, Case, PassName
 from benchmarks.block_diagonal.exact import Exact, exact_attention
-from benchmarks.block_diagonal.implementations import Implementation, PassMakers, Prepared
+from benchmarks.block_diagonal.implementations import Implementation, PassMakers
 from benchmarks.block_diagonal.workload import Workload, make_workload
 from benchmarks.harness.clock import Subject, interleave, summarise
+from benchmarks.harness.device import Prepared, poison, relative_error, release_memory
+from benchmarks.harness.failures import GATE, WrongResult
+from benchmarks.harness.pipeline import select_names
 from benchmarks.harness.records import Environment, Timing, recordable_failures
 from benchmarks.harness.roofs import COPY_BYTES, copy_subject
 from blockdiag.cli.machine import reason_of
 
 OP = "block_diagonal"
-# ||out - exact|| / ||exact||. Rounding of bfloat16 operands, weights and results gives 2e-3 to 6e-3.
-GATE = 1.5e-2
 _COPY_KEY = ("copy", "copy")
 # What a case after this one needs at the least, in seconds, for its own part to be measured at all.
 _CASE_RESERVE = 14.0
-
-
-class WrongResult(ValueError):
-    """An implementation disagrees with the float64 oracle: its time would mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +54,6 @@ class _Entry:
     failure: str = ""
 
 
-def relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
-    """||output - exact|| / ||exact||; infinite when the output holds NaN or Inf."""
-    if output.shape != exact.shape:
-        raise WrongResult(f"result has shape {tuple(output.shape)}, expected {tuple(exact.shape)}")
-    wide = torch.promote_types(output.dtype, exact.dtype)
-    difference = torch.linalg.vector_norm(output.to(wide) - exact.to(wide))
-    error = float(difference / torch.linalg.vector_norm(exact))
-    return error if error == error else float("inf")
-
-
 def expected_results(exact: Exact, pass_name: PassName) -> tuple[torch.Tensor, ...]:
     """The part of the oracle that a pass returns."""
     return {"fwd": exact[:1], "bwd": exact[1:], "fwd+bwd": tuple(exact)}[pass_name]
@@ -86,16 +72,6 @@ def check(prepared: Prepared, exact: Exact, pass_name: PassName) -> None:
     ]
     if max(errors) > GATE:
         raise WrongResult(f"relative errors {', '.join(f'{error:.2e}' for error in errors)} exceed {GATE}")
-
-
-def poison(like: Sequence[torch.Tensor]) -> None:
-    """Fill memory that the next outputs are likely to get with NaN, so that rows nobody writes are noticed."""
-    import jax
-    import jax.numpy as jnp
-
-    for tensor in like:
-        torch.full_like(tensor, torch.nan)
-        jax.block_until_ready(jnp.full(tensor.shape, jnp.nan, jnp.bfloat16))
 
 
 def prepare_case(
@@ -238,17 +214,6 @@ def measure_case(
     return rows
 
 
-def release_memory() -> None:
-    """Give unused device memory back, so that one framework's cache does not starve the other."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def device_name() -> str:
-    """The GPU that rows name."""
-    return torch.cuda.get_device_name()
-
-
 def find_implementations(names: str | None) -> tuple[list[Implementation], list[Implementation]]:
     """This library's implementations, and the baselines of a comma-separated list (None: all, "none": none).
 
@@ -261,12 +226,4 @@ def find_implementations(names: str | None) -> tuple[list[Implementation], list[
 
     known = {baseline.name: baseline for baseline in (*TORCH_BASELINES, *JAX_BASELINES, *FLEX_BASELINES)}
     ours: list[Any] = [*OURS, NATIVE]
-    if names is None:
-        return ours, list(known.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if wanted == ["none"]:
-        return ours, []
-    unknown = [name for name in wanted if name not in known]
-    if unknown or not wanted:
-        raise ValueError(f"`baselines` must be none or name some of {', '.join(known)}; got {names!r}")
-    return ours, [known[name] for name in wanted]
+    return ours, [known[name] for name in select_names(names, known)]

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from benchmarks.block_diagonal.cases import Case
-from benchmarks.block_diagonal.implementations import Implementation, PassMakers, Prepared, torch_peak_bytes
+from benchmarks.block_diagonal.implementations import Implementation, PassMakers
 from benchmarks.block_diagonal.workload import Workload
+from benchmarks.harness.device import Prepared, torch_peak_bytes
 from blockdiag.problem import BlockDiagonalProblem, RotaryProblem
 
 

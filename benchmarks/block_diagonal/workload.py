@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from benchmarks.block_diagonal.cases import Case, rotary_tables
+from benchmarks.harness.device import to_jax
 
 
 @dataclass
@@ -41,18 +42,6 @@ class Workload:
         output = self.query.nbytes
         gradients = self.query.nbytes + self.key.nbytes + self.value.nbytes
         return {"fwd": output, "bwd": gradients, "fwd+bwd": output + gradients}[pass_name]
-
-
-def to_jax(tensor: torch.Tensor) -> Any:
-    """The tensor's memory as a JAX array; the tensor must not be written afterwards."""
-    import jax
-
-    return jax.dlpack.from_dlpack(tensor.contiguous())
-
-
-def to_torch(array: Any) -> torch.Tensor:
-    """A JAX array's memory as a tensor, once it is computed."""
-    return torch.from_dlpack(array.block_until_ready())
 
 
 def make_workload(case: Case, *, seed: int, device: str) -> Workload:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.harness.records import DeviceTiming, environment, merge_rows, write_rows
+from benchmarks.harness.pipeline import Benchmark, Choices, keep_smoke
+from benchmarks.harness.records import DeviceTiming, environment, merge_rows
 
 FILE = "devices.csv"
 
@@ -32,9 +33,7 @@ def smoke_devices(console: Console, output: Path | None) -> None:
     ]
     for row in rows:
         console.print(line_of(row))
-    if output is not None:
-        write_rows(output / "devices_smoke.csv", DeviceTiming, rows)
-        console.print(f"written to {output / 'devices_smoke.csv'}")
+    keep_smoke(console, output, "devices", DeviceTiming, rows)
 
 
 def bench_devices(console: Console, path: Path, *, cases: str | None, rounds: int, deadline: float) -> None:
@@ -78,3 +77,17 @@ def line_of(row: DeviceTiming) -> str:
     return (
         f"{what} {row.median_ms:8.3f} ms, {share}, {row.temporary_mib:.0f} MiB, {row.collectives or 'no collectives'}"
     )
+
+
+def _measure(console: Console, folder: Path, choices: Choices) -> None:
+    options = {"rounds": choices.rounds, "deadline": choices.deadline}
+    bench_devices(console, folder / FILE, cases=choices.cases, **options)
+
+
+BENCHMARK = Benchmark(
+    measure=_measure,
+    smoke=smoke_devices,
+    names="shards, sequences, or one of these",
+    needs_torch=False,
+    least_devices=2,
+)

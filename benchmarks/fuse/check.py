@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from benchmarks.block_diagonal.measure import GATE, WrongResult, relative_error
 from benchmarks.fuse.cases import FuseCase, FusePass, make_segments
 from benchmarks.fuse.torch_baselines import Tensors, plain_attention, slopes_of
+from benchmarks.harness.device import relative_error
+from benchmarks.harness.failures import GATE, WrongResult
 
 # Rounding of scores and weights that are written to memory, and of sums made by atomics, errs by up to some 5e-2;
 # another mask or bias errs by far more.

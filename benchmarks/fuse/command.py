@@ -5,6 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,11 @@ from rich.console import Console
 from benchmarks.fuse.cases import GROUPS, FuseCase, select_fuse_cases
 from benchmarks.fuse.report import compile_table, fuse_reasons, fuse_table, summary_table
 from benchmarks.fuse.targets import PEER, judge_fuse
+from benchmarks.harness.pipeline import Benchmark, introduce, introduce_smoke, keep_rows, keep_smoke, select_names
 from benchmarks.harness.records import (
     FuseTiming,
     environment,
-    merge_rows,
-    read_rows,
     recordable_failures,
-    write_rows,
 )
 from benchmarks.harness.report import verdict_table
 from blockdiag.cli.machine import reason_of
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from benchmarks.fuse.measure import FuseSettings
 
 FILE = "fuse.csv"
-FUSE_NAMES = ", ".join(GROUPS)
 
 
 def smoke_fuse(console: Console, output: Path | None) -> None:
@@ -40,15 +38,10 @@ def smoke_fuse(console: Console, output: Path | None) -> None:
         )
     from benchmarks.fuse.smoke import run_fuse_smoke
 
-    console.print(
-        "This is a smoke run on the CPU: the XLA implementation against float64 at a tiny size. "
-        "Its times say nothing about a GPU; run the same command on a machine with an NVIDIA GPU for those."
-    )
+    introduce_smoke(console, "the XLA implementation against float64")
     rows = run_fuse_smoke(environment("cpu"))
     console.print(summary_table(rows))
-    if output is not None:
-        write_rows(output / "fuse_smoke.csv", FuseTiming, rows)
-        console.print(f"written to {output / 'fuse_smoke.csv'}")
+    keep_smoke(console, output, "fuse", FuseTiming, rows)
 
 
 def measure_fuse(
@@ -62,18 +55,18 @@ def measure_fuse(
     deadline: float,
 ) -> None:
     """The GPU's part: roofs, kernels compiled ahead, then the cases, each kept as soon as it is known."""
-    from benchmarks.block_diagonal.measure import device_name
     from benchmarks.fuse.measure import (
+        BASELINES,
         FuseSettings,
         measure_fuse_case,
         rows_without_times,
-        select_fuse_baselines,
     )
+    from benchmarks.harness.device import device_name
     from benchmarks.harness.roofs import measure_roofs
 
     began = time.monotonic()
     try:
-        selected, others = select_fuse_cases(cases), select_fuse_baselines(baselines)
+        selected, others = select_fuse_cases(cases), select_names(baselines, BASELINES)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     settings = FuseSettings(deadline=deadline, rounds=rounds, seed=seed, baselines=others, say=console.print)
@@ -83,9 +76,10 @@ def measure_fuse(
         os.environ["TRITON_CACHE_DIR"] = kernels
         ahead = _compile_ahead(console, selected, settings)
         roofs = measure_roofs()
-        console.print(
-            f"{where.device}, driver {where.driver}, jax {where.jax}, torch {where.torch}, triton {where.triton}\n"
-            f"copy {roofs.copy_gb_per_s:,.0f} GB/s, bf16 product {roofs.matmul_tflops:,.0f} TFLOP/s"
+        introduce(
+            console,
+            where,
+            f"copy {roofs.copy_gb_per_s:,.0f} GB/s, bf16 product {roofs.matmul_tflops:,.0f} TFLOP/s",
         )
         measured: list[FuseTiming] = []
         for index, case in enumerate(selected):
@@ -97,7 +91,7 @@ def measure_fuse(
                 console.print(f"{case.name}: {reason}")
                 rows = rows_without_times(case, where, settings.implementation, reason)
             _show(console, rows)
-            _keep(folder / FILE, rows)
+            keep_rows(folder / FILE, FuseTiming, rows, is_timed=lambda row: not row.note.startswith("not run"))
             measured += rows
     console.print(summary_table(measured))
     console.print(compile_table(measured))
@@ -130,13 +124,9 @@ def _show(console: Console, rows: Sequence[FuseTiming]) -> None:
         console.print(f"  {line}")
 
 
-def _keep(path: Path, rows: Sequence[FuseTiming]) -> None:
-    """Write rows; those that were not run only where the file has no older ones with times."""
-    known = read_rows(path, FuseTiming) if path.exists() else []
-    timed = {_key(row) for row in known if row.median_ms is not None}
-    new = [row for row in rows if not row.note.startswith("not run") or _key(row) not in timed]
-    merge_rows(path, FuseTiming, new)
-
-
-def _key(row: FuseTiming) -> tuple[str, ...]:
-    return row.case, row.pass_name, row.implementation, row.device
+BENCHMARK = Benchmark(
+    measure=lambda console, folder, choices: measure_fuse(console, folder, **asdict(choices)),
+    smoke=smoke_fuse,
+    budget_seconds=510.0,
+    names=f"{', '.join(GROUPS)}, or cases of these",
+)

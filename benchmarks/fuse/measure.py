@@ -8,9 +8,6 @@ from typing import Any
 import jax
 import torch
 
-from benchmarks.block_diagonal.implementations import torch_peak_bytes
-from benchmarks.block_diagonal.measure import GATE, poison, release_memory
-from benchmarks.block_diagonal.workload import to_jax, to_torch
 from benchmarks.fuse.ahead import Ahead, kept_in
 from benchmarks.fuse.cases import FUSE_PASSES, FuseCase, FusePass
 from benchmarks.fuse.check import BASELINE_GATE, check_results, exact_results, expected_names, make_arrays
@@ -27,10 +24,11 @@ from benchmarks.fuse.programs import (
 from benchmarks.fuse.targets import OURS
 from benchmarks.fuse.torch_baselines import COMPILE, FLEX, TORCH_CALLS, Compile, Tensors, TorchCall, compiled
 from benchmarks.harness.clock import Framework, Subject, calibrate, sample_host, sample_torch, summarise, take_rounds
+from benchmarks.harness.device import captured, poison, release_memory, to_jax, to_torch, torch_peak_bytes
+from benchmarks.harness.failures import GATE
+from benchmarks.harness.programs import Program
 from benchmarks.harness.records import Environment, FuseTiming, recordable_failures
 from benchmarks.harness.roofs import Roofs
-from benchmarks.moba.programs import Program
-from benchmarks.paged.programs import captured
 from blockdiag.cli.machine import reason_of
 
 # In the order in which a short budget should be spent.
@@ -122,22 +120,6 @@ class _Context:
     views: Mapping[str, jax.Array]
     exact: Tensors
     deadline: float
-
-
-def select_fuse_baselines(names: str | None) -> tuple[str, ...]:
-    """Baselines of a comma-separated list (None: all, "none": none).
-
-    Raises:
-        ValueError: for a name that is no baseline.
-    """
-    if names is None:
-        return BASELINES
-    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
-    if wanted == ("none",):
-        return ()
-    if not wanted or any(name not in BASELINES for name in wanted):
-        raise ValueError(f"`baselines` must be none or name some of {', '.join(BASELINES)}; got {names!r}")
-    return tuple(name for name in BASELINES if name in wanted)
 
 
 def measure_fuse_case(

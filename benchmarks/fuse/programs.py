@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from benchmarks.fuse.cases import SECOND_SHARE, SOFT_CAP, FuseCase, FusePass, alibi_slopes
 from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
-from benchmarks.moba.programs import ChainBroken, Program, collect_specs
+from benchmarks.harness.failures import ChainBroken
+from benchmarks.harness.programs import Program, collect_specs
 from blockdiag.triton_kernels.plan import Target
 
 type Array = jax.Array

@@ -4,12 +4,12 @@ import dataclasses
 import time
 from dataclasses import asdict
 
-from benchmarks.block_diagonal.workload import to_jax, to_torch
 from benchmarks.fuse.cases import FUSE_PASSES, GROUPS, TOKEN_GROUPS, FuseCase
 from benchmarks.fuse.check import check_results, exact_results, expected_names, make_arrays
 from benchmarks.fuse.measure import columns_of
 from benchmarks.fuse.programs import FusePasses, fused_function
 from benchmarks.harness.clock import Subject, interleave, summarise
+from benchmarks.harness.device import to_jax, to_torch
 from benchmarks.harness.records import Environment, FuseTiming
 
 

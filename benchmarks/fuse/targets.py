@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.fuse.cases import FUSE_CASES, TOKEN_GROUPS
 from benchmarks.harness.records import FuseTiming
-from benchmarks.harness.targets import Verdict
+from benchmarks.harness.verdicts import Verdict
 
 OURS = "triton"
 PEER = "torch-flex"

@@ -6,7 +6,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.gallery.cases import select_variants
-from benchmarks.harness.records import Environment, GalleryTiming, environment, merge_rows, read_rows, write_rows
+from benchmarks.harness.pipeline import Benchmark, Choices, introduce_smoke, keep_rows, keep_smoke
+from benchmarks.harness.records import GalleryTiming, environment, is_timed
 
 FILE = "gallery.csv"
 
@@ -15,16 +16,11 @@ def smoke_gallery(console: Console, output: Path | None) -> None:
     """The CPU's part: a few variants, every check, and host times, plainly labelled."""
     from benchmarks.gallery.measure import smoke_variants
 
-    console.print(
-        "This is a smoke run on the CPU: a few variants by the XLA implementation against float32 at a tiny size. "
-        "Its times say nothing about a GPU; run the same command on a machine with an NVIDIA GPU for those."
-    )
+    introduce_smoke(console, "a few variants by the XLA implementation against float32")
     rows = [row for found in smoke_variants(environment("cpu")) for row in found]
     for row in rows:
         console.print(line_of(row))
-    if output is not None:
-        write_rows(output / "gallery_smoke.csv", GalleryTiming, rows)
-        console.print(f"written to {output / 'gallery_smoke.csv'}")
+    keep_smoke(console, output, "gallery", GalleryTiming, rows)
 
 
 def measure_gallery(
@@ -47,23 +43,16 @@ def measure_gallery(
     where = environment(jax.devices()[0].device_kind)
     console.print(f"{where.device}, driver {where.driver}, jax {where.jax}, triton {where.triton}")
     settings = GallerySettings(deadline=deadline, rounds=rounds, seed=seed, say=console.print)
-    kept = keep_all(console, path, measure_variants(names, where, settings), where)
+    kept = keep_all(console, path, measure_variants(names, where, settings))
     timed = [row for row in kept if row.speed_up is not None]
     console.print(f"gallery: {len(timed)} of {len(kept)} passes timed beside XLA's; {path}")
 
 
-def keep_all(
-    console: Console, path: Path, measured: Iterable[Sequence[GalleryTiming]], where: Environment
-) -> list[GalleryTiming]:
+def keep_all(console: Console, path: Path, measured: Iterable[Sequence[GalleryTiming]]) -> list[GalleryTiming]:
     """Print and write each variant's rows as they come; rows without any time replace none with times."""
     all_rows = []
     for rows in measured:
-        older: list[GalleryTiming] = read_rows(path, GalleryTiming) if path.exists() else []
-        known = {
-            (row.variant, row.pass_name) for row in older if row.device == where.device and row.ours_ms is not None
-        }
-        new = [row for row in rows if row.ours_ms or row.xla_ms or (row.variant, row.pass_name) not in known]
-        merge_rows(path, GalleryTiming, new)
+        keep_rows(path, GalleryTiming, rows, is_timed=is_timed)
         all_rows += rows
         for row in rows:
             console.print(line_of(row))
@@ -81,3 +70,13 @@ def line_of(row: GalleryTiming) -> str:
     parts += ["extra " + " / ".join("-" if x is None else f"{x / 2**20:.1f}" for x in both_bytes) + " MiB"]
     parts += [row.note] if row.note else []
     return ", ".join(parts)
+
+
+def _measure(console: Console, folder: Path, choices: Choices) -> None:
+    options = {"rounds": choices.rounds, "seed": choices.seed, "deadline": choices.deadline}
+    measure_gallery(console, folder / FILE, variants=choices.cases, **options)
+
+
+BENCHMARK = Benchmark(
+    measure=_measure, smoke=smoke_gallery, budget_seconds=360.0, names="its variants", needs_torch=False
+)

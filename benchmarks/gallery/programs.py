@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.gallery.cases import shape_text
 from benchmarks.harness.compiled import address_table_bytes
-from benchmarks.moba.programs import collect_specs
+from benchmarks.harness.programs import collect_specs
 from blockdiag.fusion.api import fuse
 from blockdiag.fusion.gallery import Sizes, Variant
 from blockdiag.triton_kernels.plan import Target

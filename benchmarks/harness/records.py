@@ -415,17 +415,23 @@ def _parse(hint: Any, cell: str) -> Any:
     return int(float(cell)) if hint in (int, int | None) else float(cell)
 
 
+def key_of(row: Row) -> tuple[Any, ...]:
+    """Return what names a row: of two rows with the same key the later one stays."""
+    return tuple(getattr(row, name) for name in _KEYS[type(row)])
+
+
 def merge_rows(path: Path, kind: type, rows: Sequence[Row]) -> list[Any]:
     """Write `rows` over the rows of the same key that `path` holds, keep its others, and return what it holds now."""
-    key = _KEYS[kind]
-
-    def key_of(row: Row) -> tuple[Any, ...]:
-        return tuple(getattr(row, name) for name in key)
-
     merged = {key_of(row): row for row in (read_rows(path, kind) if path.exists() else [])}
     merged.update({key_of(row): row for row in rows})
     write_rows(path, kind, merged.values())
     return list(merged.values())
+
+
+def is_timed(row: Any) -> bool:
+    """Return whether a row holds any time."""
+    times = ("median_ms", "median_us", "ours_ms", "xla_ms")
+    return any(getattr(row, name, None) is not None for name in times)
 
 
 def dates_of(rows: Iterable[Any]) -> str:

@@ -2,17 +2,27 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.harness.pipeline import (
+    SPENT,
+    Benchmark,
+    compile_launches,
+    introduce,
+    introduce_smoke,
+    keep_rows,
+    keep_smoke,
+    select_names,
+)
 from benchmarks.harness.records import (
     MoBATiming,
     environment,
+    is_timed,
     merge_rows,
-    read_rows,
     recordable_failures,
-    write_rows,
 )
 from benchmarks.harness.report import verdict_table
 from benchmarks.moba.cases import MOBA_CASES, MoBACase, select_moba_cases
@@ -28,17 +38,12 @@ def smoke_moba(console: Console, output: Path | None) -> None:
     """The CPU's part: every check, and host times, plainly labelled."""
     from benchmarks.moba.smoke import run_moba_smoke
 
-    console.print(
-        "This is a smoke run on the CPU: the XLA implementation against float64 and float32 at a tiny size. "
-        "Its times say nothing about a GPU; run the same command on a machine with an NVIDIA GPU for those."
-    )
+    introduce_smoke(console, "the XLA implementation against float64 and float32")
     rows = run_moba_smoke(environment("cpu"))
     console.print(moba_table(rows[0].case, rows))
     for line in moba_reasons(rows):
         console.print(f"  {line}")
-    if output is not None:
-        write_rows(output / "moba_smoke.csv", MoBATiming, rows)
-        console.print(f"written to {output / 'moba_smoke.csv'}")
+    keep_smoke(console, output, "moba", MoBATiming, rows)
 
 
 def measure_moba(
@@ -52,29 +57,32 @@ def measure_moba(
     deadline: float,
 ) -> None:
     """The GPU's part: roofs, kernels compiled ahead, then the cases, each kept as soon as it is known."""
-    from benchmarks.block_diagonal.measure import device_name
+    from benchmarks.harness.device import device_name
     from benchmarks.harness.roofs import measure_roofs
-    from benchmarks.moba.measure import MoBASettings, measure_moba_case, rows_without_times, select_baselines
+    from benchmarks.moba.dense import DENSE_BACKENDS
+    from benchmarks.moba.measure import MoBASettings, measure_moba_case, rows_without_times
+    from benchmarks.moba.programs import launch_specs
 
     try:
-        selected, dense = select_moba_cases(cases), select_baselines(baselines)
+        selected, dense = select_moba_cases(cases), select_names(baselines, DENSE_BACKENDS)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     settings = MoBASettings(deadline=deadline, rounds=rounds, seed=seed, baselines=dense, say=console.print)
     where = environment(device_name())
     roofs = measure_roofs()
-    console.print(
-        f"{where.device}, driver {where.driver}, jax {where.jax}, torch {where.torch}, triton {where.triton}\n"
-        f"copy {roofs.copy_gb_per_s:,.0f} GB/s, bf16 product {roofs.matmul_tflops:,.0f} TFLOP/s"
+    introduce(
+        console,
+        where,
+        f"copy {roofs.copy_gb_per_s:,.0f} GB/s, bf16 product {roofs.matmul_tflops:,.0f} TFLOP/s",
     )
-    _compile_ahead(console, selected)
+    compile_launches(console, selected, launch_specs)
     recorded = recorded_rows()
     merge_rows(folder / FILE, MoBATiming, recorded)
     measured: list[MoBATiming] = []
     for index, case in enumerate(selected):
         known, rows, reason = _dense_timed(measured, case), [], ""
         if time.monotonic() > deadline:
-            reason = "not run: the time budget was spent; raise --budget-seconds"
+            reason = SPENT
         else:
             try:
                 rows = measure_moba_case(
@@ -85,7 +93,7 @@ def measure_moba(
         if reason:
             console.print(f"{case.name}: {reason}")
             rows = rows_without_times(case, where, settings.implementation, reason)
-            _keep_unmeasured(folder / FILE, rows)
+            keep_rows(folder / FILE, MoBATiming, rows, is_timed=is_timed)
             measured += rows
             continue
         measured += rows
@@ -96,28 +104,6 @@ def measure_moba(
             console.print(f"  {line}")
     console.print(verdict_table(judge_moba(measured)))
     console.print(f"moba: {folder / FILE}, finished {time.monotonic() - deadline:+.0f} s from the end of the budget")
-
-
-def _compile_ahead(console: Console, cases: Sequence[MoBACase]) -> None:
-    """Every kernel of every case, by many processes at once."""
-    from benchmarks.harness.kernels import compile_ahead
-    from benchmarks.moba.programs import launch_specs
-    from blockdiag.interop.targets import session_target
-
-    try:
-        specs = {spec: None for case in cases for spec in launch_specs(case)}
-    except recordable_failures() as failure:
-        console.print(f"kernels could not be listed ahead: {reason_of(failure)}")
-        return
-    for line in compile_ahead(specs, session_target()):
-        console.print(f"compiled ahead: {line}")
-
-
-def _keep_unmeasured(path: Path, rows: Sequence[MoBATiming]) -> None:
-    """Write rows without times, unless the file has older ones with times."""
-    known = {(row.case, row.pass_name, row.implementation, row.device) for row in read_rows(path, MoBATiming)}
-    new = [row for row in rows if (row.case, row.pass_name, row.implementation, row.device) not in known]
-    merge_rows(path, MoBATiming, new)
 
 
 def _dense_shape(row: MoBATiming) -> tuple[int, ...]:
@@ -136,4 +122,8 @@ def _dense_timed(measured: Sequence[MoBATiming], case: MoBACase) -> list[str]:
     ]
 
 
-CASE_NAMES = ", ".join(MOBA_CASES)
+BENCHMARK = Benchmark(
+    measure=lambda console, folder, choices: measure_moba(console, folder, **asdict(choices)),
+    smoke=smoke_moba,
+    names=", ".join(MOBA_CASES),
+)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.block_diagonal.implementations import Prepared, torch_peak_bytes
+from benchmarks.harness.device import Prepared, torch_peak_bytes
 from benchmarks.moba.cases import MoBACase, MoBAPass
 
 DENSE_BACKENDS = {"torch-fa2": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}

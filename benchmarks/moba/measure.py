@@ -1,6 +1,5 @@
 """Measures MoBA on the GPU: prepares the passes of a case and its dense baselines, checks, times interleaved."""
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -9,15 +8,15 @@ from typing import Any
 import jax
 import torch
 
-from benchmarks.block_diagonal.implementations import Prepared
-from benchmarks.block_diagonal.workload import to_jax
 from benchmarks.harness.clock import Framework, Subject, calibrate, summarise, take_rounds
+from benchmarks.harness.device import Prepared, release_memory, to_jax
+from benchmarks.harness.programs import Program
 from benchmarks.harness.records import Environment, MoBATiming, recordable_failures
 from benchmarks.harness.roofs import Roofs
 from benchmarks.moba.cases import MOBA_PASSES, MoBACase, MoBAPass
 from benchmarks.moba.check import check_sample, errors_at
 from benchmarks.moba.dense import DENSE_BACKENDS, dense_passes
-from benchmarks.moba.programs import Passes, Program
+from benchmarks.moba.programs import Passes
 from benchmarks.moba.recorded import shape_of
 from benchmarks.moba.targets import DENSE, OURS
 from blockdiag.cli.machine import reason_of
@@ -79,22 +78,6 @@ class _Entry:
     single_ms: float = 0.0
 
 
-def select_baselines(names: str | None) -> tuple[str, ...]:
-    """Dense baselines of a comma-separated list (None: all, "none": none).
-
-    Raises:
-        ValueError: for a name that is no baseline.
-    """
-    if names is None:
-        return tuple(DENSE_BACKENDS)
-    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
-    if wanted == ("none",):
-        return ()
-    if not wanted or any(name not in DENSE_BACKENDS for name in wanted):
-        raise ValueError(f"`baselines` must be none or name some of {', '.join(DENSE_BACKENDS)}; got {names!r}")
-    return wanted
-
-
 def measure_moba_case(
     case: MoBACase,
     environment: Environment,
@@ -147,12 +130,6 @@ def rows_without_times(case: MoBACase, environment: Environment, implementation:
         )
         for pass_name in MOBA_PASSES
     ]
-
-
-def release_memory() -> None:
-    """Give unused device memory back, so that one framework's cache does not starve the other."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def _ready(entries: Sequence[_Entry]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from benchmarks.harness.records import MoBATiming
-from benchmarks.harness.targets import Verdict
+from benchmarks.harness.verdicts import Verdict
 from benchmarks.moba.recorded import FLASH_MOBA_ERRORS
 
 OURS = "triton"

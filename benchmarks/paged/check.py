@@ -2,7 +2,8 @@
 
 import torch
 
-from benchmarks.block_diagonal.measure import GATE, WrongResult, relative_error
+from benchmarks.harness.device import relative_error
+from benchmarks.harness.failures import GATE, WrongResult
 from benchmarks.paged.arrays import Tensors
 from benchmarks.paged.cases import CACHES, PagedCase
 

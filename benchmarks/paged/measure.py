@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.block_diagonal.measure import release_memory
-from benchmarks.block_diagonal.workload import to_jax, to_torch
 from benchmarks.harness.clock import Framework, Subject, calibrate, sample_torch, summarise, take_rounds
+from benchmarks.harness.device import captured, release_memory, to_jax, to_torch
 from benchmarks.harness.records import Environment, PagedTiming, recordable_failures
 from benchmarks.paged.arrays import Pool, Tensors, case_arrays, make_pool
 from benchmarks.paged.cases import PagedCase
@@ -20,7 +19,6 @@ from benchmarks.paged.programs import (
     JAX_CUDNN,
     SDPA_BACKENDS,
     Launch,
-    captured,
     jax_attention,
     jax_cudnn_attention,
     jax_program,
@@ -92,22 +90,6 @@ def measure_read_rate(samples: int = 10) -> float:
     values = torch.randint(-(2**31), 2**31 - 1, (_READ_BYTES // 4,), dtype=torch.int32, device="cuda")
     times = [sample_torch(lambda: torch.amax(values), 5) for _ in range(samples)]
     return _READ_BYTES / summarise(times).median / 1e9
-
-
-def select_paged_baselines(names: str | None) -> tuple[str, ...]:
-    """Baselines of a comma-separated list (None: all, "none": none).
-
-    Raises:
-        ValueError: for a name that is no baseline.
-    """
-    if names is None:
-        return BASELINES
-    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
-    if wanted == ("none",):
-        return ()
-    if not wanted or any(name not in BASELINES for name in wanted):
-        raise ValueError(f"`baselines` must be none or name some of {', '.join(BASELINES)}; got {names!r}")
-    return wanted
 
 
 def measure_pool(

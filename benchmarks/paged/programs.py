@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.compiled import custom_calls
+from benchmarks.harness.failures import ChainBroken
 from benchmarks.paged.arrays import Tensors
 from benchmarks.paged.cases import PagedCase
 
@@ -16,10 +17,6 @@ type Launch = Callable[..., tuple[torch.Tensor, ...]]
 SDPA_BACKENDS = {"torch-fa2": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
 JAX_CUDNN = "jax-cudnn"
 BASELINES = (*SDPA_BACKENDS, JAX_CUDNN)
-
-
-class ChainBroken(RuntimeError):
-    """XLA removed, merged or added work in a program of several calls: its time is not that of so many."""
 
 
 def launch_steps(case: PagedCase) -> Sequence[Any]:
@@ -44,16 +41,6 @@ def run_steps(steps: Sequence[Any], arrays: Tensors, launch: Launch) -> Tensors:
         results = launch(step, *(found[name] for name in step.input_names))
         found.update(zip(step.output_names, results, strict=True))
     return found
-
-
-def captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """A CUDA graph of calls, one after the other, whose kernels are loaded: what a decode step is in a server."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for call in calls:
-            call()
-    return graph.replay
 
 
 def sdpa_call(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import jax
 
-from benchmarks.block_diagonal.workload import to_jax, to_torch
 from benchmarks.harness.clock import Subject, interleave, summarise
+from benchmarks.harness.device import to_jax, to_torch
 from benchmarks.harness.records import Environment, PagedTiming
 from benchmarks.paged.arrays import Tensors, case_arrays, make_pool
 from benchmarks.paged.cases import PagedCase, PagedShape

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from benchmarks.harness.records import PagedTiming
-from benchmarks.harness.targets import Verdict
+from benchmarks.harness.verdicts import Verdict
 from benchmarks.paged.cases import CACHE_LABELS, DRAFT_LENGTHS, PAGE_SIZES
 
 # The same compiled kernels, launched natively and through `jax.jit`.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.moba.programs import collect_specs
+from benchmarks.harness.programs import collect_specs
 from blockdiag.interop import compile_target, triton_fused
 from blockdiag.interop.by_target import by_target
 from blockdiag.triton_kernels.plan import Target

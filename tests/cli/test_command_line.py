@@ -12,6 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+from benchmarks.app import OPS
+from benchmarks.command import BENCHMARKS
 from blockdiag.cli.app import app
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,6 +60,10 @@ def test_each_command_parses_its_own_options(package, command, option):
     assert result.returncode == 0, result.stderr
     assert f"python -m {package}" in result.stdout
     assert option in result.stdout
+
+
+def test_every_benchmark_is_a_command():
+    assert set(OPS) == {"all", *BENCHMARKS}
 
 
 def test_unknown_option_is_an_error():

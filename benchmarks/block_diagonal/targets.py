@@ -1,9 +1,9 @@
 """The figures that block-diagonal attention has to reach, and whether measured rows reach them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from benchmarks.harness.records import ErrorRow, HostRow, Timing
+from benchmarks.harness.verdicts import Verdict
 
 OURS = "triton"
 
@@ -27,33 +27,6 @@ FLASH_LIMITS = {"h8_d128": 2.5, "h16_d64": 5.0}
 JAX_LIMIT = 3.0
 JAX_TODAY = ("jax-einsum", "jax-cudnn")
 HOST_LIMIT_US = 5.0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One figure against its limit.
-
-    Attributes:
-        name: what was measured.
-        value: the figure; None when it was not measured.
-        limit: what it may not exceed, or with `at_least` not fall short of.
-        uncertainty: how far beyond the limit a value may lie and still not be told from it.
-    """
-
-    name: str
-    value: float | None
-    limit: float
-    at_least: bool = False
-    uncertainty: float = 0.0
-
-    @property
-    def is_met(self) -> bool:
-        """Whether it was measured and is within the limit."""
-        if self.value is None:
-            return False
-        if self.at_least:
-            return self.value >= self.limit - self.uncertainty
-        return self.value <= self.limit + self.uncertainty
 
 
 class _Times:
