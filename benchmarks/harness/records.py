@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -28,8 +28,15 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One row of the timing CSV; the file's columns are these fields in this order.
+class Measured(Environment):
+    """Last columns of every row of times or errors; `note` says why numbers are missing."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing(Measured):
+    """One row of the timing CSV; the file's columns are these fields, and then those of `Measured`.
 
     Numbers that were not measured are None and empty in the file; `note` then says why. `pass` is a keyword in
     Python, so the field is `pass_name` and the column `pass`.
@@ -48,18 +55,10 @@ class Timing:
     copy_gb_per_s: float | None = None
     matmul_tflops: float | None = None
     peak_bytes: int | None = None
-    device: str
-    driver: str
-    jax: str
-    jaxlib: str
-    torch: str
-    triton: str
-    date: str
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorRow:
+class ErrorRow(Measured):
     """One row of the error CSV: distance of one tensor from the float64 oracle.
 
     Attributes:
@@ -81,18 +80,10 @@ class ErrorRow:
     mean_over_flash_se: float | None = None
     max_over_flash: float | None = None
     max_over_flash_se: float | None = None
-    device: str
-    driver: str
-    jax: str
-    jaxlib: str
-    torch: str
-    triton: str
-    date: str
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRow:
+class HostRow(Measured):
     """One row of the host-time CSV: microseconds until a jitted call returns, without waiting for the device."""
 
     op: str
@@ -102,18 +93,10 @@ class HostRow:
     p20_us: float | None = None
     p80_us: float | None = None
     over_trivial_us: float | None = None
-    device: str
-    driver: str
-    jax: str
-    jaxlib: str
-    torch: str
-    triton: str
-    date: str
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoBATiming:
+class MoBATiming(Measured):
     """One row of MoBA's CSV: one pass of one implementation on one workload.
 
     Attributes:
@@ -149,18 +132,10 @@ class MoBATiming:
     relative_error: float | None = None
     copy_gb_per_s: float | None = None
     matmul_tflops: float | None = None
-    device: str
-    driver: str
-    jax: str
-    jaxlib: str
-    torch: str
-    triton: str
-    date: str
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedTiming:
+class PagedTiming(Measured):
     """One row of the CSV of paged attention: one implementation on one workload.
 
     Attributes:
@@ -200,18 +175,10 @@ class PagedTiming:
     floor_us: float | None = None
     ratio_to_floor: float | None = None
     relative_error: float | None = None
-    device: str
-    driver: str
-    jax: str
-    jaxlib: str
-    torch: str
-    triton: str
-    date: str
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GalleryTiming:
+class GalleryTiming(Measured):
     """One row of the gallery's CSV: one pass of a variant, fused and as XLA compiles it.
 
     Attributes:
@@ -237,14 +204,6 @@ class GalleryTiming:
     xla_bytes: int | None = None
     ours_error: float | None = None
     xla_error: float | None = None
-    device: str
-    driver: str
-    jax: str
-    jaxlib: str
-    torch: str
-    triton: str
-    date: str
-    note: str = ""
 
     @property
     def speed_up(self) -> float | None:
@@ -253,7 +212,7 @@ class GalleryTiming:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FuseTiming:
+class FuseTiming(Measured):
     """One row of the CSV of fused functions: one pass of one implementation of one function.
 
     Attributes:
@@ -297,21 +256,13 @@ class FuseTiming:
     cached_kernels_ms: float | None = None
     copy_gb_per_s: float | None = None
     matmul_tflops: float | None = None
-    device: str
-    driver: str
-    jax: str
-    jaxlib: str
-    torch: str
-    triton: str
-    date: str
-    note: str = ""
 
 
 type Row = Timing | ErrorRow | HostRow | MoBATiming | PagedTiming | GalleryTiming | FuseTiming | DeviceTiming
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceTiming:
+class DeviceTiming(Measured):
     """One row of the CSV of several devices: a program, forward and backward.
 
     Attributes:
@@ -337,14 +288,6 @@ class DeviceTiming:
     perfect_ms: float | None = None
     collectives: str = ""
     temporary_mib: float | None = None
-    device: str
-    driver: str
-    jax: str
-    jaxlib: str
-    torch: str
-    triton: str
-    date: str
-    note: str = ""
 
 
 _KEYS: dict[type, tuple[str, ...]] = {
@@ -364,9 +307,15 @@ def _column(field_name: str) -> str:
     return "pass" if field_name == "pass_name" else field_name
 
 
+def _names(kind: type) -> list[str]:
+    """Field names of one kind of row in the order of the file's columns: where it was measured comes last."""
+    last = [field.name for field in fields(Measured)] if issubclass(kind, Measured) else []
+    return [field.name for field in fields(kind) if field.name not in last] + last
+
+
 def columns(kind: type) -> list[str]:
     """Column names of one kind of row, in order."""
-    return [_column(field.name) for field in fields(kind)]
+    return [_column(name) for name in _names(kind)]
 
 
 def _text(value: Any) -> str:
@@ -384,7 +333,7 @@ def write_rows(path: Path, kind: type, rows: Iterable[Any]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns(kind))
-        writer.writerows([_text(value) for value in asdict(row).values()] for row in rows)
+        writer.writerows([_text(getattr(row, name)) for name in _names(kind)] for row in rows)
 
 
 def read_rows(path: Path, kind: type) -> list[Any]:
@@ -399,7 +348,7 @@ def read_rows(path: Path, kind: type) -> list[Any]:
         if header != columns(kind):
             raise ValueError(f"{path} has columns {header}, expected {columns(kind)}; delete it and measure again")
         hints = get_type_hints(kind)
-        names = [field.name for field in fields(kind)]
+        names = _names(kind)
         return [
             kind(**{name: _parse(hints[name], cell) for name, cell in zip(names, cells, strict=True)})
             for cells in reader
