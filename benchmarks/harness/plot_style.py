@@ -48,35 +48,17 @@ class Theme:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """matplotlib's settings."""
-        return {
-            "axes.axisbelow": True,
-            "axes.edgecolor": self.muted,
-            "axes.facecolor": self.background,
-            "axes.labelcolor": self.ink,
-            "axes.labelsize": 8.5,
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "axes.titlecolor": self.ink,
-            "axes.titlelocation": "left",
-            "axes.titlesize": 9.5,
-            "figure.facecolor": self.background,
-            "font.size": 8.5,
-            "grid.color": self.faint,
-            "grid.linewidth": 0.6,
-            "hatch.linewidth": 0.6,
-            "legend.fontsize": 8,
-            "legend.frameon": False,
-            "lines.markersize": 5,
-            "savefig.facecolor": self.background,
-            "text.color": self.ink,
-            "xtick.color": self.muted,
-            "xtick.labelcolor": self.ink,
-            "xtick.labelsize": 8,
-            "ytick.color": self.muted,
-            "ytick.labelcolor": self.ink,
-            "ytick.labelsize": 8,
+        """Matplotlib's settings: those of `plots.mplstyle`, and colours."""
+        import matplotlib
+
+        shared = matplotlib.rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
+        colours = {
+            self.background: ("axes.facecolor", "figure.facecolor", "savefig.facecolor"),
+            self.ink: ("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.labelcolor", "ytick.labelcolor"),
+            self.muted: ("axes.edgecolor", "xtick.color", "ytick.color"),
+            self.faint: ("grid.color",),
         }
+        return {**shared, **{name: colour for colour, names in colours.items() for name in names}}
 
 
 LIGHT = Theme("", "#ffffff", "#1f2328", "#59636e", "#dfe3e8", BLUE, SKY, "#7b8490", "#000000")
