@@ -100,7 +100,7 @@ def test_table_of_moba(readme_table):
     text = readme_table["moba_section"]([*rows[:4], *longest_rows])
     assert "524,288 tokens of one sequence take 104 ms, 48 of them for routing" in text
     assert "Dense" not in text
-    with pytest.raises(ValueError, match="bench moba"):
+    with pytest.raises(ValueError, match="benchmarks moba"):
         readme_table["moba_section"](rows[:3])
 
 
@@ -145,7 +145,7 @@ def test_table_of_decode(readme_table):
     assert "12.0 us (bfloat16, pages of 16)." in text
     assert "3.0 us (bfloat16, given scales, pages of 64)." in text
     assert text.endswith("| 1 | 600.0 | | 32 | [129.0] |")
-    with pytest.raises(ValueError, match="bench paged"):
+    with pytest.raises(ValueError, match="benchmarks paged"):
         readme_table["decode_section"](rows[2:])
 
 
@@ -215,7 +215,7 @@ def test_table_of_fuse(readme_table):
     text = readme_table["fuse_section"](rows)
     assert "A GPU" in text
     assert "| causal 4 x 4K, 16/16 | 0.500 / 2.00 | 0.250 / 1.00 | 0.750 / - | - | - | - |" in text
-    with pytest.raises(ValueError, match="bench fuse"):
+    with pytest.raises(ValueError, match="benchmarks fuse"):
         readme_table["fuse_section"](rows[2:])
 
 

@@ -58,7 +58,7 @@ def bench_devices(console: Console, path: Path, *, cases: str | None, rounds: in
     if unknown := [name for name in names if name not in measures]:
         raise SystemExit(f"`--cases` must be some of {', '.join(measures)}, got {', '.join(unknown)}")
     if jax.device_count() == 1:
-        raise SystemExit("bench devices needs several GPUs, and JAX sees one")
+        raise SystemExit("devices needs several GPUs, and JAX sees one")
     where = environment(jax.devices()[0].device_kind)
     console.print(f"{jax.device_count()} x {where.device}, driver {where.driver}, jax {where.jax}")
     for name in names:

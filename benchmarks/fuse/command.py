@@ -33,9 +33,7 @@ FILE = "fuse.csv"
 def smoke_fuse(console: Console, output: Path | None) -> None:
     """The CPU's part: every check, and host times, plainly labelled."""
     if importlib.util.find_spec("torch") is None:
-        raise SystemExit(
-            "bench fuse checks with PyTorch, which is not installed; try: pip install 'blockdiag-attn[torch]'"
-        )
+        raise SystemExit("fuse checks with PyTorch, which is not installed; try: pip install 'blockdiag-attn[torch]'")
     from benchmarks.fuse.smoke import run_fuse_smoke
 
     introduce_smoke(console, "the XLA implementation against float64")

@@ -26,11 +26,11 @@ from benchmarks.gallery.programs import (
 )
 from benchmarks.harness.clock import Framework, Subject, Summary, interleave, summarise
 from benchmarks.harness.kernels import compile_ahead
+from benchmarks.harness.pipeline import SPENT
 from benchmarks.harness.records import Environment, GalleryTiming, recordable_failures
 from blockdiag.cli.machine import reason_of
 from blockdiag.fusion.gallery import VARIANTS, Sizes
 
-SPENT = "not run: the time budget was spent; raise --budget-seconds"
 # Of a result in bfloat16, or twice what XLA's result errs by.
 _ALLOWED_ERROR = 0.02
 # Of the whole time, what may pass before the first variant is timed.

@@ -36,9 +36,7 @@ FILE = "paged.csv"
 def smoke_paged(console: Console, output: Path | None) -> None:
     """The CPU's part: every check, and host times, plainly labelled."""
     if importlib.util.find_spec("torch") is None:
-        raise SystemExit(
-            "bench paged checks with PyTorch, which is not installed; try: pip install 'blockdiag-attn[torch]'"
-        )
+        raise SystemExit("paged checks with PyTorch, which is not installed; try: pip install 'blockdiag-attn[torch]'")
     from benchmarks.paged.smoke import run_paged_smoke
 
     introduce_smoke(console, "the XLA implementation against float64")

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.harness.clock import Framework, Subject, calibrate, sample_torch, summarise, take_rounds
 from benchmarks.harness.device import captured, release_memory, to_jax, to_torch
+from benchmarks.harness.pipeline import SPENT
 from benchmarks.harness.records import Environment, PagedTiming, recordable_failures
 from benchmarks.paged.arrays import Pool, Tensors, case_arrays, make_pool
 from benchmarks.paged.cases import PagedCase
@@ -34,7 +35,6 @@ _READ_BYTES = 2**32
 # Calls of one JAX program: together they last longer than the host needs to queue one. Those of MoBA are shorter.
 _JAX_CALLS = 20
 _JAX_MOBA_CALLS = 50
-_SPENT = "not run: the time budget was spent; raise --budget-seconds"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def measure_pool(
     first, began = cases[0], time.monotonic()
     entries = [_entry(case, NATIVE, environment) for case in cases]
     if settings.is_spent:
-        return [dataclasses.replace(entry.row, note=_SPENT) for entry in entries]
+        return [dataclasses.replace(entry.row, note=SPENT) for entry in entries]
     pool = make_pool(first, seed=settings.seed, device=settings.device)
     for case, entry in zip(cases, entries, strict=True):
         _attempt(entry, settings, _prepare_native, case, pool)
@@ -142,7 +142,7 @@ def _entry(case: PagedCase, name: str, environment: Environment) -> _Entry:
 def _attempt(entry: _Entry, settings: PagedSettings, prepare: Callable[..., None], *arguments: Any) -> None:
     """Prepare an entry, or keep the reason why it is not."""
     if settings.is_spent:
-        entry.row = dataclasses.replace(entry.row, note=_SPENT)
+        entry.row = dataclasses.replace(entry.row, note=SPENT)
         return
     try:
         prepare(entry, settings, *arguments)
