@@ -45,7 +45,7 @@ def tiny(monkeypatch):
 def test_command_on_a_cpu(tmp_path, monkeypatch):
     assert set(SMOKE_VARIANTS) <= set(VARIANTS)
     monkeypatch.setattr(gallery_measure, "SMOKE_VARIANTS", SMOKE_VARIANTS[:1])
-    result = CliRunner().invoke(app, ["gallery-page", "--smoke", "--output", str(tmp_path)])
+    result = CliRunner().invoke(app, ["gallery", "--smoke", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "smoke run on the CPU" in " ".join(result.output.split())
     rows = read_rows(tmp_path / "gallery_smoke.csv", GalleryTiming)
