@@ -16,7 +16,7 @@ usage: ./do COMMAND [ARGUMENTS]
   gpu-test     the tests that need a CUDA GPU, several at once; arguments go to pytest
   sanitize     every kernel under compute-sanitizer's memcheck, racecheck and initcheck (needs a CUDA GPU)
   doctor       what this machine has, and which implementations can run on it
-  bench        benchmarks (needs a CUDA GPU)
+  bench        benchmarks and experiments, as `./do bench moba --plot`; most need a CUDA GPU
   docs         run the notebooks and build the documentation into build/docs
   setup        only install everything that the tests need
 
@@ -153,7 +153,7 @@ demo | doctor)
     ;;
 bench)
     install "$test_extras"
-    exec .venv/bin/python -m blockdiag bench "$@"
+    exec .venv/bin/python -m benchmarks "$@"
     ;;
 test)
     install "$test_extras"

@@ -26,8 +26,8 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from blockdiag import Rotary, append_to_pages, apply_rotary, paged_attention
-from blockdiag.cli import language_model
-from blockdiag.cli.language_model import AttentionFunction, LanguageModel, Settings
+from blockdiag.demo import language_model
+from blockdiag.demo.language_model import AttentionFunction, LanguageModel, Settings
 
 # Tokens of a sequence that one step takes while prompts are read, and while text is written with guesses.
 CHUNK = 32

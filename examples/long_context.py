@@ -13,28 +13,27 @@ GPUs, and a tiny model elsewhere.
 """
 
 import argparse
+import collections
 import dataclasses
+import datetime
 import json
 import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import long_context_data as data
 import numpy as np
 from flax import nnx
 from long_context_model import ATTENTIONS, ON_GPUS, Placement, Settings, count_parameters
+from long_context_plots import draw_losses, draw_scaling, save_picture
 from long_context_serve import Served, Server
 from long_context_train import Checkpoints, Trainer, keep_programs, train
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-from blockdiag.bench.devices import count_collectives
-from blockdiag.bench.plot_style import Theme, frame, new_figure, save_picture
-from blockdiag.bench.records import environment
 
 PROMPTS = 2
 
@@ -71,6 +70,12 @@ class Training:
     compile_seconds: float
 
 
+def count_collectives(program: str) -> dict[str, int]:
+    """Count the collectives in the text of a compiled program, by name."""
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return dict(collections.Counter(re.findall(rf"= .*\b({names})(?:-start)?\(", program)))
+
+
 def run_training(
     trainer: Trainer, checkpoints: Checkpoints | None, chosen: argparse.Namespace, progress: Progress
 ) -> tuple[Training, nnx.State]:
@@ -99,7 +104,7 @@ def run_training(
         tokens_per_second=None if seconds is None else settings.batch_size * settings.context / seconds,
         program_bytes=trainer.program_bytes,
         peak_bytes=(mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use"),
-        collectives=dict(count_collectives(program.as_text())),
+        collectives=count_collectives(program.as_text()),
         compile_seconds=compile_seconds,
     )
     return training, state.parameters
@@ -188,57 +193,6 @@ def print_served(console: Console, served: Served) -> None:
     console.rule()
 
 
-def draw_losses(trainings: Sequence[Training], settings: Settings, device: str, theme: Theme) -> Any:
-    """Draw the losses of the trainings, each the mean of the steps around."""
-    figure, (axis,) = new_figure(1, 6.4, 3.6)
-    frame(
-        figure,
-        "Sparse and dense attention, equal parameters",
-        below=f"Training loss in bits per byte of Python's documentation and source, contexts of {settings.context:,} "
-        f"bytes. MoBA sees {settings.top_k} blocks of {settings.block_size} keys.",
-        note=f"examples/long_context.py, {device}, jax {jax.__version__}",
-    )
-    styles = {
-        "moba": {"linewidth": 2.4, "color": theme.ours},
-        "dense": {"linewidth": 1.4, "color": theme.ink, "linestyle": "--"},
-    }
-    width = max(1, settings.steps // 40)
-    for training in trainings:
-        bits = np.asarray(training.losses) / math.log(2.0)
-        smooth = np.convolve(bits, np.ones(width) / width, mode="valid")
-        axis.plot(
-            np.arange(len(smooth)) + (width + 1) / 2, smooth, label=training.attention, **styles[training.attention]
-        )
-    axis.set_xlabel("training step")
-    axis.grid()
-    axis.legend()
-    return figure
-
-
-def draw_scaling(trainings: Sequence[Training], settings: Settings, kind: str, theme: Theme) -> Any:
-    """Draw the time of a step by the number of devices, beside the time that perfect scaling would take."""
-    figure, (axis,) = new_figure(1, 6.4, 3.6)
-    frame(
-        figure,
-        "A training step over several devices",
-        below=f"Milliseconds by the number of devices, {settings.batch_size} x {settings.context:,} tokens. Dashed: "
-        "the first number of devices, scaled perfectly.",
-        note=f"examples/long_context.py, {kind}, jax {jax.__version__}",
-    )
-    labels = {"moba": "with MoBA", "dense": "with dense attention", "none": "without attention"}
-    for index, attention in enumerate(dict.fromkeys(x.attention for x in trainings)):
-        found = [x for x in trainings if x.attention == attention and x.step_ms is not None]
-        counts, times = np.asarray([x.devices for x in found]), np.asarray([x.step_ms for x in found])
-        axis.plot(counts, times, "o-", color=theme.series[index], linewidth=2.0, label=labels[attention])
-        axis.plot(counts, times[:1] * counts[:1] / counts, "--", color=theme.series[index], linewidth=1.0)
-        axis.set_xticks(counts, [str(count) for count in counts])
-    axis.set_xlabel("devices that share the sequence")
-    axis.set_ylim(bottom=0)
-    axis.grid()
-    axis.legend()
-    return figure
-
-
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Parse the options; those of the model are the fields of `Settings`."""
     parser = argparse.ArgumentParser(
@@ -313,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.json is not None:
         numbers = None if served is None else {k: x for k, x in dataclasses.asdict(served).items() if k != "texts"}
         found = {
-            "environment": dataclasses.asdict(environment(kind)),
+            "environment": {"device": kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()},
             "settings": dataclasses.asdict(settings),
             "trainings": [dataclasses.asdict(training) for training in trainings],
             "served": numbers,
@@ -323,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path, draw, where = chosen.plot, draw_losses, f"{chosen.devices[0]} x {kind}"
         if len(chosen.devices) > 1:
             draw, where = draw_scaling, kind
-        save_picture(lambda theme: draw(trainings, settings, where, theme), path.parent, path.stem)
+        save_picture(lambda theme: draw(trainings, settings, where, theme), path)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Times are another matter, and one of GPUs: `python -m blockdiag bench block_diagonal` measures them, and the README
+# Times are another matter, and one of GPUs: `python -m benchmarks block_diagonal` measures them, and the README
 # has those of an H200.
 
 # %%

@@ -304,7 +304,7 @@ assert recall_of[4].mean() > recall_of[2].mean() > recall_of[1].mean()
 print("recall by block size:", {copies: recall.round(2).tolist() for copies, recall in recall_of.items()})
 
 # %% [markdown]
-# `python -m blockdiag recall` does the same with longer contexts and more trials, and with keys that are learned from
+# `python -m benchmarks recall` does the same with longer contexts and more trials, and with keys that are learned from
 # bytes, with and without a convolution. What a model makes of its routing, `python -m blockdiag demo --attention moba`
 # shows, and `examples/moba_language_model.py`.
 

@@ -1,4 +1,4 @@
-"""`python -m blockdiag`: demo, doctor, bench and recall."""
+"""`python -m blockdiag`: demo and doctor."""
 
 import importlib.util
 import sys

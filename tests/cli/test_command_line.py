@@ -12,39 +12,58 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+from benchmarks.app import OPS
+from benchmarks.command import BENCHMARKS
 from blockdiag.cli.app import app
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, package: str = "blockdiag") -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, JAX_PLATFORMS="cpu", COLUMNS="120", NO_COLOR="1")
-    command = [sys.executable, "-m", "blockdiag", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-
-
-def test_help_lists_the_commands():
-    result = start("--help")
-    assert result.returncode == 0
-    for name in ("demo", "doctor", "bench", "recall", "gallery"):
-        assert name in result.stdout
+    command = [sys.executable, "-m", package, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
 
 
 @pytest.mark.parametrize(
-    ("command", "option"),
+    ("package", "names"),
     [
-        ("demo", "--attention"),
-        ("doctor", "--json"),
-        ("bench", "--smoke"),
-        ("recall", "--trials"),
-        ("gallery", "--variants"),
+        ("blockdiag", ("demo", "doctor")),
+        ("benchmarks", ("all", "moba", "paged", "fuse", "devices", "recall", "gallery-page")),
     ],
 )
-def test_each_command_parses_its_own_options(command, option):
-    result = start(command, "--help")
+def test_help_lists_the_commands(package, names):
+    result = start("--help", package=package)
     assert result.returncode == 0, result.stderr
-    assert f"python -m blockdiag {command}" in result.stdout
+    for name in names:
+        assert name in result.stdout
+
+
+def test_benchmarks_are_named_where_the_package_is_asked_for_them():
+    result = start("bench", "moba")
+    assert result.returncode != 0
+    assert "python -m benchmarks moba" in result.stderr and "checkout" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "option"),
+    [
+        ("blockdiag", "demo", "--attention"),
+        ("blockdiag", "doctor", "--json"),
+        ("benchmarks", "moba", "--smoke"),
+        ("benchmarks", "recall", "--trials"),
+        ("benchmarks", "gallery-page", "--variants"),
+    ],
+)
+def test_each_command_parses_its_own_options(package, command, option):
+    result = start(command, "--help", package=package)
+    assert result.returncode == 0, result.stderr
+    assert f"python -m {package}" in result.stdout
     assert option in result.stdout
+
+
+def test_every_benchmark_is_a_command():
+    assert set(OPS) == {"all", *BENCHMARKS}
 
 
 def test_unknown_option_is_an_error():

@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
-from blockdiag.bench.records import read_rows, write_rows
-from blockdiag.bench.training_records import LossRow
+from benchmarks.harness.records import read_rows, write_rows
 from blockdiag.cli import app as command_line
-from blockdiag.cli import demo, language_model
-from blockdiag.cli.language_model import Settings
+from blockdiag.cli import demo
+from blockdiag.demo import language_model
+from blockdiag.demo.language_model import Settings
+from blockdiag.demo.records import LossRow
 
 TINY = Settings(
     steps=20, batch_size=2, sequence_length=40, block_size=16, width=16, heads=2, layers=1, evaluation_batches=2

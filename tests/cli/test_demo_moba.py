@@ -9,12 +9,13 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
+from benchmarks.harness.records import read_rows
 from blockdiag import Routing
-from blockdiag.bench.records import read_rows
-from blockdiag.bench.training_records import LossRow, RoutingRow
 from blockdiag.cli import app as command_line
-from blockdiag.cli import demo_moba, language_model, moba_model
-from blockdiag.cli.moba_model import MoBALanguageModel, MoBASettings
+from blockdiag.cli import demo_moba
+from blockdiag.demo import language_model, moba_model
+from blockdiag.demo.moba_model import MoBALanguageModel, MoBASettings
+from blockdiag.demo.records import LossRow, RoutingRow
 
 TINY = MoBASettings(
     steps=4, batch_size=2, sequence_length=80, block_size=16, top_k=2, width=16, heads=2, layers=2, evaluation_batches=1

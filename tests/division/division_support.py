@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from blockdiag.bench.devices import count_collectives
+from benchmarks.devices.measure import count_collectives
 from tests.ops.op_calls import OpCall
 
 KINDS = ("automatic", "explicit")

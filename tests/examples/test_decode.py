@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.cli import language_model
-from blockdiag.cli.language_model import LanguageModel, Settings
+from blockdiag.demo import language_model
+from blockdiag.demo.language_model import LanguageModel, Settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = Settings(batch_size=2, sequence_length=56, width=16, heads=2, layers=2)

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from blockdiag.bench import plot_style
-from blockdiag.bench.devices import count_collectives
+from benchmarks.devices.measure import count_collectives
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 4
@@ -33,7 +32,7 @@ def example():
     """The modules of the example."""
     sys.path.insert(0, str(EXAMPLES))
     try:
-        names = ("data", "model", "train", "serve")
+        names = ("data", "model", "plots", "train", "serve")
         modules = {name: importlib.import_module(f"long_context_{name}") for name in names}
         return SimpleNamespace(main=importlib.import_module("long_context"), **modules)
     finally:
@@ -202,13 +201,13 @@ def test_losses_are_drawn(example, tmp_path):
         step_ms=None, tokens_per_second=None, program_bytes=1, peak_bytes=None, collectives={}, compile_seconds=1.0,
     )  # fmt: skip
     trainings = [training, dataclasses.replace(training, attention="dense", losses=[5.0, 4.5, 4.0])]
-    draw = functools.partial(example.main.draw_losses, trainings, example.model.Settings(steps=3), "GPU")
-    (axis,) = draw(plot_style.LIGHT).axes
+    draw = functools.partial(example.plots.draw_losses, trainings, example.model.Settings(steps=3), "GPU")
+    (axis,) = draw(example.plots.LIGHT).axes
     assert [line.get_label() for line in axis.lines] == ["moba", "dense"]
     np.testing.assert_allclose(axis.lines[0].get_ydata(), np.array([5, 4, 3]) / np.log(2))
-    (axis,) = example.main.draw_losses(trainings[1:], example.model.Settings(), "GPU", plot_style.DARK).axes
+    (axis,) = example.plots.draw_losses(trainings[1:], example.model.Settings(), "GPU", example.plots.DARK).axes
     assert [line.get_label() for line in axis.lines] == ["dense"]
-    assert all(path.exists() for path in plot_style.save_picture(draw, tmp_path, "losses"))
+    assert all(path.exists() for path in example.plots.save_picture(draw, tmp_path / "losses.png"))
 
 
 def test_scaling_is_drawn_beside_perfect_scaling(example):
@@ -217,7 +216,7 @@ def test_scaling_is_drawn_beside_perfect_scaling(example):
         tokens_per_second=1.0, program_bytes=1, peak_bytes=None, collectives={}, compile_seconds=1.0,
     )  # fmt: skip
     trainings = [training, dataclasses.replace(training, devices=4, sequence_devices=4, step_ms=5.0)]
-    (axis,) = example.main.draw_scaling(trainings, example.model.Settings(), "GPU", plot_style.LIGHT).axes
+    (axis,) = example.plots.draw_scaling(trainings, example.model.Settings(), "GPU", example.plots.LIGHT).axes
     measured, perfect = (line.get_ydata() for line in axis.lines)
     np.testing.assert_allclose([measured, perfect], [[12.0, 5.0], [12.0, 3.0]])
 

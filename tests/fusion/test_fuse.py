@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.harness.programs import collect_specs
 from blockdiag import NotFusible, explain, fuse
-from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.analysis.tile_lists import Form, Lists
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.codegen.kernels import forward_source

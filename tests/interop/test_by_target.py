@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blockdiag.bench.moba_programs import collect_specs
+from benchmarks.harness.programs import collect_specs
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.interop import compile_target
 from blockdiag.interop.by_target import by_target

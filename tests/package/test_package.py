@@ -21,7 +21,7 @@ def run_python(code: str) -> str:
 
 
 def test_import_after_jax_loads_only_itself():
-    """Any other package would make it slower; benchmarks/figures.py measures the time."""
+    """Any other package would make it slower; benchmarks/block_diagonal/figures.py measures the time."""
     run_python("""
 import sys
 import jax

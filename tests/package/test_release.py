@@ -84,7 +84,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
         "licenses/LICENSE",
     }
     assert "blockdiag/py.typed" in names
-    assert not [name for name in names if re.search(r"/(tests?|lab|bench/results)/|\.(png|csv|pyc)$", name)]
+    assert not [name for name in names if re.search(r"/(tests?|lab|bench|benchmarks)/|\.(png|csv|pyc)$", name)]
     assert wheel.stat().st_size < 2_000_000
 
 

@@ -31,22 +31,11 @@ def _doctor(context: typer.Context) -> None:
     _run("blockdiag.cli.doctor", "doctor", context)
 
 
-@app.command("bench", **_PASS_THROUGH)
+@app.command("bench", hidden=True, **_PASS_THROUGH)
 def _bench(context: typer.Context) -> None:
-    """Time an op and its baselines on this machine's GPU."""
-    _run("blockdiag.cli.bench", "bench", context)
-
-
-@app.command("recall", **_PASS_THROUGH)
-def _recall(context: typer.Context) -> None:
-    """Hide needles in real text and see whether MoBA's routing finds their blocks."""
-    _run("blockdiag.cli.recall", "recall", context)
-
-
-@app.command("gallery", **_PASS_THROUGH)
-def _gallery(context: typer.Context) -> None:
-    """Write the page of attention variants: code, visited tiles, kernels, speed-up."""
-    _run("blockdiag.cli.gallery", "gallery", context)
+    """Say where the benchmarks are."""
+    command = " ".join(["python -m benchmarks", *context.args])
+    raise SystemExit(f"the benchmarks are not part of the package; in a checkout of blockdiag, run: {command}")
 
 
 def _run(module_name: str, function_name: str, context: typer.Context) -> None:

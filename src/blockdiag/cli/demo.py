@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blockdiag.cli import language_model
 from blockdiag.cli.demo_moba import run_moba_demo
-from blockdiag.cli.language_model import AttentionFunction, LanguageModel, Settings, Training
 from blockdiag.cli.training_report import save_plot, train_with_progress, write_losses
+from blockdiag.demo import language_model
+from blockdiag.demo.language_model import AttentionFunction, LanguageModel, Settings, Training
 
 OURS = "block_diagonal_attention"
 BASELINE = "jax.nn.dot_product_attention"
@@ -120,7 +120,7 @@ def demo(
         trainings = _train_all(console, settings, attentions)
         checks = compare(settings, trainings, attentions)
     console.print(_results_table(trainings))
-    save_plot(trainings, attention.value, chosen, output)
+    save_plot(trainings, output)
     if csv is not None:
         write_losses(trainings, attention.value, chosen, csv / "losses.csv")
     console.print(f"Losses of both are drawn in {output}.", highlight=False)

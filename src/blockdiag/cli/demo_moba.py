@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from blockdiag.bench.records import write_rows
-from blockdiag.bench.training_records import RoutingRow
-from blockdiag.cli import language_model, moba_model
-from blockdiag.cli.language_model import Training
-from blockdiag.cli.moba_model import LayerStatistics, MoBALanguageModel, MoBASettings
-from blockdiag.cli.training_report import save_plot, train_with_progress, where_of, write_losses
+from blockdiag.cli.training_report import save_plot, train_with_progress, write_losses
+from blockdiag.demo import language_model, moba_model
+from blockdiag.demo.language_model import Training
+from blockdiag.demo.moba_model import LayerStatistics, MoBALanguageModel, MoBASettings
+from blockdiag.demo.records import RoutingRow, where_of, write_table
 
 MOBA = "moba_attention"
 DENSE = "dense causal attention"
@@ -70,7 +69,7 @@ def run_moba_demo(
         difference = difference_with_all_blocks(trainings[MOBA], settings, implementation)
     console.print(losses_table(settings, trainings))
     console.print(statistics_table(statistics))
-    save_plot(trainings, "moba", device, output)
+    save_plot(trainings, output)
     console.print(f"Losses of both are drawn in {output}.", highlight=False)
     tolerance = TOLERANCES[settings.dtype]
     # Written so that NaN does not pass.
@@ -117,7 +116,8 @@ def write_routing(
         for query_block in range(share.shape[1])
         for key_block in range(query_block + 1)
     ]
-    write_rows(path, RoutingRow, rows)
+    columns = [field.name for field in dataclasses.fields(RoutingRow)]
+    write_table(path, columns, map(dataclasses.asdict, rows))
 
 
 def difference_with_all_blocks(

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from blockdiag.bench.records import driver_version
 from blockdiag.cli.doctor_checks import Check, Outcome, attempt, checks, examine
 from blockdiag.cli.doctor_features import features_table, gather_features
+from blockdiag.cli.machine import driver_version
 from blockdiag.common.features import Feature
 from blockdiag.common.versions import DISTRIBUTION, TESTED, installed_version, other_distributions
 

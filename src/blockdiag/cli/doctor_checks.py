@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import blockdiag
-from blockdiag.bench.records import reason_of
+from blockdiag.cli.machine import reason_of
 from blockdiag.common.operation import Implementation
 from blockdiag.fusion.ir.tree import FUSE
 from blockdiag.interop.jaxlib_launcher import CALL_TARGET

@@ -1,8 +1,6 @@
 """Trains the models of the demos under progress bars, draws their losses, and keeps them as CSV files."""
 
 import dataclasses
-import datetime
-import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,12 +10,9 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from blockdiag.bench.plot_style import LIGHT, save_one
-from blockdiag.bench.records import read_rows, write_rows
-from blockdiag.bench.training_plots import draw_losses
-from blockdiag.bench.training_records import LossRow
-from blockdiag.cli import language_model
-from blockdiag.cli.language_model import Settings, Training
+from blockdiag.demo import language_model
+from blockdiag.demo.language_model import Settings, Training
+from blockdiag.demo.records import LossRow, read_table, where_of, write_table
 
 
 def train_with_progress(
@@ -43,33 +38,40 @@ def train_with_progress(
     return trainings
 
 
-def save_plot(trainings: Mapping[str, Training], demo: str, device: jax.Device, path: Path) -> None:
-    """Draws the training losses of all models over their steps."""
-    rows = [
-        dataclasses.replace(row, attention=f"{name}, {training.tokens_per_second:,.0f} tokens/s")
-        for name, training in trainings.items()
-        for row in loss_rows({name: training}, demo, device)
-    ]
-    save_one(functools.partial(draw_losses, rows), LIGHT, path)
+def draw_losses(trainings: Mapping[str, Training]) -> Any:
+    """Draw the training losses of all models over their steps, in bits per byte."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 3.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.add_subplot()
+    # The first curve is wide and the second one thin, for curves that agree.
+    for (name, training), width in zip(trainings.items(), (5.0, 1.2), strict=True):
+        bits = [loss / math.log(2.0) for loss in training.losses]
+        label = f"{name}, {training.tokens_per_second:,.0f} tokens/s"
+        axis.plot(range(1, len(bits) + 1), bits, linewidth=width, label=label)
+    axis.set_xlabel("training step")
+    axis.set_ylabel("bits per byte")
+    axis.grid(alpha=0.4)
+    axis.legend(frameon=False)
+    return figure
 
 
-def where_of(device: jax.Device) -> dict[str, str]:
-    """What a row says about where it was made: device, version of JAX, date."""
-    return {"device": device.device_kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
+def save_plot(trainings: Mapping[str, Training], path: Path) -> None:
+    """Write the picture of `draw_losses`; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_losses(trainings).savefig(path)
 
 
 def write_losses(trainings: Mapping[str, Training], demo: str, device: jax.Device, path: Path) -> None:
-    """Writes the losses of a demo over those of the same demo that the file holds."""
-    older: list[LossRow] = read_rows(path, LossRow) if path.exists() else []
-    kept = [row for row in older if row.demo != demo]
-    write_rows(path, LossRow, [*kept, *loss_rows(trainings, demo, device)])
-
-
-def loss_rows(trainings: Mapping[str, Training], demo: str, device: jax.Device) -> list[LossRow]:
-    """A row per step of every model."""
+    """Write a row per step of every model over those of the same demo that the file holds."""
+    columns = [field.name for field in dataclasses.fields(LossRow)]
+    kept = [row for row in (read_table(path, columns) if path.exists() else []) if row["demo"] != demo]
     where = where_of(device)
-    return [
-        LossRow(demo=demo, attention=name, step=step, loss=loss, **where)
+    rows = [
+        dataclasses.asdict(LossRow(demo=demo, attention=name, step=step, loss=loss, **where))
         for name, training in trainings.items()
         for step, loss in enumerate(training.losses, start=1)
     ]
+    write_table(path, columns, [*kept, *rows])

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.harness.programs import collect_specs
 from blockdiag import explain, fuse
-from blockdiag.bench.moba_programs import collect_specs
 from blockdiag.fusion.api import trace
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.triton_kernels.launch.plan import Target

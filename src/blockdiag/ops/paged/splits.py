@@ -25,7 +25,7 @@ def choose_splits(
     """Parts that take the least time by a model of it, were all sequences as long as they can be.
 
     Memory is shared by the programs that run at a time, as many as fit; the last ones leave some of its rate unused
-    when they are few. Measured on an H200 (`python -m blockdiag bench paged`), the choice is within a few percent of
+    when they are few. Measured on an H200 (`python -m benchmarks paged`), the choice is within a few percent of
     the best.
 
     Args:

@@ -1,0 +1,1 @@
+"""Block-diagonal attention beside its baselines, and host times of calls."""

@@ -1,0 +1,192 @@
+"""What an implementation is to the benchmark, and two generic ways to get its passes: torch autograd and jax.vjp."""
+
+import collections
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.block_diagonal.cases import Case, PassName
+from benchmarks.block_diagonal.workload import Workload
+from benchmarks.harness.clock import Framework
+from benchmarks.harness.compiled import address_table_bytes, calls_as_text, custom_calls
+from benchmarks.harness.device import Prepared, to_torch, torch_peak_bytes
+from benchmarks.harness.failures import ChainBroken
+
+type PassMakers = Mapping[PassName, Callable[[], Prepared]]
+
+
+def _nothing() -> None:
+    """For implementations that leave nothing behind."""
+
+
+def _supports_all(case: Case) -> str | None:
+    """For implementations that take every case."""
+    del case
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute a case.
+
+    Attributes:
+        name: what `--baselines` takes and the CSV holds.
+        framework: whose clock times it.
+        is_required: whether it is measured even when the time budget is spent.
+        passes: makes the passes of a workload; each maker may raise, and then that pass is reported as not run.
+        unsupported: None, or why a case is not for this implementation.
+        preparation_seconds: how long making the passes takes at the most, for the time budget.
+        finish: called after a case's timing, when its passes were made.
+    """
+
+    name: str
+    framework: Framework
+    is_required: bool
+    passes: Callable[[Workload], PassMakers]
+    unsupported: Callable[[Case], str | None] = _supports_all
+    preparation_seconds: float = 4.0
+    finish: Callable[[], None] = _nothing
+
+
+def autograd_passes(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    workload: Workload,
+    *,
+    fold: Callable[[torch.Tensor], torch.Tensor] = lambda array: array,
+    note: str = "",
+) -> PassMakers:
+    """The passes of a torch function of query, key and value [T, heads, H].
+
+    `fold` turns an array like query into the layout that `attend` returns, without copying; the cotangent is given in
+    that layout, and outputs are brought back only for the check, so that no timed pass holds a copy of ours.
+    """
+    leaves = [array.detach().requires_grad_() for array in workload.inputs]
+    cotangent = fold(workload.cotangent)
+    unfolded = torch.empty_like(workload.query)
+
+    def as_given(output: torch.Tensor) -> torch.Tensor:
+        fold(unfolded).copy_(output)
+        return unfolded
+
+    def prepared(run: Callable[[], tuple[torch.Tensor, ...]], *, has_output: bool) -> Prepared:
+        def tensors(results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return (as_given(results[0]), *results[1:]) if has_output else tuple(results)
+
+        return Prepared(run, tensors, torch_peak_bytes(run), note)
+
+    def forward() -> Prepared:
+        def run() -> tuple[torch.Tensor, ...]:
+            with torch.no_grad():
+                return (attend(*workload.inputs),)
+
+        return prepared(run, has_output=True)
+
+    def backward() -> Prepared:
+        output = attend(*leaves)
+        return prepared(lambda: torch.autograd.grad(output, leaves, cotangent, retain_graph=True), has_output=False)
+
+    def both() -> Prepared:
+        def run() -> tuple[torch.Tensor, ...]:
+            output = attend(*leaves)
+            return (output.detach(), *torch.autograd.grad(output, leaves, cotangent))
+
+        return prepared(run, has_output=True)
+
+    return {"fwd": forward, "bwd": backward, "fwd+bwd": both}
+
+
+# Calls of one chained program. One call of a chain divides the cotangent by about ten, so that 20 stay in range.
+_CHAINED_CALLS = 20
+
+
+def _chained(function: Callable[..., Any], feed: Mapping[int, int], calls: int) -> Callable[..., Any]:
+    """`function` again and again in one program, argument i of a call being result `feed[i]` of the one before."""
+
+    def program(*arguments: Any) -> Any:
+        results = function(*arguments)
+        for _ in range(calls - 1):
+            handed_on = {position: results[result] for position, result in feed.items()}
+            arguments = tuple(handed_on.get(position, argument) for position, argument in enumerate(arguments))
+            results = function(*arguments)
+        return results
+
+    return program
+
+
+def jit_passes(
+    attend: Callable[..., Any], workload: Workload, *, keeps_residuals: bool, is_chained: bool = False, note: str = ""
+) -> PassMakers:
+    """The passes of a JAX function `attend(query, key, value, extra)`, each compiled by `jax.jit`.
+
+    The backward alone: with `keeps_residuals`, the forward is run once and its vjp function, residuals and all, is the
+    argument of the jitted function. Without, the jitted function takes query, key, value and the cotangent and returns
+    only the gradients; where the op keeps nothing but its inputs, the forward kernel is then dead code, and the number
+    of custom calls in the note shows that it is gone.
+
+    With `is_chained`, what is timed is one jitted program of 20 calls, each of which takes the output of the one before
+    for its query and dQ for its cotangent: calls of half a millisecond are too short for the host's clock. Only for
+    ops whose backward is one kernel: of several, those that no later call depends on would be removed.
+
+    Raises:
+        ChainBroken: by the makers, when the program does not have 20 times the custom calls of one call.
+    """
+    import jax
+
+    query, key, value, cotangent = workload.jax_arrays
+    extra = workload.jax_extra
+
+    def gradients(query: Any, key: Any, value: Any, cotangent: Any, extra: Any) -> Any:
+        return jax.vjp(lambda *operands: attend(*operands, extra), query, key, value)[1](cotangent)
+
+    def output_and_gradients(query: Any, key: Any, value: Any, cotangent: Any, extra: Any) -> Any:
+        output, pull_back = jax.vjp(lambda *operands: attend(*operands, extra), query, key, value)
+        return (output, *pull_back(cotangent))
+
+    def prepared(function: Callable[..., Any], *arguments: Any, feed: Mapping[int, int] | None = None) -> Prepared:
+        compiled = jax.jit(function).lower(*arguments).compile()
+        memory = compiled.memory_analysis()
+        program_text = compiled.as_text() or ""
+        calls = custom_calls(program_text)
+        single = Prepared(
+            lambda: compiled(*arguments),
+            _flat_tensors,
+            None if memory is None else max(0, int(memory.temp_size_in_bytes) - address_table_bytes(program_text)),
+            "; ".join(
+                part for part in (note, f"custom calls: {calls_as_text(calls)}" if calls else "no custom call") if part
+            ),
+        )
+
+        def chain() -> Prepared:
+            assert feed is not None
+            program = jax.jit(_chained(function, feed, _CHAINED_CALLS)).lower(*arguments).compile()
+            found = custom_calls(program.as_text() or "")
+            if not calls or found != collections.Counter({name: n * _CHAINED_CALLS for name, n in calls.items()}):
+                raise ChainBroken(
+                    f"{_CHAINED_CALLS} calls in one program make custom calls {calls_as_text(found) or 'none'}"
+                )
+            note = f"{single.note}; timed as programs of {_CHAINED_CALLS} calls"
+            return replace(single, run=lambda: program(*arguments), note=note, calls=_CHAINED_CALLS, chain=None)
+
+        return replace(single, chain=chain) if is_chained and feed is not None else single
+
+    def forward() -> Prepared:
+        return prepared(lambda *arguments: (attend(*arguments),), query, key, value, extra, feed={0: 0})
+
+    def backward() -> Prepared:
+        if not keeps_residuals:
+            return prepared(gradients, query, key, value, cotangent, extra, feed={3: 0})
+        record = jax.jit(lambda query, key, value: jax.vjp(lambda *o: attend(*o, extra), query, key, value)[1])
+        return prepared(lambda pull_back, cotangent: pull_back(cotangent), record(query, key, value), cotangent)
+
+    def both() -> Prepared:
+        return prepared(output_and_gradients, query, key, value, cotangent, extra, feed={0: 0, 3: 1})
+
+    return {"fwd": forward, "bwd": backward, "fwd+bwd": both}
+
+
+def _flat_tensors(results: Any) -> tuple[torch.Tensor, ...]:
+    """JAX results as tensors with one token axis."""
+    tensors = (to_torch(result) for result in results)
+    return tuple(tensor.reshape(-1, *tensor.shape[-2:]) for tensor in tensors)

@@ -1,0 +1,1 @@
+"""Experiments beside the benchmarks: recall, models, sums, kernel variants."""

@@ -1,0 +1,1 @@
+"""Fused functions beside their baselines."""

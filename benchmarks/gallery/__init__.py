@@ -1,0 +1,1 @@
+"""The gallery's variants, and the page that shows them."""

@@ -1,0 +1,172 @@
+"""The gallery as a page of the documentation: each variant's code, the tiles it visits, its kernels, its times."""
+
+import inspect
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from benchmarks.gallery.cases import SHOWN
+from benchmarks.harness.plot_style import new_figure
+from benchmarks.harness.records import GalleryTiming, dates_of, read_rows
+from blockdiag.fusion.explain import Explanation, RegionReport, explain
+from blockdiag.fusion.gallery import GROUPS, VARIANTS, Variant
+from blockdiag.interop.targets import compile_target
+
+PAGE, PICTURES = "gallery.md", "gallery"
+PASSES = ("fwd", "fwd+bwd")
+NOT_MEASURED = "-"
+
+# Kernels may depend on the GPU that they are planned for.
+_ARCHITECTURE = 90
+
+_INTRODUCTION = """\
+# Gallery of variants
+
+<!-- Written by `python -m benchmarks gallery-page`: change it there. -->
+
+Each function is plain `jax.numpy` and goes to [`fuse`](fusion.md) as it stands, with the gradients of all floating
+arguments. `blockdiag.fusion.gallery` has them all, with inputs.
+
+- Pictures show which tiles of scores are visited (dark), queries downwards and keys to the right, of the first sequence
+  and head; there is none where all are. Pictures and kernels are those of {tokens:,} tokens in bfloat16, with heads
+  of {head_dim}.
+- Kernels: lines of generated Triton, and of Hopper's own kernels after those that they replace, forward / backward;
+  printed by `explain(function)(*args).source`.
+- Times are of `jax.jit` of the fused function, and the factor is how many times as long XLA takes for the same function
+  as it stands, in the same process; "backward" is the function with all its gradients. {where}
+"""
+
+
+def explanation_of(variant: Variant) -> Explanation:
+    """What `fuse` finds in a variant at the sizes of the page, as it would be planned for Hopper."""
+    with jax.default_device(jax.devices("cpu")[0]), compile_target(_ARCHITECTURE):
+        return explain(variant.scaled)(**variant.make_inputs(jax.random.key(0), SHOWN))
+
+
+def heading_of(variant: Variant) -> str:
+    """What does not depend on the compiler: name, note and code. The fence is one that is not run as an example."""
+    code = textwrap.dedent(inspect.getsource(variant.function)).strip()
+    options = ", ".join(f"`{name}={value}`" for name, value in variant.options.items())
+    note = f"{variant.note} Shown and timed with {options}." if options else variant.note
+    return f"### {variant.name}\n\n{note}\n\n```py\n{code}\n```\n"
+
+
+def times_of(rows: Sequence[GalleryTiming], name: str) -> str:
+    """The cells of a variant's times: inputs, forward, forward and backward."""
+    found = {row.pass_name: row for row in rows if row.variant == name}
+    shape = next((row.shape for row in found.values() if row.ours_ms is not None), NOT_MEASURED)
+    return " | ".join([shape, *(_time(found.get(pass_name)) for pass_name in PASSES)])
+
+
+def _time(row: GalleryTiming | None) -> str:
+    if row is None or row.ours_ms is None:
+        return NOT_MEASURED
+    return f"{row.ours_ms:.3f} ms" + ("" if row.speed_up is None else f", {row.speed_up:.1f}x")
+
+
+def section_of(variant: Variant, explanation: Explanation, rows: Sequence[GalleryTiming]) -> str:
+    """A variant's part of the page."""
+    lines = [heading_of(variant)]
+    lines += ["| tiles skipped | kernels, lines | timed with | forward | backward |", "|---|---|---|---|---|"]
+    lines += [f"| {_skipped(explanation)} | {_kernels(explanation)} | {times_of(rows, variant.name)} |", ""]
+    if picture_of(explanation) is not None:
+        lines += [f"![Tiles of {variant.name}]({PICTURES}/{variant.name}.png)", ""]
+    reasons = dict.fromkeys(row.note for row in rows if row.variant == variant.name and row.note)
+    # Of a place in the source, the file's name is enough.
+    refused = [f"Not fused: {re.sub(r'/[^ :]*/', '', explanation.reason)}."] if explanation.reason else []
+    lines += [f"{reason}\n" for reason in (*refused, *(f"Times: {reason}." for reason in reasons))]
+    return "\n".join(lines)
+
+
+def _skipped(explanation: Explanation) -> str:
+    if explanation.reason is not None:
+        return NOT_MEASURED
+    skipped = statistics.fmean(region.skipped for region in explanation.regions)
+    return f"{skipped:.0%}" if skipped else "none, all visited"
+
+
+def _kernels(explanation: Explanation) -> str:
+    """Lines of each kernel, "39 / 45 + 40"; forward kernels of several regions are added too."""
+    if explanation.reason is not None:
+        return NOT_MEASURED
+    declined = [region.declined for region in explanation.regions if region.declined]
+    if declined:
+        return declined[0]
+    kernels = [(name, text.count("\n")) for region in explanation.regions for name, text in region.kernels.items()]
+    forward = " + ".join(str(lines) for name, lines in kernels if "forward" in name)
+    return f"{forward} / {' + '.join(str(lines) for name, lines in kernels if 'forward' not in name)}"
+
+
+def picture_of(explanation: Explanation) -> RegionReport | None:
+    """The region whose tiles are drawn: the first one that skips any."""
+    return next((region for region in explanation.regions if region.skipped), None)
+
+
+def draw_tiles(region: RegionReport, path: Path) -> None:
+    """The tiles of the first batch index as a small PNG file, the same bytes each time."""
+    figure, (axis,) = new_figure(1, 2.0, 2.0)
+    region.plot(axis)
+    axis.set_xticks([0, region.sizes["k"]])
+    axis.set_yticks([0, region.sizes["q"]])
+    axis.tick_params(labelsize=6)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+def page_of(explanations: Mapping[str, Explanation], rows: Sequence[GalleryTiming]) -> str:
+    """The page of the variants that are explained, by group."""
+    parts = [_INTRODUCTION.format(tokens=SHOWN.query_tokens, head_dim=SHOWN.head_dim, where=_where(rows))]
+    for group, variants in GROUPS.items():
+        shown = [variant for variant in variants if variant.name in explanations]
+        if shown:
+            parts += [f"## {group}\n", *(section_of(variant, explanations[variant.name], rows) for variant in shown)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _where(rows: Sequence[GalleryTiming]) -> str:
+    """Where times were measured, and the median of the factors."""
+    if not rows:
+        return "None were measured yet."
+    row = rows[-1]
+    text = f"Measured on an {row.device} in {row.dtype}, with jax {row.jax} and triton {row.triton}, {dates_of(rows)}."
+    for pass_name, name in zip(PASSES, ("forward", "backward"), strict=True):
+        factors = [one.speed_up for one in rows if one.pass_name == pass_name and one.speed_up is not None]
+        if factors:
+            text += f" Median of {len(factors)} factors, {name}: {statistics.median(factors):.1f}."
+    return text
+
+
+def recorded_times(path: Path) -> list[GalleryTiming]:
+    """Rows of the device that was measured last; none where there is no file."""
+    rows: list[GalleryTiming] = read_rows(path, GalleryTiming) if path.exists() else []
+    return [row for row in rows if row.device == rows[-1].device]
+
+
+def write_gallery(
+    folder: Path, rows: Sequence[GalleryTiming], names: Sequence[str], *, say: Callable[[str], None] = print
+) -> Path:
+    """Write the page of some variants, and their pictures; pictures that the page does not show are deleted.
+
+    Returns:
+        The page's path.
+    """
+    explanations, drawn = {}, set()
+    for name in names:
+        explanations[name] = explanation = explanation_of(VARIANTS[name])
+        region = picture_of(explanation)
+        if region is not None:
+            path = folder / PICTURES / f"{name}.png"
+            draw_tiles(region, path)
+            drawn.add(path)
+        say(f"{name}: {_skipped(explanation)}, {_kernels(explanation)}")
+    for path in (folder / PICTURES).glob("*.png"):
+        if path not in drawn:
+            path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / PAGE
+    page.write_text(page_of(explanations, rows), encoding="utf-8")
+    return page

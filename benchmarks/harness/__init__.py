@@ -1,0 +1,1 @@
+"""What all benchmarks share: clocks, records, reports, the style of pictures."""

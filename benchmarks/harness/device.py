@@ -1,0 +1,99 @@
+"""The GPU as PyTorch and JAX share it: its name and memory, arrays of both, CUDA graphs."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.harness.failures import WrongResult
+
+
+def relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
+    """||output - exact|| / ||exact||; infinite when the output holds NaN or Inf."""
+    if output.shape != exact.shape:
+        raise WrongResult(f"result has shape {tuple(output.shape)}, expected {tuple(exact.shape)}")
+    wide = torch.promote_types(output.dtype, exact.dtype)
+    difference = torch.linalg.vector_norm(output.to(wide) - exact.to(wide))
+    error = float(difference / torch.linalg.vector_norm(exact))
+    return error if error == error else float("inf")
+
+
+def poison(like: Sequence[torch.Tensor]) -> None:
+    """Fill memory that the next outputs are likely to get with NaN, so that rows nobody writes are noticed."""
+    import jax
+    import jax.numpy as jnp
+
+    for tensor in like:
+        torch.full_like(tensor, torch.nan)
+        jax.block_until_ready(jnp.full(tensor.shape, jnp.nan, jnp.bfloat16))
+
+
+def release_memory() -> None:
+    """Give unused device memory back, so that one framework's cache does not starve the other."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def device_name() -> str:
+    """The GPU that rows name."""
+    return torch.cuda.get_device_name()
+
+
+def to_jax(tensor: torch.Tensor) -> Any:
+    """The tensor's memory as a JAX array; the tensor must not be written afterwards."""
+    import jax
+
+    return jax.dlpack.from_dlpack(tensor.contiguous())
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    """A JAX array's memory as a tensor, once it is computed."""
+    return torch.from_dlpack(array.block_until_ready())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One pass, ready to be timed.
+
+    Attributes:
+        run: queues the work once; returns its results.
+        tensors: turns the results into torch tensors shaped like the workload's: those of output, dQ, dK and dV that
+            the pass has.
+        peak_bytes: device memory of one call beyond its inputs and outputs.
+        note: what the CSV should say beside the numbers.
+        calls: how often one `run` does the work.
+        chain: makes the same pass with `run` doing the work several times in a row, for the clock; may raise.
+    """
+
+    run: Callable[[], Any]
+    tensors: Callable[[Any], tuple[torch.Tensor, ...]]
+    peak_bytes: int | None
+    note: str = ""
+    calls: int = 1
+    chain: "Callable[[], Prepared] | None" = None
+
+
+def torch_peak_bytes(run: Callable[[], tuple[torch.Tensor, ...]]) -> int | None:
+    """Device memory of one call beyond what was allocated before and what it returns; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = run()
+    torch.cuda.synchronize()
+    returned = sum(result.untyped_storage().nbytes() for result in results)
+    return max(0, torch.cuda.max_memory_allocated() - before - returned)
+
+
+def captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """A CUDA graph of calls, one after the other, whose kernels are loaded: what a decode step is in a server."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    return graph.replay

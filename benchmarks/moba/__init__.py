@@ -1,0 +1,1 @@
+"""MoBA beside its baselines."""

@@ -1,0 +1,107 @@
+"""Calls of paged attention that can be timed: kernels launched natively, calls through JAX, and baselines."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness.compiled import custom_calls
+from benchmarks.harness.failures import ChainBroken
+from benchmarks.paged.arrays import Tensors
+from benchmarks.paged.cases import PagedCase
+
+type Launch = Callable[..., tuple[torch.Tensor, ...]]
+
+SDPA_BACKENDS = {"torch-fa2": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
+JAX_CUDNN = "jax-cudnn"
+BASELINES = (*SDPA_BACKENDS, JAX_CUDNN)
+
+
+def launch_steps(case: PagedCase) -> Sequence[Any]:
+    """The kernel launches of a case, each of which reads arrays by name and adds those that it writes."""
+    from blockdiag.triton_kernels.append.plans import AppendLaunch
+    from blockdiag.triton_kernels.moba_paged.plans import steps
+    from blockdiag.triton_kernels.paged.plans import PagedLaunch
+
+    if case.group == "append":
+        return (AppendLaunch(case.append_problem()),)
+    if case.block_size is not None:
+        return steps(case.moba_problem())
+    problem = case.problem()
+    launches = (PagedLaunch(problem, "splits"), PagedLaunch(problem, "merge"))
+    return launches[: 1 if problem.num_splits == 1 else 2]
+
+
+def run_steps(steps: Sequence[Any], arrays: Tensors, launch: Launch) -> Tensors:
+    """The arrays of a call and those that its launches write."""
+    found = dict(arrays)
+    for step in steps:
+        results = launch(step, *(found[name] for name in step.input_names))
+        found.update(zip(step.output_names, results, strict=True))
+    return found
+
+
+def sdpa_call(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """torch's attention of query [B, T, N, H] to a contiguous cache [B, S, K, H], all keys seen."""
+    query, key, value = (array.transpose(1, 2) for array in (query, key, value))
+    with sdpa_kernel(backend):
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    return output.transpose(1, 2)
+
+
+def jax_attention(case: PagedCase, implementation: str) -> Callable[..., Any]:
+    """Output and log-sum-exp of `paged_attention`, or of MoBA, from a query and the other arrays by name."""
+    from blockdiag.ops.moba_paged.api import moba_paged_attention
+    from blockdiag.ops.paged.api import paged_attention
+
+    def attend(query: Any, arrays: Mapping[str, Any]) -> Any:
+        cache = (arrays["key"], arrays["value"], arrays["page_table"], arrays["kv_lengths"])
+        options: dict[str, Any] = {
+            "key_scale": arrays.get("key_scale", arrays.get("score_scale")),
+            "value_scale": arrays.get("value_scale"),
+            "implementation": implementation,
+            "return_residual": True,
+        }
+        if case.block_size is not None:
+            options |= {"block_size": case.block_size, "top_k": case.top_k}
+            return moba_paged_attention(query, *cache, arrays["centroids"], **options)
+        return paged_attention(query, *cache, num_splits=case.splits, **options)
+
+    return attend
+
+
+def jax_cudnn_attention(query: Any, arrays: Mapping[str, Any]) -> Any:
+    """Attention of query [B, 1, N, H] to a contiguous cache by cuDNN; it has no log-sum-exp."""
+    import jax
+
+    return jax.nn.dot_product_attention(query, arrays["key"], arrays["value"], implementation="cudnn"), None
+
+
+def jax_program(attend: Callable[..., Any], arrays: Mapping[str, Any], calls: int) -> tuple[Any, Callable[[], Any]]:
+    """Output and log-sum-exp of one call, and a compiled program of several, each of which takes the output before as
+    its query, so that a program lasts longer than the host needs to queue it.
+
+    Raises:
+        ChainBroken: the program does not launch what so many calls launch.
+    """
+    import jax
+
+    def chained(query: Any, rest: Mapping[str, Any]) -> Any:
+        for _ in range(calls):
+            query = attend(query, rest)[0].astype(query.dtype)
+        return query
+
+    query, rest = arrays["query"], {name: array for name, array in arrays.items() if name != "query"}
+    single = jax.jit(attend).lower(query, rest).compile()
+    program = jax.jit(chained).lower(query, rest).compile()
+    expected, found = (_launched(compiled.as_text() or "") for compiled in (single, program))
+    if found != {name: calls * count for name, count in expected.items()}:
+        raise ChainBroken(f"one call launches {expected}, {calls} calls in one program launch {found}")
+    return single(query, rest), lambda: program(query, rest)
+
+
+def _launched(text: str) -> dict[str, int]:
+    """Custom calls of a compiled program, those that only tell XLA something left out."""
+    return {name: count for name, count in custom_calls(text).items() if not re.search("annotate|Sharding", name)}

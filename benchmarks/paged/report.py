@@ -1,0 +1,92 @@
+"""Tables of paged attention for the terminal."""
+
+from collections.abc import Callable, Sequence
+
+from rich.table import Table
+
+from benchmarks.harness.records import PagedTiming
+from benchmarks.paged.cases import CACHE_LABELS, PAGE_SIZES
+
+
+def decode_table(rows: Sequence[PagedTiming]) -> Table:
+    """Rows of one workload of group "decode": a line per implementation and cache, a column per page size."""
+    first = rows[0]
+    shape = f"{first.batch} x {first.kv_length:,} keys, heads {first.query_heads}/{first.key_heads}, H{first.head_dim}"
+    table = _table(f"{first.workload}: {shape}   (us, TB/s of the cache read once)", ["implementation", "cache"])
+    for name in (*(f"pages of {size}" for size in PAGE_SIZES), "contiguous", "floor", "error"):
+        table.add_column(name, justify="right")
+    for name, cache in dict.fromkeys((row.implementation, row.cache) for row in rows):
+        found = {row.page_size: row for row in rows if (row.implementation, row.cache) == (name, cache)}
+        if any(row.median_us is not None for row in found.values()):
+            errors = [row.relative_error for row in found.values() if row.relative_error is not None]
+            floor = next((row.floor_us for row in found.values() if row.floor_us is not None), None)
+            table.add_row(
+                name,
+                CACHE_LABELS[cache],
+                *(_cell(found.get(size)) for size in (*PAGE_SIZES, None)),
+                "-" if floor is None else f"{floor:.1f}",
+                f"{max(errors):.1e}" if errors else "-",
+            )
+    return table
+
+
+def splits_table(rows: Sequence[PagedTiming]) -> Table:
+    """Rows of group "splits": a line per number of splits, a column per workload and cache; the choice is marked."""
+    table = _table("splits   (us, TB/s; * is what the library chooses)", ["splits"])
+    columns = list(dict.fromkeys((row.workload, row.cache) for row in rows))
+    for workload, cache in columns:
+        table.add_column(f"{workload} {CACHE_LABELS[cache]}", justify="right")
+    for splits in sorted({row.splits for row in rows if row.splits is not None}):
+        cells = []
+        for key in columns:
+            here = [row for row in rows if (row.workload, row.cache) == key and row.splits == splits]
+            # Where the choice is one of the powers of two, it was measured twice.
+            here.sort(key=lambda row: -(row.is_chosen or 0))
+            cells.append(_cell(here[0]) + ("*" if here[0].is_chosen else " ") if here else "")
+        table.add_row(str(splits), *cells)
+    return table
+
+
+def others_table(group: str, rows: Sequence[PagedTiming]) -> Table:
+    """Rows of any other group: a line each."""
+    table = _table(f"{group}   (us, TB/s of what must be read)", ["case", "implementation"])
+    readers: dict[str, Callable[[PagedTiming], str]] = {
+        "time": _cell,
+        "p20 to p80": lambda row: "-" if row.p20_us is None else f"{row.p20_us:.2f} to {row.p80_us:.2f}",
+        "T": lambda row: str(row.query_tokens),
+        "splits": lambda row: "-" if row.splits is None else str(row.splits),
+        "floor": lambda row: "-" if row.floor_us is None else f"{row.floor_us:.2f}",
+        "error": lambda row: "-" if row.relative_error is None else f"{row.relative_error:.1e}",
+    }
+    for name in readers:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row.case, row.implementation, *(read(row) for read in readers.values()))
+    return table
+
+
+def paged_tables(rows: Sequence[PagedTiming]) -> list[Table]:
+    """All tables of the rows of one group."""
+    group = rows[0].group
+    if group == "decode":
+        workloads = dict.fromkeys(row.workload for row in rows)
+        return [decode_table([row for row in rows if row.workload == name]) for name in workloads]
+    return [splits_table(rows) if group == "splits" else others_table(group, rows)]
+
+
+def paged_reasons(rows: Sequence[PagedTiming]) -> list[str]:
+    """A line per row that was not measured."""
+    return [f"{row.implementation}, {row.case}: {row.note}" for row in rows if row.median_us is None]
+
+
+def _table(title: str, left: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in left:
+        table.add_column(name)
+    return table
+
+
+def _cell(row: PagedTiming | None) -> str:
+    if row is None or row.median_us is None:
+        return "-"
+    return f"{row.median_us:.1f}" + ("" if row.tb_per_s is None else f"  {row.tb_per_s:.2f}")

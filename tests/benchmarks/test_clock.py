@@ -1,0 +1,74 @@
+"""Chained programs for the clock, and errors beside FlashAttention 2's, with made-up implementations."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks.block_diagonal.accuracy import measure_errors
+from benchmarks.block_diagonal.cases import CASES
+from benchmarks.block_diagonal.exact import exact_attention
+from benchmarks.block_diagonal.implementations import (
+    Implementation,
+    PassMakers,
+    _chained,
+    address_table_bytes,
+    jit_passes,
+)
+from benchmarks.block_diagonal.workload import Workload, make_workload
+from benchmarks.harness.device import Prepared
+from benchmarks.harness.failures import ChainBroken
+from benchmarks.harness.records import environment
+
+
+def _scaled(factor: float) -> Implementation:
+    """An implementation whose results are the oracle's and `factor` ulps of bfloat16 beside."""
+
+    def passes(workload: Workload) -> PassMakers:
+        exact = exact_attention(workload.case, *workload.inputs, workload.cotangent, workload.tables)
+        results = tuple(tensor.float() * (1 + factor * 2**-8) for tensor in exact)
+        return {"fwd+bwd": lambda: Prepared(lambda: results, tuple, None)}
+
+    return Implementation("torch-fa2" if factor == 1 else "triton", "torch", True, passes)
+
+
+def test_errors_are_compared_seed_by_seed():
+    case = next(iter(CASES.values())).shrunk((64, 64))
+    implementations = [_scaled(2.0), _scaled(1.0)]
+    rows = measure_errors([case], implementations, environment("cpu"), seeds=3, device="cpu")
+    ours = [row for row in rows if row.implementation == "triton"]
+    assert len(ours) == 4
+    for row in ours:
+        assert row.mean_over_flash == pytest.approx(2.0, rel=1e-3)
+        assert row.max_over_flash == pytest.approx(2.0, rel=1e-3)
+        assert row.mean_over_flash_se < 1e-3
+    assert all(row.mean_over_flash is None for row in rows if row.implementation == "torch-fa2")
+
+
+def _attend(query, key, value, extra):
+    """Something like attention whose backward is one expression per gradient."""
+    del extra
+    return query * key + value
+
+
+def test_a_chain_without_custom_calls_is_refused():
+    """Whether calls of a chain were merged can only be told from custom calls."""
+    case = next(iter(CASES.values())).shrunk((64, 64))
+    workload = make_workload(case, seed=0, device="cpu")
+    prepared = jit_passes(_attend, workload, keeps_residuals=False, is_chained=True)["fwd"]()
+    assert prepared.calls == 1
+    with pytest.raises(ChainBroken, match="20 calls"):
+        prepared.chain()
+
+
+def test_chained_calls_feed_on_each_other():
+    program = _chained(lambda a, b: (a + b, a * b), {0: 1, 1: 0}, 3)
+    assert program(1, 2) == (2 + 3 + 6, (2 + 3) * 6)
+
+
+def test_address_tables_are_those_of_calls_with_several_results():
+    program = """
+      %one = bf16[64,8,128]{2,1,0:T(8)} custom-call(%a), custom_call_target="x"
+      %three = (bf16[64,8,128]{2,1,0:T(8)}, bf16[64,8,128]{2,1,0}, f32[]) custom-call(%a, %b), custom_call_target="x"
+      ROOT %tuple = (bf16[64,8,128]{2,1,0}, f32[]) tuple(%one, %c)
+    """
+    assert address_table_bytes(program) == 24

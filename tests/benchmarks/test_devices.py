@@ -1,0 +1,66 @@
+"""The benchmark of several devices, on devices that the CPU pretends to be."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+
+from benchmarks.devices import command as bench_devices
+from benchmarks.devices import measure as devices
+from benchmarks.harness.records import DeviceTiming, environment, read_rows
+
+SHARED = devices.SMALL_CASES[0]
+SEQUENCE, FUSED = devices.SMALL_SEQUENCE_CASES
+
+
+def test_every_mesh_and_division_has_a_row_without_collectives():
+    rows = list(devices.measure_devices(environment("cpu"), [SHARED], rounds=1))
+    found = {(row.division, row.mesh) for row in rows}
+    assert found == {(division, mesh) for division in devices.DIVISIONS for mesh in ("one device", *devices.MESHES)}
+    assert all(row.collectives == "" and row.median_ms and row.perfect_ms and not row.note for row in rows)
+    assert {row.devices for row in rows if row.mesh != "one device"} == {jax.device_count()}
+
+
+def test_strategies_and_their_exchanges_have_rows():
+    small = dataclasses.replace(SEQUENCE, tokens=1024)
+    rows = {row.mesh: row for row in devices.measure_sequences(environment("cpu"), [small], rounds=1)}
+    assert list(rows) == ["one device", "ulysses", "gather", "exchanges alone"]
+    assert rows["one device"].collectives == ""
+    assert "all-to-all" in rows["ulysses"].collectives
+
+
+def test_fused_sequence_with_groups_of_query_heads_has_the_same_rows():
+    rows = {row.mesh: row for row in devices.measure_sequences(environment("cpu"), [FUSED], rounds=1)}
+    assert list(rows) == ["one device", "ulysses", "gather", "exchanges alone"]
+    assert rows["ulysses"].collectives == rows["exchanges alone"].collectives == "all-to-all:8"
+
+
+def test_wrong_results_are_refused():
+    right = [jax.numpy.ones((1, 8, 2, 4))]
+    with pytest.raises(ArithmeticError, match="results of a device differ"):
+        devices._check([right[0] + 0.1], right)
+    with pytest.raises(ArithmeticError, match=r"a device has \(1, 8, 2, 4\) of the results, not \(1, 4, 2, 4\)"):
+        devices._check(right, [right[0][:, :4]])
+    with pytest.raises(ArithmeticError, match="results of a device differ"):
+        devices._check_whole([right[0] + 0.1], right)
+
+
+def test_command_prints_and_keeps_every_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "SMALL_CASES", ())
+    monkeypatch.setattr(devices, "SMALL_SEQUENCE_CASES", (dataclasses.replace(SEQUENCE, tokens=1024),))
+    console = Console(record=True, width=200)
+    bench_devices.smoke_devices(console, tmp_path)
+    assert "ulysses" in console.export_text()
+    assert len(read_rows(tmp_path / "devices_smoke.csv", DeviceTiming)) == 4
+
+
+def test_unknown_cases_are_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"`--cases` must be some of shards, sequences, .*, got heads"):
+        bench_devices.bench_devices(Console(), tmp_path / "x.csv", cases="heads", rounds=1, deadline=0.0)
+
+
+def test_recorded_rows_are_read():
+    rows = read_rows(Path(__file__).parents[2] / "benchmarks" / "results" / "devices.csv", DeviceTiming)
+    assert {row.mesh for row in rows} >= {"one device", *devices.MESHES}

@@ -1,0 +1,401 @@
+"""The MoBA benchmark's arithmetic, checks, files and figures, at sizes that take no time."""
+
+import dataclasses
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.harness.compiled import custom_calls
+from benchmarks.harness.failures import ChainBroken, WrongResult
+from benchmarks.harness.kernels import compile_one, different_kernels
+from benchmarks.harness.programs import compile_program
+from benchmarks.harness.records import MoBATiming, merge_rows, read_rows
+from benchmarks.harness.roofs import Roofs
+from benchmarks.moba.cases import MOBA_CASES, MOBA_PASSES, MoBACase, select_moba_cases
+from benchmarks.moba.check import check_choice, check_sample, float32_attention, random_operands
+from benchmarks.moba.programs import Passes, launch_specs
+from benchmarks.moba.recorded import RECORDED, recorded_rows, shape_of
+from benchmarks.moba.targets import ROUTING_SHARE, judge_moba
+from blockdiag.ops.moba.api import moba_attention, moba_routing
+from blockdiag.triton_kernels.launch.plan import Target
+
+WHERE = dict(zip(("device", "driver", "jax", "jaxlib", "torch", "triton", "date"), "abcdefg", strict=True))
+SMALL = MoBACase(name="small", tokens=100, batch=2, query_heads=4, key_heads=2, head_dim=16, block_size=16, top_k=3)
+
+
+def timing(case: str, pass_name: str, implementation: str, milliseconds: float | None, **others) -> MoBATiming:
+    known = MOBA_CASES.get(case, SMALL)
+    fields = {**shape_of(known), **WHERE, **others}
+    return MoBATiming(
+        op="moba", pass_name=pass_name, case=case, implementation=implementation, median_ms=milliseconds, **fields
+    )
+
+
+def test_useful_work_is_that_of_the_mask():
+    past = np.arange(SMALL.tokens) // SMALL.block_size
+    # Which blocks are chosen does not matter, as all but the last, which is never chosen, are full: the first ones.
+    is_chosen = np.arange(SMALL.num_blocks)[None, :] < np.minimum(past, SMALL.top_k - 1)[:, None]
+    is_chosen[np.arange(SMALL.tokens), past] = True
+    mask = np.repeat(is_chosen, SMALL.block_size, axis=1)[:, : SMALL.tokens] & np.tri(SMALL.tokens, dtype=bool)
+    assert SMALL.seen_keys == 2 * mask.sum()
+    product = 2 * 16 * 4 * 2 * mask.sum()
+    assert SMALL.useful_flops("bwd") == 5 * product
+    assert SMALL.useful_flops("fwd") - SMALL.useful_flops("routing") == 2 * product
+    assert SMALL.useful_flops("routing") == 2 * 16 * 4 * 2 * past.sum()
+    assert SMALL.useful_flops("fwd+bwd") == SMALL.useful_flops("fwd") + SMALL.useful_flops("bwd")
+
+
+def test_bytes_count_each_array_once():
+    query, key = 2 * 100 * 4 * 16 * 2, 2 * 100 * 2 * 16 * 2
+    assert SMALL.useful_bytes("fwd") == 2 * query + 2 * key
+    assert SMALL.useful_bytes("bwd") == 4 * query + 4 * key
+    assert SMALL.useful_bytes("routing") == query + key + 4 * 4 * SMALL.chosen_blocks
+
+
+def test_floor_is_the_longer_of_arithmetic_and_traffic():
+    slow_memory = SMALL.floor_ms("fwd", matmul_tflops=1e9, copy_gb_per_s=1.0)
+    assert slow_memory == pytest.approx(SMALL.useful_bytes("fwd") / 1e6)
+    slow_products = SMALL.floor_ms("bwd", matmul_tflops=1e-3, copy_gb_per_s=1e9)
+    assert slow_products == pytest.approx(SMALL.useful_flops("bwd") / 1e6)
+    rates = {"matmul_tflops": 1.0, "copy_gb_per_s": 1.0}
+    both = sum(SMALL.floor_ms(name, **rates) for name in ("fwd", "bwd"))
+    assert SMALL.floor_ms("fwd+bwd", **rates) == pytest.approx(both)
+
+
+def test_a_known_row_has_the_known_arithmetic():
+    case = MOBA_CASES["n64k"]
+    assert (case.useful_flops("fwd") - case.useful_flops("routing")) / 1e12 == pytest.approx(1.02, rel=0.01)
+    assert case.useful_flops("routing") / 1e12 == pytest.approx(0.14, rel=0.03)
+
+
+def test_cases_are_selected_by_name():
+    assert [case.name for case in select_moba_cases("n8k, n64k")] == ["n8k", "n64k"]
+    assert len(select_moba_cases(None)) == len(MOBA_CASES)
+    with pytest.raises(ValueError, match="`cases` must name some of"):
+        select_moba_cases("n8")
+
+
+def test_recorded_figures_are_rows_with_a_source():
+    found = {(row.case, row.implementation, row.pass_name): row for row in recorded_rows()}
+    assert found["n64k", "flashmoba-measured", "fwd"].median_ms == pytest.approx(45.959)
+    assert found["n64k", "flashmoba-measured", "fwd+bwd"].median_ms == 60.252
+    assert found["n64k", "flashmoba-measured", "fwd+bwd"].peak_bytes == round(5.08 * 2**30)
+    assert found["n512k", "flashmoba-published", "fwd+bwd"].median_ms == 1620.0
+    assert ("n512k", "flashmoba-published", "fwd") not in found
+    for row in found.values():
+        assert row.note.startswith(("published", "recorded")) and "(" in row.device
+    for recorded in RECORDED:
+        times = recorded.times()
+        if {"fwd", "bwd", "fwd+bwd"} <= set(times):
+            assert times["fwd"] + times["bwd"] == pytest.approx(times["fwd+bwd"], rel=0.02), recorded
+
+
+def test_rows_survive_the_file_and_replace_their_likes(tmp_path):
+    path = tmp_path / "folder" / "moba.csv"
+    merge_rows(path, MoBATiming, recorded_rows())
+    rows = [timing("n8k", "fwd", "triton", 1.0, extra_bytes=5, note="a, b"), timing("n8k", "bwd", "triton", None)]
+    merge_rows(path, MoBATiming, rows)
+    merge_rows(path, MoBATiming, [timing("n8k", "bwd", "triton", 2.0)])
+    found = [row for row in read_rows(path, MoBATiming) if row.implementation == "triton"]
+    assert found == [rows[0], timing("n8k", "bwd", "triton", 2.0)]
+    assert len(read_rows(path, MoBATiming)) == len(recorded_rows()) + 2
+
+
+def test_verdicts_compare_with_the_limits():
+    rows = [
+        timing("n64k", "routing", "triton", 2.0),
+        timing("n64k", "fwd", "triton", 6.0, extra_bytes=4 * 2**30, relative_error=2.1e-3),
+        timing("n64k", "bwd", "triton", 8.5, relative_error=4e-3),
+        timing("n64k", "fwd+bwd", "triton", 14.5),
+        timing("n64k", "fwd+bwd", "torch-cudnn", 221.0),
+        timing("block512_k2_64k", "fwd+bwd", "triton", 300.0),
+        timing("n8k", "fwd+bwd", "triton", 1.8),
+        timing("n8k", "fwd+bwd", "torch-cudnn", 1.0),
+    ]
+    found = {verdict.name: verdict for verdict in judge_moba(rows)}
+    assert found["n64k fwd+bwd: ms"].is_met and found["n64k fwd: ms"].is_met and found["n64k routing: ms"].is_met
+    assert not found["n64k bwd: ms"].is_met
+    share = found["n64k: routing over forward"]
+    assert share.value == pytest.approx(1 / 3) and share.limit == ROUTING_SHARE and not share.is_met
+    assert not found["n64k fwd: GiB beyond inputs and outputs"].is_met
+    assert found["n64k fwd: relative error against float32"].is_met
+    assert not found["n64k bwd: relative error against float32"].is_met
+    assert found["n64k fwd+bwd: time over dense cuDNN"].is_met
+    # Another case over arrays of the same shape is compared with the same dense time; 8,192 tokens are not judged.
+    assert found["block512_k2_64k fwd+bwd: time over dense cuDNN"].value == pytest.approx(300 / 221)
+    assert "n8k fwd+bwd: time over dense cuDNN" not in found
+    assert found["n8k: routing over forward"].value is None and not found["n8k: routing over forward"].is_met
+
+
+def test_what_must_run_is_judged_by_running():
+    (verdict,) = [
+        verdict
+        for verdict in judge_moba([timing("n512k_b1", "fwd+bwd", "triton", None, note="failed")])
+        if "runs" in verdict.name
+    ]
+    assert not verdict.is_met
+    rows = [timing("n512k_b1", "fwd+bwd", "triton", 500.0)]
+    assert any("runs" in verdict.name and verdict.is_met for verdict in judge_moba(rows))
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """Operands, routing and results of a small case."""
+    operands = random_operands(SMALL, seed=1)
+    options = {"block_size": SMALL.block_size, "top_k": SMALL.top_k, "implementation": "xla"}
+    routing = moba_routing(operands[0], operands[1], **options)
+    return operands, routing, Passes(SMALL, "xla", operands).make("fwd+bwd").run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_check_of_a_sample_accepts_what_is_right(computed, seed):
+    operands, routing, results = computed
+    check_sample(SMALL, routing.indices, operands, results, seed=seed)
+
+
+@pytest.mark.parametrize(("position", "name"), [(0, "output"), (1, "log-sum-exp"), (2, "dQ"), (3, "dK"), (4, "dV")])
+def test_the_check_of_a_sample_refuses_each_wrong_result(computed, position, name):
+    operands, routing, results = computed
+    wrong = [result * jnp.asarray(1.1, result.dtype) if i == position else result for i, result in enumerate(results)]
+    with pytest.raises(WrongResult, match=name):
+        check_sample(SMALL, routing.indices, operands, tuple(wrong))
+
+
+def test_a_result_that_is_not_a_number_is_refused(computed):
+    operands, routing, results = computed
+    with pytest.raises(WrongResult, match="dV"):
+        check_sample(SMALL, routing.indices, operands, (*results[:4], results[4] * jnp.nan))
+
+
+def test_choices_that_are_not_the_best_are_refused():
+    keys = np.repeat(np.arange(1.0, 8.0), 16)[:100, None] * np.ones((1, 2))
+    query = np.ones((100, 2))
+    own = np.arange(100)[:, None] // 16
+    chosen = np.where(own >= np.arange(3), own - np.arange(3), -1)
+    rows = np.arange(100)
+    check_choice(SMALL, query, keys, chosen, rows)
+    for row, wrong in ((99, [6, 5, 3]), (99, [6, 5, 5]), (99, [6, 5, -1]), (99, [5, 4, 3]), (40, [2, 1, 3])):
+        changed = chosen.copy()
+        changed[row] = wrong
+        with pytest.raises(WrongResult, match=f"query {row}"):
+            check_choice(SMALL, query, keys, changed, rows)
+
+
+def test_float32_attention_is_the_reference_under_the_routing():
+    operands = [array.astype(jnp.float32) for array in random_operands(SMALL, seed=2)[:3]]
+    options = {"block_size": SMALL.block_size, "top_k": SMALL.top_k}
+    routing = moba_routing(*operands[:2], **options, implementation="xla")
+    wanted = moba_attention(*operands, **options, routing=routing, implementation="xla")[0]
+    found = float32_attention(SMALL, routing.to_pattern()[0])(*(array[0] for array in operands))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def cholesky_program():
+    """A program with one custom call."""
+    return compile_program(lambda x: jnp.linalg.cholesky(x, symmetrize_input=False), 8 * jnp.eye(8))
+
+
+def test_a_chain_has_the_kernels_of_all_its_calls():
+    program = cholesky_program()
+    assert program.note.endswith(" x1")
+    chain = program.chain(3)
+    assert chain.calls == 3 and "programs of 3 calls" in chain.note
+    # The first number of the matrix is another one in later calls.
+    assert program.run()[0, 0] > 1 > chain.run()[0, 0] > 0
+
+
+def test_a_chain_that_lost_calls_is_refused(monkeypatch):
+    program = cholesky_program()
+    monkeypatch.setattr("benchmarks.harness.programs._chained", lambda function, calls: function)
+    with pytest.raises(ChainBroken, match="x1"):
+        program.chain(3)
+
+
+def test_custom_calls_are_counted_by_target():
+    text = 'a = f32[] custom-call(b), custom_call_target="one"\nc = f32[] custom-call(a), custom_call_target="one"'
+    assert custom_calls(text) == {"one": 2}
+
+
+def test_kernels_are_found_by_tracing_and_shared_by_lengths():
+    pytest.importorskip("triton")
+    cases = [MOBA_CASES["n8k"], MOBA_CASES["n16k"]]
+    first, second = (launch_specs(case) for case in cases)
+    names = {spec.name for spec in first}
+    assert any("forward" in name for name in names) and any("backward" in name for name in names)
+    different, reasons = different_kernels([*first, *second], Target(90, 132))
+    assert reasons == []
+    # Launches for some heads and for others share a kernel too.
+    assert len(names) <= len(different) < len(first) + len(second)
+
+
+def test_a_kernel_that_cannot_be_planned_is_a_line():
+    class Broken:
+        name = "broken"
+
+        def plan(self, target):
+            raise ValueError(f"nothing for {target.arch}")
+
+    pytest.importorskip("triton")
+    assert different_kernels([Broken()], Target(90, 132)) == ([], ["broken: ValueError: nothing for 90"])
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_what_is_compiled_ahead_is_on_disk_as_launches_need_it(binary, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    from blockdiag.triton_kernels.launch import compile as compile_module
+    from tests.interop.bridge_kernels import AddSpec
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_module, "_compiled", {})
+    assert compile_one(AddSpec(1000), Target(90, 132), binary) == ""
+    assert [path.stat().st_size > 0 for path in tmp_path.rglob("*.cubin")] == [binary]
+
+
+@pytest.fixture(scope="module")
+def measure():
+    pytest.importorskip("torch")
+    from benchmarks.moba import measure as moba_measure
+
+    return moba_measure
+
+
+def settings_of(measure, **options):
+    defaults = {"rounds": 2, "batch_ms": 1e-9, "implementation": "xla", "device": "cpu", "baselines": ("torch-fa2",)}
+    return measure.MoBASettings(deadline=time.monotonic() + 60, say=lambda line: None, **{**defaults, **options})
+
+
+def measured_rows(measure, **options):
+    from benchmarks.harness.records import environment
+
+    roofs = Roofs(copy_gb_per_s=100.0, stream_gb_per_s=100.0, matmul_tflops=0.1)
+    rows = measure.measure_moba_case(SMALL, environment("cpu"), roofs, settings_of(measure, **options))
+    return {(row.implementation, row.pass_name): row for row in rows}
+
+
+def test_a_pass_that_fails_is_a_row_and_the_others_go_on(measure, monkeypatch):
+    def make(self, pass_name):
+        if pass_name == "bwd":
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return compile_program(lambda x: x + 1.0, jnp.zeros(8))
+
+    errors = {"output": 1e-3, "dQ": 2e-3, "dK": 3e-3, "dV": 1e-3}
+    monkeypatch.setattr(measure, "_check", lambda passes, results, seed: None)
+    monkeypatch.setattr(measure, "errors_at", lambda *_, **__: errors)
+    monkeypatch.setattr(Passes, "make", make)
+    rows = measured_rows(measure)
+    assert "out of memory" in rows["xla", "bwd"].note and rows["xla", "bwd"].median_ms is None
+    assert rows["xla", "fwd"].median_ms > 0 and rows["xla", "fwd"].relative_error == 1e-3
+    assert rows["xla", "fwd+bwd"].relative_error == 3e-3
+    assert rows["xla", "routing"].ratio_to_floor > 0
+    assert rows["xla", "fwd"].peak_bytes == rows["xla", "fwd"].extra_bytes + sum(SMALL.operand_bytes("fwd"))
+    assert all(rows["torch-fa2", name].median_ms > 0 for name in ("fwd", "bwd", "fwd+bwd"))
+
+
+def test_nothing_is_timed_without_the_check(measure, monkeypatch):
+    def refuse(passes, results, seed):
+        raise WrongResult("output: relative error 1")
+
+    monkeypatch.setattr(measure, "_check", refuse)
+    monkeypatch.setattr(measure, "errors_at", lambda *_, **__: pytest.fail("never reached"))
+    monkeypatch.setattr(measure, "_errors", lambda case, settings: "no errors")
+    monkeypatch.setattr(Passes, "make", lambda self, name: compile_program(lambda x: x + 1.0, jnp.zeros(8)))
+    rows = measured_rows(measure, baselines=())
+    assert all(row.median_ms is None and "WrongResult" in row.note for row in rows.values())
+
+
+def test_dense_attention_is_left_out_beyond_its_length(measure, monkeypatch):
+    monkeypatch.setattr(measure, "_prepare_ours", lambda case, tensors, settings: [])
+    monkeypatch.setattr(measure, "_errors", lambda case, settings: "no errors")
+    rows = measured_rows(measure, dense_tokens=64)
+    assert all(row.note == "not run: dense attention is timed up to 64 tokens" for row in rows.values())
+    spent = settings_of(measure)
+    spent = dataclasses.replace(spent, deadline=time.monotonic() - 1)
+    tensors = measure._tensors(SMALL, spent)
+    entries = measure._prepare_dense(SMALL, "torch-fa2", tensors, spent, 0)
+    assert all("time budget" in entry.note for entry in entries)
+
+
+def test_errors_are_computed_once_for_all_lengths(measure, monkeypatch):
+    asked = []
+
+    def errors_at(case, implementation, tokens, *, seed):
+        asked.append(tokens)
+        if len(asked) == 1:
+            raise RuntimeError("first time")
+        return {"output": 1.0}
+
+    monkeypatch.setattr(measure, "errors_at", errors_at)
+    settings = settings_of(measure)
+    assert "first time" in measure._errors(MOBA_CASES["n8k"], settings)
+    assert measure._errors(MOBA_CASES["n8k"], settings) == {"output": 1.0}
+    assert measure._errors(MOBA_CASES["n512k_b1"], settings) == {"output": 1.0}
+    assert len(asked) == 2
+    measure._errors(MOBA_CASES["d64_n32_64k"], settings)
+    assert len(asked) == 3
+
+
+def test_long_cases_of_other_heads_are_compared_with_one_baseline(measure):
+    entries = measure._prepare_dense(MOBA_CASES["gqa32_8_64k"], "torch-fa2", (), settings_of(measure), 0)
+    assert all("only torch-cudnn is timed" in entry.note for entry in entries)
+    assert MOBA_CASES["n64k"].is_usual and not MOBA_CASES["block64_k16_16k"].is_usual
+
+
+def test_cases_after_the_end_of_the_budget_are_rows_and_replace_none(measure, monkeypatch, tmp_path):
+    from rich.console import Console
+
+    from benchmarks.harness.records import environment
+    from benchmarks.moba import command as bench_moba
+
+    monkeypatch.setattr("benchmarks.harness.device.device_name", lambda: "some GPU")
+    monkeypatch.setattr("benchmarks.harness.roofs.measure_roofs", lambda: Roofs(4000.0, 4000.0, 700.0))
+    monkeypatch.setattr(bench_moba, "compile_launches", lambda *_, **__: None)
+    kept = dataclasses.replace(timing("n8k", "fwd", "triton", 1.0), **dataclasses.asdict(environment("some GPU")))
+    merge_rows(tmp_path / "moba.csv", MoBATiming, [kept])
+    console = Console(width=200, record=True)
+    options = {"cases": "n8k,n16k", "baselines": "none", "rounds": 1, "seed": 0}
+    bench_moba.measure_moba(console, tmp_path, deadline=time.monotonic() - 1, **options)
+    rows = [row for row in read_rows(tmp_path / "moba.csv", MoBATiming) if row.implementation == "triton"]
+    assert kept in rows and len(rows) == 8
+    assert all("time budget" in row.note for row in rows if row != kept)
+    assert "MISSED" in console.export_text()
+
+    def lose_the_device(case, *_, **__):
+        raise RuntimeError(f"{case.name} lost the device")
+
+    monkeypatch.setattr(measure, "measure_moba_case", lose_the_device)
+    folder = tmp_path / "other"
+    bench_moba.measure_moba(console, folder, deadline=time.monotonic() + 60, **options)
+    notes = {row.case: row.note for row in read_rows(folder / "moba.csv", MoBATiming) if row.implementation == "triton"}
+    assert notes == {name: f"failed: RuntimeError: {name} lost the device" for name in ("n8k", "n16k")}
+
+
+def test_dense_baselines_compute_causal_attention(measure):
+    torch = pytest.importorskip("torch")
+    from benchmarks.moba.dense import DENSE_BACKENDS, dense_passes
+
+    tensors = measure._tensors(SMALL, settings_of(measure))
+    passes = dense_passes(SMALL, tensors, DENSE_BACKENDS["torch-fa2"])
+    output, *gradients = passes["fwd+bwd"]().run()
+    wide = [tensor.float().transpose(1, 2).requires_grad_() for tensor in tensors[:3]]
+    keys, values = (array.repeat_interleave(2, dim=1) for array in wide[1:])
+    mask = torch.ones(SMALL.tokens, SMALL.tokens, dtype=torch.bool).tril()
+    scores = (wide[0] @ keys.transpose(-1, -2) * SMALL.head_dim**-0.5).masked_fill(~mask, -torch.inf)
+    exact = scores.softmax(-1) @ values
+    wanted = torch.autograd.grad(exact, wide, tensors[3].float().transpose(1, 2))
+    for mine, other in zip((output, *gradients), (exact.detach(), *wanted), strict=True):
+        assert float((mine.float() - other).norm() / other.norm()) < 2e-2
+
+
+def test_command_runs_the_smoke_check(tmp_path):
+    from typer.testing import CliRunner
+
+    from benchmarks.app import app
+
+    result = CliRunner().invoke(app, ["moba", "--smoke", "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    rows = read_rows(tmp_path / "moba_smoke.csv", MoBATiming)
+    assert [row.pass_name for row in rows] == list(MOBA_PASSES)
+    assert all(row.median_ms > 0 for row in rows)
+    assert all(0 < row.relative_error < 1e-2 for row in rows[1:])
