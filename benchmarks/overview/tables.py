@@ -362,7 +362,7 @@ FUSE_COLUMNS = {
 
 
 def fuse_section(rows: Iterable[FuseTiming]) -> str:
-    """The text between the markers of docs/fusion.md: forward, and both passes, of every case."""
+    """The text between the markers of docs/speed.md: forward, and both passes, of every case."""
     rows = list(rows)
     times = {(row.case, row.pass_name, row.implementation): row for row in rows if row.median_ms is not None}
     ours = {row.case: row for row in rows if (row.case, "fwd", OURS) in times and row.implementation == OURS}
@@ -428,7 +428,7 @@ SECTIONS = (
     Section(ROOT / "benchmarks" / "README.md", "block_diagonal", BLOCKS, section),
     Section(ROOT / "docs" / "moba.md", "moba", MOBA, moba_section),
     Section(ROOT / "docs" / "decode.md", "decode", PAGED, decode_section),
-    Section(ROOT / "docs" / "fusion.md", "fuse", FUSE, fuse_section),
+    Section(ROOT / "docs" / "speed.md", "fuse", FUSE, fuse_section),
 )
 
 

@@ -173,7 +173,7 @@ def test_pages_show_the_recorded_figures(readme_table):
 def test_pages_that_show_other_figures_are_found(readme_table, monkeypatch, tmp_path):
     """For each section and each of its files alone, as if this library had taken a tenth longer."""
     main, sections = readme_table["main"], readme_table["SECTIONS"]
-    assert {one.page.name for one in sections} == {"README.md", "moba.md", "decode.md", "fusion.md"}
+    assert {one.page.name for one in sections} == {"README.md", "moba.md", "decode.md", "speed.md"}
     for one in sections:
         for path, kind in one.sources.items():
             sources = {tmp_path / path.name if it == path else it: of for it, of in one.sources.items()}
