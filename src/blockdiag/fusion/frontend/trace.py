@@ -216,13 +216,13 @@ def _computed(equation: core.JaxprEqn, known: Mapping[core.Var, np.ndarray]) -> 
 
 
 def has_effects(equation: core.JaxprEqn) -> bool:
-    """Whether an equation does something beside computing its results: it prints, calls back, writes to a reference."""
+    """Return whether an equation does something beside computing its results: it prints, calls back, writes to a reference."""
     # Collectives have an effect that says which axis they are about.
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
 
 
 def _is_known(equation: core.JaxprEqn, most: int) -> bool:
-    """Whether an equation gives small arrays, the same ones wherever and whenever it is computed.
+    """Return whether an equation gives small arrays, the same ones wherever and whenever it is computed.
 
     Keys of random numbers are no arrays of NumPy.
     """
@@ -250,7 +250,7 @@ def bind(equation: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
 
 
 def _is_softmax(equation: core.JaxprEqn) -> bool:
-    """Whether a function with a tangent of its own may be a softmax, of which the tangent is known."""
+    """Return whether a function with a tangent of its own may be a softmax, of which the tangent is known."""
     inner = body_of(equation)
     names = set() if inner is None or equation.primitive.name != "custom_jvp_call" else set(primitives(inner.jaxpr))
     return {"reduce_max", "exp"} <= names and "dot_general" not in names
@@ -292,5 +292,5 @@ def primitives(jaxpr: core.Jaxpr) -> Iterator[str]:
 
 
 def has_primitive(jaxpr: core.Jaxpr, name: str) -> bool:
-    """Whether a primitive is anywhere in a program, in loops and branches, too."""
+    """Return whether a primitive is anywhere in a program, in loops and branches, too."""
     return any(name == x.primitive.name or name in _inside(x) for x in jaxpr.eqns)

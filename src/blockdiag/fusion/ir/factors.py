@@ -109,7 +109,7 @@ def stopped(node: Node, primitive: core.Primitive) -> Node:
 
 
 def has_keys(*nodes: Node) -> bool:
-    """Whether any node depends on keys."""
+    """Return whether any node depends on keys."""
     return any(leaf.role in ("key", "column", "score", "distance") for leaf in leaves_of(*nodes))
 
 

@@ -75,7 +75,7 @@ def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
 
 
 def _is_whole(parts: Sequence[tuple[float, Node]], node: Node) -> bool:
-    """Whether a node without products is one term: a sum that is multiplied, or one that has a large number.
+    """Return whether a node without products is one term: a sum that is multiplied, or one that has a large number.
 
     Args:
         parts: of the node, see `_parts`.
@@ -86,7 +86,7 @@ def _is_whole(parts: Sequence[tuple[float, Node]], node: Node) -> bool:
 
 
 def _is_of_sum(node: Node) -> bool:
-    """Whether a node is a sum times a number."""
+    """Return whether a node is a sum times a number."""
     while (parts := _parts(1.0, node)) is not None:
         if len(parts) > 1:
             return True
@@ -95,7 +95,7 @@ def _is_of_sum(node: Node) -> bool:
 
 
 def _is_floating(node: Node) -> bool:
-    """Whether a value is made of floats."""
+    """Return whether a value is made of floats."""
     while node.kind == "operation" and "new_dtype" not in node.params:
         name = getattr(node.primitive, "name", "")
         if name in _OF_TRUTHS:
@@ -130,7 +130,7 @@ def sum_of(terms: Sequence[tuple[float, Node]], unit: float = 1.0) -> Node | Non
 
 
 def is_linear_in_products(node: Node) -> bool:
-    """Whether a node is a sum of products, each times what is no function of queries and keys at once."""
+    """Return whether a node is a sum of products, each times what is no function of queries and keys at once."""
     # Of each node whether it is, whether a product is in it, and the roles of its leaves.
     linear: dict[int, bool] = {}
     has_product: dict[int, bool] = {}
@@ -154,12 +154,12 @@ def is_linear_in_products(node: Node) -> bool:
 
 
 def _is_of_both(roles: Set[str]) -> bool:
-    """Whether what has leaves of these roles is a function of queries and keys."""
+    """Return whether what has leaves of these roles is a function of queries and keys."""
     return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})
 
 
 def is_finite(node: Node) -> bool:
-    """Whether a value is finite whatever the leaves hold: numbers, choices between them, and products of these."""
+    """Return whether a value is finite whatever the leaves hold: numbers, choices between them, and products of these."""
     return _largest(node) <= float(np.finfo(np.float32).max)
 
 

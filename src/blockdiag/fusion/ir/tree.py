@@ -107,7 +107,7 @@ class Leaf:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it is made of floating numbers whose gradient is asked for."""
+        """Return whether it is made of floating numbers whose gradient is asked for."""
         return not self.is_constant and bool(jax.dtypes.issubdtype(self.source.dtype, np.floating))
 
     @property

@@ -312,7 +312,7 @@ class _Reasons(Trials):
         )
 
     def _is_of_softmax(self, reduction: core.JaxprEqn, user: core.JaxprEqn) -> bool:
-        """Whether a number is the largest of scores that is taken away from them, or the sum that divides them."""
+        """Return whether a number is the largest of scores that is taken away from them, or the sum that divides them."""
         name = reduction.primitive.name
         if (name, user.primitive.name) not in (("reduce_max", "sub"), ("reduce_sum", "div")):
             return False

@@ -50,7 +50,7 @@ def joined_parts(labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def has_parts(dims: Sequence[Dim]) -> bool:
-    """Whether an axis stands for a part."""
+    """Return whether an axis stands for a part."""
     return any("/" in label for dim in dims if isinstance(dim, tuple) for label in dim)
 
 

@@ -79,7 +79,7 @@ class Guards:
         self.first = 0
 
     def may_be_linear(self, var: object) -> bool:
-        """Whether a value may be linear in softmaxes."""
+        """Return whether a value may be linear in softmaxes."""
         return isinstance(var, core.Var) and var in self._linear_in_powers
 
     def named(self, name: str) -> Sequence[core.JaxprEqn]:
@@ -158,11 +158,11 @@ class Guards:
         return None
 
     def _is_below_sums(self, bound: float, powers: Powers) -> bool:
-        """Whether the sum of a row that sees a key is larger than a number."""
+        """Return whether the sum of a row that sees a key is larger than a number."""
         return bound == 0 or (0 < bound < 1 and self._has_largest(powers))
 
     def is_same(self, left: object, right: object, depth: int = 4) -> bool:
-        """Whether two values are computed in the same way from the same, as far as that is looked at."""
+        """Return whether two values are computed in the same way from the same, as far as that is looked at."""
         if isinstance(left, core.Literal) and isinstance(right, core.Literal):
             return bool(np.array_equal(left.val, right.val))
         one, other = self.producer(left), self.producer(right)
@@ -174,11 +174,11 @@ class Guards:
         return all(self.is_same(x, y, depth - 1) for x, y in zip(one.invars, other.invars, strict=True))
 
     def is_same_at(self, one: tuple[object, tuple[Dim, ...]], other: tuple[object, tuple[Dim, ...]] | None) -> bool:
-        """Whether two values are the same, along the same axes."""
+        """Return whether two values are the same, along the same axes."""
         return other is not None and one[1] == other[1] and self.is_same(one[0], other[0])
 
     def is_negligible(self, var: object, powers: Powers) -> bool:
-        """Whether a number is lost beside a sum of exponentials of which the largest is 1."""
+        """Return whether a number is lost beside a sum of exponentials of which the largest is 1."""
         term = self.skip_moves(var)
         if not isinstance(term, core.Literal) or not self._has_largest(powers):
             return False
@@ -188,7 +188,7 @@ class Guards:
         return 0 <= float(term.val) <= (lost if dtype == jnp.float64 else max(lost, _LOST))
 
     def _has_largest(self, powers: Powers) -> bool:
-        """Whether the largest exponential of a row that sees a key is 1: the largest score has been taken away."""
+        """Return whether the largest exponential of a row that sees a key is 1: the largest score has been taken away."""
         scores, dims = powers.equation.invars[0], powers.dims
         shift = self.shift(scores, dims)
         if shift is None:
@@ -271,7 +271,7 @@ class Guards:
 
     @staticmethod
     def has_mask(equation: core.JaxprEqn) -> bool:
-        """Whether an equation chooses between two values."""
+        """Return whether an equation chooses between two values."""
         return equation.primitive.name == "select_n" and len(equation.invars) == 3
 
     def is_zero(self, var: object) -> bool:
@@ -280,7 +280,7 @@ class Guards:
 
     @staticmethod
     def is_cast(equation: core.JaxprEqn, passes: Sequence[str] = CASTS) -> bool:
-        """Whether an equation gives the same numbers, but for rounding of floating ones."""
+        """Return whether an equation gives the same numbers, but for rounding of floating ones."""
         name = equation.primitive.name
         if name != "convert_element_type" or name not in passes:
             return name in passes
@@ -330,7 +330,7 @@ def key_axes(dims: tuple[Dim, ...]) -> list[int]:
 
 
 def is_along_keys(reduction: core.JaxprEqn, given: tuple[Dim, ...], dims: tuple[Dim, ...]) -> bool:
-    """Whether a reduction is of all keys and of nothing else.
+    """Return whether a reduction is of all keys and of nothing else.
 
     Args:
         given, dims: of its result, and of what it reduces.

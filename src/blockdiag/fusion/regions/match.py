@@ -117,7 +117,7 @@ class _Match:
 
 
 def _is_layer(match: _Match, producers: Mapping[core.Var, core.JaxprEqn]) -> bool:
-    """Whether keys and values are arguments of the function, and queries are computed, without a softmax."""
+    """Return whether keys and values are arguments of the function, and queries are computed, without a softmax."""
 
     def is_argument(var: object) -> bool:
         while isinstance(var, core.Var) and (equation := producers.get(var)) is not None:
@@ -159,7 +159,7 @@ def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched], is_alone: bool = Fa
 
 
 def is_attention(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> bool:
-    """Whether a product is of values and of weights that are made tile by tile."""
+    """Return whether a product is of values and of weights that are made tile by tile."""
     return _has_weights(jaxpr, product) or (lacks_attention(jaxpr) and _has_weights(jaxpr, product, is_alone=True))
 
 
@@ -170,12 +170,12 @@ def attention_count(jaxpr: core.Jaxpr) -> int:
 
 @kept
 def lacks_attention(jaxpr: core.Jaxpr) -> bool:
-    """Whether a small program has no product of values and weights, but for what Matcher's `is_alone` allows."""
+    """Return whether a small program has no product of values and weights, but for what Matcher's `is_alone` allows."""
     return _may_be_alone(jaxpr) and not _attention_count(jaxpr)
 
 
 def _may_be_alone(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program is small enough to be one attention: a model's layers reach down through all that is below."""
+    """Return whether a program is small enough to be one attention: a model's layers reach down through all that is below."""
     return len(equations_by_name(jaxpr).get("dot_general", ())) <= _MOST_PRODUCTS
 
 

@@ -80,7 +80,7 @@ class Inner:
 
 
 def has_checkpoints(jaxpr: core.Jaxpr) -> bool:
-    """Whether parts of a program are computed again for gradients."""
+    """Return whether parts of a program are computed again for gradients."""
     return any(equation.primitive.name in CHECKPOINTS for equation in jaxpr.eqns)
 
 

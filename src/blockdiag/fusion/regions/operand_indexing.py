@@ -528,7 +528,7 @@ class Puller:
                 raise MadeOfScores(message, frozenset(made), frozenset(self.products - made.keys()))
 
     def is_attention(self, var: object, dims: tuple[Dim, ...] | None = None) -> bool:
-        """Whether a value is computed from exponentials and from something like scores.
+        """Return whether a value is computed from exponentials and from something like scores.
 
         Args:
             dims: what its axes stand for; None where that is not known.
@@ -543,7 +543,7 @@ class Puller:
         return isinstance(var, core.Var) and bool({"exp", "exp2", "logistic"} & names) and self.has_product(var, dims)
 
     def has_product(self, var: core.Var, dims: tuple[Dim, ...] | None = None) -> bool:
-        """Whether a value is computed from scores: a floating product of what has queries and of what has keys.
+        """Return whether a value is computed from scores: a floating product of what has queries and of what has keys.
 
         Where it is not known what axes stand for, one that is larger than its factors.
         """
@@ -586,12 +586,12 @@ class Puller:
 
 
 def _wraps(iota: core.JaxprEqn) -> bool:
-    """Whether positions are more than their dtype can count."""
+    """Return whether positions are more than their dtype can count."""
     dtype, size = iota.params["dtype"], iota.params["shape"][iota.params["dimension"]]
     return bool(jnp.issubdtype(dtype, jnp.integer)) and size - 1 > jnp.iinfo(dtype).max
 
 
 def _is_number(operand: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an operand holds one integer for each element: tiles of floating numbers have lost their own bits."""
+    """Return whether an operand holds one integer for each element: tiles of floating numbers have lost their own bits."""
     aval = aval_of(operand)
     return aval.shape == shape and bool(jnp.issubdtype(aval.dtype, jnp.integer))

@@ -44,7 +44,7 @@ class _Axes:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """Return whether there is one."""
         return self.rows is not None or self.columns is not None
 
     def through(self, find: Callable[[int], int | None]) -> "_Axes":
@@ -303,7 +303,7 @@ class Distances:
         )
 
     def _is_within(self, line: _Line) -> bool:
-        """Whether all numbers are exact in float32, and none wraps."""
+        """Return whether all numbers are exact in float32, and none wraps."""
         most = abs(line.rows) * self._rows + abs(line.columns) * self._keys + abs(line.offset)
         return most < _EXACT
 
@@ -502,7 +502,7 @@ def _joined(primitive: core.Primitive, left: _Made | None, right: _Made) -> _Mad
 
 
 def _is_exact(dtype: Any, count: int) -> bool:
-    """Whether so many positions are exact in a dtype, and so are their differences."""
+    """Return whether so many positions are exact in a dtype, and so are their differences."""
     name = np.dtype(dtype).name
     return count < _EXACT and name in ("int32", "int64", "float32", "float64")
 

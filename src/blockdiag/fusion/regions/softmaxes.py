@@ -48,7 +48,7 @@ class Softmax:
 
 
 def is_of_rows(node: Node) -> bool:
-    """Whether a value is the same for all keys of a row."""
+    """Return whether a value is the same for all keys of a row."""
     return all(leaf.role in ("row", "scalar") for leaf in leaves_of(node)) and not any(
         x.kind == "product" for x in nodes_of(node)
     )
@@ -128,7 +128,7 @@ class Softmaxes(Guards):
         return replace(softmax, score=operation(lax.select_n_p, predicate, *cases), log_sums=())
 
     def _hides_no_more(self, mask: tuple[object, tuple[Dim, ...]], powers: Powers, dims: tuple[Dim, ...]) -> bool:
-        """Whether what a mask takes from a sum is 0 already: exponentials are masked so, or their scores are."""
+        """Return whether what a mask takes from a sum is 0 already: exponentials are masked so, or their scores are."""
         if powers.mask is not None and powers.mask[2] and self.is_same_at(mask, self.through_moves(*powers.mask[:2])):
             return True
         scores = self.skip(self.unshifted(powers.equation.invars[0], dims))
@@ -246,7 +246,7 @@ class Softmaxes(Guards):
         return self._is_largest(node.leaf.source.key)
 
     def _is_largest(self, var: object) -> bool:
-        """Whether numbers are the largest of what they are subtracted from: both are -inf where no key is seen."""
+        """Return whether numbers are the largest of what they are subtracted from: both are -inf where no key is seen."""
         var = self.skip_moves(var, PASSES)
         largest = self.producer(var)
         if largest is None or largest.primitive.name != "reduce_max":
@@ -325,12 +325,12 @@ class Softmaxes(Guards):
         return power if is_power and is_along_keys(total, given, dims) else None
 
     def _is_maximum(self, shift: tuple[object, tuple[Dim, ...]] | None) -> bool:
-        """Whether a shift is a largest score: others may be so large that scores are lost in rounding."""
+        """Return whether a shift is a largest score: others may be so large that scores are lost in rounding."""
         equation = None if shift is None else self.producer(shift[0])
         return equation is not None and equation.primitive.name == "reduce_max"
 
     def is_less_largest(self, power: core.JaxprEqn) -> bool:
-        """Whether an exponential is of a difference from a largest number."""
+        """Return whether an exponential is of a difference from a largest number."""
         shifted = self.producer(self.skip(power.invars[0]))
         if shifted is None or shifted.primitive.name != "sub":
             return False
@@ -382,7 +382,7 @@ class Softmaxes(Guards):
         return None
 
     def _has_scores(self, var: object, dims: tuple[Dim, ...]) -> bool:
-        """Whether a value is made of products of what has queries and of what has keys, with none between."""
+        """Return whether a value is made of products of what has queries and of what has keys, with none between."""
         products = [(x, own) for x, own in self._until_products(var, dims) if x.primitive.name == "dot_general"]
         sides = [[labels_of(side or ()) & {ROWS, COLUMNS} for side in self.puller.operand_dims(*x)] for x in products]
         return any(side in ([{ROWS}, {COLUMNS}], [{COLUMNS}, {ROWS}]) for side in sides)

@@ -1,4 +1,4 @@
-"""Whether the beginning of an attention can be fused, with the rest of another one after it."""
+"""Return whether the beginning of an attention can be fused, with the rest of another one after it."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from blockdiag.fusion.regions.candidates import ALIKE, UNKNOWN, Candidate
 from blockdiag.fusion.regions.guards import POWERS
 
 type CanFuse = Callable[[core.ClosedJaxpr], bool]
-"""Whether a flat program has attention that is fused, whose values are made of its last argument."""
+"""Return whether a flat program has attention that is fused, whose values are made of its last argument."""
 
 type _Complete = Callable[[Any, Any], Any]
 """A result from a value and from values of keys."""

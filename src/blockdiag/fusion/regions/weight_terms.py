@@ -45,13 +45,13 @@ def _shared_labels(product: Node) -> set[str]:
 
 
 def lie_in_order(dims: Sequence[Dim], wanted: Sequence[Dim]) -> bool:
-    """Whether those of the wanted dims that an array has lie in this order, axis after axis."""
+    """Return whether those of the wanted dims that an array has lie in this order, axis after axis."""
     places = [dims.index(dim) for dim in wanted if dim in dims]
     return places == sorted(places)
 
 
 def _is_shared(label: str) -> bool:
-    """Whether a batch label is one that values have, too."""
+    """Return whether a batch label is one that values have, too."""
     return label.startswith("b")
 
 
@@ -72,7 +72,7 @@ class Matcher(Softmaxes):
         self._divided: tuple[object, tuple[Dim, ...], Softmax] | None = None
 
     def has_softmax(self, var: object, dims: tuple[Dim, ...]) -> bool:
-        """Whether a value is linear in softmaxes."""
+        """Return whether a value is linear in softmaxes."""
         if not self.may_be_linear(var):
             return False
         try:
@@ -81,7 +81,7 @@ class Matcher(Softmaxes):
             return False
 
     def may_be_weights(self, var: object, dims: tuple[Dim, ...]) -> bool:
-        """Whether a value is linear in softmaxes, or made of single scores, be it linear in these or not."""
+        """Return whether a value is linear in softmaxes, or made of single scores, be it linear in these or not."""
         with contextlib.suppress(NoMatch, NotFusible, Unpullable):
             if self.may_be_linear(var):
                 return bool(self.terms(var, dims))
@@ -96,11 +96,11 @@ class Matcher(Softmaxes):
 
     @property
     def may_be_plain(self) -> bool:
-        """Whether what is no softmax may be weights: scores of these, and values, share a batch axis."""
+        """Return whether what is no softmax may be weights: scores of these, and values, share a batch axis."""
         return self.is_alone or any(_is_shared(label) for label in self.puller.batch)
 
     def _is_of_keys(self, product: Node) -> bool:
-        """Whether a product may be of queries and keys; others are of a layer."""
+        """Return whether a product may be of queries and keys; others are of a layer."""
         if _shared_labels(product):
             return True
         if not self.is_alone:
