@@ -27,7 +27,7 @@ def with_factors_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     scaled = [found for equation in _exponents(closed.jaxpr, producers) if (found := _scaled(equation, producers))]
     if not scaled:
         return None
-    # Each row maximum is scaled once, so that all of its users subtract the same variable.
+    # Each row maximum is scaled once, so all of its users subtract the same variable.
     known: dict[tuple[Any, float], Any] = {}
     replaced = {
         id(equation): functools.partial(_replacement, equation, difference, factor, producers, known)

@@ -91,7 +91,7 @@ class _Finder:
         return self.producers.get(var) if isinstance(var, core.Var) else None
 
     def reaches(self, var: Any, names: Sequence[str]) -> bool:
-        """Return whether a value comes from one of these primitives through moves, slices and elementwise operations."""
+        """Return whether a value comes from these primitives through moves, slices and elementwise operations."""
         seen: set[Any] = set()
         waiting = [var]
         while waiting:
@@ -109,7 +109,7 @@ class _Finder:
 
 
 class _Plain(_Finder):
-    """Finds rewrites that are valid and harmless anywhere."""
+    """Finder of rewrites that are valid anywhere in a program."""
 
     def replacement(self, equation: core.JaxprEqn) -> _Make | None:
         """Return a function that computes the equation's result in another way, or None to keep the equation."""
@@ -183,7 +183,7 @@ class _Operand:
 
 
 class _Products(_Finder):
-    """Finds sums that may be attention once they are written as dot products."""
+    """Finder of sums that may be attention once they are written as dot products."""
 
     def replacement(self, equation: core.JaxprEqn) -> _Make | None:
         """Return a function that computes the equation's result in another way, or None to keep the equation."""

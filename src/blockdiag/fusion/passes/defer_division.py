@@ -37,7 +37,7 @@ def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
     if not found:
         return None
     before = _count(closed)
-    # Usually the rewrite helps all layers of a model, so that they are tried together first. A trial of each layer
+    # Usually the rewrite helps all layers of a model, so they are tried together first. A trial of each layer
     # analyses the whole program once more.
     if _is_help(closed, found, before):
         return _replaced(closed, found)
@@ -242,7 +242,7 @@ def _sums_by_summed(jaxpr: core.Jaxpr) -> Mapping[object, Sequence[core.JaxprEqn
 
 
 class _Finder(WeightsMatcher):
-    """Searches from a product upwards for divisors of its weights."""
+    """Finder of divisors of weights, from their product with values upwards."""
 
     def quotient(self) -> _Quotient | None:
         """Return the product as a quotient, or None if no sum of weights divides it or its weights."""
@@ -310,7 +310,7 @@ class _Finder(WeightsMatcher):
 
         Args:
             sums: found sums, by the `id` of the equation. Those that the row's value is computed from are added.
-            stops: whether a `stop_gradient` follows, so that no derivative flows through the equation.
+            stops: whether a `stop_gradient` follows, so no derivative flows through the equation.
 
         Returns:
             The position of the operand with the weights, its dims, and the factor; None for other equations.

@@ -33,7 +33,7 @@ _MOVES_ELEMENTS = frozenset({
 
 
 class _Stays(Exception):
-    """The source index of an element is not known, so that the array stays as it is."""
+    """Raised where the source index of an element is not known, so the array stays as it is."""
 
 
 def with_places(closed: core.ClosedJaxpr, regions: Sequence[Region]) -> core.ClosedJaxpr | None:

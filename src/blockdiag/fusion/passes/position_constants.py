@@ -46,7 +46,7 @@ def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _formula(array: np.ndarray) -> _Make | None:
-    """Return a function that computes a constant from positions, or None if it is no such function."""
+    """Return a function that computes a constant from positions, or None if it is not such a function."""
     if array.size < 2:
         return None
     axes = [axis for axis, size in enumerate(array.shape) if size > 1]

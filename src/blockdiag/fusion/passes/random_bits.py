@@ -1,4 +1,4 @@
-"""Generate random bits of score shape from counters, so that each tile can be computed where it is used.
+"""Generate random bits of score shape from counters, so each tile can be computed where it is used.
 
 `jax.random` generates the bits of an array as one sequence. If a region needs bits for each query and key, they become
 a hash of the random key and the position. Every tile, kernel, implementation and pass then sees the same bits, and no

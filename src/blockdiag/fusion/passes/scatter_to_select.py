@@ -32,7 +32,7 @@ def with_written(
 
     Args:
         known: returns a constant's elements, or None if they may not be inspected.
-        formula: returns a function that computes an array from positions, or None if it is no such function.
+        formula: returns a function that computes an array from positions, or None if it is not such a function.
     """
     written = [x for x in closed.jaxpr.eqns if x.primitive.name == "scatter"]
     if not written:

@@ -27,7 +27,7 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
 
 class Stays(Exception):
-    """A value is not known to be independent along the sliced axis."""
+    """Raised where a value is not known to be independent along the sliced axis."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _before_reshape(before: Sequence[int], after: Sequence[int], part: Part) -> 
     Raises:
         Stays: the indices are not a part of one axis of the operand.
     """
-    # An empty axis counts as one of size 1, so that strides are nonzero.
+    # An empty axis counts as one of size 1, so strides are nonzero.
     before, after = ([max(1, x) for x in shape] for shape in (before, after))
     outer, size = math.prod(after[: part.axis]), after[part.axis]
     inner = math.prod(after[part.axis + 1 :])

@@ -2,12 +2,12 @@
 
     sum (q - k)^2 = sum q^2 + sum k^2 - 2 sum q k
 
-The last sum is a matrix product, so that tensor cores compute it and its gradients. As written, each difference costs
+The last sum is a matrix product, so tensor cores compute it and its gradients. As written, each difference costs
 some ten operations for each score, forward and backward, and its gradients are sums along rows and columns. The squares
 are summed in float32.
 
 The rewrite loses as many digits as the squares are larger than the squared differences. Distances do not depend on the
-origin, so that all points are moved to the mean of the second ones. The remaining digits are then more than a 16-bit
+origin, so all points are moved to the mean of the second ones. The remaining digits are then more than a 16-bit
 dtype has. Only 16-bit points are rewritten for that reason, and only if the sum is a term of an exponential's argument:
 a root or a logarithm of a small distance would expose the error.
 """

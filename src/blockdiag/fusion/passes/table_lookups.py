@@ -18,7 +18,7 @@ from jax.extend import core
 from blockdiag.common.derivatives import on_common_axes
 from blockdiag.fusion.frontend.trace import aval_of, bind
 
-# Each pass over the gradients sums some rows, so that the work is rows times gradients comparisons. Tables of more than
+# Each pass over the gradients sums some rows, so the work is rows times gradients comparisons. Tables of more than
 # a few rows have a limit. It is higher if each row is read often, for which XLA's scatter is slow.
 _MOST_ROWS = 512
 _MOST_COMPARISONS, _MOST_OF_MANY_READS = 2**30, 2**34
