@@ -1,4 +1,4 @@
-"""Functions with a derivative of their own (`jax.custom_jvp`, `jax.custom_vjp`) as flat programs."""
+"""Functions with custom derivatives (`jax.custom_jvp`, `jax.custom_vjp`) as flat programs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from blockdiag.fusion.frontend.trace import aval_of, bind, body_of, evaluate, fl
 
 @dataclass(frozen=True)
 class Calls:
-    """What a call computes.
+    """The programs of a call with a custom derivative.
 
     Attributes:
-        value: of its operands.
-        places: which operands have a derivative.
-        slope: the tangent of the value, of the operands and the tangents of `places` (jvp); or the cotangents of
-            `places`, of the operands and the cotangent of the value (vjp). None where there is no derivative.
-        mode: which of both.
+        value: the value, as a function of the operands.
+        places: the positions of the differentiable operands.
+        slope: in mode "jvp" the tangent of the value, from the operands and the tangents of `places`. In mode "vjp" the
+            cotangents of `places`, from the operands and the cotangent of the value. None without a derivative.
+        mode: the kind of derivative.
     """
 
     value: core.ClosedJaxpr
@@ -30,10 +30,11 @@ class Calls:
 
 
 def calls_of(equation: core.JaxprEqn, *, has_slope: bool = True) -> Calls:
-    """The programs of a call with one result.
+    """Return the programs of a call with one result.
 
     Args:
-        has_slope: whether its derivative is needed.
+        equation: the call.
+        has_slope: whether the derivative is needed.
     """
     body = body_of(equation)
     assert body is not None
@@ -46,7 +47,7 @@ def calls_of(equation: core.JaxprEqn, *, has_slope: bool = True) -> Calls:
         return Calls(value, (), None, mode)
 
     def with_floats(given: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The call as a function of the operands that have a derivative."""
+        """Return the call as a function of the differentiable operands, and these operands."""
 
         def compute(*floats: Any) -> Any:
             whole = list(given)
@@ -74,11 +75,13 @@ def calls_of(equation: core.JaxprEqn, *, has_slope: bool = True) -> Calls:
 def with_derivative(
     value: Callable[..., Any], slope: Callable[..., Sequence[Any]] | None, places: Sequence[int], mode: str
 ) -> Callable[..., Any]:
-    """A function with a derivative of its own, see `Calls`.
+    """Return a function with a custom derivative; see `Calls`.
 
     Args:
-        value: the one result.
-        slope: its tangent, or the cotangents of `places`, in a sequence.
+        value: the function, with one result.
+        slope: the function of its derivative, which returns a sequence: the tangent, or the cotangents of `places`.
+        places: the positions of the differentiable arguments.
+        mode: the kind of derivative.
     """
     if slope is None:
         return value

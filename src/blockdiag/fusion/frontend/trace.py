@@ -1,4 +1,4 @@
-"""Programs as flat lists of equations: calls inside are inlined where an attention may hide in them."""
+"""Trace functions to flat programs: calls are inlined if they may contain attention."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
-# Calls that mean what their body means.
+# Calls that are equivalent to their body.
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -23,17 +23,18 @@ _CALLS = {
     "checkpoint": "jaxpr",
     "remat2": "jaxpr",
 }
-# Calls with a derivative of their own, which is given up only for the sake of a softmax.
+# Calls with a custom derivative. They are inlined, and lose it, only if they may be a softmax.
 _CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 def flat_jaxpr(
     function: Callable[..., Any], *arguments: Any, keep: Container[str] = ()
 ) -> tuple[core.ClosedJaxpr, Any]:
-    """The equations of a function of pytrees of arrays, without calls, and the structure of its results.
+    """Return the flat program of a function of pytrees of arrays, and the tree structure of its results.
 
     Args:
-        keep: calls that stay.
+        function, arguments: the function, and its arguments or their avals.
+        keep: the names of calls that are not inlined.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
@@ -42,18 +43,18 @@ def flat_jaxpr(
 
 
 def tile_jaxpr(function: Callable[..., Any], *shapes: Any) -> core.ClosedJaxpr:
-    """The program of a function of tiles, which no mesh of devices has a part in, wherever it is traced."""
+    """Return the program of a function of tiles, traced outside of any mesh of devices."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         closed = jax.make_jaxpr(function)(*shapes)
     if any(equation.primitive.name == "scan" for equation in closed.jaxpr.eqns):
-        # Loops carry gradients that nobody asks for.
+        # Loops may carry unused gradients, which are removed here.
         jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
         closed = core.ClosedJaxpr(jaxpr, closed.consts)
     return closed
 
 
 def body_of(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """What a call means, None of other equations."""
+    """Return the body of a call, or None for other equations."""
     name = equation.primitive.name
     inner = equation.params.get(_CALLS.get(name) or _CUSTOM.get(name) or "")
     if inner is None:
@@ -68,11 +69,12 @@ def evaluate(
     replaced: Mapping[core.Var, Callable[..., list[Any]]] = MappingProxyType({}),
     keep: Container[str] = (),
 ) -> list[Any]:
-    """The results of a program, with the calls in it inlined.
+    """Return the results of a program, with its calls inlined.
 
     Args:
-        keep: calls that stay.
-        replaced: what computes the results of some equations, by the first of these, from the same operands.
+        jaxpr, consts, arguments: the program, its constants and its arguments.
+        replaced: functions that compute the results of some equations from the same operands, by the first result.
+        keep: the names of calls that are not inlined.
     """
     known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known |= dict(zip(jaxpr.invars, arguments, strict=True))
@@ -98,12 +100,13 @@ def rewritten(
     equations: Sequence[core.JaxprEqn],
     replaced: Mapping[int, Callable[[Callable[[Any], Any]], dict[core.Var, Any]]],
 ) -> core.ClosedJaxpr:
-    """A flat program of the same arguments and results with other equations.
+    """Return a flat program with the same arguments and results, in which some equations are replaced.
 
     Args:
-        equations: of the program, in an order in which each has what it needs.
-        replaced: by the `id` of an equation, what gives results in its place, by their variables, from a function that
-            gives the value of an operand.
+        closed: the program.
+        equations: its equations, in topological order.
+        replaced: the replacement of each equation, by the equation's `id`. It takes a function that returns the value
+            of an operand, and returns results by their variables.
     """
     jaxpr = closed.jaxpr
 
@@ -124,7 +127,7 @@ def rewritten(
 
 
 def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same program without equations that nobody needs: users of a value are looked at."""
+    """Return a program without dead code. Equations with effects are kept."""
     needed = {x for x in closed.jaxpr.outvars if isinstance(x, core.Var)}
     kept = []
     for equation in reversed(closed.jaxpr.eqns):
@@ -135,19 +138,22 @@ def without_unused(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def read(known: dict[core.Var, Any], operand: Any) -> Any:
-    """The value of an operand."""
+    """Return the value of an operand."""
     return operand.val if isinstance(operand, core.Literal) else known[operand]
 
 
 def placed(equation: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """Where the user wrote an equation; equations of a library keep the place that it was called from."""
+    """Return a context in which new equations get the user's source line of an equation.
+
+    Equations of a library have the line from which it was called.
+    """
     if not source_info_util.summarize(equation.source_info):
         return contextlib.nullcontext()
     return source_info_util.user_context(equation.source_info.traceback)
 
 
 def kept[T](derive: Callable[[core.Jaxpr], T]) -> Callable[[core.Jaxpr], T]:
-    """A function of programs that keeps what it has found for as long as the program lives: nobody changes that."""
+    """Memoise a function of programs for as long as the program lives. Callers must not change its results."""
     known: weakref.WeakKeyDictionary[core.Jaxpr, T] = weakref.WeakKeyDictionary()
 
     @functools.wraps(derive)
@@ -160,10 +166,11 @@ def kept[T](derive: Callable[[core.Jaxpr], T]) -> Callable[[core.Jaxpr], T]:
 
 
 def constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | None]:
-    """A function of variables that gives the value of those that no argument has a part in, None for others.
+    """Return a function that gives the value of a variable that depends on no argument, and None for other variables.
 
     Args:
-        most: elements of an array that is computed for that: larger ones count as not known.
+        jaxpr: the program.
+        most: the limit of elements of arrays that are evaluated. Larger ones count as unknown.
     """
     found = _known_constants(jaxpr)
     if most not in found:
@@ -173,7 +180,7 @@ def constants(jaxpr: core.Jaxpr, most: int) -> Callable[[Any], np.ndarray | None
 
 @kept
 def _known_constants(jaxpr: core.Jaxpr) -> dict[int, Callable[[Any], np.ndarray | None]]:
-    """`constants` by the most elements: whoever looks at a program asks for the same ones."""
+    """Return the cache of `constants` for a program, by the limit of elements."""
     del jaxpr
     return {}
 
@@ -181,7 +188,7 @@ def _known_constants(jaxpr: core.Jaxpr) -> dict[int, Callable[[Any], np.ndarray 
 def constants_with(
     jaxpr: core.Jaxpr, most: int, given: Mapping[core.Var, np.ndarray | None]
 ) -> Callable[[Any], np.ndarray | None]:
-    """As `constants`, where the values of some variables are known already, or None, where they are not to be."""
+    """Return `constants` with some variables given: their value, or None if they count as unknown."""
     known = {var: value for var, value in given.items() if value is not None}
     producers: dict[core.Var, core.JaxprEqn] = {}
     for equation in jaxpr.eqns:
@@ -192,7 +199,7 @@ def constants_with(
     def value_of(var: Any) -> np.ndarray | None:
         if isinstance(var, core.Literal):
             return np.asarray(var.val)
-        # Programs are deep, so that nothing recurs here.
+        # Long programs would overflow Python's stack, so this uses an explicit one.
         waiting = [var] if var in producers else []
         while waiting:
             equation = producers[waiting[-1]]
@@ -207,24 +214,24 @@ def constants_with(
 
 
 def _computed(equation: core.JaxprEqn, known: Mapping[core.Var, np.ndarray]) -> list[np.ndarray]:
-    """The results of an equation of arrays that are known."""
+    """Return the results of an equation with known operands."""
     given = [np.asarray(x.val) if isinstance(x, core.Literal) else known[x] for x in equation.invars]
     with jax.ensure_compile_time_eval():
-        # Under `jax.shard_map` a constant is told to vary over axes of the mesh; it stays what it is.
+        # Under `jax.shard_map`, `pvary` marks a constant as varying over mesh axes. Its value does not change.
         results = given if equation.primitive.name == "pvary" else bind(equation, given)
     return list(map(np.asarray, results))
 
 
 def has_effects(equation: core.JaxprEqn) -> bool:
-    """Whether an equation does something beside computing its results: it prints, calls back, writes to a reference."""
-    # Collectives have an effect that says which axis they are about.
+    """Return whether an equation has side effects: it prints, calls back, or writes to a reference."""
+    # The effect of a collective only names its axis.
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
 
 
 def _is_known(equation: core.JaxprEqn, most: int) -> bool:
-    """Whether an equation gives small arrays, the same ones wherever and whenever it is computed.
+    """Return whether an equation can be evaluated at trace time: it is deterministic, and its results are small.
 
-    Keys of random numbers are no arrays of NumPy.
+    Random keys are excluded, because they are not NumPy arrays.
     """
     if equation.effects or "callback" in equation.primitive.name:
         return False
@@ -233,31 +240,31 @@ def _is_known(equation: core.JaxprEqn, most: int) -> bool:
 
 
 def aval_of(operand: Any) -> jax.core.ShapedArray:
-    """The shape and dtype of a variable or a number."""
-    # Of a reference that of what it holds.
+    """Return the shape and dtype of a variable or a literal."""
+    # A reference has the aval of its contents.
     aval = getattr(operand.aval, "inner_aval", operand.aval)
     assert isinstance(aval, jax.core.ShapedArray)
     return aval
 
 
 def bind(equation: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
-    """The results of one equation, which keeps its place in the user's source."""
+    """Bind an equation to new operands, and return its results. It keeps the user's source line."""
     parameters = equation.primitive.get_bind_params(equation.params)
-    # Numbers become infinite where they do so in the function, of which NumPy would warn.
+    # Literals may overflow to infinity as they do in the function. NumPy would warn of that.
     with placed(equation), equation.ctx.manager, np.errstate(over="ignore"):
         results = equation.primitive.bind(*given, **parameters)
     return list(results) if equation.primitive.multiple_results else [results]
 
 
 def _is_softmax(equation: core.JaxprEqn) -> bool:
-    """Whether a function with a tangent of its own may be a softmax, of which the tangent is known."""
+    """Return whether a function with a custom tangent may be a softmax, whose tangent is known."""
     inner = body_of(equation)
     names = set() if inner is None or equation.primitive.name != "custom_jvp_call" else set(primitives(inner.jaxpr))
     return {"reduce_max", "exp"} <= names and "dot_general" not in names
 
 
 def hidden_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
-    """An equation with a softmax, or a product, inside: a call with a derivative of its own, a loop or a branch."""
+    """Return an equation with a softmax or a product inside: a call with a custom derivative, a loop or a branch."""
 
     def may_hide(names: set[str]) -> bool:
         return "dot_general" in names or ("exp" in names and bool({"reduce_sum", "reduce_max"} & names))
@@ -266,13 +273,13 @@ def hidden_attention(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
 
 
 def loop_with_attention(equations: Sequence[core.JaxprEqn]) -> core.JaxprEqn | None:
-    """A loop or a branch with exponentials and products inside."""
+    """Return a loop or a branch with exponentials and products inside, or None."""
     found = (x for x in equations if body_of(x) is None and {"dot_general", "exp"} <= _inside(x))
     return next(found, None)
 
 
 def _inside(equation: core.JaxprEqn) -> set[str]:
-    """The names of all primitives in an equation's programs, and in those within."""
+    """Return the names of all primitives in an equation's programs, including nested ones."""
     inner = [x for param in equation.params.values() for x in (param if isinstance(param, tuple) else (param,))]
     programs = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in inner]
     found: set[str] = set()
@@ -283,7 +290,7 @@ def _inside(equation: core.JaxprEqn) -> set[str]:
 
 
 def primitives(jaxpr: core.Jaxpr) -> Iterator[str]:
-    """The names of all primitives of a program, calls opened."""
+    """Yield the names of all primitives of a program, including those in calls."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         inner = body_of(equation)
@@ -292,5 +299,5 @@ def primitives(jaxpr: core.Jaxpr) -> Iterator[str]:
 
 
 def has_primitive(jaxpr: core.Jaxpr, name: str) -> bool:
-    """Whether a primitive is anywhere in a program, in loops and branches, too."""
+    """Return whether a primitive occurs anywhere in a program, including loops and branches."""
     return any(name == x.primitive.name or name in _inside(x) for x in jaxpr.eqns)

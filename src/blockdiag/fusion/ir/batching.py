@@ -1,4 +1,4 @@
-"""Regions with one more batch axis."""
+"""Batching rule of regions (`jax.vmap`): one more batch axis."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,13 @@ from blockdiag.fusion.ir.tree import Dim, Leaf, Region, Source, with_leaves
 
 
 def map_region(region: Region, axis_size: int, is_mapped: Sequence[bool]) -> Region:
-    """The region of a mapped call: one more batch label, the first axis of what is mapped."""
+    """Return the region of a mapped call, with one more batch label as the first axis of mapped arrays.
+
+    Args:
+        region: the region.
+        axis_size: the size of the mapped axis.
+        is_mapped: for each leaf, and then the values, whether it is mapped.
+    """
     label = f"m{len(region.batch)}"
     leaves: dict[Leaf, Leaf] = {}
     *flags, is_value_mapped = is_mapped

@@ -1,4 +1,7 @@
-"""What kernels need not compute for each score: positive factors of the whole score, and masks of tiles without any."""
+"""Split scores into parts that kernels can skip: positive factors of the whole score, and masks that are not needed.
+
+A tile in which no score is masked uses the score without its masks.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -9,20 +12,20 @@ from jax.extend import core
 from blockdiag.fusion.ir.recursion import Steps, finished
 from blockdiag.fusion.ir.tree import Node, Region, bottom_up, leaves_of, number, operation
 
-# A score that is at most this is masked: -1e9 in any dtype, which bfloat16 rounds to -998244352.
+# A score up to this is masked. This covers -1e9 in any dtype; bfloat16 rounds that to -998244352.
 MASKED = -9e8
-# A row whose scores are all at most this sees no key: masked ones may have been added to others.
+# A row whose scores are all up to this sees no key. The bound is looser, because masked scores may have terms added.
 NO_KEY = -5e8
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A choice between a score and a number that masks it.
+    """A select between a score and a number that masks it.
 
     Attributes:
         predicate: a node of booleans.
-        keeps: the value of the predicate with which the score stays.
+        keeps: the value of the predicate that keeps the score.
     """
 
     predicate: Node
@@ -30,7 +33,10 @@ class Mask:
 
 
 def factored(node: Node) -> tuple[Node, float]:
-    """A node and a positive number whose product is `node`; it goes through masks, never through sums."""
+    """Return a node and a positive number whose product is `node`.
+
+    Factors are moved out of masks, but never out of sums.
+    """
     return finished(_factored(node))
 
 
@@ -55,7 +61,7 @@ def _factored(node: Node) -> Steps[tuple[Node, float]]:
                         continue
                     inner, factor = yield _factored(cases[1 - place])
                     if factor != 1.0:
-                        # A finite fill stays finite: rows of nothing else are uniform.
+                        # A finite fill stays finite, because a row of nothing else is uniform.
                         scaled = fill / factor if np.isinf(fill) else max(fill / factor, _LOWEST)
                         pair = (
                             [number(np.float32(scaled)), inner] if place == 0 else [inner, number(np.float32(scaled))]
@@ -65,7 +71,7 @@ def _factored(node: Node) -> Steps[tuple[Node, float]]:
 
 
 def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
-    """A score where its masks mask nothing, and these masks."""
+    """Return a score without its masks, and these masks."""
     found: dict[int, Mask] = {}
     known: dict[int, Node] = {}
 
@@ -94,10 +100,13 @@ def unmasked(node: Node) -> tuple[Node, tuple[Mask, ...]]:
 
 
 def stopped(node: Node, primitive: core.Primitive) -> Node:
-    """The same value of which leaves and products have no derivative, so that masks and factors are still seen.
+    """Return a value without derivatives, by stopping them at leaves and products.
+
+    Masks and factors above these remain visible to the other functions of this module.
 
     Args:
-        primitive: what takes derivatives from a value.
+        node: the value.
+        primitive: the primitive that stops derivatives.
     """
     known: dict[int, Node] = {}
     for one in bottom_up(node):
@@ -109,7 +118,7 @@ def stopped(node: Node, primitive: core.Primitive) -> Node:
 
 
 def has_keys(*nodes: Node) -> bool:
-    """Whether any node depends on keys."""
+    """Return whether any node depends on keys."""
     return any(leaf.role in ("key", "column", "score", "distance") for leaf in leaves_of(*nodes))
 
 
@@ -125,9 +134,9 @@ def _positive(node: Node) -> float | None:
 
 
 def scores_of(region: Region) -> tuple[tuple[Node | None, Node | None], float]:
-    """A region's score with and without its masks, both without the positive factor that is returned too.
+    """Return a region's score with and without its masks, and the positive factor that was split off both.
 
-    The second is None where there are no masks.
+    The score without masks is None if there are no masks, or if it has another factor.
     """
     if region.score is None:
         return (None, None), 1.0

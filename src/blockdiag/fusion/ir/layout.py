@@ -1,4 +1,4 @@
-"""Where the elements of an array lie, by label."""
+"""Memory layout of arrays: offsets and strides by label."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,28 +9,28 @@ from blockdiag.fusion.ir.tree import COLUMNS, ROWS, Dim, Leaf
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets of an array's elements, in elements.
+    """Layout of an array, in elements.
 
     Attributes:
-        offset: of the first one.
-        strides: of each label.
+        offset: the offset of the first element.
+        strides: the stride of each label.
     """
 
     offset: int
     strides: Mapping[str, int]
 
     def base(self, labels: Sequence[str]) -> str:
-        """The offset of a batch index, as an expression of `i_<label>`."""
+        """Return the offset of a batch index, as an expression in the variables `i_<label>`."""
         terms = [f"i_{label} * {self.strides[label]}" for label in labels if label in self.strides]
         return " + ".join([*terms, *([str(self.offset)] if self.offset or not terms else [])])
 
     def stride(self, label: str) -> int:
-        """Of a label, 0 without it."""
+        """Return the stride of a label, or 0 if the array lacks it."""
         return self.strides.get(label, 0)
 
 
 def layout_of(shape: Sequence[int], dims: Sequence[Dim], sizes: Mapping[str, int]) -> Layout:
-    """The layout of a row-major array whose axes stand for `dims`."""
+    """Return the layout of a row-major array whose axes stand for `dims`."""
     offset, strides, step = 0, {}, 1
     for size, dim in zip(reversed(shape), reversed(dims), strict=True):
         if isinstance(dim, int):
@@ -45,7 +45,7 @@ def layout_of(shape: Sequence[int], dims: Sequence[Dim], sizes: Mapping[str, int
 
 
 def flat_stride(layout: Layout, labels: Sequence[str], sizes: Mapping[str, int]) -> int | None:
-    """The stride of several labels as one axis, the first one slowest; None where they are not one."""
+    """Return the stride of several labels as one axis, the first one slowest; None if they cannot be merged."""
     if not labels:
         return 0
     expected = layout.strides[labels[-1]]
@@ -58,15 +58,16 @@ def flat_stride(layout: Layout, labels: Sequence[str], sizes: Mapping[str, int])
 
 
 def shape_of(dims: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array whose axes stand for `dims`."""
+    """Return the shape of an array whose axes stand for `dims`."""
     return tuple(math.prod(sizes[label] for label in dim) if isinstance(dim, tuple) else 1 for dim in dims)
 
 
 def arranged_dims(leaf: Leaf, sizes: Mapping[str, int]) -> tuple[Dim, ...] | None:
-    """What the axes of a leaf should stand for where kernels cannot read it well as it lies; None where they can.
+    """Return the dims that a leaf should be rearranged to, or None if kernels read its own layout well.
 
-    Features must be one axis. Of queries by keys neither lie side by side where heads are the last axis: each element
-    then is a load of its own, which moves 32 bytes and cannot be begun early, and a store of its own in the gradient.
+    Features must form one axis. An array of queries by keys with heads as its last axis has neither queries nor keys
+    contiguous. Each element would then be a separate load, which moves 32 bytes and cannot be prefetched, and a
+    separate store in the gradient.
     """
     layout = layout_of(leaf.source.shape, leaf.dims, sizes)
     labels = tuple((label,) for label in leaf.labels)

@@ -1,4 +1,4 @@
-"""Nodes as sums of terms."""
+"""Split nodes into sums of terms."""
 
 from collections.abc import Callable, Sequence, Set
 
@@ -9,25 +9,26 @@ from jax import lax
 from blockdiag.fusion.ir.tree import Leaf, Node, bottom_up, leaves_of, number, operation
 
 _OF_TRUTHS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"))
-"""Operations on numbers that give truths."""
+"""Operations on numbers whose results are booleans."""
 
 _LARGE = 2.0**6
-"""Larger numbers cost scores digits that softmaxes need, where they are added to these one by one."""
+"""Larger constants, added to scores as separate terms, would round away digits that softmaxes need."""
 
 
 def terms_of(
     node: Node, factor: float = 1.0, apart: Callable[[Node], bool] = lambda _: False
 ) -> list[tuple[float, Node]]:
-    """A sum as its terms, each with a factor.
+    """Return a sum as its terms, each with a factor.
 
-    A sum that is multiplied, or has a large number, stays whole where nothing in it is a product of queries and keys:
-    -1e9 (1 - mask) is 0 where the mask is 1, while a score less 1e9 is rounded, and so stays when 1e9 is added again.
+    A sum that is scaled, or contains a large number, stays whole unless it contains a product of queries and keys.
+    For example, -1e9 (1 - mask) is exactly 0 where the mask is 1. As two terms, the score minus 1e9 would be rounded,
+    and adding 1e9 again would not restore its digits.
 
     Args:
-        node, factor: the sum, and what all of it is multiplied by.
-        apart: of what other nodes there are to be terms of their own, within a sum that is multiplied as well.
+        node, factor: the sum, and the factor of all of it.
+        apart: which other nodes must become terms of their own, even within a scaled sum.
     """
-    # Ids of nodes with such a node in them.
+    # Ids of nodes that contain a product, or a node that must be a term of its own.
     split: set[int] = set()
     for one in bottom_up(node):
         if one.kind == "product" or apart(one) or any(id(x) in split for x in one.inputs):
@@ -44,14 +45,14 @@ def terms_of(
 
 
 def factor_in(score: Node, leaf: Leaf) -> float | None:
-    """What a leaf is multiplied by in a sum, of which that is the derivative; None where it is not simply a term."""
-    # All sums are taken apart, whatever that would round: nothing is added up.
+    """Return the factor of a leaf in a sum, which is the derivative; None if the leaf occurs other than as a term."""
+    # All sums are split. Rounding does not matter, because the terms are not added up again.
     own = [(factor, node) for factor, node in terms_of(score, apart=lambda _: True) if leaf in leaves_of(node)]
     return None if any(node.leaf is not leaf for _, node in own) else sum(factor for factor, _ in own)
 
 
 def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
-    """What a node times a factor is the sum of; None of what is a term."""
+    """Return the summands of a node times a factor, or None if it is a term."""
     if node.kind == "operation":
         match getattr(node.primitive, "name", ""), node.inputs:
             case "add" | "add_any", (left, right):
@@ -63,7 +64,7 @@ def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
             case "convert_element_type", (only,) if (
                 only.kind in ("operation", "product") and _is_floating(node) and _is_floating(only)
             ):
-                # Tiles are float32 whatever the program says; integers and truths become so here, and not before.
+                # Tiles are float32 whatever the program says. Casts from integers and booleans stay: they convert here.
                 return [(factor, only)]
             case "mul", (left, right):
                 for one, other in ((left, right), (right, left)):
@@ -75,10 +76,11 @@ def _parts(factor: float, node: Node) -> list[tuple[float, Node]] | None:
 
 
 def _is_whole(parts: Sequence[tuple[float, Node]], node: Node) -> bool:
-    """Whether a node without products is one term: a sum that is multiplied, or one that has a large number.
+    """Return whether a node without products is one term: a scaled sum, or a sum with a large number.
 
     Args:
-        parts: of the node, see `_parts`.
+        parts: the summands of the node, see `_parts`.
+        node: the node.
     """
     if len(parts) == 1:
         return _is_of_sum(node)
@@ -86,7 +88,7 @@ def _is_whole(parts: Sequence[tuple[float, Node]], node: Node) -> bool:
 
 
 def _is_of_sum(node: Node) -> bool:
-    """Whether a node is a sum times a number."""
+    """Return whether a node is a sum times a number."""
     while (parts := _parts(1.0, node)) is not None:
         if len(parts) > 1:
             return True
@@ -95,12 +97,12 @@ def _is_of_sum(node: Node) -> bool:
 
 
 def _is_floating(node: Node) -> bool:
-    """Whether a value is made of floats."""
+    """Return whether a value is computed in floats."""
     while node.kind == "operation" and "new_dtype" not in node.params:
         name = getattr(node.primitive, "name", "")
         if name in _OF_TRUTHS:
             return False
-        # Operands of others have one dtype, which is the result's, but for choices.
+        # The operands of other operations have the result's dtype, except for the predicate of a select.
         node = node.inputs[1 if name == "select_n" else 0]
     match node.kind:
         case "operation":
@@ -121,7 +123,7 @@ def _finite(node: Node) -> float | None:
 
 
 def sum_of(terms: Sequence[tuple[float, Node]], unit: float = 1.0) -> Node | None:
-    """The sum of terms, each times its factor, over `unit`; None where there are none."""
+    """Return the sum of terms times their factors, divided by `unit`; None if there are no terms."""
     total = None
     for factor, term in terms:
         scaled = term if factor == unit else operation(lax.mul_p, term, number(np.float32(factor / unit)))
@@ -130,8 +132,8 @@ def sum_of(terms: Sequence[tuple[float, Node]], unit: float = 1.0) -> Node | Non
 
 
 def is_linear_in_products(node: Node) -> bool:
-    """Whether a node is a sum of products, each times what is no function of queries and keys at once."""
-    # Of each node whether it is, whether a product is in it, and the roles of its leaves.
+    """Return whether a node is a sum of products, each times a factor that does not depend on both queries and keys."""
+    # For each node: whether it is linear, whether it contains a product, and the roles of its leaves.
     linear: dict[int, bool] = {}
     has_product: dict[int, bool] = {}
     roles: dict[int, frozenset[str]] = {}
@@ -154,17 +156,20 @@ def is_linear_in_products(node: Node) -> bool:
 
 
 def _is_of_both(roles: Set[str]) -> bool:
-    """Whether what has leaves of these roles is a function of queries and keys."""
+    """Return whether a value with leaves of these roles depends on both queries and keys."""
     return bool(roles & {"score", "distance"}) or bool(roles & {"row", "query"} and roles & {"column", "key"})
 
 
 def is_finite(node: Node) -> bool:
-    """Whether a value is finite whatever the leaves hold: numbers, choices between them, and products of these."""
+    """Return whether a value is finite whatever its leaves hold.
+
+    This is known for numbers, selects between them, and their products.
+    """
     return _largest(node) <= float(np.finfo(np.float32).max)
 
 
 def _largest(node: Node) -> float:
-    """A bound of the magnitude of a value that is made of numbers; infinity where it is made of anything else."""
+    """Return a bound of the magnitude of a value computed from numbers; infinity for any other value."""
     found: dict[int, float] = {}
     for one in bottom_up(node):
         inputs = [found[id(x)] for x in one.inputs]

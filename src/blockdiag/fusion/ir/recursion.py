@@ -1,21 +1,24 @@
-"""Recursion that takes no more of Python's stack than one call: programs are as deep as they are long.
+"""Recursion on an explicit stack, because long programs would overflow Python's own.
 
-A residual stream of a thousand additions is a thousand values, each of which is asked for by the next one. What asks in
-such a way is written as a generator: it yields what it would call, a generator as well, and is sent what that returns.
+A residual stream of a thousand additions is a chain of a thousand values, each computed from the one before. A
+recursive function over such chains is written as a generator. It yields each recursive call, which is a generator
+itself, and is sent the call's result.
 """
 
 from collections.abc import Generator
 from typing import Any
 
 type Steps[T] = Generator[Any, Any, T]
-"""What a recursive function does: it yields the steps of calls, and returns."""
+"""A recursive function as a generator: it yields recursive calls and returns its result."""
 
 
 def finished[T](steps: Steps[T], *passed: type[Exception]) -> T:
-    """What steps return.
+    """Run a recursive generator, and return its result.
 
     Args:
-        passed: exceptions that whoever waits for a call is told of, as it may be ready for them. Others end everything.
+        steps: the generator.
+        passed: the exceptions that are thrown into the caller's generator, which may catch them. All others leave this
+            function at once.
     """
     waiting: list[Steps[Any]] = [steps]
     result: Any = None

@@ -1,8 +1,8 @@
-"""Equal regions are one: what is derived of a region is derived once for all layers of a model that have it.
+"""Structural hashing of regions, so equal layers of a model share one region and all that is derived from it.
 
-Regions are equal where kernels, results and gradients of one are those of the other, given the same arrays: their
-trees, node for node, with primitives, parameters, numbers and known arrays by content, and what their leaves are, but
-for the names of variables. Functions among parameters are equal where they are the same object.
+Regions are equal if they have the same kernels, results and gradients, given the same arrays. Their trees are compared
+node by node, with primitives, parameters, numbers and constant arrays by content. Leaves are compared up to the names
+of variables. Functions among parameters are equal only if they are the same object.
 """
 
 import hashlib
@@ -15,24 +15,24 @@ import numpy as np
 
 from blockdiag.fusion.ir.tree import Function, Leaf, Node, Region, Source, Trees, nodes_of
 
-# What tile programs depend on beside a region.
+# JAX settings that tile programs depend on, in addition to the region.
 _SETTINGS = (
     "jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion",
 )  # fmt: skip
 
-# Regions live as long as the programs that they are part of, and nothing lives longer for being here: a key goes with
-# its region.
+# Regions live as long as the programs that they are part of. This table does not keep them alive, and drops the key
+# with its region.
 _REGIONS: weakref.WeakValueDictionary[Hashable, Region] = weakref.WeakValueDictionary()
 
 
 def shared(region: Region) -> Region:
-    """The first one of all equal regions that are in use; `log_sums` may differ, which no kernel knows of."""
+    """Return the first of all equal live regions. Their `log_sums` may differ, which kernels do not depend on."""
     key = key_of(region)
     return region if key is None else _REGIONS.setdefault(key, region)
 
 
 def key_of(region: Region) -> Hashable | None:
-    """What equal regions have in common and no others; None where a region has something that cannot be compared."""
+    """Return a key that is the same for equal regions only; None if a part of the region cannot be hashed."""
     names = _Names()
     key = (
         tuple(getattr(jax.config, name) for name in _SETTINGS),
@@ -55,7 +55,7 @@ def key_of(region: Region) -> Hashable | None:
 
 
 class _Names:
-    """Parts of a region as tuples, in which variables are numbers in the order in which they are met."""
+    """Converter of parts of a region to tuples, with variables numbered in order of first use."""
 
     def __init__(self) -> None:
         self._variables: dict[Any, int] = {}
@@ -70,7 +70,7 @@ class _Names:
         return self.source(leaf.source), leaf.dims, leaf.role, leaf.labels, leaf.is_constant, leaf.is_share
 
     def roots(self, roots: Sequence[Node | None]) -> Hashable:
-        """Trees, whose nodes refer to each other by number: a node that is used twice is one value."""
+        """Return trees as tuples. Nodes refer to each other by number, so sharing is part of the key."""
         nodes = list(nodes_of(*roots))
         places = {id(node): place for place, node in enumerate(nodes)}
         first = tuple(None if root is None else places[id(root)] for root in roots)
@@ -91,14 +91,14 @@ class _Names:
 
 
 def _content(value: Any) -> Hashable:
-    """A parameter, number or array such that equal ones are the same to the last bit, and of one type."""
+    """Return a key of a parameter, number or array; equal keys mean the same type and the same bits."""
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
-            # Unhashable, as nothing is known of what is in it.
+            # Unhashable, because the contained objects are unknown.
             return value  # pyrefly: ignore[bad-return]
         return np.ndarray, value.dtype, value.shape, hashlib.sha256(value.tobytes()).digest()
     if isinstance(value, float | complex):
-        # 0.0 == -0.0, and NaN is not itself.
+        # 0.0 == -0.0, and NaN != NaN.
         return type(value), repr(value)
     if isinstance(value, tuple | list):
         return type(value), tuple(map(_content, value))

@@ -1,15 +1,15 @@
-"""Tiles of scores, and the kernels that compute them."""
+"""Tile sizes, and the kinds of kernels of a region."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["forward", "rows", "columns", "pairs", "diagonals"]
-"""What a kernel of a region computes: results, or gradients by rows, by columns, by pairs of them or by distance."""
+"""The output of a kernel: results, or gradients by rows, by columns, by pairs of these, or by distance."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a tile of scores."""
+    """The numbers of rows and columns of a tile of scores."""
 
     rows: int
     columns: int

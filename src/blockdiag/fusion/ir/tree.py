@@ -1,4 +1,4 @@
-"""What a fused region is made of: leaves in memory, and trees of operations on tiles of them."""
+"""Data structures of a fused region: leaves in memory, and trees of operations on tiles of them."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -11,25 +11,28 @@ from jax.extend import core
 
 from blockdiag.common.operation import Operation
 
-# Regions judge sizes of `jax.export` while they are traced.
+# Regions check the symbolic sizes of `jax.export` while they are traced.
 FUSE = Operation("fuse", "blockdiag.fusion.runtime", ("xla", "triton"), takes_symbolic_sizes=True)
 
 Role = Literal["query", "key", "feature", "row", "column", "score", "distance", "scalar"]
-"""What a leaf's tile is: [q, f], [k, f] and [f] operands of sums over features, products above all; [q], [k], [q, k],
-[q, k] of which every element is a function of q - k, or one number of each batch."""
+"""The shape and meaning of a leaf's tile.
+
+The operands of sums over features, mostly products, are query [q, f], key [k, f] and feature [f]. The others are row
+[q], column [k], score [q, k], distance ([q, k], a function of q - k), and scalar (one number for each batch index).
+"""
 
 WITH_FEATURES: frozenset[Role] = frozenset(("query", "key", "feature"))
 WITHOUT_KEYS: frozenset[Role] = frozenset(("query", "feature", "row", "scalar"))
 
 Dim = tuple[str, ...] | int
-"""What an axis of an array stands for: labels, the first one slowest (none: size 1), or one index of it."""
+"""The meaning of an array's axis: labels, the first one slowest (no label means size 1), or one fixed index."""
 
 ROWS, COLUMNS, FEATURES = "q", "k", "f"
 DISTANCE = "distance"
-"""The label of an axis that has q - k, from 1 - keys to queries - 1."""
+"""The label of an axis of distances q - k, from 1 - keys to queries - 1."""
 
 
-# What works element by element.
+# Elementwise primitives.
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
     "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
@@ -40,7 +43,7 @@ ELEMENTWISE = frozenset({
 
 
 class Unpullable(Exception):
-    """The labels of a value say nothing about what it is computed from."""
+    """The labels of a value cannot be propagated to the operands that it is computed from."""
 
 
 class NotFusible(NotImplementedError):
@@ -58,7 +61,7 @@ class NotFusible(NotImplementedError):
 
 
 class SymbolicSizes(NotFusible):
-    """Sizes of arrays are expressions, as `jax.export` has them."""
+    """Sizes of arrays are symbolic, as in `jax.export`."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,10 @@ class Source:
     """An array outside of the region.
 
     Attributes:
-        key: the variable of the program that it is; None for 0, 1, 2, ...
-        constant: its elements, where they are known while tracing.
-        made: equations that make it of variables of the program; empty where the program has them.
+        key: the variable of the program that holds the array; None for 0, 1, 2, ...
+        shape, dtype: the array's.
+        constant: the elements, if they are known at trace time.
+        made: the equations that compute the array from variables of the program; empty if the program computes it.
     """
 
     key: Any
@@ -79,7 +83,7 @@ class Source:
 
 
 def source_of(var: core.Var, constant: np.ndarray | None = None) -> Source:
-    """The array that a variable is."""
+    """Return a variable's array as a source."""
     aval = var.aval
     assert isinstance(aval, jax.core.ShapedArray)
     return Source(var, tuple(aval.shape), np.dtype(aval.dtype), constant)
@@ -91,11 +95,11 @@ class Leaf:
 
     Attributes:
         source: the array.
-        dims: of each axis of the source.
-        role: what tiles of it are.
-        labels: batch labels that it has, in the region's order; it is the same for all others.
-        is_constant: whether nobody asks for its gradient.
-        is_share: whether its gradient is a share of a sum that is rounded later, when all shares are added up.
+        dims: the labels of each axis of the source.
+        role: the shape and meaning of its tiles.
+        labels: the batch labels of the array, in the region's order. It is constant along all others.
+        is_constant: whether its gradient is unused.
+        is_share: whether its gradient is one share of a sum, which is rounded only after all shares are added.
     """
 
     source: Source
@@ -107,17 +111,17 @@ class Leaf:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it is made of floating numbers whose gradient is asked for."""
+        """Return whether the array is floating and its gradient is used."""
         return not self.is_constant and bool(jax.dtypes.issubdtype(self.source.dtype, np.floating))
 
     @property
     def gradient_dtype(self) -> np.dtype[Any]:
-        """The dtype of its gradient."""
+        """Return the dtype of the gradient."""
         return _gradient_dtype(self.source, self.is_share)
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The labels that a product sums over, in the order in which both of its operands have them."""
+        """Return the labels that a product contracts, in the same order for both of its operands."""
         return tuple(sorted(x for dim in self.dims if isinstance(dim, tuple) for x in dim if x.startswith(FEATURES)))
 
 
@@ -127,11 +131,11 @@ def _gradient_dtype(source: Source, is_share: bool) -> np.dtype[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Trees:
-    """A function of tiles, element by element.
+    """An elementwise function of tiles.
 
     Attributes:
-        roots: its results.
-        leaves: what stands for each of its arguments in them; None for one that is not used.
+        roots: the results.
+        leaves: the leaf of each argument; None for an unused argument.
     """
 
     roots: "tuple[Node, ...]"
@@ -140,14 +144,14 @@ class Trees:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A function of tiles with a derivative of its own.
+    """A function of tiles with a custom derivative.
 
     Attributes:
-        value: of its arguments.
-        places: which arguments have a derivative.
-        slope: the tangent of the value, of the arguments and tangents of `places` (jvp); or the cotangents of `places`,
-            of the arguments and the cotangent of the value (vjp). None where there is no derivative.
-        mode: which of both.
+        value: the value, as a function of the arguments.
+        places: the positions of the differentiable arguments.
+        slope: in mode "jvp" the tangent of the value, from the arguments and the tangents of `places`. In mode "vjp"
+            the cotangents of `places`, from the arguments and the cotangent of the value. None without a derivative.
+        mode: the kind of derivative.
     """
 
     value: Trees
@@ -158,14 +162,17 @@ class Function:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A value of the region, for all queries and keys; the same node is one value.
+    """A value of the region, for all queries and keys. A node that is used several times is computed once.
 
     Attributes:
         kind: a leaf, a number, a product of a query leaf and a key leaf, an operation, a call of a function, or a sum
-            over features of a function of one feature each.
-        inputs: nodes that it is computed from.
-        leaf, number, function: of a leaf, of a number, of a call or a sum.
-        primitive, params: of an operation on tiles, element by element; a sum has the "sizes" of its labels.
+            of a function over features.
+        inputs: the nodes that it is computed from.
+        leaf: the leaf, for kind "leaf".
+        number: the number, for kind "number".
+        primitive: the primitive of an elementwise operation on tiles.
+        params: the parameters of the operation; for a sum, the "sizes" of its labels.
+        function: the function of a call, or the summand of a sum.
     """
 
     kind: Literal["leaf", "number", "product", "operation", "call", "sum"]
@@ -178,12 +185,12 @@ class Node:
 
 
 def number(value: Any) -> Node:
-    """A node that is a number."""
+    """Return the node of a number."""
     return Node("number", number=np.asarray(value))
 
 
 def operation(primitive: core.Primitive, *inputs: Node, **params: Any) -> Node:
-    """A node that is an operation, element by element."""
+    """Return the node of an elementwise operation."""
     return Node("operation", inputs, primitive=primitive, params=params)
 
 
@@ -193,7 +200,7 @@ class LogSum:
 
     Attributes:
         var: the variable.
-        dims: what its axes stand for.
+        dims: the labels of its axes.
     """
 
     var: core.Var
@@ -205,17 +212,17 @@ class Region:
     """out[batch.., q, d] = sum over k of p[q, k] * weight[q, k] * value[k, d].
 
     Attributes:
-        sizes: of every label, "q" and "k" included.
+        sizes: the size of every label, including "q" and "k".
         batch: the batch labels, in the order of the result's axes.
-        score: its softmax over k is p; None: p is 1.
+        score: the scores, whose softmax over k is p; None means that p is 1.
         extras: further logits of each row, which take part in the softmax and have no value.
-        weight: None is 1.
-        leaves: of score, extras and weight, in the order in which they are passed.
-        value, value_dims: the array, and what its axes stand for: labels, "k", and "d0", "d1", ...
-        out_dims: what the axes of the result stand for.
-        dtype: of the result.
-        log_sums: what else of the program it may compute.
-        is_value_share: of the values what `Leaf.is_share` is of a leaf.
+        weight: the factor of p; None means 1.
+        leaves: the leaves of score, extras and weight, in the order in which they are passed.
+        value, value_dims: the array of values, and the labels of its axes: batch labels, "k", and "d0", "d1", ...
+        out_dims: the labels of the result's axes.
+        dtype: the dtype of the result.
+        log_sums: variables of the program that the region may compute in addition.
+        is_value_share: `Leaf.is_share` for the values.
     """
 
     operation: ClassVar[Operation] = FUSE
@@ -240,12 +247,12 @@ class Region:
 
     @property
     def value_gradient_dtype(self) -> np.dtype[Any]:
-        """The dtype of the values' gradient."""
+        """Return the dtype of the values' gradient."""
         return _gradient_dtype(self.value, self.is_value_share)
 
     @property
     def sources(self) -> list[Source]:
-        """The arrays of the leaves, and of the values."""
+        """Return the arrays of the leaves and of the values."""
         return [*(leaf.source for leaf in self.leaves), self.value]
 
     @functools.cached_property
@@ -253,7 +260,7 @@ class Region:
         return {}
 
     def once[T](self, derive: Callable[..., T], *given: Hashable) -> T:
-        """`derive(region, *given)`, made once: each of the ways in which a pass is traced asks for its kernels."""
+        """Return `derive(region, *given)`, memoised, because each way of tracing a pass asks for its kernels."""
         key = (derive, given)
         if key not in self._derived:
             self._derived[key] = derive(self, *given)
@@ -261,7 +268,7 @@ class Region:
 
 
 def nodes_of(*roots: Node | None) -> Iterator[Node]:
-    """The nodes of trees, each once, in the order in which they are met."""
+    """Yield the nodes of trees, each once, in pre-order."""
     seen: set[int] = set()
     waiting = [root for root in reversed(roots) if root is not None]
     while waiting:
@@ -273,7 +280,7 @@ def nodes_of(*roots: Node | None) -> Iterator[Node]:
 
 
 def bottom_up(*roots: Node | None) -> Iterator[Node]:
-    """The nodes of trees, each once, after all that it is computed from."""
+    """Yield the nodes of trees, each once and after its inputs."""
     seen: set[int] = set()
     waiting = [(root, False) for root in reversed(roots) if root is not None]
     while waiting:
@@ -287,16 +294,17 @@ def bottom_up(*roots: Node | None) -> Iterator[Node]:
 
 
 def leaves_of(*roots: Node | None) -> tuple[Leaf, ...]:
-    """The leaves of trees, each once, in the order in which they are met."""
+    """Return the leaves of trees, each once, in pre-order."""
     return tuple(dict.fromkeys(node.leaf for node in nodes_of(*roots) if node.leaf is not None))
 
 
 def with_leaves(region: Region, replaced: Mapping[Leaf, Leaf], **changes: Any) -> Region:
-    """The same region of other leaves.
+    """Return a region with other leaves.
 
     Args:
-        replaced: of every leaf the one in its place.
-        changes: other attributes of the region.
+        region: the region.
+        replaced: the new leaf for every leaf.
+        changes: other attributes to change.
     """
     known: dict[int, Node] = {}
     for node in bottom_up(region.score, *region.extras, region.weight):

@@ -1,6 +1,6 @@
-"""Exponentials of (x - largest) * c become those of x * c less the largest of x * c, which softmaxes are known by.
+"""Rewrite exp((x - max x) * c) as exp(x * c - max(x * c)), the form in which softmaxes are recognised.
 
-So are kernels written that take a scale, or log2(e), into the exponent after the largest score is taken away.
+The first form comes from kernels that fold a scale or log2(e) into the exponent after subtracting the row maximum.
 """
 
 import functools
@@ -22,25 +22,25 @@ _SHIFTS = (*MOVES, "stop_gradient")
 
 
 def with_factors_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program, in which largest scores are taken away last; None where they are already."""
+    """Return the flat program with row maxima subtracted after scaling, or None if nothing changes."""
     producers = producers_of(closed.jaxpr)
     scaled = [found for equation in _exponents(closed.jaxpr, producers) if (found := _scaled(equation, producers))]
     if not scaled:
         return None
-    # Each number of a row is scaled once, so that it is the same to all that it is taken away from.
+    # Each row maximum is scaled once, so all of its users subtract the same variable.
     known: dict[tuple[Any, float], Any] = {}
     replaced = {
         id(equation): functools.partial(_replacement, equation, difference, factor, producers, known)
         for equation, difference, factor in scaled
     }
     found = rewritten(closed, closed.jaxpr.eqns, replaced)
-    # What stays outside of regions is rounded to 16 bits, to which a difference is closer before it is scaled.
+    # Outside of regions, results are rounded to 16 bits. Scaling the difference is then the more accurate order.
     is_narrow = any(aval_of(equation.outvars[0]).dtype.itemsize == 2 for equation, *_ in scaled)
     return None if is_narrow and attention_count(found.jaxpr) <= attention_count(closed.jaxpr) else found
 
 
 def _exponents(jaxpr: core.Jaxpr, producers: Mapping[core.Var, core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
-    """What exponentials are of, each once."""
+    """Yield the equations that compute arguments of exponentials, each once."""
     seen: set[int] = set()
     for name in POWERS:
         for power in equations_by_name(jaxpr).get(name, ()):
@@ -53,14 +53,18 @@ def _exponents(jaxpr: core.Jaxpr, producers: Mapping[core.Var, core.JaxprEqn]) -
 def _scaled(
     equation: core.JaxprEqn, producers: Mapping[core.Var, core.JaxprEqn]
 ) -> tuple[core.JaxprEqn, core.JaxprEqn, float] | None:
-    """The equation, the difference from a largest number that it scales, and by how much; None of others."""
+    """Return the equation, the difference from a row maximum that it scales, and the factor.
+
+    Returns:
+        None if the equation scales no such difference.
+    """
     name, operands = equation.primitive.name, equation.invars
     for one, other in {"mul": ((0, 1), (1, 0)), "div": ((0, 1),)}.get(name, ()):
         difference, factor = producer_of(operands[one], producers), _number(operands[other], producers)
         if difference is None or factor is None:
             continue
         factor = 1 / factor if name == "div" else factor
-        # Of other factors the largest of what is scaled is not the largest number, scaled.
+        # max(x * c) = max(x) * c holds for positive finite factors only.
         is_difference = 0 < factor < np.inf and difference.primitive.name in ("sub", "neg")
         if is_difference and _is_largest(difference.invars[-1], producers):
             return equation, difference, factor
@@ -68,7 +72,7 @@ def _scaled(
 
 
 def _number(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> float | None:
-    """The one number that an operand is, None of others."""
+    """Return the nonzero float that fills an operand, or None if there is no such literal."""
     while (equation := producer_of(operand, producers)) is not None and equation.primitive.name == "broadcast_in_dim":
         operand = equation.invars[0]
     if not isinstance(operand, core.Literal) or not jnp.issubdtype(aval_of(operand).dtype, jnp.floating):
@@ -78,7 +82,7 @@ def _number(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> float 
 
 
 def _is_largest(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> bool:
-    """Whether a number of each row is a largest one, or the larger one of that and another number."""
+    """Return whether an operand is a row maximum, possibly clamped from below by another value."""
     equation = producer_of(operand, producers)
     while equation is not None and equation.primitive.name in _SHIFTS:
         equation = producer_of(equation.invars[0], producers)
@@ -95,7 +99,7 @@ def _replacement(
     known: dict[tuple[Any, float], Any],
     value_of: Callable[[Any], Any],
 ) -> dict[core.Var, Any]:
-    """The difference of what is scaled, in the place of the scaled difference."""
+    """Return the difference of the scaled operands, in place of the scaled difference."""
     given = [_times(x, factor, producers, known, value_of) for x in difference.invars]
     (result,) = bind(difference, given)
     shape = aval_of(equation.outvars[0]).shape
@@ -111,7 +115,7 @@ def _times(
     known: dict[tuple[Any, float], Any],
     value_of: Callable[[Any], Any],
 ) -> Any:
-    """An operand times the factor: of a largest number that of what is scaled."""
+    """Return an operand times the factor; a row maximum becomes the maximum of the scaled values."""
     if factor == 1:
         return value_of(operand)
     if isinstance(operand, core.Literal):

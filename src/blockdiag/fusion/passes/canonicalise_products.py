@@ -1,15 +1,17 @@
-"""Products of weights and values that are written as something else, in the form in which attention is looked for.
+"""Rewrite contractions that are written in other ways into the dot products that attention is recognised by.
 
-- A sum over keys of weights times values, both with new axes, is a product; as for the points of AlphaFold's invariant
-  point attention. So is a sum over features of queries times keys.
-- Weights summed over heads, or over other axes of theirs, before the product: the sum is as good after it. With numbers
-  for each head, and perhaps each query, as mixtures of softmaxes and interpretable heads have them, too.
-- A product that sums over nothing scales: it is a multiplication.
-- Zeros beside scores, by `pad`, are further logits, as `concatenate` has them.
-- Batch axes of one index, which `jnp.matmul` leaves out of its products, are batch axes of these (`unit_axes.py`).
+- A sum over keys of weights times values, both broadcast along new axes, becomes a product. AlphaFold's invariant
+  point attention is written so. A sum over features of queries times keys becomes a product, too.
+- A sum of weights over heads, or over other axes, moves behind the product with values. The sum may have a factor for
+  each head, and for each query. Mixtures of softmaxes and interpretable heads are written so.
+- A product that sums over no axis becomes a multiplication.
+- Scores that are padded with constants by `pad` become a `concatenate` with further logits.
+- Batch axes of size 1, which `jnp.matmul` squeezes before its products, are batch axes of the product
+  (`unit_axes.py`).
 
-Only what may be weights or scores is looked at: what exponentials are made into, or of, by operations on elements. A
-product that turns out to be none of attention is computed in full precision, as the sum would be.
+Only candidates for weights or scores are rewritten: values that reach exponentials, or are computed from them, by
+elementwise operations. A rewritten product that turns out not to be attention is computed in full precision, as the sum
+would be.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +37,7 @@ _WIDENS = ("reshape", "squeeze", "broadcast_in_dim")
 
 
 def respelled(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program with such products as products; None where that helps none."""
+    """Return the flat program with these contractions as dot products, or None if no rewrite helps."""
     plain = _replaced(closed, _Plain)
     better = _replaced(plain, _Products)
     if better is not plain and _merit(better) > _merit(plain):
@@ -44,16 +46,18 @@ def respelled(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
 
 
 def as_products(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Return the same flat program with whatever may be such a product as a product, whether that helps or not."""
+    """Return the flat program with every candidate as a dot product, whether that helps or not."""
     return _replaced(_replaced(closed, _Plain), _Products)
 
 
 def _merit(closed: core.ClosedJaxpr) -> tuple[bool, int, int, int, int]:
-    """Whether there is attention, how few arrays of queries by keys it reads, of how many products, how few sums over
-    features there are, and how few arrays.
+    """Return a key that orders equivalent programs; the larger one is better.
 
-    A query that has no axis gets one, unless others have. A product of queries and keys that is written as a sum is a
-    sum over features, or a pair of arrays for each of a few.
+    It consists of: whether there is attention, the negated number of arrays of queries by keys that regions read, the
+    number of products, the negated number of sums over features, and the negated number of leaves.
+
+    A query without an axis gets one, unless other queries have axes. A product of queries and keys that is written as a
+    sum becomes a sum over features; one over few features may become two leaves for each feature.
     """
     count = attention_count(closed.jaxpr)
     try:
@@ -83,11 +87,11 @@ class _Finder:
         self.producers, self.users = producers_of(jaxpr), users_of(jaxpr)
 
     def producer(self, var: Any) -> core.JaxprEqn | None:
-        """The equation that computes a value, None of arguments and numbers."""
+        """Return the equation that computes a value, or None for arguments and literals."""
         return self.producers.get(var) if isinstance(var, core.Var) else None
 
     def reaches(self, var: Any, names: Sequence[str]) -> bool:
-        """Whether a value is made of what one of these primitives computes, by moves and operations on elements."""
+        """Return whether a value comes from these primitives through moves, slices and elementwise operations."""
         seen: set[Any] = set()
         waiting = [var]
         while waiting:
@@ -105,10 +109,10 @@ class _Finder:
 
 
 class _Plain(_Finder):
-    """What means the same wherever it stands."""
+    """Finder of rewrites that are valid anywhere in a program."""
 
     def replacement(self, equation: core.JaxprEqn) -> _Make | None:
-        """What computes an equation's result otherwise; None where it stays."""
+        """Return a function that computes the equation's result in another way, or None to keep the equation."""
         match equation.primitive.name:
             case "dot_general":
                 return self._scaling(equation)
@@ -120,7 +124,10 @@ class _Plain(_Finder):
         return None
 
     def _scaling(self, equation: core.JaxprEqn) -> _Make | None:
-        """A product that sums over nothing, of weights or scores and of what has no axes but those of both."""
+        """Rewrite a product without contracted axes as a multiplication.
+
+        One operand is weights or scores. The other one has only axes that both share.
+        """
         (contracted, _), shared = equation.params["dimension_numbers"]
         sides = [side for side in (0, 1) if len(aval_of(equation.invars[side]).shape) == len(shared[side])]
         if contracted or not shared[0] or not sides:
@@ -142,7 +149,7 @@ class _Plain(_Finder):
         return make
 
     def _beside_zeros(self, equation: core.JaxprEqn) -> _Make | None:
-        """Numbers in front of scores, or behind them."""
+        """Rewrite a `pad` of scores along one axis as a `concatenate`."""
         scores, number = equation.invars
         widened = [axis for axis, sizes in enumerate(equation.params["padding_config"]) if any(sizes)]
         if len(widened) != 1 or not self.reaches(scores, ("dot_general",)):
@@ -164,11 +171,11 @@ class _Plain(_Finder):
 
 @dataclass(frozen=True)
 class _Operand:
-    """An array that is repeated along new axes.
+    """An array that is broadcast along new axes.
 
     Attributes:
         var: the array.
-        axes: of each of its axes of more than one index, that of the whole.
+        axes: from each axis of the array with more than one index to the axis of the broadcast array.
     """
 
     var: Any
@@ -176,10 +183,10 @@ class _Operand:
 
 
 class _Products(_Finder):
-    """What would be attention, if it were a product."""
+    """Finder of sums that may be attention once they are written as dot products."""
 
     def replacement(self, equation: core.JaxprEqn) -> _Make | None:
-        """What computes an equation's result otherwise; None where it stays."""
+        """Return a function that computes the equation's result in another way, or None to keep the equation."""
         if any(axes is not None for x in equation.invars for axes in _sharding_of(x)):
             return None
         match equation.primitive.name:
@@ -190,7 +197,7 @@ class _Products(_Finder):
         return None
 
     def _of_sum(self, equation: core.JaxprEqn) -> _Make | None:
-        """A sum of weights times values, as their product."""
+        """Rewrite a sum over elementwise products as a dot product."""
         product = self._skip_casts(equation.invars[0])
         if product is None or product.primitive.name != "mul" or len(equation.params["axes"]) != 1:
             return None
@@ -198,8 +205,8 @@ class _Products(_Finder):
         first, second = (self._operand(x) for x in product.invars)
         sides = [set(x.axes.values()) for x in (first, second)]
         (summed,) = equation.params["axes"]
-        # One query has no axis, and values with one column none of columns; but the sum of weights that are masked, or
-        # gated, divides these.
+        # A single query has no axis, and neither do values with a single column. If the sum is a divisor instead, it is
+        # the normaliser of weights that are masked or gated.
         is_product = summed in sides[0] & sides[1] and sides[0] != sides[1]
         if is_product and (sides[0] < sides[1] or sides[1] < sides[0]) and self._divides(equation.outvars[0]):
             return None
@@ -223,11 +230,11 @@ class _Products(_Finder):
         return make
 
     def _feeds(self, var: Any) -> bool:
-        """Whether exponentials are of a value, by moves and operations on elements."""
+        """Return whether a value reaches an exponential through moves and elementwise operations."""
         return any(user.primitive.name in POWERS for user, _ in self._used(var))
 
     def _divides(self, var: Any) -> bool:
-        """Whether something is divided by a value, or by what moves and operations on elements make of it."""
+        """Return whether a value, after moves and elementwise operations, is a divisor."""
         users = self._used(var)
         return any(
             (user.primitive.name == "div" and user.invars[1] is one) or user.params.get("y", 0) == -1
@@ -235,7 +242,7 @@ class _Products(_Finder):
         )
 
     def _used(self, var: Any) -> Iterator[tuple[core.JaxprEqn, Any]]:
-        """What uses a value by moves, joins and operations on elements, and what it is of."""
+        """Yield users of a value through moves, concatenations and elementwise operations, each with its operand."""
         seen: set[int] = set()
         waiting = [var]
         while waiting:
@@ -251,7 +258,7 @@ class _Products(_Finder):
                     waiting += user.outvars
 
     def _operand(self, var: Any) -> _Operand:
-        """What a factor is made of by new axes alone."""
+        """Return the array that a factor broadcasts, with the map of its axes."""
         shape = aval_of(var).shape
         axes = {axis: axis for axis, size in enumerate(shape) if size > 1}
         while (equation := self.producer(var)) is not None and equation.primitive.name in _WIDENS:
@@ -274,7 +281,7 @@ class _Products(_Finder):
         return equation
 
     def _summed_before(self, equation: core.JaxprEqn, side: int) -> _Make | None:
-        """A product of values and of a sum of weights over an axis that is not that of keys."""
+        """Rewrite (sum of weights over a non-key axis) times values as the sum of (weights times values)."""
         contracted, shared = equation.params["dimension_numbers"]
         total, factors = self._unscaled(equation.invars[side])
         if total is None or len(contracted[0]) != 1 or total.primitive.name not in ("reduce_sum", "dot_general"):
@@ -316,9 +323,9 @@ class _Products(_Finder):
         return make
 
     def _differ(self, weights: Any, axis: int) -> bool:
-        """Whether weights differ along an axis themselves, and not only what they are multiplied by.
+        """Return whether the weights themselves vary along an axis, and not only their factors.
 
-        Where values alone do, the sum is that over keys, and a projection of the result follows.
+        If only the factors vary, the sum runs over keys, and the product is a projection of the attention's result.
         """
         product = self._skip_casts(weights)
         if product is None or product.primitive.name != "mul":
@@ -327,7 +334,7 @@ class _Products(_Finder):
         return any(axis in self._operand(x).axes.values() for x in of_powers)
 
     def _unscaled(self, var: Any) -> tuple[core.JaxprEqn | None, list[tuple[Callable[..., Any], Any]]]:
-        """What computes a value but for casts and factors that are one number, and these, the last one first."""
+        """Return the equation below a value's casts and scalar factors, and these factors, outermost first."""
         factors: list[tuple[Callable[..., Any], Any]] = []
         while (equation := self.producer(var)) is not None:
             name, operands = equation.primitive.name, equation.invars
@@ -344,7 +351,11 @@ class _Products(_Finder):
         return equation, factors
 
     def _sum(self, total: core.JaxprEqn) -> tuple[Any, list[Any], Any, list[Any] | None, list[Any]] | None:
-        """Weights, a label for each of their axes, what they are multiplied by, its labels, and those of the sum."""
+        """Return the weights, their axis labels, their factor, its labels, and the labels of the sum.
+
+        Returns:
+            None if the equation does not sum weights. The factor and its labels are None for a plain sum.
+        """
         if total.primitive.name == "reduce_sum":
             weights = total.invars[0]
             labels: list[Any] = list(range(len(aval_of(weights).shape)))
@@ -370,7 +381,7 @@ class _Products(_Finder):
 
 
 def _is_cast(equation: core.JaxprEqn) -> bool:
-    """Whether an equation makes floating numbers of floating numbers."""
+    """Return whether an equation converts from one floating dtype to another."""
     if equation.primitive.name != "convert_element_type":
         return False
     return all(jnp.issubdtype(aval_of(x).dtype, jnp.floating) for x in (*equation.invars, *equation.outvars))
@@ -382,10 +393,11 @@ def _sharding_of(operand: Any) -> Sequence[Any]:
 
 
 def _product(arrays: Sequence[Any], labels: Sequence[Sequence[Any]], wanted: Sequence[Any], dtype: Any) -> Any:
-    """The sum of products of two arrays over all labels that are not wanted, which both have; axes as they are wanted.
+    """Return the dot product of two arrays, contracted over all shared labels that are not wanted.
 
     Args:
-        labels: of the axes of each.
+        labels: the axis labels of each array.
+        wanted: the labels of the result's axes, in order.
     """
     first, second = (list(x) for x in labels)
     both = [x for x in first if x in second]

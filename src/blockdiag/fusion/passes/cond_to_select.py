@@ -1,8 +1,8 @@
-"""Masks of branches: a `cond` or `switch` that only chooses between masks, or numbers without derivatives, chooses
-between their elements.
+"""Rewrite a `cond` or `switch` that only chooses between masks as an elementwise select.
 
-As scanned layers pick the mask of a window or of all keys by a flag. A branch gives an array; a choice between elements
-is a function of places, like the masks themselves.
+The same holds for a choice between other arrays through which no derivative flows. Scanned layers that pick a window
+mask or a full mask by a flag are written so. The result of a branch is an array in memory, while a select between
+elements is a function of positions, as the masks themselves are.
 """
 
 import functools
@@ -18,12 +18,12 @@ from blockdiag.fusion.ir.tree import ELEMENTWISE
 from blockdiag.fusion.regions.axis_labels import MOVES
 from blockdiag.fusion.regions.guards import PASSES
 
-# What costs little where its branch is not taken.
+# Operations that are cheap enough to compute in branches that are not taken.
 _CHEAP = ELEMENTWISE | {*MOVES, *PASSES, "iota"}
 
 
 def with_chosen(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program without branches that only make masks; None where there are none."""
+    """Return the flat program with selects in place of branches that only make masks, or None if there are none."""
     replaced = {}
     for equation in closed.jaxpr.eqns:
         if equation.primitive.name != "cond" or equation.effects or not _are_pairs(equation):
@@ -35,7 +35,7 @@ def with_chosen(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
 
 
 def _are_pairs(equation: core.JaxprEqn) -> bool:
-    """Whether results may be of queries by keys, and no derivative goes through the equation."""
+    """Return whether all results may be arrays of queries by keys, and no derivative flows through the equation."""
     has_derivative = any(jnp.issubdtype(aval_of(x).dtype, jnp.floating) for x in equation.invars)
     return not has_derivative and all(len(aval_of(x).shape) >= 2 for x in equation.outvars)
 
@@ -43,7 +43,7 @@ def _are_pairs(equation: core.JaxprEqn) -> bool:
 def _chosen(
     equation: core.JaxprEqn, branches: list[core.ClosedJaxpr], value_of: Callable[[Any], Any]
 ) -> dict[core.Var, Any]:
-    """The results of an equation, as choices between those of all branches."""
+    """Return the results of the equation as selects between the results of all branches."""
     index, *given = map(value_of, equation.invars)
     which = index != 0 if len(branches) == 2 else index
     cases = [evaluate(branch.jaxpr, branch.consts, given) for branch in branches]

@@ -1,12 +1,10 @@
-"""Weights that are divided by a sum of weights, and are no softmax: their product with values is divided instead.
-
-As masked softmaxes that are normalised again, linear attention under a mask, retention, the mLSTM and attention with
-squared relu are written:
+"""Divide unnormalised weights after the value product instead of before it.
 
     (w / f(sum w)) v = (w v) / f(w 1)
 
-The sum along keys becomes a product with ones beside that with values, and both are found as products of weights that
-are functions of single scores.
+These variants divide weights by their sum without being a softmax: masked softmaxes that are normalised again, linear
+attention under a mask, retention, the mLSTM, and attention with squared relu. The sum along keys becomes a product with
+ones, beside the product with values. Both are then found as products of weights that are functions of single scores.
 """
 
 import collections
@@ -33,13 +31,14 @@ type _Replacement = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
 
 def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program, in which what sums of weights divide are results; None where that helps no product."""
-    # What has not been divided yet must be attention as it stands, and what has been must not.
+    """Return the flat program with results divided in place of weights, or None if that helps no product."""
+    # A product of undivided weights must be attention already. A product of divided weights must not be.
     found = [x for x in _quotients(closed.jaxpr) if is_attention(closed.jaxpr, x.product) != bool(x.weights.factors)]
     if not found:
         return None
     before = _count(closed)
-    # Mostly all layers of a model help; each by itself would be a whole program more to look at.
+    # Usually the rewrite helps all layers of a model, so they are tried together first. A trial of each layer
+    # analyses the whole program once more.
     if _is_help(closed, found, before):
         return _replaced(closed, found)
     helped = [one for one in found if len(found) > 1 and _is_help(closed, [one], before)]
@@ -48,13 +47,13 @@ def with_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
 
 @dataclass(frozen=True)
 class _Factor:
-    """A number of each row that weights are divided by, or times.
+    """A value for each row that weights are divided by, multiplied by or selected by.
 
     Attributes:
         var, dims: the array or literal, and the label of each of its axes.
-        kind: whether weights are divided by it, multiplied, or kept where it is true, or where it is not, and 0
-            elsewhere.
-        stops: whether it has no derivative there.
+        kind: "divides" and "times" are arithmetic. "where" keeps the weights where the value is true, "unless" where it
+            is false; they are 0 elsewhere.
+        stops: whether no derivative flows into it.
     """
 
     var: Any
@@ -65,13 +64,14 @@ class _Factor:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Weights, taken apart.
+    """Weights, split into a numerator and factors of rows.
 
     Attributes:
         dims: a label, or nothing, for each axis.
-        numerator, inner: what has been divided, and its labels.
-        path: what else is done to that, last first: an equation, and which of its operands it is.
-        factors: what it has been divided by, or times.
+        numerator, inner: the weights before they are divided, and their labels.
+        path: the linear steps from the numerator to the weights, last first. Each is an equation and the position of
+            the operand that it is linear in.
+        factors: the factors of rows.
     """
 
     dims: tuple[Dim, ...]
@@ -81,7 +81,7 @@ class _Weights:
     factors: tuple[_Factor, ...]
 
     def value(self, value_of: Callable[[Any], Any]) -> Any:
-        """The weights without the factors."""
+        """Return the weights without the factors."""
         weights = value_of(self.numerator)
         for equation, place in reversed(self.path):
             given = [weights if i == place else value_of(x) for i, x in enumerate(equation.invars)]
@@ -89,10 +89,10 @@ class _Weights:
         return weights
 
     def with_factors(self, array: Any, dims: Sequence[Dim], value_of: Callable[[Any], Any]) -> Any:
-        """What has been computed from these, with the factors that it lacks.
+        """Return an array that was computed from the weights without the factors, with the factors applied.
 
         Args:
-            dims: of the array.
+            dims: the labels of the array's axes.
         """
         for factor in self.factors:
             is_choice = factor.kind in ("where", "unless")
@@ -112,11 +112,11 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum along keys of what is made of scores.
+    """A sum of weights along keys.
 
     Attributes:
         equation: the sum.
-        weights: what is summed.
+        weights: the summed weights.
     """
 
     equation: core.JaxprEqn
@@ -125,12 +125,12 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Quotient:
-    """A product of values and of weights that have been divided.
+    """A product of values and weights, with the sums that divide the weights or that may divide the result.
 
     Attributes:
-        product, side: it, and which of its operands has the weights.
-        weights: these.
-        sums: what the factors are made of.
+        product, side: the product, and which of its operands has the weights.
+        weights: the weights, split into a numerator and factors.
+        sums: the sums of weights that the factors are computed from, or that stand beside the product.
     """
 
     product: core.JaxprEqn
@@ -140,13 +140,13 @@ class _Quotient:
 
     @property
     def shared(self) -> list[tuple[Dim, int]]:
-        """The labels that values have, too, and which of their axes."""
+        """Return the batch labels that weights and values share, and the values' axis for each."""
         _, shared = self.product.params["dimension_numbers"]
         return [(self.weights.dims[x], y) for x, y in zip(shared[self.side], shared[1 - self.side], strict=True)]
 
     @property
     def out_dims(self) -> list[Dim]:
-        """The labels of the product's axes; columns of values have none."""
+        """Return the labels of the product's axes; the values' columns have none."""
         (contracted, shared) = self.product.params["dimension_numbers"]
         shape, taken = aval_of(self.product.outvars[0]).shape, (*contracted[self.side], *shared[self.side])
         rows = [dim for axis, dim in enumerate(self.weights.dims) if axis not in taken]
@@ -154,7 +154,7 @@ class _Quotient:
         return [*(dim for dim, _ in self.shared), *(rows + columns if self.side == 0 else columns + rows)]
 
     def result(self, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
-        """The product, divided."""
+        """Return the product of the unscaled weights with values, with the factors applied."""
         weights, value = self.weights.value(value_of), _roomy(value_of(self.product.invars[1 - self.side]))
         weights = weights.astype(jnp.promote_types(weights.dtype, value.dtype))
         left, right = (weights, value) if self.side == 0 else (value, weights)
@@ -165,7 +165,7 @@ class _Quotient:
         return {var: self.weights.with_factors(out, self.out_dims, value_of).astype(dtype)}
 
     def total(self, one: _Sum, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
-        """A sum along keys as a product with ones, which has the axes that the values have."""
+        """Return a sum along keys as a product with ones, which have the batch axes and keys of the values."""
         (var,), dims = one.equation.outvars, one.weights.dims
         value = self.product.invars[1 - self.side]
         weights = _roomy(one.weights.value(value_of).astype(aval_of(value).dtype))
@@ -184,7 +184,7 @@ class _Quotient:
 
 
 def _roomy(array: Any) -> Any:
-    """An array in a dtype that has room for weights before they are divided; float16 has none."""
+    """Return an array in a dtype that holds weights before they are divided: float16 would overflow."""
     return array.astype(jnp.float32) if array.dtype == jnp.float16 else array
 
 
@@ -193,7 +193,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _aligned(array: Any, dims: Sequence[Dim], wanted: Sequence[Dim]) -> Any:
-    """An array with axes in the order of others, and ones of size 1 where it lacks them."""
+    """Return an array with its axes in the wanted order, and axes of size 1 for labels that it lacks."""
     order = sorted((axis for axis, dim in enumerate(dims) if dim), key=lambda axis: wanted.index(dims[axis]))
     array = lax.transpose(array, [*order, *(axis for axis, dim in enumerate(dims) if not dim)])
     sizes = {dims[axis]: array.shape[i] for i, axis in enumerate(order)}
@@ -210,19 +210,19 @@ def _replaced(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient]) -> core.
 
 
 def _is_help(closed: core.ClosedJaxpr, quotients: Sequence[_Quotient], before: int) -> bool:
-    """Whether products and sums have all become attention."""
+    """Return whether the rewrite makes attention of every rewritten product and sum."""
     sums = {id(x.equation) for one in quotients for x in one.sums}
     divided = sum(bool(one.weights.factors) for one in quotients)
     return _count(_replaced(closed, quotients)) >= before + divided + len(sums)
 
 
 def _count(closed: core.ClosedJaxpr) -> int:
-    """How many products are attention, once their keys are one axis."""
+    """Return the number of products that are attention once their keys are merged into one axis."""
     return attention_count((with_merged_keys(closed) or closed).jaxpr)
 
 
 def _quotients(jaxpr: core.Jaxpr) -> list[_Quotient]:
-    """Products of weights that have been divided by a function of sums of what is made of scores."""
+    """Return the products whose weights are divided by a function of sums of weights."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -233,7 +233,7 @@ def _quotients(jaxpr: core.Jaxpr) -> list[_Quotient]:
 
 @kept
 def _sums_by_summed(jaxpr: core.Jaxpr) -> Mapping[object, Sequence[core.JaxprEqn]]:
-    """The sums of each value, whatever its dtype has become before: each product of a model asks for its own."""
+    """Map each value, before casts, to the sums over it. Every product of a model looks up its own."""
     guards = Guards(jaxpr, {}, ())
     found: collections.defaultdict[object, list[core.JaxprEqn]] = collections.defaultdict(list)
     for total in guards.named("reduce_sum"):
@@ -242,10 +242,10 @@ def _sums_by_summed(jaxpr: core.Jaxpr) -> Mapping[object, Sequence[core.JaxprEqn
 
 
 class _Finder(WeightsMatcher):
-    """Looks for what weights were divided by, from a product upwards."""
+    """Finder of divisors of weights, from their product with values upwards."""
 
     def quotient(self) -> _Quotient | None:
-        """The product, where its weights have factors of rows that sums are in."""
+        """Return the product as a quotient, or None if no sum of weights divides it or its weights."""
         var = self.product.invars[self.side]
         value = self.product.invars[1 - self.side]
         if not self.keys or (ROWS,) not in self.dims or isinstance(var, core.Literal):
@@ -260,7 +260,7 @@ class _Finder(WeightsMatcher):
         if not sums:
             weights = _Weights(self.dims, var, self.dims, (), ())
             sums = {id(x): _Sum(x, replace(weights, numerator=x.invars[0])) for x in self._sums_beside(var)}
-        # Most quotients by sums are layers' norms, which need not be looked at any further.
+        # Most quotients by sums are layer norms. This check rejects them early.
         if not sums or not (self.may_be_weights(weights.numerator, weights.inner) or self._may_be_alone(weights)):
             return None
         return _Quotient(self.product, self.side, weights, tuple(sums.values()))
@@ -270,7 +270,7 @@ class _Finder(WeightsMatcher):
         return self.is_alone and self.may_be_weights(weights.numerator, weights.inner)
 
     def _sums_beside(self, var: core.Var) -> list[core.JaxprEqn]:
-        """The sums along keys of weights that a result may be divided by later."""
+        """Return the sums along keys of these weights, by which the result may be divided later."""
         root = self.skip(var)
         power = self.producer(root)
         if power is None or power.primitive.name in POWERS:
@@ -279,10 +279,10 @@ class _Finder(WeightsMatcher):
         return [x for x in sums if sorted(x.params["axes"]) == sorted(self.keys)]
 
     def _weights(self, var: Any, dims: tuple[Dim, ...], sums: dict[int, _Sum]) -> _Weights:
-        """Weights as a numerator, factors of rows and the rest.
+        """Split weights into a numerator, factors of rows and the linear steps between.
 
         Args:
-            sums: by their `id`; those that the factors are made of are added.
+            sums: found sums, by the `id` of the equation. Those that the factors are computed from are added.
         """
         numerator, whole, length, inner, stops = var, dims, 0, dims, False
         path: list[tuple[core.JaxprEqn, int]] = []
@@ -306,14 +306,17 @@ class _Finder(WeightsMatcher):
     def _factor(
         self, equation: core.JaxprEqn, dims: tuple[Dim, ...], sums: dict[int, _Sum], *, stops: bool
     ) -> tuple[int, tuple[Dim, ...], _Factor] | None:
-        """Of a product with a number of each row, a quotient, or a choice between it and 0: which operand is not that
-        number, its dims, and the number, whose sums are added.
+        """Match an equation that multiplies, divides or selects weights by a value for each row.
 
         Args:
-            stops: whether derivatives end below.
+            sums: found sums, by the `id` of the equation. Those that the row's value is computed from are added.
+            stops: whether a `stop_gradient` follows, so no derivative flows through the equation.
+
+        Returns:
+            The position of the operand with the weights, its dims, and the factor; None for other equations.
 
         Raises:
-            NoMatch: it is a softmax.
+            NoMatch: the quotient is a softmax.
         """
         name, operands = equation.primitive.name, equation.invars
         kinds: list[tuple[int, int, _Kind]] = []
@@ -345,10 +348,10 @@ class _Finder(WeightsMatcher):
         return None
 
     def _sums(self, var: Any, dims: tuple[Dim, ...]) -> list[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
-        """The sums of scores along keys that a number of each row is made of, and the dims of what they sum.
+        """Return the sums along keys that a row's value is computed from, and the dims of their operands.
 
         Raises:
-            NoMatch: it is made of scores in another way.
+            NoMatch: the value depends on scores in another way.
         """
         found = []
         seen: set[Any] = set()
@@ -368,10 +371,10 @@ class _Finder(WeightsMatcher):
         return found
 
     def _summed_dims(self, total: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-        """The dims of what a sum is of, where these are scores along the keys; else None.
+        """Return the dims of a sum's operand, or None if the operand is not computed from scores along the keys.
 
         Raises:
-            NoMatch: a label has parts, or an axis one index.
+            NoMatch: an axis stands for several labels, or for a fixed index.
         """
         operand, keys = total.invars[0], dict(zip(sorted(total.params["axes"]), self.key_labels, strict=True))
         left, shape = iter(dims), aval_of(operand).shape
@@ -384,10 +387,14 @@ class _Finder(WeightsMatcher):
         return whole
 
     def _made_of(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> list[tuple[Any, tuple[Dim, ...]]]:
-        """The operands of an equation whose result is a number of each row, in which sums may be, and their dims.
+        """Return the operands, with dims, in which sums of weights may be.
+
+        Args:
+            equation: an equation whose result has one value for each row.
+            dims: the labels of its result.
 
         Raises:
-            NoMatch: it is the largest of scores.
+            NoMatch: the equation computes the maximum of scores.
         """
         name, operands = equation.primitive.name, equation.invars
         if name in PASSES:
@@ -411,10 +418,10 @@ class _Finder(WeightsMatcher):
         return is_sum and bool(jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.floating))
 
     def _linear(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[int, tuple[Dim, ...]]:
-        """The operand that a value is linear in, and its dims.
+        """Return the position and dims of the operand that an equation is linear in.
 
         Raises:
-            NoMatch: there is none.
+            NoMatch: there is no such operand.
         """
         name, operands = equation.primitive.name, equation.invars
         shape = aval_of(equation.outvars[0]).shape

@@ -1,9 +1,9 @@
-"""Masks and biases that are cut, joined, padded, tiled or turned round, as functions of places.
+"""Rewrite masks and biases that are sliced, joined, padded, tiled or reversed as functions of positions.
 
-A mask that is made of positions and then sliced, such as the corner of a causal one for the longest sequence, would be
-an array of queries by keys. Its elements are the same function at other places: each equation that moves elements is
-followed backwards, to the place that an element comes from, until only positions and what has queries or keys alone are
-left. What follows sees these.
+A mask that is computed from positions and then sliced would be an array of queries by keys. The corner of a causal mask
+for the longest sequence is an example. Its elements are the same function at other positions. This pass follows each
+equation that moves elements backwards, to the source index of every element. It ends at positions, and at arrays that
+have an axis of queries or of keys but not both. Later passes see functions of positions only.
 """
 
 import itertools
@@ -33,13 +33,14 @@ _MOVES_ELEMENTS = frozenset({
 
 
 class _Stays(Exception):
-    """An element has no place that is known here."""
+    """Raised where the source index of an element is not known, so the array stays as it is."""
 
 
 def with_places(closed: core.ClosedJaxpr, regions: Sequence[Region]) -> core.ClosedJaxpr | None:
-    """The same flat program, in which arrays of queries by keys that regions read are functions of places.
+    """Return the flat program with arrays of queries by keys that regions read as functions of positions.
 
-    None where there are none that can be.
+    Returns:
+        None if no such array can be rewritten.
     """
     producers = producers_of(closed.jaxpr)
     known = constants(closed.jaxpr, 16)
@@ -58,12 +59,12 @@ def with_places(closed: core.ClosedJaxpr, regions: Sequence[Region]) -> core.Clo
 
 
 def _zeros(var: Any) -> Any:
-    """An array like a variable's, where only shapes count."""
+    """Return zeros with a variable's shape and dtype, or a literal's value, for tracing of shapes."""
     return var.val if isinstance(var, core.Literal) else jnp.zeros(aval_of(var).shape, aval_of(var).dtype)
 
 
 def _moves_elements(equation: core.JaxprEqn, producers: Mapping[core.Var, core.JaxprEqn]) -> bool:
-    """Whether a value is made of what moves elements, and of no product."""
+    """Return whether a value is computed by equations that move elements, and not from a product."""
     waiting, seen, found = [equation], set(), False
     while waiting:
         one = waiting.pop()
@@ -79,11 +80,11 @@ def _moves_elements(equation: core.JaxprEqn, producers: Mapping[core.Var, core.J
 
 @dataclass(frozen=True)
 class _Place:
-    """Where along an axis the elements of the result come from.
+    """The index map of one axis: the source index along it for each element of the result.
 
     Attributes:
-        index: int32, as many axes as the result, one index along those that it does not depend on.
-        axis: of the result, along which it counts up from 0 to the end; None where it is another function.
+        index: int32, with the rank of the result, and size 1 along axes that it does not depend on.
+        axis: the axis of the result along which the index is the identity; None for any other function.
     """
 
     index: Any
@@ -91,11 +92,11 @@ class _Place:
 
 
 class _Places:
-    """One array as a function of places.
+    """One array as a function of positions.
 
     Args:
-        known: the value of a variable that no argument has a part in, if it is small.
-        leaf: the array, and what its axes stand for.
+        known: returns the value of a small variable that depends on no argument, else None.
+        leaf: the array, and the labels of its axes.
     """
 
     def __init__(
@@ -109,16 +110,16 @@ class _Places:
         )
 
     def value(self, value_of: _ValueOf) -> Any:
-        """The array.
+        """Return the array.
 
         Raises:
-            _Stays: it is none.
+            _Stays: it is not a function of positions.
         """
         places = [self._along(axis) for axis in range(len(self._shape))]
         return jnp.broadcast_to(finished(self._at(self.var, places, value_of)), self._shape)
 
     def results(self, value_of: _ValueOf) -> dict[core.Var, Any]:
-        """The array, and what else the equation gives that it is a result of."""
+        """Return the array, and the other results of the equation that computes it."""
         equation = self._producers[self.var]
         found: dict[core.Var, Any] = {}
         if len(equation.outvars) > 1:
@@ -130,11 +131,14 @@ class _Places:
         return _Place(lax.broadcasted_iota(jnp.int32, shape, axis), axis)
 
     def _first(self) -> _Place:
-        """Of an axis with one element."""
+        """Return the index map of an axis with one element."""
         return _Place(jnp.zeros((1,) * len(self._shape), jnp.int32))
 
     def _at(self, var: Any, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
-        """Elements of a value, in an array that may have one index along axes that it does not depend on."""
+        """Return the elements of a value at these places.
+
+        The array has the rank of the result. It may have size 1 along axes that it does not depend on.
+        """
         if isinstance(var, core.Literal) or not aval_of(var).shape:
             return lax.broadcast_in_dim(jnp.asarray(value_of(var)), (1,) * len(self._shape), ())
         equation = self._producers.get(var)
@@ -206,12 +210,18 @@ class _Places:
         return self._read(var, places, value_of)
 
     def _widened(self, operand: Any, var: Any, places: Sequence[_Place]) -> list[_Place]:
-        """Places in an operand that an operation on elements repeats along axes of one element."""
+        """Return the places in an operand that an elementwise operation broadcasts along axes of size 1."""
         pairs = zip(aval_of(operand).shape, aval_of(var).shape, places, strict=False)
         return [self._first() if size == 1 and whole != 1 else place for size, whole, place in pairs]
 
     def _read(self, var: Any, places: Sequence[_Place], value_of: _ValueOf) -> Any:
-        """Elements of an array that has queries, or keys, or neither; or of a table that is read for pairs of them."""
+        """Return elements of an array that stays in memory.
+
+        It may have an axis of queries or of keys, but not both. A table that is read once for each pair is allowed.
+
+        Raises:
+            _Stays: the array depends on queries and keys in another way.
+        """
         shape = aval_of(var).shape
         wide = [i for i, size in enumerate(shape) if size > 1]
         touched = {axis for i in wide for axis, size in enumerate(places[i].index.shape) if size > 1}
@@ -228,7 +238,7 @@ class _Places:
             at = wide.index(moved[0])
             array = jnp.take(array, lax.reshape(index, [index.shape[axis] for axis in own]), axis=at, mode="clip")
             along[at:at] = own
-        # What a table has for a pair may be a function of a distance; what else has both is in memory anyhow.
+        # A table read for each pair may be a function of the distance. Other arrays with both axes are stored anyway.
         if touched & self._rows and touched & self._columns and not {*self._rows, *self._columns} <= {*own}:
             raise _Stays
         array = lax.transpose(array, sorted(range(len(along)), key=along.__getitem__))
@@ -239,7 +249,7 @@ class _Places:
     def _moved(
         places: Sequence[_Place], starts: Sequence[int], steps: Sequence[int] | None, shape: Sequence[int]
     ) -> list[_Place]:
-        """Places in what a slice is of."""
+        """Return the places in the operand of a slice."""
         found = []
         for axis, (place, first) in enumerate(zip(places, starts, strict=True)):
             step = 1 if steps is None else steps[axis]
@@ -248,7 +258,7 @@ class _Places:
         return found
 
     def _cut(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> list[_Place]:
-        """Places in what a slice is of that begins anywhere."""
+        """Return the places in the operand of a dynamic slice, whose start may be traced."""
         shape, sizes = aval_of(equation.invars[0]).shape, equation.params["slice_sizes"]
         found = []
         for axis, (place, start) in enumerate(zip(places, equation.invars[1:], strict=True)):
@@ -261,7 +271,11 @@ class _Places:
         return found
 
     def _reshaped(self, before: Sequence[int], after: Sequence[int], places: Sequence[_Place]) -> list[_Place]:
-        """Places in what a reshape is of: groups of axes with as many elements are counted through."""
+        """Return the places in the operand of a reshape.
+
+        Axes are grouped so that both shapes have as many elements in each group. Within a group, places are computed
+        from the flat index.
+        """
         inner = [self._first()] * len(before)
         old = [axis for axis, size in enumerate(before) if size > 1]
         new = [axis for axis, size in enumerate(after) if size > 1]
@@ -281,10 +295,10 @@ class _Places:
         return inner
 
     def _gathered(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
-        """Elements of windows that begin at given indices.
+        """Return the elements of a gather's windows, which begin at given indices.
 
         Raises:
-            _Stays: what lies beyond the ends is NaN, or the array has batch axes of its own.
+            _Stays: elements out of bounds are filled with NaN, or the operand has batch axes of its own.
         """
         operand, indices = equation.invars
         numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
@@ -316,7 +330,7 @@ class _Places:
         return _chosen(is_inside, value, jnp.full((1,) * len(self._shape), fill, aval_of(operand).dtype))
 
     def _joined(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
-        """Elements of several arrays side by side, along an axis that each of them has, or has not yet."""
+        """Return the elements of a `concatenate` or `stack`; the latter joins along a new axis."""
         is_new = equation.primitive.name == "stack"
         along = equation.params["axis"] % len(places) if is_new else equation.params["dimension"]
         sizes = [1 if is_new else aval_of(x).shape[along] for x in equation.invars]
@@ -333,7 +347,7 @@ class _Places:
         return found
 
     def _padded(self, equation: core.JaxprEqn, places: Sequence[_Place], value_of: _ValueOf) -> Steps[Any]:
-        """Elements of an array, and one number around it."""
+        """Return the elements of a padded array, without negative or interior padding."""
         operand, number = equation.invars
         if any(low < 0 or high < 0 or between for low, high, between in equation.params["padding_config"]):
             raise _Stays
@@ -344,7 +358,7 @@ class _Places:
     def _updated(
         self, operand: Any, update: Any, starts: Sequence[Any], places: Sequence[_Place], value_of: _ValueOf
     ) -> Steps[Any]:
-        """Elements of an array, in a part of which another one lies."""
+        """Return the elements of an array with a window overwritten by another array."""
         if any(x is None for x in starts):
             raise _Stays
         whole, sizes = aval_of(operand).shape, aval_of(update).shape
@@ -356,7 +370,7 @@ class _Places:
     def _within(
         self, inside: Any, starts: Sequence[int], places: Sequence[_Place], around: Any, value_of: _ValueOf
     ) -> Steps[Any]:
-        """Elements of an array from some place on, and of another one before and after it."""
+        """Return the elements of `inside`, which begins at `starts`, and `around` outside of it."""
         inner, shape, is_inside = [], aval_of(inside).shape, None
         for axis, (place, first) in enumerate(zip(places, starts, strict=True)):
             size = place.index.size if place.axis is not None else None
@@ -370,10 +384,10 @@ class _Places:
         return value if is_inside is None else _chosen(is_inside, value, around)
 
     def _scattered(self, equation: core.JaxprEqn) -> list[Any]:
-        """Where the one window begins that a scatter writes.
+        """Return the start of the single window that a scatter overwrites.
 
         Raises:
-            _Stays: it writes others.
+            _Stays: the scatter does anything else, or its start is not known.
         """
         operand, indices, update = equation.invars
         numbers, rank = equation.params["dimension_numbers"], len(aval_of(operand).shape)
@@ -388,7 +402,7 @@ class _Places:
 
 
 def _within(index: Any, size: int) -> Any:
-    """Places that an axis has: what is computed elsewhere is not chosen, but might have no finite derivative."""
+    """Clamp an index to its axis. Elements out of bounds are not selected, but their derivatives must be finite."""
     return lax.clamp(jnp.int32(0), index, jnp.int32(size - 1))
 
 
@@ -402,7 +416,7 @@ def _both(one: Any, other: Any) -> Any:
 
 
 def _chosen(test: Any, one: Any, other: Any) -> Any:
-    """One where a test holds, else the other."""
+    """Return `one` where the test holds, else `other`."""
     shape = np.broadcast_shapes(test.shape, one.shape, other.shape)
     test, one, other = (jnp.broadcast_to(x, shape) for x in (test, one, other))
     return lax.select(test, one, other)

@@ -1,4 +1,4 @@
-"""Products that sum over several axes of weights, as those of pixels do, with one axis of keys and one of queries."""
+"""Rewrite products that contract several axes of weights, such as pixels, with one axis of keys and one of queries."""
 
 import functools
 import math
@@ -15,10 +15,10 @@ from blockdiag.fusion.regions.weight_terms import Matcher
 
 
 def with_merged_keys(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program, in which products with values have one axis of keys; None where that helps no product."""
+    """Return the flat program with one axis of keys in products with values, or None if that helps no product."""
     found = [x for x in closed.jaxpr.eqns if x.primitive.name == "dot_general" and _sums_axes(x)]
     found = [x for x in found if not is_attention(closed.jaxpr, x)]
-    # Most such products are layers.
+    # Most products that contract several axes are linear layers. This check rejects them early.
     sides = {id(x): [side for side in (0, 1) if _may_be_weights(closed.jaxpr, x, side)] for x in found}
     found = [x for x in found if sides[id(x)]]
     replaced: dict[int, Callable[[Callable[[Any], Any]], dict[core.Var, Any]]] = {}
@@ -34,12 +34,12 @@ def with_merged_keys(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
 
 
 class WeightsMatcher(Matcher):
-    """A matcher of one product, a side of which may have weights.
+    """A matcher of one product, one operand of which may be weights.
 
     Attributes:
-        keys: the axes that are summed.
-        key_labels: theirs.
-        dims: a label for each axis; that of queries is the longest one that is neither summed nor shared.
+        keys: the contracted axes.
+        key_labels: the labels of the contracted axes.
+        dims: a label for each axis. The axis of queries is the longest one that is neither contracted nor batched.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, product: core.JaxprEqn, side: int) -> None:
@@ -54,7 +54,7 @@ class WeightsMatcher(Matcher):
         sizes = {labels[axis]: size for axis, size in enumerate(shape) if axis not in self.keys}
         batch = [x for x in sizes if x != ROWS]
         super().__init__(jaxpr, sizes | {COLUMNS: math.prod(key_sizes)}, batch)
-        # Of one axis, or none, there are no parts.
+        # A single axis needs no split of the key label into parts.
         parts = self.puller.grids.divided(COLUMNS, key_sizes) if len(self.keys) > 1 else (COLUMNS,)
         self.key_labels = parts[: len(self.keys)]
         labels |= dict(zip(self.keys, self.key_labels, strict=True))
@@ -72,10 +72,10 @@ def _sums_axes(product: core.JaxprEqn) -> bool:
 
 
 def _merged(product: core.JaxprEqn, side: int, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
-    """The product, where axes of keys are one, and as many of queries.
+    """Return the product with its axes of keys merged into one, and as many axes of queries merged into one.
 
     Args:
-        side: which operand has the weights.
+        side: the operand that has the weights.
     """
     contracted, shared = product.params["dimension_numbers"]
     weights, value = (value_of(product.invars[x]) for x in (side, 1 - side))
@@ -83,7 +83,7 @@ def _merged(product: core.JaxprEqn, side: int, value_of: Callable[[Any], Any]) -
     rows = [axis for axis in range(weights.ndim) if axis not in (*keys[0], *batch[0])]
     columns = [axis for axis in range(value.ndim) if axis not in (*keys[1], *batch[1])]
     sizes = [weights.shape[axis] for axis in (*batch[0], *rows)]
-    # Queries lie on as many axes as keys; those before them are of groups.
+    # Queries are taken to have as many axes as keys. Axes before them are groups.
     count = len(sizes) - (len(keys[0]) if len(rows) >= len(keys[0]) else 0)
     whole = [*sizes[:count], *([math.prod(sizes[count:])] if count < len(sizes) else [])]
     keys_whole = math.prod(weights.shape[axis] for axis in keys[0])

@@ -1,7 +1,7 @@
-"""Products with the same weights become one product: of the values side by side, whose result is taken apart.
+"""Merge products with the same weights into one product of the concatenated values, whose result is sliced.
 
-Scores, their softmax and their gradients are then computed once, by one kernel forward and one set of kernels backward.
-The program is written anew: what finds regions, maps and differentiates them sees one product like any other.
+Scores, their softmax and their gradients are then computed once, by one forward kernel and one set of backward kernels.
+The merged product is an ordinary one to the stages that follow: region matching, batching and differentiation.
 """
 
 import collections
@@ -17,11 +17,11 @@ from jax.extend import core
 from blockdiag.fusion.frontend.trace import aval_of, rewritten
 from blockdiag.fusion.regions.axis_labels import producers_of
 
-# What kernels have room for.
+# Kernels hold at most this many columns of values.
 _MOST_COLUMNS = 256
-# Bytes that start rows of values where kernels read them fastest.
+# Alignment, in bytes, at which kernels read rows of values fastest.
 _ALIGNMENT = 16
-# Casts between floating dtypes are dropped in regions; `stop_gradient` is none of these.
+# Regions ignore casts between floating dtypes. `stop_gradient` is not among these, as it changes the derivative.
 _CASTS = ("convert_element_type", "copy", "pvary", "reduce_precision")
 
 
@@ -32,7 +32,7 @@ class _Product:
     Attributes:
         equation: the product.
         side: the operand that has the weights.
-        axes: of the array that the weights are, but for casts and transpositions, in the order of the operand.
+        axes: for each axis of that operand, the axis of the array below its casts and transpositions.
     """
 
     equation: core.JaxprEqn
@@ -41,62 +41,62 @@ class _Product:
 
     @property
     def weights(self) -> Any:
-        """The operand with the weights."""
+        """Return the operand with the weights."""
         return self.equation.invars[self.side]
 
     @property
     def value(self) -> Any:
-        """The other one."""
+        """Return the operand with the values."""
         return self.equation.invars[1 - self.side]
 
     @property
     def keys(self) -> tuple[int, int]:
-        """The axis that is summed: of the weights' array, and of the values."""
+        """Return the contracted axis of the weights' array and that of the values."""
         contracted, _ = self.equation.params["dimension_numbers"]
         return self.axes[contracted[self.side][0]], contracted[1 - self.side][0]
 
     @property
     def batch(self) -> list[tuple[int, int]]:
-        """The axes that both have, in the order of the result: of the weights' array, and of the values."""
+        """Return the batch axes in the result's order, each as an axis of the weights' array and one of the values."""
         _, shared = self.equation.params["dimension_numbers"]
         return [(self.axes[x], y) for x, y in zip(shared[self.side], shared[1 - self.side], strict=True)]
 
     @property
     def rows(self) -> list[int]:
-        """The axes of the weights' array that the values have not, in the order of the result."""
+        """Return the axes of the weights' array that the values lack, in the result's order."""
         taken = {self.keys[0], *(x for x, _ in self.batch)}
         return [axis for axis in self.axes if axis not in taken]
 
     @property
     def columns(self) -> list[int]:
-        """The axes of the values that the weights have not."""
+        """Return the axes of the values that the weights lack."""
         taken = {self.keys[1], *(y for _, y in self.batch)}
         return [axis for axis in range(len(aval_of(self.value).shape)) if axis not in taken]
 
     @property
     def column_sizes(self) -> list[int]:
-        """Of these."""
+        """Return the sizes of the columns' axes."""
         return [aval_of(self.value).shape[axis] for axis in self.columns]
 
     @property
     def width(self) -> int:
-        """How many columns the values have."""
+        """Return the number of columns of the values."""
         return math.prod(self.column_sizes)
 
     @property
     def value_axes(self) -> dict[int, int]:
-        """The axis of the values for each axis of the weights' array that they have too."""
+        """Map the contracted and batch axes of the weights' array to axes of the values."""
         return {self.keys[0]: self.keys[1], **dict(self.batch)}
 
 
 def joined(closed: core.ClosedJaxpr, sides: Mapping[int, int]) -> core.ClosedJaxpr | None:
-    """The same flat program with products of the same weights made one; None where there are none.
+    """Return the flat program with products of the same weights merged, or None if there are none.
 
-    Products are left apart where the values have different dtypes or batch axes, where one's values are computed from
-    another's result, and where the values would have more columns than kernels have room for.
+    Products stay separate if their values have different dtypes or batch axes, if the values of one are computed from
+    the result of another, or if the merged values would have more columns than kernels hold.
 
     Args:
-        sides: of the products that are regions as they stand, the side of the weights, by the `id` of the equation.
+        sides: for each product that is a region already, by the `id` of the equation, the side of its weights.
     """
     order, groups = _Order(closed.jaxpr.eqns), []
     for waiting in _same_weights(closed.jaxpr, sides):
@@ -111,7 +111,7 @@ def joined(closed: core.ClosedJaxpr, sides: Mapping[int, int]) -> core.ClosedJax
 
 
 def _same_weights(jaxpr: core.Jaxpr, sides: Mapping[int, int]) -> list[list[_Product]]:
-    """Products that are needed and have the same weights, along the same axes, in the program's order."""
+    """Group the live products by weights, axes and dtype of the values, in the program's order."""
     if len(sides) < 2:
         return []
     producers, numbers = producers_of(jaxpr), _numbers(jaxpr)
@@ -128,7 +128,7 @@ def _same_weights(jaxpr: core.Jaxpr, sides: Mapping[int, int]) -> list[list[_Pro
 
 
 def _needed(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    """The equations that results are computed from."""
+    """Return the live equations: those that results are computed from."""
     wanted = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
     found = []
     for equation in reversed(jaxpr.eqns):
@@ -139,12 +139,12 @@ def _needed(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
 
 
 def _is_sharded(*operands: Any) -> bool:
-    """Whether any is sharded over explicit axes of a mesh, for which axes cannot be made one."""
+    """Return whether any operand is sharded over explicit mesh axes, which rules out merging array axes."""
     return any(axes is not None for x in operands for axes in aval_of(x).sharding.spec)
 
 
 def _root(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> tuple[core.Var, tuple[int, ...]]:
-    """What a value is but for casts and transpositions, and the axis of it that each of the value's axes is."""
+    """Return the array below a value's casts and transpositions, and its axis for each axis of the value."""
     axes = tuple(range(len(aval_of(var).shape)))
     while (equation := producers.get(var)) is not None:
         if equation.primitive.name == "transpose":
@@ -158,7 +158,7 @@ def _root(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> tuple[core.V
 
 
 def _numbers(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
-    """A number for each variable, the same one for those that are computed in the same way from the same."""
+    """Number the variables so that structurally equal computations have equal numbers (value numbering)."""
     known: dict[Any, int] = {}
     numbers = {var: len(jaxpr.constvars) + i for i, var in enumerate(jaxpr.invars)}
     numbers |= {var: i for i, var in enumerate(jaxpr.constvars)}
@@ -169,7 +169,7 @@ def _numbers(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
         try:
             first = known.setdefault(key, count)
         except TypeError:
-            # Parameters that cannot be compared are like no others.
+            # Parameters that cannot be hashed are equal to no others.
             first = count
         if equation.effects:
             first = count
@@ -186,7 +186,7 @@ def _literal(operand: core.Literal) -> tuple[Any, ...]:
 def _first_group(
     products: Sequence[_Product], order: "_Order", groups: Sequence[Sequence[_Product]]
 ) -> tuple[list[_Product], list[_Product]]:
-    """The first product with those that can join it, and the rest."""
+    """Return the first product with all that can be merged with it, and the rest."""
     group, rest = [products[0]], []
     for product in products[1:]:
         together = [*group, product]
@@ -202,11 +202,11 @@ def _first_group(
 def _computed_from(
     products: Sequence[_Product], equations: Sequence[core.JaxprEqn], groups: Sequence[Sequence[_Product]]
 ) -> set[int]:
-    """By their `id`, the equations that are computed from the results of some products.
+    """Return the `id` of every equation that depends on the results of some products.
 
     Args:
-        equations: from the first of the products to the last one.
-        groups: of products that are one already, and stand side by side.
+        equations: the equations from the first of the products to the last one.
+        groups: the products that are merged already; each group is contiguous in the program.
     """
     whole = {id(x.equation): [y.equation for y in group] for group in groups for x in group}
     tainted = {x.equation.outvars[0] for x in products}
@@ -220,10 +220,10 @@ def _computed_from(
 
 
 class _Order:
-    """The equations of a program, some of which are brought together.
+    """The equations of a program, reordered so that merged products are contiguous.
 
     Attributes:
-        equations: in an order in which each has what it needs.
+        equations: the equations in topological order.
     """
 
     def __init__(self, equations: Sequence[core.JaxprEqn]) -> None:
@@ -231,12 +231,12 @@ class _Order:
         self._places = {id(x): place for place, x in enumerate(equations)}
 
     def between(self, products: Sequence[_Product]) -> slice:
-        """From the first of some products to the last one: a model has many layers, and these are in one of them."""
+        """Return the slice from the first of some products to the last one, which lie within one layer of a model."""
         places = [self._places[id(x.equation)] for x in products]
         return slice(min(places), max(places) + 1)
 
     def bring_together(self, group: Sequence[_Product], groups: Sequence[Sequence[_Product]]) -> None:
-        """Put the equations of a group side by side: before them all between that is not computed from them."""
+        """Make a group's equations contiguous. Equations in between move behind the group only if they depend on it."""
         where = self.between(group)
         between = self.equations[where]
         members = {id(x.equation) for x in group}
@@ -248,7 +248,7 @@ class _Order:
 
 
 def _replacement(group: Sequence[_Product]) -> Callable[..., dict[core.Var, Any]]:
-    """What computes the results of a group."""
+    """Return a function that computes the results of a group."""
 
     def compute(value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
         results = _one_product(group, value_of(group[0].weights), [value_of(x.value) for x in group])
@@ -258,9 +258,9 @@ def _replacement(group: Sequence[_Product]) -> Callable[..., dict[core.Var, Any]
 
 
 def _one_product(group: Sequence[_Product], weights: Any, values: Sequence[Any]) -> list[Any]:
-    """The result of each product, by one."""
+    """Return the result of each product, computed by one merged product."""
     lead = group[0]
-    # Values lie as the first ones do, and so does the result: with queries where these have keys.
+    # All values take the layout of the first ones. The result has it as well, with queries in place of keys.
     order = sorted(lead.value_axes, key=lambda axis: lead.value_axes[axis])
     wide = lax.concatenate(list(_side_by_side(group, values, order)), len(order))
     dtypes = {aval_of(x.equation.outvars[0]).dtype for x in group}
@@ -286,7 +286,7 @@ def _one_product(group: Sequence[_Product], weights: Any, values: Sequence[Any])
 
 
 def _side_by_side(group: Sequence[_Product], values: Sequence[Any], order: Sequence[int]) -> Iterator[Any]:
-    """The values of each product, with the axes in `order` and one of columns; and zeros up to a whole line."""
+    """Yield each product's values as [`order`.., columns], and zeros that pad the columns to the alignment."""
     shape: tuple[int, ...] = ()
     for product, value in zip(group, values, strict=True):
         value = lax.transpose(value, [*(product.value_axes[axis] for axis in order), *product.columns])
@@ -299,7 +299,7 @@ def _side_by_side(group: Sequence[_Product], values: Sequence[Any], order: Seque
 
 
 def _taken_apart(product: _Product, part: Any, order: Sequence[int]) -> Any:
-    """The result of one product from its columns of the whole one.
+    """Return the result of one product from its columns of the merged one.
 
     Args:
         part: [`order`.., columns].

@@ -1,9 +1,10 @@
-"""Softmaxes over keys of several sources are merged from one softmax of each, by their log-sum-exps.
+"""Split a softmax over the keys of several sources into one softmax for each, and merge them by their log-sum-exps.
 
-Scores of a memory, of an earlier segment or of a summary lie beside those of the usual keys, by `concatenate`; weights
-are sliced again, or multiply values of all. Each source has scores of its own kind, so that each gets kernels of its
-own: with L_i the log-sum-exp of its scores and L that of all, the whole is the sum of exp(L_i - L) softmax_i V_i. No
-array of scores is joined. The identity is the one that merges the splits of FlashAttention (Dao et al., 2022).
+Scores of a memory, an earlier segment or a summary are joined with those of the usual keys by `concatenate`. The
+weights are then sliced, or multiply the values of all sources. Each source has its own kind of scores, and so gets its
+own kernels. With L_i the log-sum-exp of source i and L that of all, the result is the sum of
+exp(L_i - L) softmax_i V_i. The joined scores are never stored. The same identity merges the splits of FlashAttention
+(Dao et al., 2022).
 """
 
 import functools
@@ -28,7 +29,7 @@ type _ValueOf = Callable[[Any], Any]
 
 
 def with_sources(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program with products for each source of keys; None where that makes no attention of them."""
+    """Return the flat program with a product for each source of keys, or None if these do not become attention."""
     producers, users = producers_of(closed.jaxpr), users_of(closed.jaxpr)
     replaced: dict[int, Callable[[_ValueOf], dict[core.Var, Any]]] = {}
     count = 0
@@ -59,10 +60,10 @@ class _Joined:
     """A softmax over several sources.
 
     Attributes:
-        scores: of all.
-        axis: of keys.
-        bounds: where sources begin, and the last one ends.
-        dtype: of the weights.
+        scores: the concatenated scores of all sources.
+        axis: the axis of keys.
+        bounds: the first key of each source, and the end of the last source.
+        dtype: the dtype of the weights.
     """
 
     scores: Any
@@ -72,12 +73,12 @@ class _Joined:
 
     @property
     def parts(self) -> list[Part]:
-        """The keys of each source."""
+        """Return the keys of each source."""
         return [Part(self.axis, first, limit) for first, limit in itertools.pairwise(self.bounds)]
 
 
 def _joined(quotient: core.JaxprEqn, producers: _Producers) -> _Joined | None:
-    """What a quotient is the softmax of, where that are the scores of several sources; None of anything else."""
+    """Return the softmax over several sources that a quotient computes, or None."""
     if quotient.primitive.name != "div":
         return None
     power = producer_of(_skip(quotient.invars[0], producers), producers)
@@ -91,7 +92,7 @@ def _joined(quotient: core.JaxprEqn, producers: _Producers) -> _Joined | None:
     shifted = producer_of(_skip(power.invars[0], producers), producers)
     scores = power.invars[0]
     if shifted is not None and shifted.primitive.name == "sub":
-        # A softmax is the same whatever is taken away from all scores of a row.
+        # A softmax does not change when the same value is subtracted from all scores of a row.
         largest = _reduction(shifted, "reduce_max", producers, (*PASSES, "max", "select_n"))
         if largest is not None and largest.params["axes"] == (axis,):
             scores = shifted.invars[0]
@@ -104,10 +105,10 @@ def _joined(quotient: core.JaxprEqn, producers: _Producers) -> _Joined | None:
 def _reduction(
     user: core.JaxprEqn, name: str, producers: _Producers, passes: Sequence[str] = CASTS
 ) -> core.JaxprEqn | None:
-    """The reduction along one axis that a second operand is, the same along that axis; None of anything else.
+    """Return the reduction along one axis that an equation's second operand broadcasts along the same axis, or None.
 
     Args:
-        passes: operations that do not matter, of which the last operand counts, where they do not see that axis.
+        passes: operations that are skipped, by their last operand. They must not see the reduced axis.
     """
     var, shape = user.invars[1], aval_of(user.outvars[0]).shape
     labels: tuple[Dim, ...] = tuple((f"a{axis}",) for axis in range(len(shape)))
@@ -128,21 +129,21 @@ def _reduction(
     if equation is None or equation.primitive.name != name or len(equation.params["axes"]) != 1:
         return None
     (axis,) = equation.params["axes"]
-    # Labels of one index may be lost on the way.
+    # Reshapes may drop labels of size 1.
     found = [label for dim in dims if isinstance(dim, tuple) for label in dim if sizes[label] > 1]
     is_along = found == [x for i, x in enumerate(sizes) if i != axis and sizes[x] > 1]
     return equation if is_along and f"a{axis}" not in seen else None
 
 
 def _skip(var: Any, producers: _Producers) -> Any:
-    """What a value is made of but for its dtype."""
+    """Return the value below casts."""
     while (equation := producer_of(var, producers)) is not None and equation.primitive.name in CASTS:
         var = equation.invars[0]
     return var
 
 
 def _bounds(scores: Any, axis: int, producers: _Producers) -> tuple[int, ...] | None:
-    """Where sources begin and end: two of them, or more, that are made of products, not all of one key."""
+    """Return the bounds of sources, or None without at least two that come from products, one with several keys."""
     waiting, seen = [scores], set()
     size = aval_of(scores).shape[axis]
     has_product = Plan(producers).has_product
@@ -169,9 +170,9 @@ class _Product:
 
     Attributes:
         equation: the product.
-        side: which operand has the weights.
-        axes: of the weights, in the order of the operand.
-        first, limit: the keys.
+        side: the operand that has the weights.
+        axes: the axis of the weights for each axis of the operand.
+        first, limit: the range of keys.
     """
 
     equation: core.JaxprEqn
@@ -181,12 +182,12 @@ class _Product:
     limit: int
 
     def is_whole(self, bounds: Sequence[int]) -> bool:
-        """Whether the keys are those of some sources."""
+        """Return whether the range of keys consists of whole sources."""
         return self.first in bounds and self.limit in bounds
 
 
 def _products(weights: core.Var, axis: int, keys: tuple[int, int], users: Mapping[core.Var, Any]) -> Any:
-    """The products of weights along keys that are all that uses them; None where something else does."""
+    """Return the products that contract weights along keys, or None if the weights have any other use."""
     found: list[_Product] = []
     waiting = [(weights, tuple(range(len(aval_of(weights).shape))), keys)]
     while waiting:
@@ -215,10 +216,10 @@ def _products(weights: core.Var, axis: int, keys: tuple[int, int], users: Mappin
 
 
 class _Merged:
-    """One softmax of each source.
+    """One softmax for each source, computed once and used by all products.
 
     Args:
-        plan, keys: how the scores of each source are made.
+        plan, keys: the plan for the scores, and the key of each source's scores in it.
     """
 
     def __init__(self, joined: _Joined, plan: Plan, keys: Mapping[Part, Any]) -> None:
@@ -226,11 +227,11 @@ class _Merged:
         self._made: dict[Part, tuple[Any, Any]] = {}
 
     def count(self, product: _Product) -> int:
-        """How many products of its own an equation becomes that should be attention."""
+        """Return the number of products that an equation becomes and that should be attention."""
         return sum(part.count > 1 for part in self._parts(product))
 
     def product(self, product: _Product, value_of: _ValueOf) -> dict[core.Var, Any]:
-        """What the equation gives: the sum of the sources' results."""
+        """Return the result of a product: the sum of the sources' results, each times its share."""
         if not self._made:
             self._make(value_of)
         equation, side, axis = product.equation, product.side, self._joined.axis
@@ -250,7 +251,7 @@ class _Merged:
             first = part.first - product.first
             given[1 - side] = lax.slice_in_dim(operands[1 - side], first, first + part.count, axis=along)
             result = bind(equation, given)[0]
-            # Of the share's axes, which are those of weights without keys, in the result's order.
+            # The share has the weights' axes without keys. Bring them into the result's order.
             rest = [x for x in range(power.ndim) if x != axis]
             order = [rest.index(product.axes[i]) for i in own]
             share = lax.broadcast_in_dim(lax.transpose(share, order), result.shape, places)
@@ -263,7 +264,7 @@ class _Merged:
         return [x for x in self._joined.parts if x.first >= product.first and x.limit <= product.limit]
 
     def _make(self, value_of: _ValueOf) -> None:
-        """The weights of each source, and its share of the whole."""
+        """Compute the weights of each source, and its share exp(L_i - L) of the whole."""
         axis, parts = self._joined.axis, self._joined.parts
         known = self._plan.values(value_of)
         scores = [known[self._keys[part]] for part in parts]

@@ -1,9 +1,10 @@
-"""Constants of a program that follow from positions, such as NumPy's masks, distances and indices of relative tables.
+"""Replace constants that are functions of positions, such as NumPy masks, distances and relative indices.
 
-A constant [T, S] says nothing about what it means. Where its elements are a progression along each axis, or depend on
-the distance of two axes alone, it becomes the few equations that make it, of which regions know more: tiles that such a
-mask rules out are known while tracing, and what is gathered by such indices is a function of q - k (`distances`).
-Floats of which one hides keys become a mask. What numbers are written into is a constant, too (`written`).
+A constant array [T, S] hides its structure. If its elements are a progression along each axis, or depend on the
+distance between two axes alone, it becomes the few equations that compute it. Regions gain from that: tiles that such a
+mask rules out are known at trace time, and a table gathered by such indices is a function of q - k
+(`regions/relative_positions.py`). Floats that hide keys by one value become a mask. Constants that numbers are written
+into count as constants, too (`scatter_to_select.py`).
 """
 
 import functools
@@ -20,18 +21,18 @@ from blockdiag.fusion.ir.factors import NO_KEY
 from blockdiag.fusion.passes.scatter_to_select import with_written
 
 _MOST_ELEMENTS = 2**26
-# Arrays on a device are looked at where they are small enough to be copied.
+# Larger arrays on a device are not copied to the host for inspection.
 _MOST_COPIED = 2**22
-# An axis of so few positions is not worth any of this.
+# Shorter axes are not worth the analysis.
 _LEAST = 8
 
 type _Make = Callable[[], Any]
 
 
 def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same flat program with equations in place of constants that follow from positions."""
+    """Return the flat program with equations in place of constants that are functions of positions."""
     jaxpr = with_written(jaxpr, _known, _formula)
-    # Each is fetched once: it may lie on a device.
+    # Each constant is fetched once, because it may be on a device.
     arrays = map(_known, jaxpr.consts)
     made = [None if array is None else _formula(array) or _hiding(array) for array in arrays]
     if not any(made):
@@ -45,14 +46,14 @@ def with_positions(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _formula(array: np.ndarray) -> _Make | None:
-    """What makes a constant, None where it is none of positions."""
+    """Return a function that computes a constant from positions, or None if it is not such a function."""
     if array.size < 2:
         return None
     axes = [axis for axis, size in enumerate(array.shape) if size > 1]
     if not axes or array.shape[axes[-1]] < _LEAST:
         return None
     if array.dtype.kind in "bi" and (array == array.flat[0]).all():
-        # Whether an index is negative, say.
+        # An example is the test whether an index is negative.
         return lambda: lax.full(array.shape, array.flat[0])
     if array.dtype in (np.int32, np.int64) and (make := _progression(array, axes)) is not None:
         return make
@@ -63,7 +64,7 @@ def _formula(array: np.ndarray) -> _Make | None:
     whole = array.reshape(*lead, rows, columns)
     if not np.array_equal(whole[..., 1:, 1:], whole[..., :-1, :-1]):
         return None
-    # From the last key's distance to the last query's.
+    # By distance q - k, from 1 - columns to rows - 1.
     line = np.concatenate([whole[..., 0, ::-1], whole[..., 1:, 0]], axis=-1)
     if array.dtype == bool:
         return None if lead else _band(line, array.shape, axes)
@@ -73,21 +74,21 @@ def _formula(array: np.ndarray) -> _Make | None:
 
 
 def _known(const: Any) -> np.ndarray | None:
-    """A constant's elements, where they can be looked at."""
+    """Return a constant's elements, or None if they cannot be inspected or are too many."""
     if isinstance(const, jax.core.Tracer):
         return None
     most = _MOST_ELEMENTS
     if isinstance(const, jax.Array):
         if not const.is_fully_addressable or jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended):
             return None
-        # Weights that a function holds are no positions, and none of masks.
+        # A function may hold a model's weights, which are neither positions nor masks.
         is_number = jax.dtypes.issubdtype(const.dtype, np.floating)
         most = 0 if is_number and not _may_be_mask(const) else _MOST_COPIED
     return np.asarray(const) if 1 < np.size(const) <= most else None
 
 
 def _may_be_mask(const: jax.Array) -> bool:
-    """Whether the first row of an array, and the last one, have two numbers at most."""
+    """Return whether the first and the last row of an array have at most two distinct values each."""
     if const.ndim < 2 or 0 in const.shape:
         return False
     with jax.ensure_compile_time_eval():
@@ -96,7 +97,7 @@ def _may_be_mask(const: jax.Array) -> bool:
 
 
 def _progression(array: np.ndarray, axes: Sequence[int]) -> _Make | None:
-    """A number and a multiple of each index; None where elements are something else."""
+    """Return a function for a number plus a multiple of each index, or None if the elements are anything else."""
     origin = (0,) * array.ndim
     first = int(array[origin])
     steps = {axis: int(array[tuple(int(i == axis) for i in range(array.ndim))]) - first for axis in axes}
@@ -121,7 +122,7 @@ def _progression(array: np.ndarray, axes: Sequence[int]) -> _Make | None:
 
 
 def _band(line: np.ndarray, shape: tuple[int, ...], axes: Sequence[int]) -> _Make | None:
-    """A mask that is true, or false, for the distances of one interval; None of others."""
+    """Return a function for a mask that is true, or false, on one interval of distances; None for other masks."""
     columns = shape[axes[-1]]
     for inside in (True, False):
         (places,) = np.nonzero(line == inside)
@@ -144,10 +145,10 @@ def _band(line: np.ndarray, shape: tuple[int, ...], axes: Sequence[int]) -> _Mak
 
 
 def _masked(line: np.ndarray, array: np.ndarray, axes: Sequence[int]) -> _Make | None:
-    """Numbers of which a mask makes one, in the distances of one interval; None of others.
+    """Return a function for numbers that are one constant on an interval of distances, or None for other numbers.
 
     Args:
-        line: by distance, [.., rows + columns - 1].
+        line: the numbers by distance, [.., rows + columns - 1].
         array: the numbers.
     """
     single = line.reshape(-1, line.shape[-1])
@@ -174,7 +175,13 @@ def _masked(line: np.ndarray, array: np.ndarray, axes: Sequence[int]) -> _Make |
 
 
 def _hiding(array: np.ndarray) -> _Make | None:
-    """Numbers that are either one or another, which hides keys, as a mask, which rules tiles out; None of others."""
+    """Return a function for an array of two values, the lower of which hides keys, as a select by a mask.
+
+    Tiles can be skipped from the mask.
+
+    Returns:
+        None for other arrays.
+    """
     if array.ndim < 2 or not jax.dtypes.issubdtype(array.dtype, np.floating):
         return None
     hidden, seen = array.min(), array.max()
@@ -188,7 +195,7 @@ def _hiding(array: np.ndarray) -> _Make | None:
 
 
 def _read(line: np.ndarray, rows: int, columns: int) -> Any:
-    """An array [.., rows, columns] from its numbers by distance."""
+    """Return an array [.., rows, columns] from its numbers by distance."""
     lead = line.shape[:-1]
     of_rows, of_columns = (lax.broadcasted_iota(np.int32, (rows, columns), axis) for axis in (0, 1))
     apart = lax.sub(of_rows, of_columns)

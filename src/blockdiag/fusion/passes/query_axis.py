@@ -1,8 +1,8 @@
-"""One query that has no axis gets one, of size 1.
+"""Give a single query that has no axis one of size 1.
 
-As decoding and attention pooling are often written: weights have the axis of keys and batch axes, and no other. From
-the product that scores are to the one with values the same is computed with one index more, by which the query is
-mapped.
+Decoding and attention pooling are often written so that weights have batch axes and the axis of keys only. The
+equations from the product that gives the scores to the product with values are mapped over a new axis of the query by
+`jax.vmap`.
 """
 
 import functools
@@ -21,10 +21,10 @@ type _Replacement = Callable[[Callable[[Any], Any]], dict[core.Var, Any]]
 
 
 def with_query_axes(closed: core.ClosedJaxpr, products: Sequence[core.JaxprEqn]) -> core.ClosedJaxpr | None:
-    """The same flat program, in which the query of these products with values has an axis.
+    """Return the flat program with an axis for the query of these products with values.
 
     Returns:
-        None where for none of them scores are a product of a query and of keys.
+        None if none of them has scores that are a product of a query and keys.
     """
     replaced: dict[int, _Replacement] = {}
     for product in products:
@@ -36,19 +36,22 @@ def with_query_axes(closed: core.ClosedJaxpr, products: Sequence[core.JaxprEqn])
 
 
 def _is_attention(closed: core.ClosedJaxpr) -> bool:
-    """Whether regions are found, and scores of all of them are products: of a query and of keys."""
+    """Return whether regions are found, and the scores of each contain a product of queries and keys."""
     try:
         found, _ = regions_and_sides(closed.jaxpr)
     except NotFusible:
         return False
     scores = [region.score for regions in found.values() for region in regions]
-    # With an axis in the place of keys', they would be an array of scores.
+    # If the wrong factor got the new axis, the scores would be read as an array.
     are_products = [score is not None and any(x.kind == "product" for x in nodes_of(score)) for score in scores]
     return bool(scores) and all(are_products)
 
 
 def _replacements(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> Iterator[_Replacement]:
-    """Ways to compute a product with values: which factor of its scores may be the query, the smaller one first."""
+    """Yield ways to compute a product with values. Each takes another factor of its scores as the query.
+
+    The smaller factor is tried first.
+    """
     producers = producers_of(jaxpr)
     for scores in _products_before(product, producers):
         for side in sorted((0, 1), key=lambda side: aval_of(scores.invars[side]).size):
@@ -56,7 +59,7 @@ def _replacements(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> Iterator[_Replac
 
 
 def _products_before(product: core.JaxprEqn, producers: Mapping[core.Var, core.JaxprEqn]) -> list[core.JaxprEqn]:
-    """The nearest products that the operands of one are computed from."""
+    """Return the nearest products that the operands of a product are computed from."""
     found, seen, left = [], set(), list(product.invars)
     while left:
         equation = producers.get(var) if isinstance(var := left.pop(), core.Var) else None
@@ -71,7 +74,7 @@ def _products_before(product: core.JaxprEqn, producers: Mapping[core.Var, core.J
 
 
 def _between(jaxpr: core.Jaxpr, first: core.JaxprEqn, last: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """What is computed from the result of one equation, to the other one."""
+    """Return the first equation and all up to the last one that depend on its result."""
     found, depends = [], set()
     for equation in jaxpr.eqns:
         if equation is first or any(x in depends for x in equation.invars if isinstance(x, core.Var)):
@@ -83,7 +86,7 @@ def _between(jaxpr: core.Jaxpr, first: core.JaxprEqn, last: core.JaxprEqn) -> li
 
 
 def _mapped(equations: Sequence[core.JaxprEqn], side: int, value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
-    """The result of the last equation, where this factor of the first one has an axis more."""
+    """Return the result of the last equation, mapped over a new axis of one operand of the first equation."""
     first, last = equations[0], equations[-1]
 
     def compute(query: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Numbers that are written into arrays (`.at[..].set`): into scores, as masks, and into constants, as constants.
+"""Rewrite scatters of one number (`.at[..].set`) as selects by a mask, or as constants.
 
-A write of one number at known places is a choice between it and what was there, of a mask that only positions decide.
+A write of one number at known positions selects between that number and the operand. The mask is a function of
+positions alone. A write into a constant gives another constant.
 """
 
 import math
@@ -18,7 +19,7 @@ from blockdiag.fusion.regions.axis_labels import producers_of
 
 type _Make = Callable[[], Any]
 
-# Constants that are computed for this have so many elements at most.
+# Constants are evaluated up to this many elements.
 _MOST = 2**22
 
 
@@ -27,11 +28,11 @@ def with_written(
     known: Callable[[Any], np.ndarray | None],
     formula: Callable[[np.ndarray], _Make | None],
 ) -> core.ClosedJaxpr:
-    """The same flat program with choices, or equations of positions, in place of what numbers are written into.
+    """Return the flat program with selects, or equations of positions, in place of scatters.
 
     Args:
-        known: gives a constant's elements, None where they may not be looked at.
-        formula: what makes an array, None where it is none of positions.
+        known: returns a constant's elements, or None if they may not be inspected.
+        formula: returns a function that computes an array from positions, or None if it is not such a function.
     """
     written = [x for x in closed.jaxpr.eqns if x.primitive.name == "scatter"]
     if not written:
@@ -59,7 +60,7 @@ def with_written(
 
 
 def _one_number(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> Any:
-    """The number that all elements of an array are; None where it is not one that can be seen."""
+    """Return the scalar that an array broadcasts, or None if there is none."""
     while isinstance(var, core.Var) and aval_of(var).ndim:
         equation = producers.get(var)
         if equation is None or equation.primitive.name not in ("broadcast_in_dim", "reshape"):
@@ -69,7 +70,10 @@ def _one_number(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> Any:
 
 
 def _places(scatter: core.JaxprEqn, indices: np.ndarray | None) -> np.ndarray | None:
-    """Where a scatter writes, with axes of one where it writes all of an axis; None where an argument decides it."""
+    """Return the mask of positions that a scatter writes, or None if it depends on arguments or is too large.
+
+    An axis that is written as a whole has size 1 in the mask.
+    """
     numbers = scatter.params["dimension_numbers"]
     if indices is None or numbers.operand_batching_dims:
         return None

@@ -1,6 +1,6 @@
-"""Programs without what changes nothing: values computed twice, moves that undo each other, numbers plus 0, times 1.
+"""Simplify a program: common subexpressions, moves that cancel, and algebraic identities such as x + 0 and x * 1.
 
-Softmaxes are known by which values are the same ones, so that this comes before they are looked for.
+Softmaxes are recognised by the identity of variables. This pass therefore runs before softmaxes are matched.
 """
 
 import math
@@ -14,25 +14,25 @@ from jax.extend import core
 
 from blockdiag.fusion.frontend.trace import aval_of, has_effects, without_unused
 
-# These give the same elements in the same order, where they do not repeat any.
+# These keep the order of elements, unless they repeat some.
 _IN_ORDER = ("broadcast_in_dim", "reshape", "squeeze")
-# What is there to keep values apart, and programs that are looked at by themselves.
+# A barrier keeps values apart on purpose. Programs of loops and branches are simplified by themselves.
 _APART = frozenset({"optimization_barrier", "cond", "scan", "while"})
 
 
 def plain(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program without such equations; None where there are none."""
+    """Return the simplified flat program, or None if nothing changes."""
     return _Plain(closed.jaxpr).program(closed)
 
 
 class _Plain:
-    """What is left of the equations of a program, in order.
+    """The remaining equations of a program, simplified in one forward pass.
 
     Attributes:
-        same: of variables of the program, the operand that they are the same as.
-        equations: that are left.
-        producers: the equation that computes a variable, of those that are left.
-        known: equations that are left, by what they compute.
+        same: from each removed variable to the operand that replaces it.
+        equations: the remaining equations, in order.
+        producers: from each variable to the remaining equation that computes it.
+        known: the remaining equations by `_key`, for common subexpressions.
     """
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
@@ -44,7 +44,7 @@ class _Plain:
             self._take(equation)
 
     def program(self, closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-        """The program of these equations, None where they are those that it had."""
+        """Return the program of the remaining equations, or None if nothing changed."""
         jaxpr = closed.jaxpr
         if list(map(id, self.equations)) == list(map(id, jaxpr.eqns)):
             return None
@@ -76,12 +76,12 @@ class _Plain:
         return self.producers.get(operand) if isinstance(operand, core.Var) else None
 
     def _made_by(self, operand: Any, name: str) -> core.JaxprEqn | None:
-        """The equation that computes an operand, None where that is another one."""
+        """Return the equation that computes an operand, or None unless its primitive has this name."""
         equation = self._producer(operand)
         return equation if equation is not None and equation.primitive.name == name else None
 
     def _shortened(self, equation: core.JaxprEqn) -> core.JaxprEqn:
-        """An equation that computes the same in one step less, or the same one."""
+        """Return an equivalent equation that skips one of its producers, or the equation itself."""
         match equation.primitive.name:
             case "transpose" if (inner := self._made_by(equation.invars[0], "transpose")) is not None:
                 order = tuple(inner.params["permutation"][axis] for axis in equation.params["permutation"])
@@ -97,7 +97,7 @@ class _Plain:
         return equation
 
     def _flat(self, joined: core.JaxprEqn) -> core.JaxprEqn:
-        """Values side by side, without some of them side by side before."""
+        """Flatten nested concatenations along the same axis."""
         parts = []
         for operand in joined.invars:
             inner = self._made_by(operand, "concatenate")
@@ -106,7 +106,7 @@ class _Plain:
         return joined.replace(invars=parts) if len(parts) > len(joined.invars) else joined
 
     def _unnegated(self, equation: core.JaxprEqn) -> core.JaxprEqn:
-        """A sum or a difference without a negation below."""
+        """Fold a negated operand into a sum or a difference."""
         is_sum, operands = equation.primitive.name == "add", equation.invars
         for one, other in ((1, 0), (0, 1)) if is_sum else ((1, 0),):
             negated = self._made_by(operands[one], "neg")
@@ -116,7 +116,10 @@ class _Plain:
         return equation
 
     def _operand(self, equation: core.JaxprEqn) -> Any:
-        """The value that the result of an equation is the same as; None where it is new."""
+        """Return an existing value that equals the result of an equation, or None.
+
+        The caller compares shape and dtype.
+        """
         name, operands, params = equation.primitive.name, equation.invars, equation.params
         match name:
             case "add" | "add_any" | "sub" | "mul" | "div":
@@ -140,13 +143,16 @@ class _Plain:
         return self._in_order(equation)
 
     def _beside(self, equation: core.JaxprEqn, number: float) -> Any:
-        """The operand beside the other one, which is a number everywhere; None where it is not that number."""
+        """Return the operand whose other operand is this number everywhere, or None.
+
+        The number must be the second operand of a difference or a quotient.
+        """
         sides = ((0, 1),) if equation.primitive.name in ("sub", "div") else ((0, 1), (1, 0))
         operands = equation.invars
         return next((operands[one] for one, other in sides if self._is_number(operands[other], number)), None)
 
     def _in_order(self, equation: core.JaxprEqn) -> Any:
-        """What an equation moves back into its shape; None of others."""
+        """Return the earlier value of the same shape that a chain of order-preserving moves restores, or None."""
         shape, inner = aval_of(equation.outvars[0]).shape, equation
         while inner is not None and _keeps_order(inner):
             operand = inner.invars[0]
@@ -156,7 +162,7 @@ class _Plain:
         return None
 
     def _joined(self, sliced: core.JaxprEqn) -> Any:
-        """Which part a slice of joined values is; None where it is not one of them."""
+        """Return the operand of a concatenation that a slice is, or None."""
         joined, starts = self._made_by(sliced.invars[0], "concatenate"), sliced.params["start_indices"]
         if joined is None or sliced.params["strides"] is not None:
             return None
@@ -168,7 +174,7 @@ class _Plain:
         return None
 
     def _stacked(self, sliced: core.JaxprEqn, removed: tuple[int, ...]) -> Any:
-        """Which one of stacked values a slice of them is; None where it is not one of them."""
+        """Return the operand of a stack that a squeezed slice is, or None."""
         stacked, params = self._made_by(sliced.invars[0], "stack"), sliced.params
         if stacked is None or params["strides"] is not None:
             return None
@@ -178,7 +184,7 @@ class _Plain:
         return operand if is_whole and tuple(removed) == (axis,) else None
 
     def _is_number(self, operand: Any, number: float) -> bool:
-        """Whether a value is one number everywhere, rounded to its dtype."""
+        """Return whether all elements of a value are this number, rounded to its dtype."""
         while (inner := self._made_by(operand, "broadcast_in_dim")) is not None:
             operand = inner.invars[0]
         if not isinstance(operand, core.Literal):
@@ -187,7 +193,7 @@ class _Plain:
 
 
 def _keeps_order(equation: core.JaxprEqn) -> bool:
-    """Whether an equation gives the same elements in the same order."""
+    """Return whether an equation keeps all elements in their order."""
     name, params = equation.primitive.name, equation.params
     if name not in _IN_ORDER or not isinstance(equation.invars[0], core.Var):
         return False
@@ -196,7 +202,7 @@ def _keeps_order(equation: core.JaxprEqn) -> bool:
 
 
 def _key(equation: core.JaxprEqn) -> Hashable | None:
-    """What an equation computes: the same for all equations that compute the same; None where that is not known."""
+    """Return a hashable key that is equal for equations that compute the same, or None if the equation has none."""
     operands: list[Hashable] = []
     for x in equation.invars:
         if not isinstance(x, core.Literal):
@@ -210,6 +216,6 @@ def _key(equation: core.JaxprEqn) -> Hashable | None:
     try:
         hash(key)
     except TypeError:
-        # Among the parameters are arrays, or programs.
+        # Some parameters are arrays or programs, which cannot be hashed.
         return None
     return key

@@ -1,8 +1,9 @@
-"""Softmaxes of some heads are taken apart: a slice of weights becomes the weights of slices.
+"""Move slices of softmax weights to the operands: a slice of weights becomes the weights of slices.
 
-As differential attention is written where one softmax has the heads of both terms: `split`, strides, or a reshape that
-divides the axis of heads. Along batch axes everything from the product of queries and keys to the weights is computed
-index by index, so that what is left is the same computation of fewer queries and keys.
+Differential attention is written so if one softmax has the heads of both terms. The weights are then separated by
+`split`, by strides, or by a reshape that divides the axis of heads. Everything from the product of queries and keys to
+the weights is independent along batch axes. A slice of the weights is therefore the same computation on slices of
+queries and keys.
 """
 
 import functools
@@ -26,12 +27,12 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
 
 class Stays(Exception):
-    """A value is not computed index by index, as far as is known here."""
+    """Raised where a value is not known to be independent along the sliced axis."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Indices of an axis: from `first` on, before `limit`, every `step`."""
+    """Indices of an axis: range(first, limit, step)."""
 
     axis: int
     first: int
@@ -40,16 +41,16 @@ class Part:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Return the number of indices."""
         return -(-(self.limit - self.first) // self.step)
 
     def along(self, axis: int) -> "Part":
-        """The same indices of another axis."""
+        """Return the same indices along another axis."""
         return Part(axis, self.first, self.limit, self.step)
 
 
 def taken_apart(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program, in which weights of which parts are used are computed part by part; None without any."""
+    """Return the flat program with sliced weights computed slice by slice, or None if there are none."""
     producers = producers_of(closed.jaxpr)
     replaced = {}
     for equation in closed.jaxpr.eqns:
@@ -66,7 +67,7 @@ def taken_apart(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
 
 
 def slices_of(equation: core.JaxprEqn) -> list[Part] | None:
-    """What each result has of a value, None of other equations than slices along one axis."""
+    """Return the part of the operand in each result, or None unless the equation slices one axis."""
     match equation.primitive.name:
         case "split":
             axis, first, found = equation.params["axis"], 0, []
@@ -89,7 +90,7 @@ def slices_of(equation: core.JaxprEqn) -> list[Part] | None:
 def _divides_weights(
     equation: core.JaxprEqn, parts: Sequence[Part], producers: Mapping[core.Var, core.JaxprEqn]
 ) -> bool:
-    """Whether the equation takes a softmax apart, by more than one index of an axis that its scores have."""
+    """Return whether the equation slices softmax weights into several parts, or into parts of several indices."""
     is_divided = len(parts) > 1 or parts[0].count > 1
     source = producer_of(equation.invars[0], producers)
     while source is not None and source.primitive.name in (*MOVES, *CASTS):
@@ -106,11 +107,12 @@ def _divides_weights(
 
 
 def producer_of(var: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> core.JaxprEqn | None:
+    """Return the equation that computes a value, or None for arguments and literals."""
     return producers.get(var) if isinstance(var, core.Var) else None
 
 
 class Plan:
-    """How parts of values are computed, each once."""
+    """A plan that computes parts of values, each once."""
 
     def __init__(self, producers: Mapping[core.Var, core.JaxprEqn]) -> None:
         self.producers = producers
@@ -118,22 +120,22 @@ class Plan:
         self.known_products: dict[core.Var, bool] = {}
 
     def results(self, wanted: Mapping[core.Var, Any], value_of: Callable[[Any], Any]) -> dict[core.Var, Any]:
-        """The values of variables, by the keys of their parts."""
+        """Compute the plan, and return each variable's part by its key."""
         known = self.values(value_of)
         return {var: known[key] for var, key in wanted.items()}
 
     def values(self, value_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        """The parts that are planned, by their keys."""
+        """Compute the planned parts, and return them by their keys."""
         known: dict[Any, Any] = {}
         for key, make in self.steps.items():
             known[key] = make(value_of, known)
         return known
 
     def add(self, var: Any, part: Part) -> Any:
-        """Plan a part of a value; the key that it has then.
+        """Plan a part of a value, and return its key.
 
         Raises:
-            Stays: it cannot be computed from parts.
+            Stays: the part cannot be computed from parts of operands.
         """
         key = (var, part)
         if key not in self.steps:
@@ -141,7 +143,7 @@ class Plan:
         return key
 
     def has_product(self, var: Any) -> bool:
-        """Whether a value is made of a product of arrays, of scores as it may be, or of the sum of a softmax."""
+        """Return whether a value depends on a dot product, which may be scores, or on the sum of a softmax."""
         return finished(self._has_product(var))
 
     def _has_product(self, var: Any) -> Steps[bool]:
@@ -190,8 +192,11 @@ class Plan:
         raise Stays
 
     def _of_others(self, var: Any, part: Part) -> _Make:
-        """A part of a mask, a bias or the like: made of parts, so that what is the same along the axis stays a number,
-        or a function of places."""
+        """Plan a part of a mask, a bias or the like.
+
+        Elementwise operations are computed from parts of their operands. Values that are constant along the axis then
+        stay scalars or functions of positions.
+        """
         equation = producer_of(var, self.producers)
         if equation is not None and equation.primitive.name == "broadcast_in_dim":
             return self._broadcast(equation, part)
@@ -200,17 +205,21 @@ class Plan:
         return lambda value_of, _: _cut(value_of(var), part)
 
     def _part_of(self, operand: Any, part: Part) -> Part | None:
-        """What an operation on elements needs of an operand; None of numbers, and of what is repeated."""
+        """Return the part of an operand that an elementwise operation needs; None for scalars and broadcast operands.
+
+        Raises:
+            Stays: the broadcast operand depends on scores.
+        """
         shape = aval_of(operand).shape
         if shape and shape[part.axis] > 1:
             return part
         if self.has_product(operand):
-            # The sum of a softmax is of all keys, whichever of them are wanted.
+            # The sum of a softmax needs all keys, even if only some are sliced.
             raise Stays
         return None
 
     def _bound(self, equation: core.JaxprEqn, parts: Sequence[Part | None]) -> _Make:
-        """The equation, of parts of its operands; None: the operand as it is."""
+        """Plan an equation from parts of its operands; None stands for the whole operand."""
         keys = [None if part is None else self.add(x, part) for x, part in zip(equation.invars, parts, strict=True)]
 
         def make(value_of: Callable[[Any], Any], known: Mapping[Any, Any]) -> Any:
@@ -220,7 +229,7 @@ class Plan:
         return make
 
     def _one_of(self, equation: core.JaxprEqn, part: Part) -> _Make:
-        """Of arrays that were joined the one that has the indices."""
+        """Plan a part of a concatenation that lies within one of its operands."""
         first = 0
         for operand in equation.invars:
             size = aval_of(operand).shape[part.axis]
@@ -257,15 +266,19 @@ class Plan:
 
 
 def _before_reshape(before: Sequence[int], after: Sequence[int], part: Part) -> Part:
-    """The indices of one axis that a reshape makes these from."""
-    # Where an axis is empty the others lie as if it had one index.
+    """Return the part of a reshape's operand that these indices of its result come from.
+
+    Raises:
+        Stays: the indices are not a part of one axis of the operand.
+    """
+    # An empty axis counts as one of size 1, so strides are nonzero.
     before, after = ([max(1, x) for x in shape] for shape in (before, after))
     outer, size = math.prod(after[: part.axis]), after[part.axis]
     inner = math.prod(after[part.axis + 1 :])
     passed = 1
     for axis, whole in enumerate(before):
         rest = math.prod(before[axis + 1 :])
-        # The axis is divided: by `ahead` numbers before these indices, and `behind` after.
+        # The operand's axis is split into `ahead` indices before the part's axis, and `behind` indices after it.
         ahead, behind = outer // passed, inner // rest
         if whole > 1 and passed * ahead == outer and rest * behind == inner and ahead * size * behind == whole:
             if ahead == 1 and (part.step == 1 or behind == 1):
@@ -273,7 +286,7 @@ def _before_reshape(before: Sequence[int], after: Sequence[int], part: Part) -> 
             if behind == 1 and part.count == 1:
                 return Part(axis, part.first, whole, size)
         if whole > 1 and passed == outer and rest > inner and size % whole == 0 and rest == inner * (size // whole):
-            # The first of two axes that became one.
+            # The operand's axis is the first of two that the reshape merged.
             second = size // whole
             if part.step == 1 and part.first % second == 0 and part.limit % second == 0:
                 return Part(axis, part.first // second, part.limit // second)
@@ -282,7 +295,7 @@ def _before_reshape(before: Sequence[int], after: Sequence[int], part: Part) -> 
 
 
 def _product_of(equation: core.JaxprEqn, part: Part) -> _Make:
-    """A product of parts of its operands."""
+    """Plan a dot product from parts of its operands."""
     contracted, shared = equation.params["dimension_numbers"]
     sides: list[Part | None] = [None, None]
     if part.axis < len(shared[0]):
@@ -305,5 +318,5 @@ def _product_of(equation: core.JaxprEqn, part: Part) -> _Make:
 
 
 def _cut(value: Any, part: Part) -> Any:
-    """These indices of a value."""
+    """Return these indices of a value."""
     return lax.slice_in_dim(value, part.first, part.limit, part.step, part.axis)

@@ -1,15 +1,15 @@
-"""Sums of squared differences of queries' and keys' points become products, where these are as good.
+"""Rewrite sums of squared differences between points of queries and keys as products, where precision allows it.
 
     sum (q - k)^2 = sum q^2 + sum k^2 - 2 sum q k
 
-The last sum is a product of matrices, which matrix units compute, as they do its gradients; written as it stands each
-difference is some ten operations for each score, forward and backward, and its gradients are sums along rows and
-columns. The squares are summed in float32.
+The last sum is a matrix product, so tensor cores compute it and its gradients. As written, each difference costs
+some ten operations for each score, forward and backward, and its gradients are sums along rows and columns. The squares
+are summed in float32.
 
-What is lost are digits: those by which a square of a point is larger than that of a difference. The points' place is
-none of their business, so that all are moved to where the second ones have their mean; then points of 16 bits have
-fewer digits than are left. This is done for them alone, and only where the sum is a term of an exponential's argument:
-a root or a logarithm of a small distance would show what is missing.
+The rewrite loses as many digits as the squares are larger than the squared differences. Distances do not depend on the
+origin, so all points are moved to the mean of the second ones. The remaining digits are then more than a 16-bit
+dtype has. Only 16-bit points are rewritten for that reason, and only if the sum is a term of an exponential's argument:
+a root or a logarithm of a small distance would expose the error.
 """
 
 import math
@@ -26,7 +26,7 @@ from blockdiag.fusion.frontend.trace import aval_of, rewritten
 from blockdiag.fusion.regions.axis_labels import producers_of, users_of
 
 _CASTS = ("convert_element_type", "copy", "pvary", "reduce_precision")
-# What keeps an absolute error small.
+# Operations that keep a small absolute error small.
 _LINEAR = frozenset({"add", "sub", "neg", "broadcast_in_dim", "reshape", "squeeze", "transpose", *_CASTS})
 _ENDS = frozenset({"exp", "exp2", "reduce_max"})
 
@@ -36,8 +36,8 @@ class _Points:
     """An operand of a difference.
 
     Attributes:
-        var: the array, of 16 bits.
-        axes: which axis of the difference each of its axes is.
+        var: the array, of a 16-bit dtype.
+        axes: the axis of the difference for each axis of the array.
     """
 
     var: core.Var
@@ -45,7 +45,7 @@ class _Points:
 
     @property
     def own(self) -> dict[int, int]:
-        """Its axis for each axis of the difference along which it is not the same."""
+        """Map each axis of the difference along which the points vary to their own axis."""
         return {axis: i for i, axis in enumerate(self.axes) if aval_of(self.var).shape[i] != 1}
 
 
@@ -54,7 +54,8 @@ class _Array:
     """Points without axes of size 1.
 
     Attributes:
-        axes: which axis of the difference each of its axes is.
+        array: the elements.
+        axes: the axis of the difference for each axis of the array.
     """
 
     array: Any
@@ -62,26 +63,26 @@ class _Array:
 
     @classmethod
     def of(cls, points: _Points, array: Any) -> "_Array":
-        """The points whose elements these are."""
+        """Return the points with these elements."""
         return cls(lax.reshape(array, [array.shape[i] for i in points.own.values()]), tuple(points.own))
 
     def places(self, axes: Sequence[int]) -> list[int]:
-        """Where axes of the difference are."""
+        """Return the array's axes for these axes of the difference."""
         return [self.axes.index(axis) for axis in axes]
 
     def rest(self, axes: Sequence[int]) -> list[int]:
-        """The axes that are not among these."""
+        """Return the axes of the difference that the array has, without these."""
         return [axis for axis in self.axes if axis not in axes]
 
     def mean(self, axes: Sequence[int]) -> "_Array":
-        """The mean along axes, in float32; nobody's gradient depends on it."""
+        """Return the mean along axes, in float32 and without a gradient."""
         wide = lax.convert_element_type(lax.stop_gradient(self.array), np.float32)
         count = math.prod(self.array.shape[i] for i in self.places(axes))
         total = lax.reduce_sum(wide, self.places(axes))
         return _Array(lax.div(total, lax.full_like(total, count)), tuple(self.rest(axes)))
 
     def less(self, other: "_Array") -> "_Array":
-        """The difference to what has some of the axes, rounded once."""
+        """Return the difference from an array with some of the axes, rounded once."""
         wide = lax.convert_element_type(self.array, np.float32)
         order = sorted(range(len(other.axes)), key=lambda i: self.axes.index(other.axes[i]))
         places = [self.axes.index(other.axes[i]) for i in order]
@@ -89,12 +90,12 @@ class _Array:
         return _Array(lax.convert_element_type(lax.sub(wide, moved), self.array.dtype), self.axes)
 
     def squares(self, axes: Sequence[int]) -> Any:
-        """Sums of squares along axes, in float32."""
+        """Return sums of squares along axes, in float32."""
         return lax.reduce_sum(lax.square(lax.convert_element_type(self.array, np.float32)), self.places(axes))
 
 
 def with_products(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
-    """The same flat program with squared distances made of products; None where there are none."""
+    """Return the flat program with squared distances as products, or None if there are none."""
     producers, users = producers_of(closed.jaxpr), users_of(closed.jaxpr)
     replaced = {}
     for equation in closed.jaxpr.eqns:
@@ -106,7 +107,7 @@ def with_products(closed: core.ClosedJaxpr) -> core.ClosedJaxpr | None:
 
 
 def _points_of(equation: core.JaxprEqn, producers: Mapping[core.Var, core.JaxprEqn]) -> tuple[_Points, _Points] | None:
-    """The points whose squared distances a sum is; None where it is something else."""
+    """Return the two operands of a sum of squared differences, or None for any other sum."""
     square = _producer(equation.invars[0], producers)
     if square is None:
         return None
@@ -132,7 +133,7 @@ def _points_of(equation: core.JaxprEqn, producers: Mapping[core.Var, core.JaxprE
 
 
 def _producer(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> core.JaxprEqn | None:
-    """The equation that computes a value, but for casts."""
+    """Return the equation that computes a value, below casts."""
     while isinstance(operand, core.Var):
         equation = producers.get(operand)
         if equation is None or equation.primitive.name not in _CASTS:
@@ -142,7 +143,7 @@ def _producer(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> core
 
 
 def _narrow(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> _Points | None:
-    """What a value is but for repetition and casts; None where that has not 16 bits."""
+    """Return the 16-bit array below a value's broadcasts and casts, or None if there is none."""
     axes = tuple(range(len(aval_of(operand).shape)))
     while isinstance(operand, core.Var):
         equation = producers.get(operand)
@@ -154,13 +155,13 @@ def _narrow(operand: Any, producers: Mapping[core.Var, core.JaxprEqn]) -> _Point
         operand = equation.invars[0]
     dtype = aval_of(operand).dtype
     is_short = isinstance(operand, core.Var) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
-    # What is sharded over explicit axes of a mesh may not be reshaped at will.
+    # Arrays sharded over explicit mesh axes cannot be reshaped freely.
     is_whole = all(axes is None for axes in aval_of(operand).sharding.spec)
     return _Points(operand, axes) if is_short and is_whole else None
 
 
 def _is_term(var: core.Var, users: Mapping[core.Var, Sequence[core.JaxprEqn | None]]) -> bool:
-    """Whether all that a value is used for is a term of exponentials' arguments."""
+    """Return whether every use of a value is as a term of an exponential's argument."""
     seen, waiting = {var}, [var]
     while waiting:
         for user in users[waiting.pop()]:
@@ -182,14 +183,14 @@ def _is_term(var: core.Var, users: Mapping[core.Var, Sequence[core.JaxprEqn | No
 
 
 def _expanded(equation: core.JaxprEqn, left: _Points, right: _Points) -> Callable[..., dict[core.Var, Any]]:
-    """What computes a sum from the points' arrays."""
+    """Return a function that computes the sum from the points' arrays."""
     result = equation.outvars[0]
     kept = [axis for axis in range(len(aval_of(equation.invars[0]).shape)) if axis not in equation.params["axes"]]
     summed = [axis for axis in sorted(left.own) if axis not in kept]
     shape = aval_of(result).shape
 
     def placed(array: Any, axes: Sequence[int]) -> Any:
-        """An array with these axes of the difference as the sum has them."""
+        """Broadcast an array with these axes of the difference to the shape of the sum."""
         order = sorted(range(len(axes)), key=lambda i: axes[i])
         return lax.broadcast_in_dim(lax.transpose(array, order), shape, [kept.index(axes[i]) for i in order])
 

@@ -1,9 +1,9 @@
-"""Rows of small tables, such as those of relative positions: their gradient is summed row by row, without atomics.
+"""Sum the gradient of small tables, such as those of relative positions, row by row and without atomics.
 
-XLA adds the gradient of each read to its row one after the other. A table of 32 rows that 4096 x 4096 scores read takes
-seconds that way on a GPU, in an order that changes between runs, and in the table's own dtype. Where what is read
-depends on the distance alone (`regions.relative_positions`), there are as many reads as distances, and this takes one
-small kernel.
+XLA adds the gradients of reads to their row one after the other. A table of 32 rows that 4096 x 4096 scores read takes
+seconds that way on a GPU. The order changes between runs, and the sum has the table's own dtype. If reads depend on the
+distance alone (`regions/relative_positions.py`), there is only one read for each distance. The sum then takes one small
+kernel.
 """
 
 import functools
@@ -18,20 +18,20 @@ from jax.extend import core
 from blockdiag.common.derivatives import on_common_axes
 from blockdiag.fusion.frontend.trace import aval_of, bind
 
-# Each sum reads all gradients once for some rows: comparisons are as many as rows times gradients. For tables of more
-# rows than a few there is a limit, a higher one where each row is read often, which XLA's own way is slow for.
+# Each pass over the gradients sums some rows, so the work is rows times gradients comparisons. Tables of more than
+# a few rows have a limit. It is higher if each row is read often, for which XLA's scatter is slow.
 _MOST_ROWS = 512
 _MOST_COMPARISONS, _MOST_OF_MANY_READS = 2**30, 2**34
 _MANY_READS = 64
 _ROWS_AT_ONCE = 8
-# Where gradients are few, as those by distance are, one step compares so many.
+# If gradients are few, as those by distance are, one step makes up to this many comparisons.
 _COMPARED_AT_ONCE = 2**24
-# XLA's own way is quick and repeats where a row is read once.
+# XLA's scatter is fast and deterministic if each row is read once.
 _LEAST_READS = 2
 
 
 def reads_rows(equation: core.JaxprEqn) -> bool:
-    """Whether an equation reads rows of a small table, many times each."""
+    """Return whether an equation gathers rows of a small table, each many times."""
     if equation.primitive.name != "gather":
         return False
     table, indices = (aval_of(x) for x in equation.invars)
@@ -53,17 +53,17 @@ def reads_rows(equation: core.JaxprEqn) -> bool:
 
 
 def read_rows(equation: core.JaxprEqn, table: jax.Array, indices: jax.Array) -> jax.Array:
-    """The rows that an equation reads, with the gradient of this module.
+    """Return the rows that an equation reads, with the gradient of this module.
 
     Args:
-        equation: one that `reads_rows`.
+        equation: a gather for which `reads_rows` is true.
         table, indices: its operands; indices int32 or int64 [*reads, 1].
     """
     return _rows(_Reads(equation), *on_common_axes(table, indices))
 
 
 def _wide(dtype: Any) -> Any:
-    """What sums are kept in."""
+    """Return the dtype of sums: float32, or the dtype itself if it is wider."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
@@ -71,9 +71,10 @@ class _Reads:
     """An equation that reads rows.
 
     Attributes:
-        axis: of the table, along which rows lie.
-        offsets: axes of the result that are the table's others.
-        is_clipped: whether an index outside of the table reads the nearest row; the gradient of other such reads is 0.
+        equation: the gather.
+        axis: the axis of the table along which rows lie.
+        offsets: the axes of the result that come from the other axes of the table.
+        is_clipped: whether an index out of bounds reads the nearest row. Otherwise the gradient of such a read is 0.
     """
 
     def __init__(self, equation: core.JaxprEqn) -> None:
@@ -84,7 +85,7 @@ class _Reads:
         self.is_clipped = equation.params["mode"] == lax.GatherScatterMode.CLIP
 
     def sum_of(self, row: jax.Array, indices: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """The gradient of one row, float32 or wider."""
+        """Return the gradient of one row, float32 or wider."""
         wide = _wide(cotangent.dtype)
         axes = [axis for axis in range(cotangent.ndim) if axis not in self.offsets]
         is_read = lax.broadcast_in_dim(indices == row, cotangent.shape, axes)
@@ -117,7 +118,7 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def _by_rows(reads: _Reads, table: jax.Array, indices: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """The gradient of a table: some of its rows at a time."""
+    """Return the gradient of a table, summed for a group of rows at a time."""
     rows = table.shape[reads.axis]
     flat = indices[..., 0]
     if reads.is_clipped:
@@ -136,7 +137,7 @@ def _by_rows(reads: _Reads, table: jax.Array, indices: jax.Array, cotangent: jax
 
 
 def _by_reads(reads: _Reads, table: jax.Array, indices: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """The gradient of a table as XLA makes it, in float32 or wider."""
+    """Return the gradient of a table by XLA's scatter, in float32 or wider."""
     wide = jax.ShapeDtypeStruct(table.shape, _wide(table.dtype))
     (found,) = jax.linear_transpose(lambda x: bind(reads.equation, [x, indices])[0], wide)(cotangent.astype(wide.dtype))
     return found.astype(table.dtype)

@@ -1,4 +1,4 @@
-"""Batch axes of one index, which `jnp.matmul` leaves out of its products and gives its results again."""
+"""Restore batch axes of size 1, which `jnp.matmul` squeezes before its products and restores afterwards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,30 +15,31 @@ type _Producer = Callable[[Any], core.JaxprEqn | None]
 
 @dataclass(frozen=True)
 class _Operand:
-    """A factor without some of its axes of one index.
+    """An operand with some of its axes of size 1 squeezed.
 
     Attributes:
-        whole: with all of them.
-        removed: which are not there.
+        whole: the operand with all axes.
+        removed: the squeezed axes.
     """
 
     whole: Any
     removed: frozenset[int]
 
     def with_axes(self, axes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Where some of the removed axes are if only these are there, and where the axes of the factor are."""
+        """Return the positions of some squeezed axes after they are restored, and those of the operand's other axes."""
         kept = [axis for axis in range(len(aval_of(self.whole).shape)) if axis not in self.removed]
         left = sorted([*kept, *axes])
         return [left.index(axis) for axis in axes], [left.index(axis) for axis in kept]
 
 
 def with_batch(equation: core.JaxprEqn, producer: _Producer) -> Callable[[Callable[[Any], Any]], Any] | None:
-    """What computes the result of a `broadcast_in_dim` by a product that has the axes which both factors had.
-
-    None where it gives no product such axes.
+    """Return a function that computes a `broadcast_in_dim` of a product as a product with the squeezed batch axes.
 
     Args:
-        producer: the equation that computes a value.
+        producer: returns the equation that computes a value, or None.
+
+    Returns:
+        None if the equation does not restore the axes that both operands of a product had.
     """
     params, given = equation.params, aval_of(equation.invars[0]).shape
     old = params["broadcast_dimensions"]
@@ -61,7 +62,7 @@ def with_batch(equation: core.JaxprEqn, producer: _Producer) -> Callable[[Callab
         ([places[i] for i in contracted[0]], [other_places[i] for i in contracted[1]]),
         ([*ones, *(places[i] for i in shared[0])], [*other_ones, *(other_places[i] for i in shared[1])]),
     )
-    # The product has the axes of both first, and then its own.
+    # The new product has the restored batch axes first, then the axes of the old product.
     positions = [*new, *(old[order.index(i)] for i in range(len(order)))]
 
     def compute(value_of: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What the axes of values stand for, and of what they are computed from."""
+"""Labels of axes, and how they propagate from a value to the operands that it is computed from."""
 
 import collections
 import math
@@ -12,7 +12,7 @@ from blockdiag.fusion.frontend.trace import aval_of, kept
 from blockdiag.fusion.ir.tree import ELEMENTWISE, Dim, Unpullable
 from blockdiag.fusion.regions.grids import Divide, base_of, joined_parts
 
-# The same value, seen otherwise.
+# Primitives whose result has the values and the shape of the operand.
 SAME = frozenset({"copy", "copy_p", "reduce_precision", "name", "pvary", "reshard", "sharding_constraint"})
 
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
@@ -20,19 +20,19 @@ MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 @kept
 def producers_of(jaxpr: core.Jaxpr) -> Mapping[core.Var, core.JaxprEqn]:
-    """Of each variable the equation that computes it."""
+    """Map each variable to the equation that computes it."""
     return MappingProxyType({var: equation for equation in jaxpr.eqns for var in equation.outvars})
 
 
 @kept
 def places_in(jaxpr: core.Jaxpr) -> Mapping[core.Var, int]:
-    """Of each variable that an equation computes the place of that equation."""
+    """Map each variable to the position of the equation that computes it."""
     return MappingProxyType({var: place for place, equation in enumerate(jaxpr.eqns) for var in equation.outvars})
 
 
 @kept
 def equations_by_name(jaxpr: core.Jaxpr) -> Mapping[str, Sequence[core.JaxprEqn]]:
-    """The equations of each primitive, in order."""
+    """Map the name of each primitive to its equations, in order."""
     found: collections.defaultdict[str, list[core.JaxprEqn]] = collections.defaultdict(list)
     for equation in jaxpr.eqns:
         found[equation.primitive.name].append(equation)
@@ -40,7 +40,10 @@ def equations_by_name(jaxpr: core.Jaxpr) -> Mapping[str, Sequence[core.JaxprEqn]
 
 
 def parts_of(producers: Mapping[core.Var, core.JaxprEqn], var: core.Var) -> dict[int, tuple[int, ...]]:
-    """Of axes of a value that reshapes have made of several, before what works element by element: their sizes."""
+    """Map each axis of a value that a reshape merged from several to the sizes of these.
+
+    The reshape may lie below elementwise operations and moves.
+    """
     found: dict[int, tuple[int, ...]] = {}
     seen: set[tuple[core.Var, int]] = set()
     waiting = [(var, axis, axis) for axis, size in enumerate(aval_of(var).shape) if size > 1]
@@ -75,7 +78,7 @@ def parts_of(producers: Mapping[core.Var, core.JaxprEqn], var: core.Var) -> dict
 
 
 def users_of(jaxpr: core.Jaxpr) -> dict[core.Var, list[core.JaxprEqn | None]]:
-    """Of each variable the equations that use it, and None for each time that it is a result."""
+    """Map each variable to the equations that use it, with a None for each time that it is a result."""
     found: dict[core.Var, list[core.JaxprEqn | None]] = {var: [] for eqn in jaxpr.eqns for var in eqn.outvars}
     for equation in jaxpr.eqns:
         for operand in equation.invars:
@@ -88,17 +91,17 @@ def users_of(jaxpr: core.Jaxpr) -> dict[core.Var, list[core.JaxprEqn | None]]:
 
 
 def place_of(equation: core.JaxprEqn) -> str:
-    """Where the user wrote an equation."""
+    """Return the user's source line of an equation, for messages."""
     return f"at {source_info_util.summarize(equation.source_info)}"
 
 
 def labels_of(dims: Sequence[Dim]) -> set[str]:
-    """All labels of an array's axes; of parts of one that label."""
+    """Return all labels of an array's axes; a part counts as the label that it divides."""
     return {base_of(label) for dim in dims if isinstance(dim, tuple) for label in dim}
 
 
 def factor_dims(equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> list[list[Dim]]:
-    """The dims of the factors of a `dot_general`; what it sums over has none."""
+    """Return the dims of both operands of a `dot_general`; contracted axes have none."""
     (contracted, shared) = equation.params["dimension_numbers"]
     sides: list[list[Dim]] = [[()] * len(aval_of(x).shape) for x in equation.invars]
     left = iter(dims)
@@ -114,7 +117,7 @@ def factor_dims(equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> list[list[Dim
 
 
 def broadcast_dims(operand: Any, shape: tuple[int, ...], dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """The dims of an operand of an operation that works element by element."""
+    """Return the dims of an operand of an elementwise operation."""
     if isinstance(operand, core.Literal) or not aval_of(operand).shape:
         return ()
     pairs = zip(aval_of(operand).shape, shape, dims, strict=True)
@@ -124,11 +127,11 @@ def broadcast_dims(operand: Any, shape: tuple[int, ...], dims: tuple[Dim, ...]) 
 def moved_dims(
     equation: core.JaxprEqn, dims: tuple[Dim, ...], sizes: Mapping[str, int], divide: Divide | None = None
 ) -> tuple[Dim, ...]:
-    """The dims of the operand of an equation that moves elements about.
+    """Return the dims of the operand of an equation that moves elements.
 
     Args:
-        sizes: of labels.
-        divide: gives the parts of a label, by their sizes; None where labels stay whole.
+        sizes: the size of each label.
+        divide: splits a label into parts of given sizes; None if labels stay whole.
 
     Raises:
         Unpullable: an axis of the operand is a part of a label.
@@ -158,7 +161,7 @@ def regrouped(
     sizes: Mapping[str, int],
     divide: Divide | None = None,
 ) -> tuple[Dim, ...]:
-    """The dims of the operand of a reshape: labels in order, as many as fill each axis.
+    """Return the dims of the operand of a reshape: labels in order, as many as fill each axis.
 
     Raises:
         Unpullable: an axis of the operand is a part of a label.
@@ -188,7 +191,11 @@ def regrouped(
 
 
 def _sizes_of_parts(whole: int, first: int, following: Sequence[int]) -> list[int]:
-    """The sizes of axes that become one: the first one's, and of as many others as fill it."""
+    """Return the sizes of the operand's axes that a reshape merges: the first, and as many others as fill the whole.
+
+    Raises:
+        Unpullable: the axes do not fill the whole exactly.
+    """
     found = [first]
     for size in following:
         if math.prod(found) < whole and size > 1:

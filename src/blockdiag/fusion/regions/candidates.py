@@ -1,4 +1,4 @@
-"""Products that may be of weights and values, and how their weights are made of scores."""
+"""Candidate products of weights and values, and how their weights are computed from scores."""
 
 import functools
 import math
@@ -14,29 +14,29 @@ from blockdiag.fusion.regions.guards import PASSES, POWERS
 from blockdiag.fusion.regions.weight_terms import Matcher
 
 ALIKE = frozenset({*MOVES, *PASSES, *SAME, "convert_element_type"})
-"""Equations that give the same numbers, perhaps elsewhere."""
+"""Primitives that keep the values of elements and may move them."""
 
 UNKNOWN = "r"
-"""How labels of axes begin that are summed, and may be any."""
+"""Prefix of the labels of reduced axes whose meaning is not known."""
 
 
 def alike(producers: Mapping[core.Var, core.JaxprEqn], var: Any) -> Any:
-    """What a value has the numbers of."""
+    """Return the value below moves and casts, or None for a literal."""
     while isinstance(var, core.Var) and (equation := producers.get(var)) and equation.primitive.name in ALIKE:
         var = equation.invars[0]
     return None if isinstance(var, core.Literal) else var
 
 
 def reduced_axes(equation: core.JaxprEqn) -> Sequence[int]:
-    """The axes that a reduction is along; none of other equations."""
+    """Return the axes of a reduction, or none for other equations."""
     return equation.params.get("axes", ()) if equation.primitive.name.startswith(("reduce_", "arg")) else ()
 
 
 def query_axes(product: core.JaxprEqn, side: int) -> Sequence[int | None]:
-    """Return which axes of weights may be that of queries, the likeliest first.
+    """Return the axes of weights that may be the axis of queries, the likeliest first.
 
     Args:
-        side: which operand the weights may be.
+        side: the operand that may be the weights.
     """
     contracted, shared = product.params["dimension_numbers"]
     weights = product.invars[side]
@@ -44,20 +44,21 @@ def query_axes(product: core.JaxprEqn, side: int) -> Sequence[int | None]:
         return ()
     shape = aval_of(weights).shape
     free = [axis for axis in range(len(shape)) if axis not in (*contracted[side], *shared[side])]
-    # One query may have no axis. Where values have an axis of queries, too, it is next to that of keys.
+    # A single query may have no axis. If values have an axis of queries, too, it is next to that of keys.
     return sorted(reversed(free), key=lambda axis: -shape[axis]) or [None, *sorted(shared[side])[-1:]]
 
 
 class Candidate:
-    """A product of what may be weights and values.
+    """A product whose operands may be weights and values.
 
-    Values are pairs, with a number for each query and key, or numbers of rows, of which there are fewer.
+    A value computed from scores is either a pair, with one number for each query and key, or a row statistic, which
+    lacks at least one of these axes.
 
     Attributes:
-        is_attention: whether there are products of queries and keys, and exponentials are summed along the keys, or
-            values share a batch axis with both.
+        is_attention: whether there are products of queries and keys, and either exponentials are summed along the keys,
+            or queries, keys and values share a batch axis.
         has_sum: whether there are such products, and exponentials are summed along queries or keys.
-        is_unclear: whether there are exponentials, and a product of which it is not known what its axes stand for.
+        is_unclear: whether there are exponentials, and a product the labels of whose axes are not known.
     """
 
     def __init__(self, closed: core.ClosedJaxpr, product: core.JaxprEqn, side: int, queries: int | None) -> None:
@@ -68,7 +69,7 @@ class Candidate:
         assert isinstance(weights, core.Var)
         self._weights, shape = weights, aval_of(weights).shape
         names = {axis: f"{'b' if axis in shared[side] else 'g'}{axis}" for axis in range(len(shape))}
-        # What the axes of products of queries and keys stand for.
+        # The labels of products of queries and keys.
         self._pair = {COLUMNS} if queries is None else {ROWS, COLUMNS}
         if queries is not None:
             names[queries] = ROWS
@@ -78,13 +79,13 @@ class Candidate:
         self._matcher = Matcher(closed.jaxpr, sizes | {COLUMNS: math.prod(keys)}, batch)
         parts = self._matcher.puller.grids.divided(COLUMNS, keys) if len(keys) > 1 else (COLUMNS,)
         names |= dict(zip(contracted[side], parts, strict=True))
-        # Equations that the weights are made by, down to products of queries and keys, and what axes stand for.
+        # The labels of axes, the equations that compute the weights from scores, and the products that give the scores.
         self._dims: dict[core.Var, tuple[Dim, ...]] = {}
         self._ways: dict[core.Var, list[tuple[Dim, ...]]] = {}
         self._slice: set[int] = set()
         self._scores: set[int] = set()
         self._label(tuple((names[axis],) for axis in range(len(shape))))
-        # What is made of scores: whether it has a number for each query and key, or fewer.
+        # For each value computed from scores: whether it is a pair.
         self._is_pair: dict[core.Var, bool] = {}
         self._spread()
         is_bare = all(id(x) in self._scores or x.primitive.name in ALIKE for x in self._pair_path(self._weights))
@@ -93,7 +94,7 @@ class Candidate:
         self.is_attention = not is_bare and (COLUMNS in summed or self._shares_batch())
 
     def _label(self, dims: tuple[Dim, ...]) -> None:
-        """Find what the axes of all values stand for that the weights are made of."""
+        """Label the axes of all values that the weights are computed from, down to the scores."""
         seen: set[tuple[core.Var, tuple[Dim, ...] | None]] = set()
         waiting: list[tuple[Any, tuple[Dim, ...] | None]] = [(self._weights, dims)]
         has_powers, has_unknown = False, False
@@ -124,7 +125,7 @@ class Candidate:
     def _operand_dims(
         self, equation: core.JaxprEqn, var: core.Var, dims: tuple[Dim, ...] | None
     ) -> list[tuple[Dim, ...] | None]:
-        """What the axes of operands stand for, also of equations that may move elements along them."""
+        """Return the dims of an equation's operands, also for equations that may move elements along these axes."""
         if dims is None:
             return [None] * len(equation.invars)
         name, shape = equation.primitive.name, aval_of(var).shape
@@ -155,10 +156,12 @@ class Candidate:
         return found
 
     def _summed(self, size: int, dims: tuple[Dim, ...], count: int) -> Dim:
-        """What an axis stands for that a reduction is along: what its result lacks of queries and keys, or a new label.
+        """Return the label of a reduced axis: queries or keys if the result lacks only that one, else a new label.
 
         Args:
-            count: of axes.
+            size: the size of the axis.
+            dims: the labels of the result.
+            count: the number of reduced axes.
         """
         sizes = self._matcher.puller.grids.sizes
         missing = self._pair - labels_of(dims)
@@ -167,13 +170,13 @@ class Candidate:
         return self._unknown(size)
 
     def _unknown(self, size: int) -> Dim:
-        """A label for an axis that is summed."""
+        """Return a label for a reduced axis whose meaning is not known."""
         label = f"{UNKNOWN}{size}"
         self._matcher.puller.grids.sizes[label] = size
         return (label,)
 
     def _spread(self) -> None:
-        """Find what is made of scores, in the whole program."""
+        """Find all values computed from scores, in the whole program."""
         for equation in self._closed.jaxpr.eqns:
             of_scores = self._given(equation)
             is_score = id(equation) in self._scores
@@ -189,7 +192,7 @@ class Candidate:
                 self._is_pair[var] = var in self._dims and is_made_of_pairs
 
     def _meets_keys(self, equation: core.JaxprEqn) -> bool:
-        """Return whether an equation combines numbers of rows with what differs from key to key, such as positions."""
+        """Return whether an equation combines row statistics with values that vary along keys, such as positions."""
         dims = self._dims.get(equation.outvars[0])
         if dims is None or equation.primitive.name in ALIKE:
             return False
@@ -198,7 +201,7 @@ class Candidate:
         return any(COLUMNS in labels_of(own or ()) for own in apart)
 
     def _summed_labels(self) -> set[str]:
-        """Along which of queries and keys exponentials of scores are summed."""
+        """Return which of the labels of queries and keys exponentials of scores are summed along."""
         found: set[str] = set()
         for equation in self._closed.jaxpr.eqns:
             summed = self._given(equation, True) if equation.primitive.name == "reduce_sum" else []
@@ -207,7 +210,7 @@ class Candidate:
         return found & {ROWS, COLUMNS}
 
     def _has_powers(self, var: Any) -> bool:
-        """Return whether a value is made of exponentials of scores, without those of numbers of rows."""
+        """Return whether a value is computed from exponentials of scores, not counting those of row statistics."""
         return any(equation.primitive.name in POWERS for equation in self._pair_path(var))
 
     def _shares_batch(self) -> bool:
@@ -216,7 +219,7 @@ class Candidate:
             if id(equation) in self._scores:
                 dims = self._dims[equation.outvars[0]]
                 _, shared = equation.params["dimension_numbers"]
-                # The first axes of a product are those that both sides have.
+                # The first axes of a product are its batch axes.
                 if any(x.startswith("b") for x in labels_of(dims[: len(shared[0])])):
                     return True
         return False
@@ -225,13 +228,13 @@ class Candidate:
         return labels_of([self._best_ways(var)[0][axis] for axis in axes]) if var in self._dims else set()
 
     def _best_ways(self, var: core.Var) -> list[tuple[Dim, ...]]:
-        """What the axes of a value may stand for; where it is known of some use, it is not where they are summed."""
+        """Return the possible dims of a value with the fewest unknown labels."""
         ways = self._ways.get(var) or [self._dims[var]]
         unknown = [sum(x[0] == UNKNOWN for x in labels_of(dims)) for dims in ways]
         return [dims for dims, count in zip(ways, unknown, strict=True) if count == min(unknown)]
 
     def _given(self, equation: core.JaxprEqn, is_pair: bool | None = None) -> list[core.Var]:
-        """The operands of an equation that are made of scores: pairs, numbers of rows, or both."""
+        """Return the operands computed from scores: only pairs, only row statistics, or both for None."""
         given = [x for x in equation.invars if isinstance(x, core.Var) and x in self._is_pair]
         return [x for x in given if is_pair is None or self._is_pair[x] == is_pair]
 
@@ -239,11 +242,11 @@ class Candidate:
         return self._producers.get(var) if isinstance(var, core.Var) else None
 
     def _skip(self, var: Any) -> Any:
-        """What a value has the numbers of."""
+        """Return the value below moves and casts, or None for a literal."""
         return alike(self._producers, var)
 
     def _pair_path(self, var: Any) -> Iterator[core.JaxprEqn]:
-        """The equations by which a value is made of scores, without those of numbers of whole rows."""
+        """Yield the equations that compute a value from scores through pairs only."""
         seen: set[int] = set()
         waiting = [var]
         while waiting:
@@ -257,12 +260,12 @@ class Candidate:
 
     @functools.cached_property
     def _path(self) -> set[int]:
-        """The equations by which the weights are made of scores, by `id`, without those of numbers of rows."""
+        """Return the `id` of the equations that compute the weights from scores through pairs only."""
         return set(map(id, self._pair_path(self._weights)))
 
     @functools.cached_property
     def _ancestors(self) -> dict[core.Var, frozenset[core.Var]]:
-        """Of each value that is made of scores such values that it is made of."""
+        """Map each value computed from scores to all such values that it depends on."""
         found: dict[core.Var, frozenset[core.Var]] = {}
         for equation in self._closed.jaxpr.eqns:
             given = self._given(equation)

@@ -1,10 +1,10 @@
-"""Names the equation that keeps an attention from being fused: the first one that breaks a rule, in program order.
+"""Name the equation that keeps an attention from being fused: the first one that breaks a rule, in program order.
 
-The compiler looks for attention from the product with values upwards, so what stops it first is what the function does
-last. To name what the function does wrong first, the function is cut after each value between the product of queries
-and keys and the product with values. What is cut off is replaced by a softmax, by a sum that divides, or by nothing,
-and by a product with values. The compiler itself then decides whether the shorter function can be fused. A value breaks
-a rule if neither it nor anything made of it can be completed in such a way.
+The compiler matches attention from the product with values upwards, so the first obstacle it meets is the last one
+in the function. To find the first one in program order, the function is cut after each value between the scores and the
+product with values. The rest is replaced by a softmax, by a division by the sum, or by nothing, and then a product with
+values. The compiler decides whether the shorter function can be fused. A value breaks a rule if neither it nor any
+value computed from it can be completed in this way.
 """
 
 import functools
@@ -34,20 +34,20 @@ _USERS_WORDS: Mapping[str, str] = {
     "slice": "indexing, roll",
     "scan": "scan, fori_loop",
 }
-"""What primitives are called in functions, where that is something else."""
+"""The users' names of primitives that are called otherwise in functions."""
 
 _SUMS = ("add", "add_any", "sub")
 
 _MOST_CANDIDATES = 4
-"""Products that are looked at closely: layers of a model are mostly alike."""
+"""Limit of candidates that are examined, because the layers of a model are mostly alike."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found in a program whose attention is not fused.
+    """The findings for a program whose attention is not fused.
 
     Attributes:
-        reason: the first thing that breaks a rule, in words; None where it was not found.
+        reason: the first equation that breaks a rule, and the rule, in words; None if it was not found.
         has_attention: whether anything in the program looks like attention.
     """
 
@@ -58,7 +58,7 @@ class Diagnosis:
 def diagnosis(closed: core.ClosedJaxpr, can_fuse: CanFuse) -> Diagnosis:
     """Return why no attention of a flat program is fused."""
     if any(_is_placed(x) for x in closed.in_avals):
-        # A part of such a program cannot be traced apart from its mesh.
+        # A part of such a program cannot be traced without its mesh.
         return Diagnosis(None, has_attention=True)
     found = [
         x
@@ -66,7 +66,7 @@ def diagnosis(closed: core.ClosedJaxpr, can_fuse: CanFuse) -> Diagnosis:
         for x in _of_product(closed, product, can_fuse)
     ]
     likely = [x for x in found if x.is_attention]
-    # With the axes of queries and keys exchanged, a softmax along the keys is one along the queries.
+    # If queries and keys are exchanged, a softmax along the keys looks like one along the queries.
     others = [x for x in found if x.has_sum and not x.is_attention]
     count = 0
     for candidate in (*likely, *others):
@@ -79,7 +79,7 @@ def diagnosis(closed: core.ClosedJaxpr, can_fuse: CanFuse) -> Diagnosis:
 
 
 def _of_product(closed: core.ClosedJaxpr, product: core.JaxprEqn, can_fuse: CanFuse) -> "Iterator[_Reasons]":
-    """What a product may be, up to the first axis of queries with which either side has weights."""
+    """Yield the candidates of a product; for each side up to the first axis of queries that makes it attention."""
     for side in (0, 1):
         for axis in query_axes(product, side):
             candidate = _Reasons(closed, product, side, axis, can_fuse)
@@ -95,7 +95,7 @@ def _is_placed(aval: Any) -> bool:
 
 
 def softmax_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
-    """Return the first equation that divides exponentials by their sum; None where there is none."""
+    """Return the first equation that divides exponentials by their sum, or None if there is none."""
     producers = producers_of(jaxpr)
     for equation in jaxpr.eqns:
         if equation.primitive.name != "div":
@@ -109,10 +109,10 @@ def softmax_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
 
 
 class _Reasons(Trials):
-    """A candidate, and what is said of it."""
+    """A candidate that words the reason why it is not fused."""
 
     def reason(self) -> str | None:
-        """The first thing that breaks a rule; None where nothing does, or that is not known."""
+        """Return the first equation that breaks a rule, in words; None if there is none, or it is not known."""
         if self.is_fine:
             return None
         nodes = [
@@ -127,12 +127,12 @@ class _Reasons(Trials):
             return None
         if broken is None and self._can_complete(self._weights, AS_POWERS):
             return self._why_not_divided()
-        # What may be scores, and is no weights, is the last value.
+        # Every value may be scores, but the last one is not valid weights.
         var = self._skip(self._weights) if broken is None else broken
         return None if var in self._simple or not self._is_pair.get(var) else self._why(var)
 
     def _why(self, var: core.Var) -> str | None:
-        """Why a value breaks a rule whose operands do not."""
+        """Return why a value breaks a rule although its operands break none."""
         equation = self._producers[var]
         name = equation.primitive.name
         pairs, of_rows = self._given(equation, True), self._given(equation, False)
@@ -154,12 +154,12 @@ class _Reasons(Trials):
                 if x not in self._simple and id(self._producers[x]) not in self._scores
             ]
             return self._why(made[0]) if made else _not_linear(equation)
-        # What was made with numbers of rows was right, as a softmax is the same without these.
+        # The operands passed although row statistics entered them, because a softmax ignores such terms.
         of_rows = [x for one in self._pair_path(var) for x in self._given(one, False)]
         return self._of_rows(equation, var, of_rows) if of_rows else None
 
     def _user(self, reduction: core.JaxprEqn) -> core.JaxprEqn:
-        """What takes a number away from what it is made of, or divides that by it; else the reduction."""
+        """Return the equation that subtracts a reduction from scores or divides by it, or else the reduction itself."""
         made = set(reduction.outvars)
         for equation in self._closed.jaxpr.eqns:
             given = self._given(equation)
@@ -175,13 +175,13 @@ class _Reasons(Trials):
         return "weights" if any(map(self._is_weights, pairs)) else "scores"
 
     def _between(self, var: core.Var) -> str:
-        """Between what an equation stands that makes a value of scores."""
+        """Return, in words, between which stages of attention a value stands."""
         after = [x for x in self._ancestors if self._is_made_of(x, var)]
         is_before = any(self._producers[x].primitive.name in POWERS for x in after)
         return "it stands between scores and their " + ("softmax" if is_before else "product with values")
 
     def _moved(self, equation: core.JaxprEqn, pairs: Sequence[core.Var]) -> str:
-        """What is said of an equation that needs other scores than a tile has."""
+        """Return the message for an equation that needs scores outside of a tile."""
         noun = self._noun(pairs)
         name = equation.primitive.name
         said = f"{_named(equation)} of {noun} cannot be computed a tile at a time"
@@ -199,7 +199,7 @@ class _Reasons(Trials):
         return any(label in labels_of((dim,)) and x != y for dim, x, y in zip(dims, given, made, strict=True))
 
     def _mixed(self, product: core.JaxprEqn, scores: core.Var) -> str:
-        """What is said of a product of scores, or weights, and something else."""
+        """Return the message for a product of scores, or weights, and anything else."""
         (contracted, _) = product.params["dimension_numbers"]
         side = product.invars.index(scores)
         sizes = [aval_of(scores).shape[axis] for axis in contracted[side]]
@@ -218,7 +218,7 @@ class _Reasons(Trials):
         return f"{said}: {rest}, {place_of(product)}"
 
     def _of_rows(self, equation: core.JaxprEqn, var: core.Var, of_rows: Sequence[core.Var]) -> str | None:
-        """What is said of an operation of single scores and of numbers that are made of many."""
+        """Return the message for an operation that combines scores with numbers reduced from many scores."""
         reductions, chain = self._reductions(of_rows)
         if not reductions:
             return None
@@ -232,7 +232,7 @@ class _Reasons(Trials):
         return self._masked(reductions, equation) or self._whole(reductions[0], equation)
 
     def _masked(self, reductions: Sequence[core.JaxprEqn], quotient: core.JaxprEqn) -> str | None:
-        """What is said of exponentials that are divided by their sum where a mask holds; None of anything else."""
+        """Return the message for exponentials divided by a masked sum, or None in other cases."""
         for total in reductions:
             mask = self._producer(self._skip(total.invars[0]))
             if quotient.primitive.name != "div" or total.primitive.name != "reduce_sum" or mask is None:
@@ -244,7 +244,7 @@ class _Reasons(Trials):
         return None
 
     def _reductions(self, of_rows: Sequence[Any]) -> tuple[list[core.JaxprEqn], list[core.JaxprEqn]]:
-        """The equations that make numbers of rows of scores, and those that change these numbers, in order."""
+        """Return the equations that reduce pairs to row statistics, and those that change these, both in order."""
         reductions: dict[int, core.JaxprEqn] = {}
         chain: dict[int, core.JaxprEqn] = {}
         waiting = list(of_rows)
@@ -268,10 +268,14 @@ class _Reasons(Trials):
     def _first_changed(
         self, chain: Sequence[core.JaxprEqn], is_fine: Callable[[Mapping[core.Var, Any]], bool]
     ) -> core.JaxprEqn | None:
-        """The first equation without which, and those after it, something could be fused; None where that is not so.
+        """Return the first equation of a chain that prevents fusion: without it and those after it, fusion succeeds.
 
         Args:
-            is_fine: whether it can be fused with some values in the place of others.
+            chain: the equations that change a row statistic, in order.
+            is_fine: whether fusion succeeds with some values replaced by others.
+
+        Returns:
+            None if no equation of the chain decides.
         """
         instead: list[dict[core.Var, Any]] = []
         for equation in chain:
@@ -287,7 +291,7 @@ class _Reasons(Trials):
         return None
 
     def _whole(self, reduction: core.JaxprEqn, user: core.JaxprEqn) -> str:
-        """What is said of a number that is made of many scores, and of what uses it for single ones."""
+        """Return the message for a reduction of scores whose result is combined with single scores."""
         scores = self._given(reduction, True)[0]
         noun = self._noun([scores])
         axes = reduced_axes(reduction)
@@ -312,7 +316,7 @@ class _Reasons(Trials):
         )
 
     def _is_of_softmax(self, reduction: core.JaxprEqn, user: core.JaxprEqn) -> bool:
-        """Whether a number is the largest of scores that is taken away from them, or the sum that divides them."""
+        """Return whether a reduction is a softmax's: a maximum subtracted from its scores, or a sum that divides."""
         name = reduction.primitive.name
         if (name, user.primitive.name) not in (("reduce_max", "sub"), ("reduce_sum", "div")):
             return False
@@ -324,7 +328,7 @@ class _Reasons(Trials):
         return any(self._producers[x].primitive.name in POWERS for x in after)
 
     def _is_weights(self, var: core.Var) -> bool:
-        """Return whether a value is made of exponentials that are divided by a sum."""
+        """Return whether a value is computed from exponentials that are normalised by their sum."""
         for equation in self._pair_path(var):
             name = equation.primitive.name
             if name in POWERS:
@@ -339,7 +343,7 @@ class _Reasons(Trials):
         return False
 
     def _why_not_divided(self) -> str | None:
-        """What is said of exponentials that are weights, and of what their product with values is divided by."""
+        """Return the message for exponentials as weights, and for the divisor of their product with values."""
         powers = [x for x in self._pair_path(self._weights) if x.primitive.name in POWERS]
         if not powers:
             return None
@@ -359,7 +363,7 @@ class _Reasons(Trials):
         return self._whole(reductions[-1], shifted) if reductions else None
 
     def _can_divide(self, quotient: core.Var, skipped: Mapping[core.Var, Any]) -> bool:
-        """Return whether a quotient is fused that is a product with values before it is divided."""
+        """Return whether a product with values that is divided afterwards can be fused."""
         values = self._product.invars[1 - self._side]
         if not isinstance(values, core.Var):
             return False
@@ -368,20 +372,20 @@ class _Reasons(Trials):
 
 
 def _end(var: Any, instead: Sequence[Mapping[core.Var, Any]]) -> Any:
-    """What is taken in the place of a value in the end."""
+    """Return the value that replaces another one after all replacements."""
     for each in reversed(instead):
         var = each.get(var, var)
     return var
 
 
 def _named(equation: core.JaxprEqn) -> str:
-    """A primitive, with what it is called in functions."""
+    """Return a primitive's name, with the users' name for it."""
     name = equation.primitive.name
     return f"`{name}` ({_USERS_WORDS[name]})" if name in _USERS_WORDS else f"`{name}`"
 
 
 def _along(labels: set[str]) -> str:
-    """Axes in words."""
+    """Return axes in words."""
     named = [word for label, word in ((ROWS, "the queries"), (COLUMNS, "the keys")) if label in labels]
     if labels - {ROWS, COLUMNS} or not named:
         named.append("an axis that is neither the queries' nor the keys', such as heads")

@@ -1,4 +1,4 @@
-"""The moves and casts after a region's product that its kernel can do as it writes."""
+"""Fuse moves and casts after a region's product into the kernel's epilogue."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +18,12 @@ def followed(
     users: Mapping[core.Var, Sequence[core.JaxprEqn | None]],
     read: Collection[object],
 ) -> tuple[core.Var, tuple[Region, ...]]:
-    """The same regions with the moves that alone use their result: results are written where they belong.
+    """Return the regions, and their result's variable, with the moves and casts of the result fused.
+
+    A move or cast is fused if nothing else uses its operand. The kernel then writes the result in the final layout.
 
     Args:
-        read: variables that regions read, whatever moves stand between in the program: a result may be one of them.
+        read: the variables that regions read. They must stay in the program.
     """
     while var not in read and len(users[var]) == 1 and (user := users[var][0]) is not None:
         result, first = user.outvars[0], regions[0]
@@ -43,7 +45,7 @@ def followed(
 
 
 def _merged(given: Sequence[int], shape: Sequence[int], region: Region) -> tuple[Dim, ...] | None:
-    """The dims of a result with some axes made one; None where an axis is divided."""
+    """Return the dims of a result after a reshape that merges axes, or None if it divides an axis."""
     try:
         dims = regrouped(shape, given, region.out_dims, region.sizes)
     except Unpullable:
@@ -52,7 +54,7 @@ def _merged(given: Sequence[int], shape: Sequence[int], region: Region) -> tuple
 
 
 def read_by(region: Region) -> Iterator[object]:
-    """The variables that a region is given, or what it is given is made of."""
+    """Yield the variables of a region's operands, and those that generated operands are computed from."""
     for source in (region.value, *(leaf.source for leaf in region.leaves)):
         yield source.key
         yield from (x for equation in source.made for x in equation.invars if isinstance(x, core.Var))

@@ -1,9 +1,9 @@
-"""Sums over features of what is no product of matrices: additive attention, absolute differences, and the like.
+"""Sums over features that are not matrix products: additive attention, absolute differences, and the like.
 
     sum over f of g(q[i, f], k[j, f], w[f], ..)
 
-where g works element by element. On tiles it is a loop over features: forward one that adds a tile each time, backward
-one that computes each tile's derivative again, so that code and registers are the same for however many there are.
+Here g is an elementwise function. On tiles the sum is a loop over features. The forward loop adds one tile a step. The
+backward loop recomputes each tile and its derivative. Code size and registers do not depend on the number of features.
 """
 
 import math
@@ -31,18 +31,18 @@ from blockdiag.fusion.ir.tree import (
 )
 
 _LINES: Mapping[Role, Role] = {"query": "row", "key": "column", "feature": "scalar"}
-"""What one feature of a leaf is."""
+"""The role of a single feature of a leaf."""
 
 
 def sum_of_features(body: Node, sizes: Mapping[str, int]) -> Node:
-    """The sum of a tree over features that leaves of it have.
+    """Return the node that sums a tree over features of its leaves.
 
     Args:
-        body: of one feature of each of these leaves.
-        sizes: of the labels that are summed over.
+        body: the tree of the summand.
+        sizes: the sizes of the summed labels.
 
     Raises:
-        Unpullable: there is a product of matrices, or another such sum, for each feature.
+        Unpullable: the summand contains a matrix product, or another such sum, for each feature.
     """
     varying: dict[int, Node] = {}
     for node in bottom_up(body):
@@ -62,7 +62,7 @@ def sum_of_features(body: Node, sizes: Mapping[str, int]) -> Node:
         elif id(node) in varying and node.kind != "leaf":
             known[id(node)] = replace(node, inputs=tuple(known[id(x)] for x in node.inputs))
         else:
-            # What is the same for all features is computed once.
+            # Inputs that do not depend on the feature are computed once, outside of the loop.
             role = "score" if node.leaf is None or id(node) not in varying else _LINES[node.leaf.role]
             own = Leaf(Source(("input", len(inputs)), (), np.dtype(np.float32)), (), role, ())
             known[id(node)] = Node("leaf", leaf=own)
@@ -73,12 +73,14 @@ def sum_of_features(body: Node, sizes: Mapping[str, int]) -> Node:
 
 
 def summed(node: Node, tiles: Sequence[Any], compute: Callable[..., Any], dtype: Any, *, flipped: bool) -> Any:
-    """A sum over features on tiles.
+    """Return a sum over features on tiles, with its gradient.
 
     Args:
-        tiles: of its inputs: [rows, features], [columns, features], [1, features], or [rows or 1, columns or 1].
-        compute: the sum's function, of lines [rows, 1], [1, columns], [1, 1] and of tiles.
-        flipped: scores are [columns, rows].
+        node: the sum.
+        tiles: its inputs: [rows, features], [columns, features], [1, features], or [rows or 1, columns or 1].
+        compute: the summand of one feature, as a function of lines [rows, 1], [1, columns], [1, 1] and of tiles.
+        dtype: the dtype of the accumulators.
+        flipped: whether scores are [columns, rows].
     """
     sizes = dict(node.params["sizes"])
     count = math.prod(sizes.values())
@@ -86,7 +88,7 @@ def summed(node: Node, tiles: Sequence[Any], compute: Callable[..., Any], dtype:
     axes = {"query": int(flipped), "key": int(not flipped), "feature": 0}
 
     def places(step: Any) -> list[Any]:
-        """Of each input the feature that a step is about; None of those without any."""
+        """Return the feature of each input at a step, or None for inputs without features."""
         return [None if leaf is None else _place(step, leaf.features, sizes) for leaf in leaves]
 
     def lines(at: Sequence[Any], given: Sequence[Any]) -> list[Any]:
@@ -129,7 +131,7 @@ def summed(node: Node, tiles: Sequence[Any], compute: Callable[..., Any], dtype:
             return [old + new for old, new in zip(found, added, strict=True)]
 
         start, _ = on_common_axes([zeros(given[place].shape) for place in wanted], (*given, cotangent))
-        # What nobody asks for is left out later.
+        # Unused gradients are removed later.
         found = iter(lax.fori_loop(0, count, add, start))
         return tuple(next(found).astype(x.dtype) if place in wanted else None for place, x in enumerate(given))
 
@@ -139,13 +141,13 @@ def summed(node: Node, tiles: Sequence[Any], compute: Callable[..., Any], dtype:
 
 
 def _place(step: Any, own: Sequence[str], sizes: Mapping[str, int]) -> Any:
-    """Which of an array's own features one of all features is; the last label is the fastest, for both."""
+    """Return the index of a step among the array's own features; the last label varies fastest in both."""
     if tuple(own) == tuple(sizes):
         return step
     place, stride = 0, 1
     for label in reversed(own):
         faster = math.prod(size for other, size in sizes.items() if other > label)
-        # Steps are not negative, of which `//` and `%` would make sure.
+        # Steps are never negative, so the sign handling of `//` and `%` is not needed.
         digit = lax.rem(lax.div(step, jnp.full_like(step, faster)), jnp.full_like(step, sizes[label]))
         place = place + digit * stride
         stride *= sizes[label]
@@ -153,10 +155,10 @@ def _place(step: Any, own: Sequence[str], sizes: Mapping[str, int]) -> Any:
 
 
 def _line(tile: Any, place: Any, axis: int) -> Any:
-    """One feature of [rows, features], as [rows, 1] or [1, rows].
+    """Return one feature of [rows, features] as [rows, 1] or [1, rows].
 
     Args:
-        axis: the axis of scores that rows lie along.
+        axis: the axis of scores along which these rows lie.
     """
     size = tile.shape[0]
     column = lax.dynamic_slice(tile, (0, place), (size, 1), allow_negative_indices=False)
@@ -164,7 +166,7 @@ def _line(tile: Any, place: Any, axis: int) -> Any:
 
 
 def _spread(line: Any, place: Any, shape: tuple[int, ...]) -> Any:
-    """One feature's gradient as [rows, features], 0 elsewhere."""
+    """Return one feature's gradient as [rows, features], with 0 in all other features."""
     here = lax.broadcasted_iota(np.int32, (1, shape[1]), 1) == place
     column = line if line.shape == (shape[0], 1) else line.T
     return jnp.where(jnp.broadcast_to(here, shape), jnp.broadcast_to(column, shape), jnp.zeros(shape, line.dtype))

@@ -1,13 +1,13 @@
-"""Queries and keys that lie on a grid, as pixels do: the label of their axis is divided into parts, "k/0/2", "k/1/2".
+"""Queries and keys on a grid, such as pixels: the label of their axis is divided into parts, "k/0/2" and "k/1/2".
 
-Scores whose axes of queries and keys are divided by a reshape, added to terms of rows and columns of the grid, and made
-one again are seen through with these parts. What is read has whole labels:
+Some functions divide the axes of queries and keys by a reshape, add terms of rows and columns of the grid, and merge
+the axes again. Such scores are traced through these reshapes with the parts as labels. Operands have whole labels:
 
-- an array that has all parts, or has queries or keys only, is reshaped by XLA, repeated along parts that it lacks;
-- one [T, S] that is the same along some parts of the keys, such as positions that are decomposed into rows and columns
-  of pixels (Li et al., 2021, "MViTv2"), becomes a product: of itself, with the parts that it has as features, and of a
-  matrix that has a 1 where a key lies on these. Kernels then read [T, rows of pixels], not [T, S], and the gradient is
-  of that array.
+- An array that has all parts, or has queries or keys only, is reshaped by XLA and repeated along parts that it lacks.
+- An array [T, S] that is constant along some parts of the keys becomes a product. One factor is the array itself, with
+  the parts that it has as features. The other is a one-hot matrix that selects the features of each key. Positions
+  that are decomposed into rows and columns of pixels are such arrays (Li et al., 2021, "MViTv2"). Kernels then read
+  [T, rows of pixels] instead of [T, S], and the gradient has that shape, too.
 """
 
 import math
@@ -24,19 +24,19 @@ from jax import lax
 from blockdiag.fusion.ir.tree import COLUMNS, ROWS, Dim, Source, Unpullable
 from blockdiag.fusion.regions.materialise import source_made_by
 
-# What a number that masks becomes, or the dtype's least number.
+# Lower bound of biases in a product; a dtype with a smaller range uses its least number.
 _MASKED = -1e30
-# Features of a product that kernels take.
+# Most features of a product that kernels take.
 _MOST_FEATURES = 256
 
 
 def base_of(label: str) -> str:
-    """The label that a part is of, or the label itself."""
+    """Return the label that a part divides, or the label itself."""
     return label.partition("/")[0]
 
 
 def joined_parts(labels: Sequence[str]) -> tuple[str, ...]:
-    """The labels of an axis, where all parts of one, in order, are that one."""
+    """Return the labels of an axis, with complete sequences of parts replaced by their whole label."""
     found: list[str] = []
     waiting = list(labels)
     while waiting:
@@ -50,7 +50,7 @@ def joined_parts(labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def has_parts(dims: Sequence[Dim]) -> bool:
-    """Whether an axis stands for a part."""
+    """Return whether an axis stands for a part."""
     return any("/" in label for dim in dims if isinstance(dim, tuple) for label in dim)
 
 
@@ -59,24 +59,24 @@ def _parts(label: str, count: int) -> tuple[str, ...]:
 
 
 type Divide = Callable[[str, Sequence[int]], tuple[str, ...]]
-"""What gives the parts of a label, which have these sizes."""
+"""A function that returns the parts of a label, given their sizes."""
 
 
 class Grids:
-    """Arrays with whole labels, made of such as have parts.
+    """Converter of arrays whose axes stand for parts into arrays with whole labels.
 
     Attributes:
-        sizes: of all labels, parts included; parts are no label of a region.
+        sizes: the sizes of all labels, including parts. A region's own labels never include parts.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes: MutableMapping[str, int] = ChainMap({}, sizes)  # pyrefly: ignore[bad-argument-type]
 
     def divided(self, label: str, sizes: Sequence[int]) -> tuple[str, ...]:
-        """The parts of a label, which have these sizes.
+        """Divide a label into parts of these sizes, and return the parts.
 
         Raises:
-            Unpullable: the label is not that of queries or keys, or has been divided otherwise.
+            Unpullable: the label is not that of queries or keys, or it is divided in another way already.
         """
         if label not in (ROWS, COLUMNS):
             raise Unpullable("`reshape` that divides an axis")
@@ -88,7 +88,7 @@ class Grids:
         return parts
 
     def whole(self, source: Source, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
-        """An array without parts, repeated along those that it lacks."""
+        """Return an array with whole labels, repeated along parts that it lacks, and its dims."""
         groups = self._others(dims)
         groups += [((base,), self._parts_of(base)) for base in (ROWS, COLUMNS) if self._present(base, dims)]
         return self._gathered(source, dims, groups)
@@ -96,10 +96,13 @@ class Grids:
     def as_product(
         self, source: Source, dims: tuple[Dim, ...], feature: str
     ) -> list[tuple[Source, tuple[Dim, ...]]] | None:
-        """An array by queries and keys as a product: of queries and of keys, with their dims; None where it is none.
+        """Return an array of queries by keys as the two factors of a product, of queries and of keys, with their dims.
 
         Args:
-            feature: the label that is summed over, which gets a size.
+            feature: the contracted label, whose size is set.
+
+        Returns:
+            None if the array has all parts, or too many features.
         """
         some = [x for x in (COLUMNS, ROWS) if self._present(x, dims) not in ([], self._parts_of(x))]
         few = [x for x in some if math.prod(self.sizes[part] for part in self._present(x, dims)) <= _MOST_FEATURES]
@@ -116,7 +119,7 @@ class Grids:
         return [array, selection] if base == COLUMNS else [selection, array]
 
     def _selection(self, base: str, present: Sequence[str], dtype: Any) -> Source:
-        """[label, features]: 1 where an index lies on these parts of the label."""
+        """Return the one-hot matrix [label, features] that maps each index of a label to its index along some parts."""
         parts = self._parts_of(base)
         size, features = self.sizes[base], math.prod(self.sizes[x] for x in present)
 
@@ -133,18 +136,18 @@ class Grids:
         return source_made_by(compute, [])
 
     def _parts_of(self, base: str) -> list[str]:
-        """All parts of a label, or the label."""
+        """Return all parts of a label, or the label itself if it is not divided."""
         parts = sorted((x for x in self.sizes if base_of(x) == base and x != base), key=_place)
         return parts or [base]
 
     def _present(self, base: str, dims: Sequence[Dim]) -> list[str]:
-        """The parts of a label that are in dims, in their order; nothing where the label itself is."""
+        """Return the parts of a label that occur in dims, in order; none if the whole label occurs."""
         labels = {label for dim in dims if isinstance(dim, tuple) for label in dim}
         return [x for x in self._parts_of(base) if x in labels and x != base]
 
     @staticmethod
     def _others(dims: Sequence[Dim]) -> list[tuple[Dim, list[Any]]]:
-        """What stands for no parts, as groups of one."""
+        """Return all entries of dims that are not parts, each as a group of its own."""
         entries = [(axis, entry) for axis, dim in enumerate(dims) for entry in _entries(axis, dim)]
         return [
             ((entry,) if isinstance(entry, str) else dims[axis], [entry])
@@ -160,10 +163,10 @@ class Grids:
         *,
         is_finite: bool = False,
     ) -> tuple[Source, tuple[Dim, ...]]:
-        """An array with an axis for each group of labels, repeated along labels that it lacks, and its dims.
+        """Return an array with an axis for each group of labels, repeated along labels that it lacks, and its dims.
 
         Args:
-            is_finite: make numbers that mask finite, as a product with 0 would make others of infinities.
+            is_finite: whether to clamp infinite masks, whose product with 0 would be NaN.
         """
         has = [entry for axis, dim in enumerate(dims) for entry in _entries(axis, dim)]
         order = [entry for _, group in groups for entry in group]
@@ -195,10 +198,10 @@ def _place(part: str) -> int:
 
 
 def _entries(axis: int, dim: Dim) -> list[Any]:
-    """What an axis is made of: labels; the number of the axis where it stands for none."""
+    """Return the labels of an axis, or its index if it has none."""
     return list(dim) if isinstance(dim, tuple) and dim else [axis]
 
 
 def _unlabelled(shape: Sequence[int], dims: Sequence[Dim]) -> list[int]:
-    """The sizes of axes that stand for no label."""
+    """Return the sizes of axes without labels."""
     return [size for size, dim in zip(shape, dims, strict=True) if isinstance(dim, int) or not dim]

@@ -1,7 +1,8 @@
-"""Values of a program without moves, casts, and what guards softmaxes against rows that see no key.
+"""Look through moves, casts, and the guards of softmaxes for rows that see no key.
 
-A softmax by hand takes the largest score away, so that the sum of its exponentials is at least 1 for rows that see a
-key. Rows that see none are 0 here, so that it does not matter what else is chosen for these, is added or is a bound.
+A softmax by hand subtracts the row maximum, so the sum of its exponentials is at least 1 for rows that see a key.
+Rows that see no key are 0 in this library. Guards that affect only such rows can therefore be ignored: selects,
+small added numbers, and lower bounds of the sum.
 """
 
 import operator
@@ -21,24 +22,24 @@ from blockdiag.fusion.regions.operand_indexing import Puller
 CASTS = ("convert_element_type", "copy", "name", "pvary", "reduce_precision", "reshard", "sharding_constraint")
 PASSES = (*CASTS, "stop_gradient")
 POWERS = ("exp", "exp2")
-# What softmaxes may go through before they meet values.
+# Operations that may stand between a softmax and its product with values.
 _LINEAR = frozenset({
     *MOVES, *PASSES, "add", "div", "mul", "neg", "optimization_barrier", "select_n", "slice", "sub",
 })  # fmt: skip
 _COMPARISONS = {x: getattr(operator, x) for x in ("eq", "ne", "gt", "lt", "ge", "le")}
-# What the sum of exponentials, of which the largest is 1, may lose.
+# Relative error that a sum of exponentials may have if the largest of them is 1.
 _LOST = 1e-6
 
 
 @dataclass(frozen=True)
 class Powers:
-    """What may be the numerator of a softmax.
+    """A possible numerator of a softmax: exponentials, perhaps masked by 0.
 
     Attributes:
-        var, dims: the value, and what its axes stand for.
-        equation: the exponentials in it.
-        mask: booleans where it is 0 otherwise, what their axes stand for, and whether they are true where it is not;
-            None: the exponentials are the value.
+        var, dims: the value, and the labels of its axes.
+        equation: the equation of the exponentials.
+        mask: the predicate, the labels of its axes, and whether it is true where the exponentials are kept; None
+            without a mask.
     """
 
     var: object
@@ -53,10 +54,10 @@ class NoMatch(Exception):
 
 @kept
 def linear_in_powers(jaxpr: core.Jaxpr) -> frozenset[object]:
-    """The values that may be linear in softmaxes: what exponentials reach by what softmaxes may go through.
+    """Return the values that may be linear in softmaxes: those that exponentials reach through linear operations.
 
-    It is found once for all products of a program: a model's residual stream goes through all of its layers, and what
-    looks for softmaxes in each of these would look through all that are below.
+    The set is computed once for all products of a program. A model's residual stream passes through all of its layers,
+    so that a search from each product would visit all layers below it again.
     """
     found: set[object] = set()
     for equation in jaxpr.eqns:
@@ -67,7 +68,7 @@ def linear_in_powers(jaxpr: core.Jaxpr) -> frozenset[object]:
 
 
 class Guards:
-    """Values of one program, seen without moves, casts, and what guards against rows that see no key."""
+    """Queries about values of one program that look through moves, casts and guards for rows without keys."""
 
     def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
         self.producers = producers_of(jaxpr)
@@ -75,19 +76,19 @@ class Guards:
         self._by_name = equations_by_name(jaxpr)
         self.sizes = sizes
         self.puller = Puller(jaxpr, sizes, batch)
-        # The first of the weights that a slice has kept.
+        # The first key that the current slice of weights keeps.
         self.first = 0
 
     def may_be_linear(self, var: object) -> bool:
-        """Whether a value may be linear in softmaxes."""
+        """Return whether a value may be linear in softmaxes."""
         return isinstance(var, core.Var) and var in self._linear_in_powers
 
     def named(self, name: str) -> Sequence[core.JaxprEqn]:
-        """The program's equations of one primitive."""
+        """Return the program's equations of one primitive."""
         return self._by_name.get(name, ())
 
     def powers(self, var: object, dims: tuple[Dim, ...]) -> Powers | None:
-        """Exponentials, perhaps with a mask; None where a value is none."""
+        """Return a value as exponentials, perhaps masked, or None if it is anything else."""
         var = self.skip(var)
         equation, mask = self.producer(var), None
         if equation is None:
@@ -102,7 +103,7 @@ class Guards:
         elif is_product:
             for one, other in ((0, 1), (1, 0)):
                 found = self.skip_moves(operands[other])
-                # Others are no masks, and their axes may not be these any more.
+                # Only boolean factors are masks. The axes of other factors need not match, so they are not followed.
                 if isinstance(found, core.Var) and aval_of(found).dtype == bool:
                     inner, mask = operands[one], (*self.through_moves(operands[other], given[other]), True)
         if mask is not None:
@@ -112,8 +113,10 @@ class Guards:
         return Powers(var, dims, equation, mask)
 
     def unguarded(self, var: object, dims: tuple[Dim, ...], powers: Powers) -> tuple[object, tuple[Dim, ...]]:
-        """A sum of exponentials without what guards quotients against sums of 0: others change nothing for rows that
-        see a key."""
+        """Return a sum of exponentials below guards against division by 0, and its dims.
+
+        Such guards change nothing for rows that see a key.
+        """
         while True:
             var, dims = self.through_moves(var, dims)
             equation = self.producer(var)
@@ -132,7 +135,7 @@ class Guards:
             var, dims = kept, broadcast_dims(kept, aval_of(equation.outvars[0]).shape, dims)
 
     def _unless_zero(self, choice: core.JaxprEqn, powers: Powers) -> object:
-        """What a choice is of wherever a sum of exponentials is not 0; None where something else decides."""
+        """Return the operand that a select picks wherever a sum of exponentials is not 0, or None for other selects."""
         tested = self.tested_sum(choice.invars[0], powers)
         if tested is None:
             return None
@@ -142,7 +145,11 @@ class Guards:
         return kept if is_number and self.is_same(self.skip_moves(kept), total) else None
 
     def tested_sum(self, var: object, powers: Powers) -> tuple[object, bool] | None:
-        """The value that is compared with 0, or with what sums exceed, and what the comparison says of sums."""
+        """Return the value that a predicate compares with 0, or with another bound below all sums of exponentials.
+
+        Returns:
+            The value, and what the predicate gives for a sum of a row that sees a key; None for other predicates.
+        """
         test = self.producer(self.skip_moves(var))
         if test is None or test.primitive.name not in _COMPARISONS:
             return None
@@ -158,11 +165,15 @@ class Guards:
         return None
 
     def _is_below_sums(self, bound: float, powers: Powers) -> bool:
-        """Whether the sum of a row that sees a key is larger than a number."""
+        """Return whether the sum of every row that sees a key exceeds a bound."""
         return bound == 0 or (0 < bound < 1 and self._has_largest(powers))
 
     def is_same(self, left: object, right: object, depth: int = 4) -> bool:
-        """Whether two values are computed in the same way from the same, as far as that is looked at."""
+        """Return whether two values are computed in the same way from the same operands.
+
+        Args:
+            depth: how many equations deep they are compared; below, they must be the same variable.
+        """
         if isinstance(left, core.Literal) and isinstance(right, core.Literal):
             return bool(np.array_equal(left.val, right.val))
         one, other = self.producer(left), self.producer(right)
@@ -174,21 +185,21 @@ class Guards:
         return all(self.is_same(x, y, depth - 1) for x, y in zip(one.invars, other.invars, strict=True))
 
     def is_same_at(self, one: tuple[object, tuple[Dim, ...]], other: tuple[object, tuple[Dim, ...]] | None) -> bool:
-        """Whether two values are the same, along the same axes."""
+        """Return whether two values are the same and have the same dims."""
         return other is not None and one[1] == other[1] and self.is_same(one[0], other[0])
 
     def is_negligible(self, var: object, powers: Powers) -> bool:
-        """Whether a number is lost beside a sum of exponentials of which the largest is 1."""
+        """Return whether adding a number to a sum of exponentials changes nothing, because the largest of them is 1."""
         term = self.skip_moves(var)
         if not isinstance(term, core.Literal) or not self._has_largest(powers):
             return False
-        # In the dtype that the sum has in the function; kernels' exponentials in float32 are no better than this.
+        # The bound is half an epsilon of the function's dtype, but at least the error of kernels' float32 exponentials.
         dtype = aval_of(powers.equation.outvars[0]).dtype
         lost = float(jnp.finfo(dtype).eps) / 2
         return 0 <= float(term.val) <= (lost if dtype == jnp.float64 else max(lost, _LOST))
 
     def _has_largest(self, powers: Powers) -> bool:
-        """Whether the largest exponential of a row that sees a key is 1: the largest score has been taken away."""
+        """Return whether the row maximum is subtracted, so the largest exponential of a row with keys is 1."""
         scores, dims = powers.equation.invars[0], powers.dims
         shift = self.shift(scores, dims)
         if shift is None:
@@ -196,7 +207,7 @@ class Guards:
         var, given = shift
         largest = self.producer(var)
         while largest is not None and largest.primitive.name in ("select_n", "max", "stop_gradient"):
-            # Where nothing is seen, another number may be taken away.
+            # For rows without keys another number may be subtracted.
             kept = self._unless_infinite(largest)
             if kept is None:
                 return False
@@ -206,7 +217,7 @@ class Guards:
             return False
         scores, compared = self.skip(self.unshifted(scores, dims)), self.skip(largest.invars[0])
         if powers.mask is not None:
-            # The largest score must be one that the mask leaves.
+            # The maximum must be taken over scores that the mask keeps.
             seen = self._seen(compared, dims, powers.mask)
             if seen is None:
                 return False
@@ -214,7 +225,7 @@ class Guards:
         return self.is_same(compared, scores) and is_along_keys(largest, given, dims)
 
     def _seen(self, var: object, dims: tuple[Dim, ...], mask: tuple[object, tuple[Dim, ...], bool]) -> object:
-        """What a value is where a mask of exponentials leaves them, if it hides keys elsewhere; None of others."""
+        """Return the operand of a select that uses the exponentials' mask and hides all other keys, or None."""
         choice = self.producer(var)
         if choice is None or not self.has_mask(choice):
             return None
@@ -228,7 +239,7 @@ class Guards:
         return self.skip(choice.invars[kept]) if hides and is_mask else None
 
     def _unless_infinite(self, equation: core.JaxprEqn) -> object:
-        """What a value is wherever that is finite and larger than what masks; None where something else decides."""
+        """Return the operand that a value equals wherever that operand is finite and not a mask value, or None."""
         operands = equation.invars
         match equation.primitive.name:
             case "stop_gradient":
@@ -253,9 +264,12 @@ class Guards:
     def shift(
         self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = PASSES
     ) -> tuple[object, tuple[Dim, ...]] | None:
-        """What was subtracted from scores, and its dims, where it is the same for all keys; None where nothing was.
+        """Return the value subtracted from scores, which is the same for all keys, and its dims.
 
-        A softmax is the same whatever it is, so that it may have a derivative or not.
+        A softmax does not depend on the shift, so the shift may have a derivative or not.
+
+        Returns:
+            None if nothing is subtracted, or the value varies along keys.
         """
         shifted = self.producer(self.skip(var))
         if shifted is None or shifted.primitive.name != "sub":
@@ -265,22 +279,23 @@ class Guards:
         return None if COLUMNS in labels_of(found[1]) else found
 
     def unshifted(self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = PASSES) -> object:
-        """What `shift` was subtracted from, or the value itself."""
+        """Return the operand that `shift` is subtracted from, or the value itself without a shift."""
         shifted = self.producer(self.skip(var))
         return var if shifted is None or self.shift(var, dims, passes) is None else shifted.invars[0]
 
     @staticmethod
     def has_mask(equation: core.JaxprEqn) -> bool:
-        """Whether an equation chooses between two values."""
+        """Return whether an equation selects between two values."""
         return equation.primitive.name == "select_n" and len(equation.invars) == 3
 
     def is_zero(self, var: object) -> bool:
+        """Return whether a value is the literal 0 everywhere."""
         inner = self.skip_moves(var)
         return isinstance(inner, core.Literal) and bool(np.all(np.asarray(inner.val) == 0))
 
     @staticmethod
     def is_cast(equation: core.JaxprEqn, passes: Sequence[str] = CASTS) -> bool:
-        """Whether an equation gives the same numbers, but for rounding of floating ones."""
+        """Return whether an equation keeps the values of its operand, up to rounding of floats."""
         name = equation.primitive.name
         if name != "convert_element_type" or name not in passes:
             return name in passes
@@ -288,7 +303,7 @@ class Guards:
         return not jnp.issubdtype(given, jnp.floating) or bool(jnp.issubdtype(wanted, jnp.floating))
 
     def skip_moves(self, var: object, passes: Sequence[str] = CASTS) -> object:
-        """What a value is made of but for its shape and dtype."""
+        """Return the value below moves and casts."""
         while (equation := self.producer(var)) is not None and (
             equation.primitive.name in MOVES or self.is_cast(equation, passes)
         ):
@@ -298,7 +313,7 @@ class Guards:
     def through_moves(
         self, var: object, dims: tuple[Dim, ...], passes: Sequence[str] = CASTS
     ) -> tuple[object, tuple[Dim, ...]]:
-        """What a value is made of but for its shape and dtype, and its dims."""
+        """Return the value below moves and casts, and its dims."""
         while (equation := self.producer(var)) is not None:
             name = equation.primitive.name
             if name in MOVES:
@@ -309,31 +324,37 @@ class Guards:
         return var, dims
 
     def skip(self, var: object) -> object:
-        """What a value is made of but for its dtype; a `stop_gradient` would be lost."""
+        """Return the value below casts. A `stop_gradient` is not skipped, because it changes the derivative."""
         while (equation := self.producer(var)) is not None and self.is_cast(equation):
             var = equation.invars[0]
         return var
 
     def moved(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """Return the dims of the operand of an equation that moves elements.
+
+        Raises:
+            NoMatch: an axis of the operand is a part of a label.
+        """
         try:
             return self.puller.moved(equation, dims)
         except Unpullable:
             raise NoMatch from None
 
     def producer(self, var: object) -> core.JaxprEqn | None:
+        """Return the equation that computes a value, or None for arguments and literals."""
         return self.producers.get(var) if isinstance(var, core.Var) else None
 
 
 def key_axes(dims: tuple[Dim, ...]) -> list[int]:
-    """The axes along which keys lie."""
+    """Return the axes along which keys lie."""
     return [axis for axis, dim in enumerate(dims) if COLUMNS in labels_of((dim,))]
 
 
 def is_along_keys(reduction: core.JaxprEqn, given: tuple[Dim, ...], dims: tuple[Dim, ...]) -> bool:
-    """Whether a reduction is of all keys and of nothing else.
+    """Return whether a reduction is along all keys and no other axis.
 
     Args:
-        given, dims: of its result, and of what it reduces.
+        given, dims: the dims of its result, and those of its operand.
     """
     axes = key_axes(dims)
     if any(labels_of((dims[axis],)) != {COLUMNS} for axis in axes):

@@ -1,7 +1,8 @@
-"""Log-sum-exps of scores that a function uses itself: results of the kernel that multiplies the same softmax by values.
+"""Return log-sum-exps that a function uses from the kernel that multiplies the same softmax by values.
 
-Kernels keep them for their backward pass anyway. So parts of an attention are merged by them, or results gated, without
-scores in memory. Their gradient is one of scores: weights times the log-sum-exp's cotangent.
+Kernels store the log-sum-exp for their backward pass anyway. A function can therefore merge parts of an attention by
+log-sum-exps, or gate results, without scores in memory. The log-sum-exp adds to the gradient of scores: the weights
+times its cotangent.
 """
 
 import heapq
@@ -20,17 +21,17 @@ from blockdiag.fusion.regions.axis_labels import broadcast_dims, labels_of
 from blockdiag.fusion.regions.guards import CASTS, Guards, NoMatch, is_along_keys, key_axes
 
 _HIDDEN = -1e9
-"""Of rows that finite numbers hide."""
+"""Least log-sum-exp of a row whose keys are all masked by finite numbers."""
 
 
 def log_sums(
     guards: Guards, scores: object, dims: tuple[Dim, ...], with_ones: Callable[..., tuple[Dim, ...] | None]
 ) -> tuple[LogSum, ...]:
-    """The variables of a program that are the logarithm of the sum along keys of the exponentials of scores.
+    """Return the variables of a program that are the log-sum-exp of scores along keys.
 
     Args:
-        dims: of the scores.
-        with_ones: the dims of a value that is another one moved, see `Softmaxes`.
+        dims: the labels of the scores.
+        with_ones: returns the dims of a value that is a moved copy of another one; see `Softmaxes`.
     """
     found = []
     for logarithm in guards.named("log"):
@@ -47,9 +48,9 @@ def _log_sums(
     dims: tuple[Dim, ...],
     with_ones: Callable[..., tuple[Dim, ...] | None],
 ) -> list[tuple[core.Var, tuple[Dim, ...]]]:
-    """What a logarithm is, or becomes with what was taken away from scores before; with dims."""
+    """Return the log-sum-exps that a logarithm gives, by itself or after the shift is added back, with their dims."""
     inner = logarithm.invars[0]
-    # `jax.nn.logsumexp` has the sign of a sum apart.
+    # `jax.nn.logsumexp` computes the sign of the sum separately, and takes its absolute value.
     sign = guards.producer(guards.skip(inner))
     inner = sign.invars[0] if sign is not None and sign.primitive.name == "abs" else inner
     total = guards.producer(guards.skip_moves(inner))
@@ -62,7 +63,7 @@ def _log_sums(
     if power_shape != whole or not is_along_keys(total, kept, dims):
         return []
     try:
-        # One that stands still is another one.
+        # A shift behind `stop_gradient` is a different value, because it has no derivative.
         shift = guards.shift(power.invars[0], dims, CASTS)
         if not guards.is_same(guards.skip(guards.unshifted(power.invars[0], dims, CASTS)), guards.skip(scores)):
             return []
@@ -83,7 +84,7 @@ def _with_shift(
     shift: tuple[object, tuple[Dim, ...]],
     with_ones: Callable[..., tuple[Dim, ...] | None],
 ) -> list[tuple[core.Var, tuple[Dim, ...]]]:
-    """Sums of a logarithm and of what was taken away from scores before."""
+    """Return the sums of a logarithm and the shift that was subtracted from scores, with their dims."""
     found = []
     for joined in guards.named("add"):
         shape = aval_of(joined.outvars[0]).shape
@@ -106,8 +107,8 @@ class Wanted:
 
     Attributes:
         result: the variable that the region's result is a part of.
-        region: whose log-sum-exp it is.
-        dims: what its axes stand for.
+        region: the region whose log-sum-exp the variable is.
+        dims: the labels of the variable's axes.
     """
 
     result: core.Var
@@ -115,7 +116,7 @@ class Wanted:
     dims: tuple[Dim, ...]
 
     def placed(self, log_sum: Any, var: core.Var) -> Any:
-        """The variable's value.
+        """Return the variable's value from the region's log-sum-exp.
 
         Args:
             log_sum: [batch.., q].
@@ -123,12 +124,12 @@ class Wanted:
         labels = [label for dim in self.dims if isinstance(dim, tuple) for label in dim]
         own = (*self.region.batch, ROWS)
         if not any(x.kind == "number" and np.any(np.isneginf(x.number)) for x in nodes_of(self.region.score)):
-            # Masks are finite, as far as is known.
+            # All known masks are finite, so the function's own log-sum-exp would be finite, too.
             log_sum = jnp.maximum(log_sum, _HIDDEN)
-        # It is the same along axes that values alone have.
+        # The log-sum-exp is constant along batch axes that the variable lacks.
         kept = log_sum[tuple(slice(None) if label in labels else 0 for label in own)]
         rest = [label for label in own if label in labels]
-        # Of a process that has some of the rows, the sizes are not those of the variable.
+        # A shard has only some of the rows, so sizes come from the log-sum-exp and not from the variable.
         shape = shape_of(self.dims, dict(zip(own, log_sum.shape, strict=True)))
         kept = jnp.transpose(kept, [rest.index(label) for label in labels])
         return kept.reshape(shape).astype(aval_of(var).dtype)
@@ -137,10 +138,10 @@ class Wanted:
 def in_order(
     jaxpr: core.Jaxpr, regions: Mapping[core.Var, Sequence[Region]], needed: Callable[[Mapping[core.Var, Wanted]], set]
 ) -> tuple[core.Jaxpr, dict[core.Var, Wanted]]:
-    """A program whose equations come after regions that compute log-sum-exps which they need, and these variables.
+    """Return the program with equations behind the regions whose log-sum-exps they use, and these variables.
 
     Args:
-        needed: what must be computed, given what regions compute beside their results.
+        needed: returns the live variables, given the variables that regions compute beside their results.
     """
     found: dict[core.Var, Wanted] = {}
     used = needed({})
@@ -151,7 +152,7 @@ def in_order(
         order, stuck = _order(jaxpr, regions, found, needed(found))
         if order is not None:
             return jaxpr.replace(eqns=order), found
-        # What a region reads depends on a log-sum-exp that it would compute.
+        # An operand of the region depends on the log-sum-exp that the region would compute.
         found = {var: wanted for var, wanted in found.items() if var not in stuck}
     return jaxpr, found
 
@@ -162,8 +163,11 @@ def _order(
     found: Mapping[core.Var, Wanted],
     needed: set[core.Var],
 ) -> tuple[list[core.JaxprEqn] | None, set[core.Var]]:
-    """The equations in an order in which each has what it needs, as near to the program's as can be; or None, and
-    variables that wait for each other."""
+    """Return the equations in topological order, as close to the program's order as possible.
+
+    Returns:
+        The order and an empty set; or None, and the variables of a dependency cycle with all that depend on them.
+    """
     equations = jaxpr.eqns
     place_of = {var: place for place, equation in enumerate(equations) for var in equation.outvars}
     users: list[list[int]] = [[] for _ in equations]
@@ -172,7 +176,7 @@ def _order(
     for place, equation in enumerate(equations):
         if has_effects(equation):
             needs = {place_of[x] for x in equation.invars if isinstance(x, core.Var) and x in place_of}
-            # What is printed, or written, is so in its order.
+            # Side effects keep their order.
             needs |= set() if last_effect is None else {last_effect}
             last_effect = place
         else:

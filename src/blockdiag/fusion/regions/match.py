@@ -1,4 +1,4 @@
-"""Finds attention in a program: products with values of what is linear in a softmax of scores."""
+"""Match attention in a program: products of values and weights that are linear in softmaxes of scores."""
 
 import contextlib
 import functools
@@ -18,20 +18,22 @@ from blockdiag.fusion.regions.operand_indexing import MadeOfScores
 from blockdiag.fusion.regions.softmaxes import LINEAR
 from blockdiag.fusion.regions.weight_terms import Matcher, lie_in_order
 
-# Of a function that is one attention, with projections, gates and derivatives.
+# Most products of a function that is a single attention with projections, gates and derivatives.
 _MOST_PRODUCTS = 16
 
 
 @dataclass(frozen=True)
 class _Unmatched:
-    """A product neither side of which was found to have probabilities.
+    """A product with an operand that did not match as weights.
 
     Attributes:
-        weights: the side that was looked at.
-        reason: says why it is not linear in softmaxes; nothing where that is not known.
-        refused: says why it is no function of scores on tiles; nothing where that is not known.
-        lacks_queries: whether that is because nothing has an axis of queries.
-        dims: what the axes of the weights stand for; None where that is not known.
+        matcher: the matcher of the product.
+        equation: the product.
+        weights: the operand.
+        reason: returns why the operand is not linear in softmaxes, or an empty string if that is not known.
+        refused: returns why it is not a function of scores on tiles, or an empty string if that is not known.
+        lacks_queries: whether the only obstacle is that no axis is one of queries.
+        dims: the labels of the operand's axes; None if they are not known.
     """
 
     matcher: Matcher
@@ -44,14 +46,14 @@ class _Unmatched:
 
 
 class NoAttention(NotFusible):
-    """No product is attention; the message says what is against one that may have been meant as such."""
+    """No product is attention; the message names the obstacle of a product that may have been meant as attention."""
 
 
 class QueryWithoutAxis(NoAttention):
-    """There are softmaxes before products, and nothing but that their one query has no axis is known against them.
+    """Softmaxes precede products with values, and the only known obstacle is that their single query has no axis.
 
     Attributes:
-        products: with values.
+        products: the products with values.
     """
 
     def __init__(self, message: str, products: Sequence[core.JaxprEqn]) -> None:
@@ -60,7 +62,7 @@ class QueryWithoutAxis(NoAttention):
 
 
 def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
-    """Why attention cannot be fused; None where there seems to be none."""
+    """Return why attention cannot be fused, or None if there seems to be no attention."""
     for one in unmatched:
         if one.matcher.puller.is_attention(one.weights, one.dims):
             whole = "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums"
@@ -71,7 +73,7 @@ def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
 
 
 def find_regions(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[Region, ...]]:
-    """The attention of a flat program: results of products, each of which is a sum of regions.
+    """Return the attention of a flat program: from each result of a product to the regions whose sum it is.
 
     Raises:
         NotFusible: there is a softmax of scores before a product, but it breaks a rule.
@@ -80,7 +82,10 @@ def find_regions(jaxpr: core.Jaxpr) -> dict[core.Var, tuple[Region, ...]]:
 
 
 def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, ...]], dict[int, int]]:
-    """`find_regions`, and of the products that are regions as they stand the side of the weights, by `id`."""
+    """Return `find_regions`, and the side of the weights by the `id` of each product that is itself the result.
+
+    A product that is divided afterwards is not in the second mapping.
+    """
     unmatched: list[_Unmatched] = []
     users, matches = users_of(jaxpr), _matches(jaxpr, unmatched)
     if not matches and _may_be_alone(jaxpr) and (alone := _matches(jaxpr, [], is_alone=True)):
@@ -93,7 +98,7 @@ def regions_and_sides(jaxpr: core.Jaxpr) -> tuple[dict[core.Var, tuple[Region, .
             raise QueryWithoutAxis(refusal, lone)
         raise NoAttention(refusal)
     if any(region.score is not None for one in matches for region in one.regions):
-        # Beside attention, what looks like it without a softmax may be a layer with matrices for each head or expert.
+        # If there is a softmax, a match without one may be a layer with matrices for each head or expert.
         producers = producers_of(jaxpr)
         matches = [one for one in matches if not _is_layer(one, producers)]
     sides = {id(one.equation): one.side for one in matches if one.result is one.equation.outvars[0]}
@@ -106,8 +111,10 @@ class _Match:
     """A product that becomes regions.
 
     Attributes:
-        side: which operand has the weights.
-        result: whose value the sum of the regions is: the product's, or a quotient's.
+        equation: the product.
+        side: the operand that has the weights.
+        result: the variable that is the sum of the regions: the product's result, or a quotient's.
+        regions: the regions.
     """
 
     equation: core.JaxprEqn
@@ -117,7 +124,10 @@ class _Match:
 
 
 def _is_layer(match: _Match, producers: Mapping[core.Var, core.JaxprEqn]) -> bool:
-    """Whether keys and values are arguments of the function, and queries are computed, without a softmax."""
+    """Return whether a match without a softmax has arguments as keys and values, and computed queries.
+
+    Matrices of a layer are arguments of the function, and their input is computed.
+    """
 
     def is_argument(var: object) -> bool:
         while isinstance(var, core.Var) and (equation := producers.get(var)) is not None:
@@ -135,10 +145,10 @@ def _is_layer(match: _Match, producers: Mapping[core.Var, core.JaxprEqn]) -> boo
 
 
 def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched], is_alone: bool = False) -> list[_Match]:
-    """The products with weights; others are added to `unmatched`.
+    """Return the products with weights; all others are appended to `unmatched`.
 
     Args:
-        is_alone: see Matcher.
+        is_alone: see `Matcher`.
     """
     found: list[_Match] = []
     results: frozenset[core.Var] = frozenset()
@@ -150,32 +160,35 @@ def _matches(jaxpr: core.Jaxpr, unmatched: list[_Unmatched], is_alone: bool = Fa
                 sides.append(_Match(equation, side, result, regions))
             if any(region.score is not None for region in regions):
                 break
-        # Softmaxes before other functions of scores, which may be values of theirs.
+        # A side with a softmax takes precedence: other functions of scores may be its values.
         chosen = sides[-1:] if sides and sides[-1].regions[0].score is not None else sides[:1]
         found += chosen
-        # What another attention gives is in memory, whatever it is made of.
+        # The result of another attention is in memory, so its scores do not count.
         results |= {match.result for match in chosen}
     return found
 
 
 def is_attention(jaxpr: core.Jaxpr, product: core.JaxprEqn) -> bool:
-    """Whether a product is of values and of weights that are made tile by tile."""
+    """Return whether a product is one of values and weights that are computed tile by tile."""
     return _has_weights(jaxpr, product) or (lacks_attention(jaxpr) and _has_weights(jaxpr, product, is_alone=True))
 
 
 def attention_count(jaxpr: core.Jaxpr) -> int:
-    """How many products are of values and of weights that are made tile by tile."""
+    """Return the number of products of values and weights that are computed tile by tile."""
     return _attention_count(jaxpr) or (_attention_count(jaxpr, is_alone=True) if _may_be_alone(jaxpr) else 0)
 
 
 @kept
 def lacks_attention(jaxpr: core.Jaxpr) -> bool:
-    """Whether a small program has no product of values and weights, but for what Matcher's `is_alone` allows."""
+    """Return whether a small program has no product of values and weights without `Matcher.is_alone`."""
     return _may_be_alone(jaxpr) and not _attention_count(jaxpr)
 
 
 def _may_be_alone(jaxpr: core.Jaxpr) -> bool:
-    """Whether a program is small enough to be one attention: a model's layers reach down through all that is below."""
+    """Return whether a program is small enough to be a single attention.
+
+    In a model, every layer depends on all layers below, so the search would be expensive.
+    """
     return len(equations_by_name(jaxpr).get("dot_general", ())) <= _MOST_PRODUCTS
 
 
@@ -196,11 +209,14 @@ def _has_weights(jaxpr: core.Jaxpr, product: core.JaxprEqn, is_alone: bool = Fal
 
 @dataclass(frozen=True)
 class _Sought:
-    """A product one side of which may have probabilities.
+    """A product one operand of which may be weights.
 
     Attributes:
-        results: of other attention.
-        is_alone: see Matcher.
+        jaxpr: the program.
+        equation: the product.
+        side: the operand that may be weights.
+        results: the results of other attention.
+        is_alone: see `Matcher`.
     """
 
     jaxpr: core.Jaxpr
@@ -211,9 +227,9 @@ class _Sought:
 
 
 def _regions_of(sought: _Sought, unmatched: list[_Unmatched]) -> tuple[core.Var, tuple[Region, ...]]:
-    """The regions of a product, and the variable whose value they are.
+    """Return the variable that is the sum of a product's regions, and the regions.
 
-    None where no side has probabilities, which is added to `unmatched`.
+    There are no regions if the operand is not weights, which is then appended to `unmatched`.
     """
     equation, side = sought.equation, sought.side
     weights = equation.invars[side]
@@ -229,7 +245,7 @@ def _regions_of(sought: _Sought, unmatched: list[_Unmatched]) -> tuple[core.Var,
     parts: dict[int, tuple[int, ...]] = {}
     pairs = None if found is None or not found[1] else _pairs_of(found[1])
     if pairs != 0 and (shared[side] or weights in linear_in_powers(sought.jaxpr)):
-        # Batch axes that scores had apart may be one axis of their weights.
+        # Separate batch axes of scores may be merged into one axis of their weights.
         parts = parts_of(producers_of(sought.jaxpr), weights)
     parts = {axis: each for axis, each in parts.items() if axis not in contracted[side]}
     if parts:
@@ -245,7 +261,7 @@ def _regions_of(sought: _Sought, unmatched: list[_Unmatched]) -> tuple[core.Var,
 
 
 def _pairs_of(regions: Sequence[Region]) -> int:
-    """How many numbers of queries by keys regions read, which may be scores where sequences are short."""
+    """Return the number of elements of queries by keys that regions read; with short sequences these may be scores."""
     shapes = [leaf.source.shape for region in regions for leaf in region.leaves if leaf.role == "score"]
     return sum(map(math.prod, shapes))
 
@@ -253,7 +269,10 @@ def _pairs_of(regions: Sequence[Region]) -> int:
 def _regions_beside(
     sought: _Sought, parts: dict[int, tuple[int, ...]], unmatched: list[_Unmatched]
 ) -> tuple[core.Var, tuple[Region, ...]]:
-    """`_regions_with`; products of which something is known of whole rows are arrays beside the scores of others."""
+    """Return `_regions_with`, with products stored in memory if a region depends on whole rows of them.
+
+    Other products then remain as scores.
+    """
     stored: frozenset[core.Var] = frozenset()
     refusal: MadeOfScores | None = None
     while True:
@@ -279,11 +298,11 @@ def _regions_beside(
 def _regions_with(
     sought: _Sought, stored: frozenset[core.Var], parts: dict[int, tuple[int, ...]], unmatched: list[_Unmatched]
 ) -> tuple[core.Var, tuple[Region, ...]]:
-    """`_regions_of`, with more than one label for some axes of weights.
+    """Return `_regions_of`, with more than one label for some axes of weights.
 
     Args:
-        stored: products that are arrays in memory.
-        parts: of these axes, which are not summed over: the sizes of their labels.
+        stored: the products that are arrays in memory.
+        parts: from each such axis, which is not contracted, to the sizes of its labels.
     """
     jaxpr, equation, side = sought.jaxpr, sought.equation, sought.side
     replaced = equation.outvars[0]
@@ -321,7 +340,7 @@ def _regions_with(
             refused = f"queries have no axis: give them one, of size 1, {place_of(equation)}"
             unmatched.append(_Unmatched(matcher, equation, weights, refused=lambda: refused, lacks_queries=True))
         return replaced, ()
-    # Keys are read once for each tile of rows, so that these lie along the longest axis that values lack.
+    # Keys are read once for each tile of rows. Rows are therefore the longest axis that values lack.
     rows = max(reversed(free), key=lambda axis: aval_of(weights).shape[axis])
     parts = {axis: each for axis, each in parts.items() if axis != rows}
     for i, axis in enumerate(axis for axis in free if axis != rows):
@@ -336,7 +355,7 @@ def _regions_with(
         [dims[side][axis] for axis in shared[side]]
         + (weight_axes + value_axes if side == 0 else value_axes + weight_axes)
     )
-    # Of weights without a softmax: values lie as keys do, see Matcher.
+    # Weights without a softmax need values that lie in order, as keys do; see `Matcher.is_alone`.
     matcher = Matcher(jaxpr, sizes, batch)
     if sought.is_alone:
         with contextlib.suppress(NoMatch):
@@ -359,7 +378,7 @@ def _regions_with(
         elif matcher.may_be_plain:
             terms, refusal = matcher.plain(weights, given)
         else:
-            # A model has many layers, and what a layer is made of reaches down through all that it is added to.
+            # A model has many layers, each of which depends on all below it. The search is done only for a message.
             unmatched.append(replace(missed, refused=lambda: matcher.plain(weights, given)[1]))
             return replaced, ()
     if not terms:
@@ -377,11 +396,11 @@ def _regions_with(
             matcher.puller.check_leaves(leaves_of(term.weight))
         except MadeOfScores as failure:
             if score is not None:
-                # Of what weights are scaled by, which may be another function of themselves.
+                # The factor of the weights may be another function of the weights themselves.
                 why = matcher.misused(weights, but=LINEAR) or str(failure)
                 raise MadeOfScores(why, failure.products, failure.others) from None
-            # The leaf may be the largest score, or the sum, of a softmax that something else is done to; or this is
-            # another layer, below attention.
+            # The leaf may be the row maximum or the sum of a softmax that was changed in another way. Or the product
+            # belongs to another layer, below attention.
             reason = functools.partial(matcher.why_made, weights, given, str(failure))
             unmatched.append(replace(missed, reason=reason))
             return replaced, ()

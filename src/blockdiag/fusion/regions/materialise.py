@@ -1,4 +1,4 @@
-"""Arrays that regions read and the program does not have: a few equations make them of what it has."""
+"""Arrays that regions read and the program lacks: a few equations compute them from its variables."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from blockdiag.fusion.ir.tree import Region, Source, Unpullable
 
 
 def source_made_by(compute: Callable[..., Any], read: Sequence[core.Var]) -> Source:
-    """The array that a function makes of variables of a program.
+    """Return the array that a function computes from variables of a program.
 
     Raises:
-        Unpullable: it has arrays of numbers of its own, or nothing is to be made.
+        Unpullable: the function holds constant arrays, or computes nothing.
     """
     closed = without_unused(jax.make_jaxpr(compute)(*(var.aval for var in read)))
     if closed.consts or not closed.jaxpr.eqns:
@@ -31,7 +31,7 @@ def source_made_by(compute: Callable[..., Any], read: Sequence[core.Var]) -> Sou
 
 
 def with_made(jaxpr: core.ClosedJaxpr, regions: Iterable[Region]) -> core.ClosedJaxpr:
-    """A flat program with the equations that make leaves of its regions, each where what it needs is known."""
+    """Return the flat program with the equations that compute leaves, each placed behind its operands."""
     made = {leaf.source.key: leaf.source.made for region in regions for leaf in region.leaves if leaf.source.made}
     if not made:
         return jaxpr

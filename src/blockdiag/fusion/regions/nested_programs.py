@@ -1,6 +1,6 @@
-"""Programs within a program: bodies of `scan`, branches, and parts that `jax.checkpoint` computes again for gradients.
+"""Programs within a program: bodies of `scan`, branches, and parts that `jax.checkpoint` recomputes for gradients.
 
-Each is looked at by itself and stays what it is: layers are scanned over, and what is not to be kept is not.
+Each is fused by itself and keeps its form: a scan over layers stays a scan, and a checkpoint still stores no residuals.
 """
 
 import math
@@ -18,12 +18,12 @@ from blockdiag.fusion.regions.axis_labels import MOVES, producers_of
 from blockdiag.fusion.regions.guards import PASSES
 
 CHECKPOINTS = frozenset({"checkpoint", "remat2"})
-"""What parts that are computed again are called in programs."""
+"""Primitives whose body is recomputed in the backward pass."""
 
 OPENED = CHECKPOINTS | {"scan", "cond"}
-"""Equations whose programs are looked at."""
+"""Primitives whose inner programs are fused."""
 
-# How many times larger an array is than what it is made of, if it is made within a loop.
+# An array this many times larger than its inputs is computed within the loop.
 _LARGER = 8
 _MADE = ELEMENTWISE | {*MOVES, *PASSES, "gather", "iota"}
 
@@ -32,14 +32,16 @@ type _Compute = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class Inner:
-    """A program within another one.
+    """The programs within an equation of another one.
 
     Attributes:
-        equation: of the other one.
-        jaxprs: flat, one of each branch; what no argument has a part in, such as masks of positions, is made within.
-        shared: operands that it takes as they are.
-        rest: of a loop: what goes from step to step, and what has a part for each.
-        hoisted: the same, where large arrays that are made of small ones before, such as masks, are made within.
+        equation: the equation of the outer program.
+        jaxprs: the flat inner programs, one for each branch. They compute values that depend on no argument, such as
+            masks of positions, themselves.
+        shared: the operands that are passed as they are; for a loop, those that are the same in every step.
+        rest: the other operands of a loop: the carry, and the arrays that are scanned over.
+        hoisted: the same programs with large arrays, such as masks, computed within from small ones; None if there are
+            no such arrays.
     """
 
     equation: core.JaxprEqn
@@ -49,11 +51,11 @@ class Inner:
     hoisted: "Inner | None" = None
 
     def results(self, computes: Sequence[_Compute], value_of: Callable[[Any], Any]) -> list[Any]:
-        """What the equation gives.
+        """Return the results of the equation.
 
         Args:
-            computes: what each program within gives, from its arguments.
-            value_of: gives the value of an operand.
+            computes: for each inner program, a function from its arguments to its results.
+            value_of: returns the value of an operand.
         """
         params, shared = self.equation.params, list(map(value_of, self.shared))
         if self.equation.primitive.name == "cond":
@@ -80,12 +82,12 @@ class Inner:
 
 
 def has_checkpoints(jaxpr: core.Jaxpr) -> bool:
-    """Whether parts of a program are computed again for gradients."""
+    """Return whether parts of a program are recomputed for gradients."""
     return any(equation.primitive.name in CHECKPOINTS for equation in jaxpr.eqns)
 
 
 def inner_of(closed: core.ClosedJaxpr) -> list[Inner]:
-    """The programs within a flat one that may have attention."""
+    """Return the inner programs of a flat program that may contain attention."""
     found = []
     jaxpr, producers = closed.jaxpr, producers_of(closed.jaxpr)
     of_arguments = set(jaxpr.invars)
@@ -93,7 +95,7 @@ def inner_of(closed: core.ClosedJaxpr) -> list[Inner]:
         if equation.effects or of_arguments.intersection(x for x in equation.invars if isinstance(x, core.Var)):
             of_arguments |= set(equation.outvars)
         bodies, first, _ = bodies_of(equation)
-        # What a reference holds is read where it is: such bodies stay as they are.
+        # References are read at their own position in the program, so bodies with references stay as they are.
         has_references = any(hasattr(x.aval, "inner_aval") for x in equation.invars)
         if has_references or not any(has_primitive(body.jaxpr, "dot_general") for body in bodies):
             continue
@@ -112,7 +114,7 @@ def _opened(
     equation: core.JaxprEqn,
     shared: tuple[Any, ...],
 ) -> Inner:
-    """The programs within an equation, as functions of some arrays that all else is made of."""
+    """Return the inner programs of an equation as functions of `shared`, from which other operands are computed."""
     bodies, first, rest = bodies_of(equation)
 
     def flat(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -129,7 +131,10 @@ def _opened(
 
 
 def _made_of(var: core.Var, producers: Mapping[core.Var, core.JaxprEqn]) -> list[core.Var]:
-    """Small arrays that a large one is made of, element by element and by moves; itself where it is of large ones."""
+    """Return the small arrays that a large one is computed from, by moves and elementwise operations.
+
+    If it depends on large arrays, or on other operations, it is returned itself.
+    """
     most = math.prod(aval_of(var).shape) // _LARGER
     found: dict[core.Var, None] = {}
     waiting, seen = [var], set()
@@ -149,7 +154,10 @@ def _made_of(var: core.Var, producers: Mapping[core.Var, core.JaxprEqn]) -> list
 
 
 def bodies_of(equation: core.JaxprEqn) -> tuple[list[core.ClosedJaxpr], tuple[Any, ...], tuple[Any, ...]]:
-    """The programs within an equation, what they take as it is, and other operands; none of other equations."""
+    """Return the inner programs of an equation, the operands passed as they are, and the other operands of a loop.
+
+    All are empty for other equations.
+    """
     name, params = equation.primitive.name, equation.params
     if name in CHECKPOINTS and not params["differentiated"]:
         return [core.ClosedJaxpr(params["jaxpr"], ())], tuple(equation.invars), ()
@@ -164,7 +172,7 @@ def bodies_of(equation: core.JaxprEqn) -> tuple[list[core.ClosedJaxpr], tuple[An
 
 
 def carried(scan: core.JaxprEqn) -> int:
-    """How many arrays go from step to step: results that have no axis of steps."""
+    """Return the number of carried arrays: results without an axis of steps."""
     within = scan.params["jaxpr"].out_avals
     return sum(_rank(x.aval) == _rank(one) for x, one in zip(scan.outvars, within, strict=True))
 
@@ -174,7 +182,7 @@ def _rank(aval: Any) -> int:
 
 
 def _made(operand: Any, known: dict[core.Var, Any], producers: Mapping[core.Var, core.JaxprEqn]) -> Any:
-    """A value of which only some others are known, by the equations that make it of these."""
+    """Compute a value from known ones by the equations between, and add these to the known values."""
     waiting: Sequence[Any] = [operand]
     while waiting:
         var, *left = waiting

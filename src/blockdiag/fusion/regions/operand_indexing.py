@@ -1,4 +1,4 @@
-"""From values of a program to trees of tiles: labels are pulled from its axes down to what it is computed from."""
+"""Translate values of a program into trees of tile operations, by propagating axis labels to operands."""
 
 import contextlib
 import itertools
@@ -49,12 +49,12 @@ from blockdiag.fusion.regions.grids import Grids, has_parts
 from blockdiag.fusion.regions.materialise import source_made_by
 from blockdiag.fusion.regions.relative_positions import Distances
 
-# Elements of an array that is looked at while tracing.
+# Most elements of a constant that is inspected at trace time.
 _MOST_CONSTANTS = 2**22
 
-# Features that are summed where they are no product of a query and a key: one by one, and in a loop.
+# Sums over features that are not products: unrolled up to the first limit, and a loop up to the second one.
 _FEW_FEATURES, _MOST_FEATURES = 8, 256
-# One by one where they are in no loop, as those that are products are.
+# Limit of unrolled terms for sums that cannot be loops, such as sums of matrix products.
 _MOST_TERMS = 64
 
 
@@ -62,8 +62,8 @@ class MadeOfScores(NotFusible):
     """An array that a region reads is computed from whole rows of its scores.
 
     Attributes:
-        products: these scores.
-        others: products that it is not computed from.
+        products: the products that give these scores.
+        others: the products that the array does not depend on.
     """
 
     def __init__(self, message: str, products: frozenset[core.Var], others: frozenset[core.Var]) -> None:
@@ -72,12 +72,14 @@ class MadeOfScores(NotFusible):
 
 
 class Puller:
-    """Nodes of a program's values, made when they are first asked for.
+    """Lazily built nodes of a program's values.
 
     Args:
-        jaxpr: flat.
-        sizes: of each label; labels of features are added.
-        is_function: its arguments alone may be leaves, even of what has no queries or no keys.
+        jaxpr: the flat program.
+        sizes: the size of each label. Labels of features are added.
+        batch: the batch labels.
+        is_function: whether the program is the body of a function on tiles. Then only its arguments may be leaves, and
+            values without queries or keys are computed as well.
     """
 
     def __init__(
@@ -95,19 +97,19 @@ class Puller:
         self._moved: dict[tuple[Source, tuple[int, ...]], Source] = {}
         self.leaves: dict[Leaf, Node] = {}
         self.products: set[core.Var] = set()
-        # Products that are arrays in memory, and results of attention, which are in memory as well.
+        # Products and results of attention that are arrays in memory.
         self.stored: frozenset[core.Var] = frozenset()
         self.results: frozenset[core.Var] = frozenset()
-        # Products that are no scores, but arrays that are the same for some keys.
+        # Products that are not scores, but arrays that are constant along some parts of an axis (`Grids.as_product`).
         self._repeated: list[Node] = []
-        # Leaves that may be scores themselves, and what has kept them from being a tree.
+        # Leaves that may be scores themselves, and why they could not become trees.
         self.doubts: dict[Leaf, str] = {}
 
     def node(self, operand: Any, dims: tuple[Dim, ...]) -> Node:
-        """The tree of a value whose axes stand for `dims`.
+        """Return the tree of a value whose axes stand for `dims`.
 
         Raises:
-            NotFusible: it is computed from scores in a way that needs more than a tile of them.
+            NotFusible: the value is computed from scores and needs more than a tile of them.
         """
         return finished(self._node(operand, dims), Unpullable)
 
@@ -136,7 +138,7 @@ class Puller:
             found = self._by_distance(var, dims)
             if found is not None:
                 return found
-            # Made by the program as it stands, and read in tiles.
+            # The program computes the array, and the kernel reads tiles of it.
             made = self._leaf(var, dims)
             if made.leaf is not None and self.has_product(var, dims):
                 reason = f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
@@ -144,7 +146,7 @@ class Puller:
             return made
 
     def _by_distance(self, var: core.Var, dims: tuple[Dim, ...]) -> Node | None:
-        """The leaf that a function of q - k alone is; None of other values."""
+        """Return the leaf of a value that depends on q - k alone, or None for other values."""
         if any(label.startswith(FEATURES) for label in labels_of(dims)):
             return None
         try:
@@ -157,7 +159,7 @@ class Puller:
         return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
 
     def _each(self, operands: Iterable[tuple[Any, tuple[Dim, ...]]]) -> Steps[list[Node]]:
-        """The trees of several values."""
+        """Return the trees of several values."""
         nodes = []
         for operand, dims in operands:
             nodes.append((yield self._node(operand, dims)))
@@ -197,11 +199,15 @@ class Puller:
         raise Unpullable(f"`{name}` of scores cannot be computed a tile at a time")
 
     def moved(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        """`moved_dims`, where the axes of queries and of keys may be divided."""
+        """Return `moved_dims`, with axes of queries and keys divided into parts where necessary."""
         return moved_dims(equation, dims, self.grids.sizes, self.grids.divided)
 
     def _moved_scores(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        """The same, where only scores divide them: what else is reshaped is read as it is made."""
+        """Return `moved`, but divide axes of scores only.
+
+        Raises:
+            Unpullable: the reshape divides an axis of any other array, which is then read in its reshaped form.
+        """
         inner, operand = self.moved(equation, dims), equation.invars[0]
         is_divided = has_parts(inner) and not has_parts(dims)
         if is_divided and not (isinstance(operand, core.Var) and self.has_product(operand, inner)):
@@ -210,7 +216,11 @@ class Puller:
 
     @staticmethod
     def _at_one_index(equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        """The dims of what a slice takes one index of, as of the coordinates of differences."""
+        """Return the dims of the operand of a slice that takes one index of an axis, such as one coordinate of points.
+
+        Raises:
+            Unpullable: the slice takes several indices, or slices a labelled axis.
+        """
         pairs = zip(aval_of(equation.invars[0]).shape, aval_of(equation.outvars[0]).shape, dims, strict=True)
         found: list[Dim] = []
         for axis, (whole, size, dim) in enumerate(pairs):
@@ -220,7 +230,7 @@ class Puller:
         return tuple(found)
 
     def _call(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Steps[Node]:
-        """A function with a derivative of its own, which it keeps on tiles."""
+        """Return the node of a call of a function with a custom derivative, which is kept on tiles."""
         try:
             function, arguments = self._function(equation, dims)
         except Unpullable as failure:
@@ -236,8 +246,8 @@ class Puller:
     def _function(
         self, equation: core.JaxprEqn, dims: tuple[Dim, ...]
     ) -> tuple[Function, list[tuple[Dim, ...] | None]]:
-        """What a call applies to tiles, and what the axes of its operands stand for; None for one that is not used."""
-        # What another function calls is differentiated by the rule of that one.
+        """Return the function that a call applies to tiles, and the dims of its operands; None for unused operands."""
+        # Calls within a function with a custom derivative need none of their own.
         calls = calls_of(equation, has_slope=not self._is_function)
         value = self._trees(calls.value, [dims])
         arguments = [None if leaf is None else leaf.dims for leaf in value.leaves]
@@ -245,7 +255,7 @@ class Puller:
             return Function(value, (), None, calls.mode), arguments
         slope = self._trees(calls.slope, [dims] if calls.mode == "jvp" else [arguments[x] for x in calls.places])
         given = [None if leaf is None else leaf.dims for leaf in slope.leaves]
-        # An argument may be in the value, in the slope, or in both; its tangent lies as it does.
+        # An argument may occur in the value, in the slope, or in both. Its tangent has the same dims.
         seen = list(enumerate(given[: len(arguments)]))
         if calls.mode == "jvp":
             seen += zip(calls.places, given[len(arguments) :], strict=True)
@@ -258,7 +268,7 @@ class Puller:
         return Function(value, calls.places, slope, calls.mode), arguments
 
     def _trees(self, jaxpr: core.ClosedJaxpr, dims: Sequence[tuple[Dim, ...] | None]) -> Trees:
-        """The results of a function's program, whose axes stand for `dims`, of its arguments."""
+        """Return the trees of a function's results, whose axes stand for `dims`, in terms of its arguments."""
         puller = Puller(jaxpr.jaxpr, self.sizes, self.batch, is_function=True)
         puller.grids = self.grids
         roots = []
@@ -287,7 +297,7 @@ class Puller:
             for side, axis in zip(sides, axes, strict=True):
                 side[axis] = (label,)
         if not contracted[0]:
-            # Nothing is summed: the product of each element with each.
+            # Without contracted axes the product is an outer one.
             factors = yield self._each((x, tuple(side)) for x, side in zip(equation.invars, sides, strict=True))
             return operation(lax.mul_p, *factors)
         dtype = aval_of(equation.outvars[0]).dtype
@@ -297,7 +307,7 @@ class Puller:
         labels = [labels_of(tuple(side)) for side in sides]
         if any({ROWS, COLUMNS} <= x for x in labels):
             try:
-                # What depends on distances alone has fewer elements as such.
+                # A function of distances has fewer elements as a leaf by distance.
                 if (found := self._by_distance(equation.outvars[0], dims)) is not None:
                     return found
                 factors = yield self._each((x, tuple(side)) for x, side in zip(equation.invars, sides, strict=True))
@@ -307,7 +317,7 @@ class Puller:
                     "`dot_general`: a product of scores with something else cannot be computed a tile at a time"
                 ) from None
         is_swapped = COLUMNS in labels[0]
-        # What is summed has axes, so it is no literal.
+        # Contracted operands have axes, so they are not literals.
         operands = [(x, tuple(y)) for x, y in zip(equation.invars, sides, strict=True) if isinstance(x, core.Var)]
         query, key = (self._leaf(x, side) for x, side in (operands[::-1] if is_swapped else operands))
         if query.leaf is None or query.leaf.role != "query" or key.leaf is None or key.leaf.role != "key":
@@ -319,7 +329,7 @@ class Puller:
         return operation(lax.convert_element_type_p, product, new_dtype=dtype, weak_type=False, sharding=None)
 
     def _sum(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Steps[Node]:
-        """A sum over features, each of which is a tile."""
+        """Return the node of a sum over features of tiles: a loop over many features, or unrolled terms of few."""
         axes, shape = equation.params["axes"], aval_of(equation.invars[0]).shape
         count = math.prod(shape[axis] for axis in axes)
         if count > _FEW_FEATURES and not self._is_function:
@@ -341,16 +351,16 @@ class Puller:
         return number(0.0) if total is None else total
 
     def _new_feature(self, size: int) -> str:
-        """A label to sum over."""
+        """Return a new label of a summed axis."""
         label = f"{FEATURES}{next(self._features):02}"
         self.sizes[label] = size
         return label
 
     def _looped(self, body: Node, labels: Iterable[str]) -> Node:
-        """The sum of a tree over features.
+        """Return the sum of a tree over features, as a loop.
 
         Raises:
-            Unpullable: they are too many, or it is a sum of products of matrices.
+            Unpullable: there are too many features, or the summand contains matrix products.
         """
         sizes = {label: self.sizes[label] for label in labels}
         if math.prod(sizes.values()) > _MOST_FEATURES:
@@ -359,7 +369,7 @@ class Puller:
 
     def _leaf(self, source: core.Var | Source, dims: tuple[Dim, ...]) -> Node:
         while isinstance(source, core.Var):
-            # A leaf is what is in memory: its axes may lie in any order.
+            # A leaf is the array in memory, below moves: its axes may lie in any order.
             equation = self.producers.get(source)
             name = None if equation is None else equation.primitive.name
             if equation is not None and name == "iota" and not _wraps(equation):
@@ -388,7 +398,7 @@ class Puller:
         return self._leaf_of(source, dims)
 
     def _on_grid(self, source: Source, dims: tuple[Dim, ...]) -> Node:
-        """A leaf whose axes stand for parts of labels, or the product that it is."""
+        """Return the leaf of an array whose axes stand for parts of labels, or the product that represents it."""
         labels = labels_of(dims)
         is_score = {ROWS, COLUMNS} <= labels and not any(label.startswith(FEATURES) for label in labels)
         feature, factors = f"{FEATURES}{next(self._features):02}", None
@@ -406,7 +416,7 @@ class Puller:
         return node
 
     def _leaf_of(self, source: Source, dims: tuple[Dim, ...]) -> Node:
-        """A leaf with whole labels."""
+        """Return a leaf with whole labels."""
         labels = labels_of(dims)
         has_features = any(label.startswith(FEATURES) for label in labels)
         match (ROWS in labels, COLUMNS in labels, has_features):
@@ -421,7 +431,7 @@ class Puller:
             case (True, False, True):
                 role = "query"
             case (False, False, True) if self.sizes.get(ROWS) == 1:
-                # Of one query, whose axis is another array's.
+                # The operand of a single query may lack the axis, which another array has.
                 role = "query"
             case (False, True, True):
                 role = "key"
@@ -435,14 +445,17 @@ class Puller:
         return self.leaves.setdefault(leaf, Node("leaf", leaf=leaf))
 
     def _add_made(self, source: Source) -> None:
-        """Know what makes an array that the program does not have."""
+        """Register the equations that compute a generated array."""
         if source.made:
-            # The program's own are common to all that look at it.
+            # `producers_of` is shared by all users of the program, so it is copied and not changed.
             made = {out: equation for equation in source.made for out in equation.outvars}
             self.producers = self._distances.producers = {**self.producers, **made}
 
     def _positions(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
-        """0, 1, 2, ... along an axis, which nobody has to read; a reshape may have put axes of one index beside it."""
+        """Return the source 0, 1, 2, ... along an axis, which is never read from memory, and its dims.
+
+        Labels of size 1 that a reshape merged into the axis are dropped.
+        """
         at = equation.params["dimension"]
         dim = dims[at]
         if isinstance(dim, tuple):
@@ -450,9 +463,9 @@ class Puller:
         return Source(None, (equation.params["shape"][at],), np.dtype(equation.params["dtype"])), (dim,)
 
     def _in_rows(self, source: Source, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
-        """What the program makes with queries and keys as its last axes, where others lie between neighbours.
+        """Return a computed array with queries and keys as its last axes.
 
-        XLA writes it in that order as well, and kernels that read tiles of [T, S, N] would read all heads each time.
+        XLA can write that order just as well. Kernels that read tiles of [T, S, N] would read all heads each time.
         """
         axes = [axis for axis, size in enumerate(source.shape) if size > 1]
         is_made = source.key in self.producers and (ROWS,) in dims and (COLUMNS,) in dims
@@ -461,7 +474,7 @@ class Puller:
         pair = [dims.index((ROWS,)), dims.index((COLUMNS,))]
         order = (*(axis for axis in range(len(dims)) if axis not in pair), *pair)
         if order == tuple(range(len(dims))):
-            # One query and one key, whose axes are last, whichever larger one is before them.
+            # The axes of queries and keys are last already, but have size 1.
             return source, dims
         if (source, order) not in self._moved:
             made = source_made_by(lambda x: lax.transpose(x, order), [source.key])
@@ -470,7 +483,7 @@ class Puller:
         return self._moved[source, order], tuple(dims[axis] for axis in order)
 
     def _number(self, var: Any) -> Any:
-        """The number that every element is, None where that is not known."""
+        """Return the number that all elements of a value equal, or None if that is not known."""
         while not isinstance(var, core.Literal):
             equation = self.producers.get(var)
             if equation is None:
@@ -485,10 +498,10 @@ class Puller:
         return var.val
 
     def check_scores(self, score: Node) -> None:
-        """Refuse scores that were to be made by the program as it stands.
+        """Refuse scores that the program itself would compute.
 
         Raises:
-            NotFusible: there is no product in them, but something that is made of one.
+            NotFusible: the scores contain no product, but a leaf that is computed from one.
         """
         repeated = {id(node) for node in self._repeated}
         if not any(node.kind == "product" and id(node) not in repeated for node in nodes_of(score)):
@@ -497,12 +510,12 @@ class Puller:
                     raise NotFusible(self.doubts[leaf])
 
     def check_leaves(self, leaves: Sequence[Leaf]) -> None:
-        """Refuse leaves that are computed from whole rows of the scores that are made tile by tile.
+        """Refuse leaves that are computed from whole rows of scores, which exist only tile by tile.
 
         Raises:
-            MadeOfScores: there is one.
+            MadeOfScores: there is such a leaf.
         """
-        # What is before all products is computed from none of them: the layers below, in a model.
+        # Equations before the first product, such as the layers below, do not depend on any product.
         first = min((self._places.get(x, 0) for x in self.products), default=0)
         for leaf in leaves:
             made: dict[core.Var, core.JaxprEqn] = {}
@@ -528,10 +541,11 @@ class Puller:
                 raise MadeOfScores(message, frozenset(made), frozenset(self.products - made.keys()))
 
     def is_attention(self, var: object, dims: tuple[Dim, ...] | None = None) -> bool:
-        """Whether a value is computed from exponentials and from something like scores.
+        """Return whether a value is computed from exponentials and from something like scores.
 
         Args:
-            dims: what its axes stand for; None where that is not known.
+            var: the value.
+            dims: the labels of its axes; None if they are not known.
         """
         seen, waiting, names = set(), [var], set()
         while waiting:
@@ -543,9 +557,10 @@ class Puller:
         return isinstance(var, core.Var) and bool({"exp", "exp2", "logistic"} & names) and self.has_product(var, dims)
 
     def has_product(self, var: core.Var, dims: tuple[Dim, ...] | None = None) -> bool:
-        """Whether a value is computed from scores: a floating product of what has queries and of what has keys.
+        """Return whether a value is computed from scores.
 
-        Where it is not known what axes stand for, one that is larger than its factors.
+        Scores are a floating product of one operand with queries and one with keys. If labels are not known, any
+        product that is larger than its operands counts.
         """
         seen, waiting = set(), [(var, dims)]
         while waiting:
@@ -566,7 +581,7 @@ class Puller:
         return False
 
     def operand_dims(self, equation: core.JaxprEqn, dims: tuple[Dim, ...] | None) -> list[tuple[Dim, ...] | None]:
-        """What the axes of an equation's operands stand for, None where that is not known; summed axes stand for 1."""
+        """Return the dims of an equation's operands, each None if it is not known; contracted axes have no labels."""
         name = equation.primitive.name
         found: list[tuple[Dim, ...] | None] = [None] * len(equation.invars)
         if dims is None or len(equation.outvars) != 1:
@@ -577,7 +592,7 @@ class Puller:
         elif name == "dot_general":
             found = [tuple(side) for side in factor_dims(equation, dims)]
         elif body_of(equation) is not None:
-            # A function with a derivative of its own is taken to work element by element.
+            # A function with a custom derivative is assumed to be elementwise.
             found = [dims if aval_of(x).shape == shape else None for x in equation.invars]
         elif name in MOVES:
             with contextlib.suppress(Unpullable):
@@ -586,12 +601,15 @@ class Puller:
 
 
 def _wraps(iota: core.JaxprEqn) -> bool:
-    """Whether positions are more than their dtype can count."""
+    """Return whether an iota has more positions than its dtype can count."""
     dtype, size = iota.params["dtype"], iota.params["shape"][iota.params["dimension"]]
     return bool(jnp.issubdtype(dtype, jnp.integer)) and size - 1 > jnp.iinfo(dtype).max
 
 
 def _is_number(operand: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an operand holds one integer for each element: tiles of floating numbers have lost their own bits."""
+    """Return whether an operand holds one integer for each element.
+
+    A bitcast of floats is not possible on tiles, because they are float32 whatever the function's dtype.
+    """
     aval = aval_of(operand)
     return aval.shape == shape and bool(jnp.issubdtype(aval.dtype, jnp.integer))

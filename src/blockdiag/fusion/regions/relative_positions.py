@@ -1,14 +1,14 @@
 """Values of queries by keys that are functions of q - k alone, such as biases of relative positions.
 
-An array [.., T, S] that is gathered from a table by distance, or made by a small network of it, has T + S - 1 numbers
-in each head. Here the same equations are applied to these distances in place of all pairs: along the axis of queries an
-array has T + S - 1 distances, along that of keys it has one element. Regions then read the number of q - k where they
-need it, and of the gradient the sums along diagonals.
+An array [.., T, S] that is gathered from a table by distance, or computed by a small network from the distance, has
+T + S - 1 distinct numbers in each head. This module applies the same equations to the distances instead of all pairs.
+The axis of queries then has T + S - 1 elements, and that of keys has one. Regions read the number of q - k where they
+need it, and sum the gradient along diagonals.
 
-Why not the indices themselves, in the kernel: the logarithms of T5's buckets are some twenty operations for each
-element, and a table's gradient would need a comparison for each element and row of the table. One load for each element
-and one sum for each diagonal do for every function of the distance, whatever it is made of, and its derivative is JAX's
-own, on T + S - 1 numbers.
+The alternative is to compute the function from indices in the kernel. The logarithms of T5's buckets are some twenty
+operations for each element, and a table's gradient would need a comparison for each element and row of the table. Here
+one load for each element and one sum for each diagonal are enough for every function of the distance. Its derivative is
+JAX's own, on T + S - 1 numbers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ from blockdiag.fusion.regions.materialise import source_made_by
 
 _SAME = frozenset({"copy", "copy_p", "stop_gradient", "pvary", "pcast", "reduce_precision"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
-# Whole numbers up to this are exact in float32.
+# Integers up to this are exact in float32.
 _EXACT = 2**24
 
 type _Arrays = dict[Any, Any]
@@ -37,18 +37,18 @@ type _Arrays = dict[Any, Any]
 
 @dataclass(frozen=True)
 class _Axes:
-    """Which axes of a value are queries and keys; None where it has not, or is the same for all."""
+    """The axes of queries and of keys of a value; None if it lacks the axis, or is constant along it."""
 
     rows: int | None
     columns: int | None
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """Return whether the value has either axis."""
         return self.rows is not None or self.columns is not None
 
     def through(self, find: Callable[[int], int | None]) -> "_Axes":
-        """The axes of an operand."""
+        """Return the axes of an operand, by a function from the result's axes to the operand's."""
         return _Axes(*(None if axis is None else find(axis) for axis in (self.rows, self.columns)))
 
 
@@ -57,9 +57,10 @@ class _Made:
     """A value on distances.
 
     Attributes:
-        compute: the array from those of the program, its axes of queries and keys as the module says.
-        is_still: whether it is the same at all positions.
-        number: what it is, where it is a number.
+        compute: a function from arrays of the program to the value, with axes of queries and keys as in the module's
+            docstring.
+        is_still: whether the value is the same at all positions.
+        number: the value as a constant, if it is a literal.
     """
 
     compute: Callable[[_Arrays], Any]
@@ -69,10 +70,10 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Line:
-    """rows * q + columns * k + offset + rest.
+    """An affine function of positions: rows * q + columns * k + offset + rest.
 
     Attributes:
-        rest: a value that is the same at all positions.
+        rest: a value that is the same at all positions; None is 0.
     """
 
     rows: int
@@ -82,13 +83,13 @@ class _Line:
 
 
 class Distances:
-    """Functions of q - k in a program.
+    """Finder of functions of q - k in a program.
 
     Args:
-        producers: of each variable the equation that computes it.
-        sizes: of labels; that of distances is added.
-        inputs: variables whose values on distances are given, of a function that is called. Calls in it keep no
-            derivative: the function has one, in which it may be called itself.
+        producers: the equation that computes each variable.
+        sizes: the sizes of labels. That of distances is added.
+        inputs: the arguments, given on distances, if the program is the body of a called function. Calls within it drop
+            their custom derivatives, because the function itself has one.
     """
 
     def __init__(
@@ -105,10 +106,14 @@ class Distances:
         self._read: dict[core.Var, None] = {}
 
     def source(self, var: core.Var, dims: tuple[Dim, ...]) -> tuple[Source, tuple[Dim, ...]]:
-        """The numbers of a value whose axes stand for `dims`, by distance, and what their axes stand for.
+        """Return the numbers of a value by distance, and their dims.
+
+        Args:
+            var: the value.
+            dims: the labels of its axes.
 
         Raises:
-            Unpullable: it depends on the positions of queries and keys otherwise than by their difference.
+            Unpullable: the value depends on positions by more than the difference q - k.
         """
         if (ROWS,) not in dims or (COLUMNS,) not in dims or 1 in (self._rows, self._keys):
             raise Unpullable("no axes of queries and keys")
@@ -122,12 +127,12 @@ class Distances:
         def compute(*arrays: Any) -> Any:
             known: _Arrays = dict(zip(read, arrays, strict=True))
             for step in steps:
-                # Each has what it is computed from by now; what is not needed after all is dropped.
+                # Steps are in topological order. Unused ones are removed as dead code later.
                 step(known)
             array = made.compute(known)
             array = lax.broadcast_in_dim(array, shape, range(len(shape)))
             if array.dtype in (jnp.bfloat16, jnp.float16):
-                # There are few of them, which kernels read one by one and use in float32.
+                # The numbers are few, and kernels load them one by one and use them in float32.
                 array = lax.convert_element_type(array, np.float32)
             line = lax.squeeze(array, (columns_axis,))
             return jnp.moveaxis(line, rows_axis - (columns_axis < rows_axis), -1)
@@ -147,12 +152,12 @@ class Distances:
         return self._sizes[COLUMNS]
 
     def _shape(self, operand: Any, axes: _Axes) -> tuple[int, ...]:
-        """Of a value on distances."""
+        """Return the shape of a value on distances."""
         sizes = {axes.columns: 1, axes.rows: self._rows + self._keys - 1}
         return tuple(sizes.get(axis, size) for axis, size in enumerate(aval_of(operand).shape))
 
     def _made(self, operand: Any, axes: _Axes) -> Steps[_Made]:
-        """A value on distances, which is no line of other slopes than 1 and -1 any more."""
+        """Return a value on distances. A line must have opposite slopes for queries and keys, and becomes an array."""
         value = yield self._value(operand, axes)
         return self._of_line(value, aval_of(operand), axes) if isinstance(value, _Line) else value
 
@@ -276,7 +281,7 @@ class Distances:
         return _Made(lambda arrays: lax.broadcasted_iota(dtype, shape, at), is_still=True)
 
     def _each(self, pairs: Iterable[tuple[Any, _Axes]]) -> Steps[list[_Made]]:
-        """Several values on distances."""
+        """Return several values on distances."""
         made = []
         for operand, axes in pairs:
             made.append((yield self._made(operand, axes)))
@@ -303,18 +308,20 @@ class Distances:
         )
 
     def _is_within(self, line: _Line) -> bool:
-        """Whether all numbers are exact in float32, and none wraps."""
+        """Return whether all numbers of a line are exact in float32, so none overflows either."""
         most = abs(line.rows) * self._rows + abs(line.columns) * self._keys + abs(line.offset)
         return most < _EXACT
 
     def _moved(
         self, equation: core.JaxprEqn, inner: _Axes, move: Callable[[Any, tuple[int, ...]], Any], axes: _Axes
     ) -> Steps[_Made | _Line]:
-        """An equation that moves elements.
+        """Return the result of an equation that moves elements.
 
         Args:
+            equation: the equation.
             inner: the axes of its operand.
-            move: from that on distances and the shape that is wanted.
+            move: a function from the operand on distances and the wanted shape to the result.
+            axes: the axes of its result.
         """
         operand, shape = equation.invars[0], self._shape(equation.outvars[0], axes)
         value = yield self._value(operand, inner)
@@ -332,7 +339,7 @@ class Distances:
         return value if value.rest is None else replace(value, rest=moved(value.rest))
 
     def _call(self, equation: core.JaxprEqn, axes: _Axes) -> Steps[_Made]:
-        """A function with a derivative of its own, which it keeps."""
+        """Return the result of a function with a custom derivative, which is kept."""
         calls = calls_of(equation, has_slope=not self._is_function)
         value, found = self._function(calls.value, [axes])
         slope = None
@@ -365,10 +372,11 @@ class Distances:
     def _function(
         self, closed: core.ClosedJaxpr, axes: Sequence[_Axes]
     ) -> tuple[Callable[..., list[Any]], list[_Axes | None]]:
-        """A function on distances, and which axes its arguments have; None for one that is not used.
+        """Return a function on distances, and the axes of its arguments; None for unused arguments.
 
         Args:
-            axes: of its results.
+            closed: the program of the function.
+            axes: the axes of its results.
         """
         if closed.consts:
             raise Unpullable("a function of arrays of numbers")
@@ -385,7 +393,7 @@ class Distances:
         return compute, list(inner._inputs.values())
 
     def _bound(self, equation: core.JaxprEqn, inner: Iterable[_Axes]) -> Steps[_Made]:
-        """An equation that is applied as it stands, to operands of exact shapes."""
+        """Return the result of an equation that is applied unchanged, to operands broadcast to their full shapes."""
         pairs = list(zip(equation.invars, inner, strict=True))
         made = yield self._each(pairs)
         shapes = [self._shape(x, axes) for x, axes in pairs]
@@ -401,7 +409,7 @@ class Distances:
 
 
 def _once(compute: Callable[[_Arrays], Any]) -> Callable[[_Arrays], Any]:
-    """The same function, which computes once for each set of arrays."""
+    """Memoise a function for each set of arrays."""
 
     def remembered(arrays: _Arrays) -> Any:
         if remembered not in arrays:
@@ -412,7 +420,7 @@ def _once(compute: Callable[[_Arrays], Any]) -> Callable[[_Arrays], Any]:
 
 
 def _applied(primitive: core.Primitive, given: Iterable[Any], params: Mapping[str, Any]) -> Any:
-    """An operation element by element, on arrays that are broadcast against each other."""
+    """Apply an elementwise operation to arrays that are broadcast against each other."""
     arrays = [jnp.asarray(x) for x in given]
     shape = np.broadcast_shapes(*(x.shape for x in arrays))
     rank = len(shape)
@@ -423,7 +431,7 @@ def _applied(primitive: core.Primitive, given: Iterable[Any], params: Mapping[st
 
 
 def _line_of(equation: core.JaxprEqn, values: list[_Made | _Line]) -> _Line | None:
-    """The line that an operation gives, None where that is none."""
+    """Return the line that an operation gives, or None if its result is not a line."""
     dtype = aval_of(equation.outvars[0]).dtype
     if not any(isinstance(x, _Line) for x in values) or not _is_exact(dtype, 1):
         return None
@@ -461,7 +469,7 @@ def _line_of(equation: core.JaxprEqn, values: list[_Made | _Line]) -> _Line | No
 
 
 def _of_rank(made: _Made, rank: int) -> _Made:
-    """A number as an array of axes of size 1; other arrays have as many axes."""
+    """Give a scalar axes of size 1; other values have the rank already."""
 
     def compute(arrays: _Arrays) -> Any:
         array = jnp.asarray(made.compute(arrays))
@@ -480,7 +488,7 @@ def _as_line(value: _Made | _Line) -> _Line | None:
 
 
 def _whole(value: _Made | _Line) -> int | None:
-    """A number without a fraction that all elements are."""
+    """Return the integer that all elements of a value equal, or None."""
     if isinstance(value, _Line) or value.number is None or np.size(value.number) != 1:
         return None
     number = float(np.asarray(value.number).astype(np.float64).reshape(()))
@@ -502,16 +510,16 @@ def _joined(primitive: core.Primitive, left: _Made | None, right: _Made) -> _Mad
 
 
 def _is_exact(dtype: Any, count: int) -> bool:
-    """Whether so many positions are exact in a dtype, and so are their differences."""
+    """Return whether a dtype represents this many positions, and their differences, exactly."""
     name = np.dtype(dtype).name
     return count < _EXACT and name in ("int32", "int64", "float32", "float64")
 
 
 def _same_axis(given: tuple[int, ...], shape: tuple[int, ...], axis: int) -> int:
-    """The axis of a reshape's operand that is one of its result.
+    """Return the axis of a reshape's operand that equals an axis of its result.
 
     Raises:
-        Unpullable: there is none.
+        Unpullable: there is no such axis.
     """
     before = int(np.prod(shape[:axis]))
     for place, size in enumerate(given):
@@ -521,7 +529,7 @@ def _same_axis(given: tuple[int, ...], shape: tuple[int, ...], axis: int) -> int
 
 
 def _factors(equation: core.JaxprEqn, axes: _Axes) -> list[_Axes]:
-    """The axes of a product's operands."""
+    """Return the axes of queries and keys of a product's operands."""
     (contracted, shared) = equation.params["dimension_numbers"]
     places: list[dict[int, int]] = [{}, {}]
     for at, pair in enumerate(zip(*shared, strict=True)):

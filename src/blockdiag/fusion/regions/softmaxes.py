@@ -1,4 +1,4 @@
-"""Finds softmaxes along keys in a program, in the ways in which they are written."""
+"""Match softmaxes along keys in a program, in the various ways in which they are written."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ from blockdiag.fusion.regions.axis_labels import MOVES, broadcast_dims, labels_o
 from blockdiag.fusion.regions.guards import CASTS, PASSES, POWERS, Guards, NoMatch, Powers, is_along_keys, key_axes
 from blockdiag.fusion.regions.log_sum_exps import log_sums
 
-# What may be done to softmaxes before they meet values.
+# Operations on softmaxes that are allowed before the product with values.
 LINEAR = ("add", "add_any", "div", "mul", "neg", "select_n", "sub")
 
 
@@ -37,8 +37,11 @@ class Softmax:
     """exp(score) / (sum of exp(score) + sum of exp(extras)).
 
     Attributes:
-        mask: what the sum alone was masked by, and what its axes stand for: the numerator must be masked so, too.
-        log_sums: variables that are the logarithm of the denominator.
+        score: the scores.
+        extras: further logits of each row, which have no values.
+        mask: the mask of the sum, with the labels of its axes, if the numerator lacks it. The weights must be masked in
+            the same way later.
+        log_sums: the variables that are the logarithm of the denominator.
     """
 
     score: Node
@@ -48,49 +51,56 @@ class Softmax:
 
 
 def is_of_rows(node: Node) -> bool:
-    """Whether a value is the same for all keys of a row."""
+    """Return whether a value is constant along the keys of a row."""
     return all(leaf.role in ("row", "scalar") for leaf in leaves_of(node)) and not any(
         x.kind == "product" for x in nodes_of(node)
     )
 
 
 def _natural(power: core.JaxprEqn, logit: Node) -> Node:
-    """What `exp` has to be of for the exponential of a logit, which may have the base 2."""
+    """Return a logit in base e; exponentials of the program may have base 2."""
     return operation(lax.mul_p, logit, number(math.log(2))) if power.primitive.name == "exp2" else logit
 
 
 def _summed(total: core.JaxprEqn, quotient: core.JaxprEqn, dims: tuple[Dim, ...]) -> set[str]:
-    """The labels of the axes that a sum is along, which a value is divided by; none where it has other axes.
+    """Return the labels of the axes that a divisor sums over; none if the summed array has another shape.
 
     Args:
-        dims: of the quotient.
+        total: the sum.
+        quotient: the quotient.
+        dims: the labels of the quotient's axes.
     """
     is_alike = aval_of(total.invars[0]).shape == aval_of(quotient.outvars[0]).shape
     return labels_of([dims[axis] for axis in total.params["axes"]]) if is_alike else set()
 
 
 class Softmaxes(Guards):
-    """Those of one program."""
+    """The softmaxes of one program."""
 
     def softmax(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax | None:
-        """exp(x - m) over its sum along the keys, where m is the same for all keys."""
+        """Return the softmax exp(x - m) / sum(exp(x - m)) that an equation computes, or None.
+
+        The shift m must be constant along keys.
+        """
         quotient = self._quotient(equation, dims)
         return None if quotient is None else self._over_sum(*quotient, dims)
 
     def _over_sum(
         self, powers: Powers, below: object, below_dims: tuple[Dim, ...], dims: tuple[Dim, ...]
     ) -> Softmax | None:
-        """The softmax of exponentials that are divided by a value, None where that is not their sum.
+        """Return the softmax of exponentials that are divided by a value, or None if that is not their sum.
 
         Args:
-            dims: of the exponentials.
+            powers: the exponentials.
+            below, below_dims: the divisor, and the labels of its axes.
+            dims: the labels of the exponentials' axes.
         """
         power = powers.equation
         total, total_dims = self.unguarded(below, below_dims, powers)
         shift = self.shift(power.invars[0], dims)
         extras: list[Node] = []
         while (source := self.producer(total)) is not None and source.primitive.name == "add":
-            # The sum over keys, and a term of each row.
+            # The divisor is the sum over keys plus a term for each row, such as a sink.
             given = [broadcast_dims(x, aval_of(source.outvars[0]).shape, total_dims) for x in source.invars]
             for one, other in ((0, 1), (1, 0)):
                 is_nothing = self.is_negligible(source.invars[other], powers)
@@ -128,20 +138,20 @@ class Softmaxes(Guards):
         return replace(softmax, score=operation(lax.select_n_p, predicate, *cases), log_sums=())
 
     def _hides_no_more(self, mask: tuple[object, tuple[Dim, ...]], powers: Powers, dims: tuple[Dim, ...]) -> bool:
-        """Whether what a mask takes from a sum is 0 already: exponentials are masked so, or their scores are."""
+        """Return whether a mask of the sum is redundant: the exponentials or their scores have the same mask."""
         if powers.mask is not None and powers.mask[2] and self.is_same_at(mask, self.through_moves(*powers.mask[:2])):
             return True
         scores = self.skip(self.unshifted(powers.equation.invars[0], dims))
         return self._seen(scores, dims, (*mask, True)) is not None
 
     def _of_size(self, var: object) -> object:
-        """What a value is the size of, as in a norm: of exponentials it is the same."""
+        """Return the operand of an absolute value, as norms compute it; exponentials do not change by it."""
         var = self.skip(var)
         size = self.producer(var)
         return self.skip(size.invars[0]) if size is not None and size.primitive.name == "abs" else var
 
     def guarded(self, choice: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> object:
-        """The softmax that is chosen wherever its sum is not 0, else 0; None where a choice is another one."""
+        """Return the softmax that a select replaces by 0 where its sum is 0, or None for other selects."""
         for place in (1, 2):
             quotient = self.producer(self.skip(choice.invars[place]))
             found = None if quotient is None else self._quotient(quotient, given[place])
@@ -156,7 +166,10 @@ class Softmaxes(Guards):
     def _quotient(
         self, equation: core.JaxprEqn, dims: tuple[Dim, ...]
     ) -> tuple[Powers, object, tuple[Dim, ...]] | None:
-        """Exponentials, and what they are divided by or times the reciprocal of, with its dims; None of others."""
+        """Return exponentials, their divisor and its dims, or None for other equations.
+
+        The equation may also multiply by the divisor's reciprocal.
+        """
         if equation.primitive.name not in ("div", "mul"):
             return None
         for one, other in ((0, 1), (1, 0)) if equation.primitive.name == "mul" else ((0, 1),):
@@ -173,7 +186,7 @@ class Softmaxes(Guards):
         return None
 
     def _inverse(self, var: object, dims: tuple[Dim, ...]) -> tuple[object, tuple[Dim, ...]] | None:
-        """What a value is the reciprocal of, with its dims; None of others."""
+        """Return the operand and dims of a reciprocal, or None for other values."""
         inner, dims = self.through_moves(var, dims)
         reciprocal = self.producer(inner)
         if reciprocal is None:
@@ -186,11 +199,11 @@ class Softmaxes(Guards):
         return None
 
     def _score(self, power: core.JaxprEqn, dims: tuple[Dim, ...], extras: Sequence[Node], mask: object) -> Softmax:
-        """The softmax of what an exponential is of."""
+        """Return the softmax of an exponential's argument."""
         whole = score = self.unshifted(power.invars[0], dims)
         has_more = bool(extras)
         while not extras and self._is_maximum(self.shift(score, dims)):
-            # Further logits would have the last shift, and no other one.
+            # With further logits only the last shift may be dropped, because these have no other one.
             score = self.unshifted(score, dims)
         joined = self.producer(self.skip(score))
         if (
@@ -213,11 +226,11 @@ class Softmaxes(Guards):
         return Softmax(kept, tuple(extras), mask, own)
 
     def _without_statistics(self, score: Node) -> Node:
-        """Scores without terms that are numbers of a row made of its scores: a softmax is the same without them."""
+        """Drop terms of scores that are row statistics, which do not change a softmax."""
         return self._less_statistics(score) or score
 
     def _less_statistics(self, score: Node) -> Node | None:
-        """The same, None where nothing is left; numbers of a row may have factors that are numbers of a row."""
+        """Drop row statistics, and products of them with values constant along keys; None if nothing remains."""
         terms = terms_of(score, apart=self._is_statistic)
         left = [(factor, self._term_less_statistics(node)) for factor, node in terms]
         kept = [(factor, node) for factor, node in left if node is not None]
@@ -246,7 +259,10 @@ class Softmaxes(Guards):
         return self._is_largest(node.leaf.source.key)
 
     def _is_largest(self, var: object) -> bool:
-        """Whether numbers are the largest of what they are subtracted from: both are -inf where no key is seen."""
+        """Return whether a value is the maximum of an array that it is subtracted from.
+
+        In a row without keys both are -inf.
+        """
         var = self.skip_moves(var, PASSES)
         largest = self.producer(var)
         if largest is None or largest.primitive.name != "reduce_max":
@@ -256,7 +272,7 @@ class Softmaxes(Guards):
         return any(self.skip_moves(x, PASSES) is whole and self.skip_moves(y, PASSES) is var for x, y in differences)
 
     def _parted(self, joined: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[object, list[Node]]:
-        """Scores that further logits were joined to, and these."""
+        """Split a concatenation into the scores and the further logits."""
         axis, keys = joined.params["dimension"], self.sizes[COLUMNS]
         scores, extras, first = None, [], 0
         for operand in joined.invars:
@@ -277,7 +293,13 @@ class Softmaxes(Guards):
         return scores, extras
 
     def normalised(self, power: core.JaxprEqn, dims: tuple[Dim, ...]) -> Softmax:
-        """exp(x - m), where m is the logarithm of the sum of exp(x), or that of exp(x - n), and n."""
+        """Return the softmax exp(x - m), where m is the log-sum-exp of x.
+
+        The log-sum-exp may be log(sum(exp(x))) or log(sum(exp(x - n))) + n.
+
+        Raises:
+            NoMatch: the exponential is anything else.
+        """
         shifted = self.producer(self.skip(power.invars[0]))
         shift = self.shift(power.invars[0], dims, CASTS)
         joined = None if shift is None else self.producer(shift[0])
@@ -296,7 +318,7 @@ class Softmaxes(Guards):
             below = None if inner is None else self.producer(self.skip(inner.invars[0]))
             if inner is None or below is None or below.primitive.name != "sub":
                 continue
-            # What stands still in one of both has another derivative.
+            # A `stop_gradient` on only one of the two shifts changes the derivative.
             taken = self.through_moves(joined.invars[other], given[other])
             is_taken = self.is_same_at(taken, self.shift(inner.invars[0], dims, CASTS))
             if is_taken and self.is_same(self.skip(below.invars[0]), scores):
@@ -304,10 +326,11 @@ class Softmaxes(Guards):
         raise NoMatch
 
     def _summed_power(self, var: object, given: tuple[Dim, ...], dims: tuple[Dim, ...]) -> core.JaxprEqn | None:
-        """The exponentials of whose sum along the keys a value is the logarithm; None of anything else.
+        """Return the exponentials of a value log(sum(exp)), summed along keys, or None for other values.
 
         Args:
-            given, dims: of the value, and of the exponentials.
+            var: the value.
+            given, dims: the dims of the value, and those of the exponentials.
         """
         inner, given = self.through_moves(var, given)
         logarithm = self.producer(inner)
@@ -325,12 +348,12 @@ class Softmaxes(Guards):
         return power if is_power and is_along_keys(total, given, dims) else None
 
     def _is_maximum(self, shift: tuple[object, tuple[Dim, ...]] | None) -> bool:
-        """Whether a shift is a largest score: others may be so large that scores are lost in rounding."""
+        """Return whether a shift is a row maximum. Another shift may be so large that scores lose their digits."""
         equation = None if shift is None else self.producer(shift[0])
         return equation is not None and equation.primitive.name == "reduce_max"
 
     def is_less_largest(self, power: core.JaxprEqn) -> bool:
-        """Whether an exponential is of a difference from a largest number."""
+        """Return whether the argument of an exponential is a difference from a maximum."""
         shifted = self.producer(self.skip(power.invars[0]))
         if shifted is None or shifted.primitive.name != "sub":
             return False
@@ -338,9 +361,11 @@ class Softmaxes(Guards):
         return largest is not None and largest.primitive.name in ("reduce_max", "max")
 
     def _extra(self, var: object, dims: tuple[Dim, ...], shift: object, of: core.JaxprEqn) -> Node | None:
-        """The logit whose exponential, less the shift, a term is.
+        """Return the logit of a term exp(logit - shift) of the denominator, or None if it has another form.
 
         Args:
+            var, dims: the term, and the labels of its axes.
+            shift: the shift of the scores.
             of: the scores' exponentials.
         """
         inner, inner_dims = self.through_moves(var, dims)
@@ -355,7 +380,7 @@ class Softmaxes(Guards):
         logit = self.producer(self.skip(power.invars[0]))
         if shift is None:
             return _natural(power, self.puller.node(power.invars[0], inner_dims))
-        # Of another base, what is taken away would not be the same factor of all exponentials.
+        # With another base, the shift would not be the same factor of all exponentials.
         if logit is None or logit.primitive.name not in ("sub", "neg") or power.primitive is not of.primitive:
             return None
         below = broadcast_dims(logit.invars[-1], aval_of(logit.outvars[0]).shape, inner_dims)
@@ -367,7 +392,7 @@ class Softmaxes(Guards):
         return _natural(power, self.puller.node(logit.invars[0], given))
 
     def along_queries(self, var: object, dims: tuple[Dim, ...] | None) -> str | None:
-        """What is said of a softmax along the queries that a value is made of; None where none is seen."""
+        """Return the message for a softmax along the queries that a value is computed from, or None."""
         for equation, own in self._until_products(var, dims):
             if equation.primitive.name != "div":
                 continue
@@ -382,7 +407,7 @@ class Softmaxes(Guards):
         return None
 
     def _has_scores(self, var: object, dims: tuple[Dim, ...]) -> bool:
-        """Whether a value is made of products of what has queries and of what has keys, with none between."""
+        """Return whether the nearest products that a value is computed from include one of queries and keys."""
         products = [(x, own) for x, own in self._until_products(var, dims) if x.primitive.name == "dot_general"]
         sides = [[labels_of(side or ()) & {ROWS, COLUMNS} for side in self.puller.operand_dims(*x)] for x in products]
         return any(side in ([{ROWS}, {COLUMNS}], [{COLUMNS}, {ROWS}]) for side in sides)
@@ -390,7 +415,7 @@ class Softmaxes(Guards):
     def _until_products(
         self, var: object, dims: tuple[Dim, ...] | None
     ) -> Iterator[tuple[core.JaxprEqn, tuple[Dim, ...]]]:
-        """The equations down to the next products that a value is made of, where it is known what axes stand for."""
+        """Yield the equations of a value down to the nearest products, as far as labels are known, with their dims."""
         seen: set[tuple[int, tuple[Dim, ...]]] = set()
         waiting = [(var, dims)]
         while waiting:
@@ -404,18 +429,20 @@ class Softmaxes(Guards):
                 waiting += zip(equation.invars, self.puller.operand_dims(equation, own), strict=True)
 
     def why_made(self, var: object, dims: tuple[Dim, ...], otherwise: str) -> str:
-        """Why something that a value is made of is a number from whole rows or columns of scores.
+        """Return the message for a value that depends on a reduction of whole rows or columns of scores.
 
         Args:
-            otherwise: what is said where that is not seen.
+            var, dims: the value, and the labels of its axes.
+            otherwise: the message if no cause is found.
         """
         return self.along_queries(var, dims) or self.misused(var) or otherwise
 
     def misused(self, var: object, but: Container[str] = ()) -> str | None:
-        """What is done to a softmax, or to its sum, that a value may not be made by; None where that is not seen.
+        """Return the message for a forbidden operation on a softmax or its sum, or None if there is none.
 
         Args:
-            but: what may be done to softmaxes there.
+            var: the value whose computation is searched.
+            but: the primitives that are allowed on softmaxes.
         """
         power = self.producer(self.skip_moves(var, PASSES))
         if power is not None and power.primitive.name in POWERS and self.is_less_largest(power):
@@ -443,7 +470,7 @@ class Softmaxes(Guards):
                 if user.primitive.name == "select_n" and summed is not None and summed.primitive.name == "select_n":
                     return f"`select_n` of a softmax whose sum is masked otherwise, {place_of(user)}"
                 if user.primitive.name in ("add", "add_any", "sub"):
-                    # What is added to it is to blame.
+                    # The other operand of the sum is the cause.
                     return None
                 allowed = "weights may be added to each other, scaled, masked by 0 and cast"
                 return f"`{user.primitive.name}` of a softmax: {allowed}, {place_of(user)}"
@@ -452,10 +479,11 @@ class Softmaxes(Guards):
         return None
 
     def beside_sum(self, changed: core.JaxprEqn, power: core.JaxprEqn) -> str:
-        """What is said of an equation that changes the sum of a softmax.
+        """Return the message for an equation that changes the sum of a softmax.
 
         Args:
-            power: the exponentials that are summed.
+            changed: the equation.
+            power: the summed exponentials.
         """
         said = self._beside_powers(changed, power)
         if said is not None:
@@ -468,7 +496,7 @@ class Softmaxes(Guards):
         return f"`{changed.primitive.name}` of the sum of a softmax: {hint}, {place_of(changed)}"
 
     def _beside_powers(self, joined: core.JaxprEqn, power: core.JaxprEqn) -> str | None:
-        """What is said of other exponentials that are added to a sum of exponentials; None of anything else."""
+        """Return the message for other exponentials that are added to a sum of exponentials, or None."""
         added = [self.producer(self.skip_moves(x, PASSES)) for x in joined.invars]
         others = [x.primitive.name for x in added if x is not None and x.primitive.name in (*POWERS, "pow")]
         if joined.primitive.name != "add" or not others:
@@ -479,7 +507,7 @@ class Softmaxes(Guards):
         )
 
     def undivided(self, power: core.JaxprEqn) -> str:
-        """What is said of exponentials that are weights, whose product is not divided by their sum alone either."""
+        """Return the message for exponentials as weights whose product is not divided by their sum either."""
         for joined in self.named("add"):
             totals = [self.producer(self.skip_moves(x)) for x in joined.invars]
             summed = [self.producer(self.skip(x.invars[0])) for x in totals if x is not None and x.invars]
@@ -499,7 +527,16 @@ class Softmaxes(Guards):
     def divided(
         self, product: core.JaxprEqn, out_dims: tuple[Dim, ...], var: object, dims: tuple[Dim, ...]
     ) -> tuple[Softmax, core.Var, tuple[Dim, ...]] | None:
-        """The softmax whose sum a product of exponentials is divided by, the quotient, and the quotient's dims."""
+        """Return the softmax of a product of exponentials that is divided by their sum afterwards.
+
+        Args:
+            product: the product of exponentials with values.
+            out_dims: the labels of its result.
+            var, dims: the exponentials, and the labels of their axes.
+
+        Returns:
+            The softmax, the quotient, and the quotient's dims; None if there is no such division.
+        """
         try:
             power_var, dims = self.through_moves(var, dims)
             powers = self.powers(power_var, dims)
@@ -523,7 +560,10 @@ class Softmaxes(Guards):
         return None
 
     def _with_ones(self, var: object, product: core.Var, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-        """The dims of a product's result, moved, with axes of size 1, or with some made one; None of anything else."""
+        """Return the dims of a value that is a product's result after moves, or None for other values.
+
+        The moves may permute or merge axes, and add or remove axes of size 1.
+        """
         var = self.skip(var)
         if var is product:
             return dims

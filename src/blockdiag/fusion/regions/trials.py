@@ -1,4 +1,4 @@
-"""Whether the beginning of an attention can be fused, with the rest of another one after it."""
+"""Trials of whether a prefix of an attention can be fused if a known-good remainder completes it."""
 
 import functools
 import math
@@ -18,24 +18,24 @@ from blockdiag.fusion.regions.candidates import ALIKE, UNKNOWN, Candidate
 from blockdiag.fusion.regions.guards import POWERS
 
 type CanFuse = Callable[[core.ClosedJaxpr], bool]
-"""Whether a flat program has attention that is fused, whose values are made of its last argument."""
+"""A predicate: whether a flat program has attention that is fused, with values computed from its last argument."""
 
 type _Complete = Callable[[Any, Any], Any]
-"""A result from a value and from values of keys."""
+"""A function from an intermediate value, and the values of keys, to a result."""
 
 type Completion = Callable[[Any, tuple[Dim, ...], int], list[tuple[_Complete, tuple[int, ...]]]]
-"""What may follow a value, with the shape of the values of keys.
+"""A function that returns the ways to complete a value, each with the shape of the values of keys.
 
-It is made from the value's type, what its axes stand for, and the number of keys.
+Its arguments are the value's aval, the labels of its axes, and the number of keys.
 """
 
 _COLUMNS_OF_VALUES, _MOST_SINKS = 16, 8
 
 _MOST_AFTER = 12
-"""How many values after one that cannot be completed are tried: a softmax by hand takes five."""
+"""Limit of later values that are tried after one that cannot be completed: a softmax by hand takes five."""
 
 _APART = frozenset({"dot_general", "conv_general_dilated", "scan", "while", "cond"})
-"""What makes arrays that scores may be combined with, which are arguments of a program that is cut off."""
+"""Primitives whose results become arguments of the cut program, unless they are computed from scores."""
 
 
 def _completion(normalise: Callable[[Any, int], Any]) -> Completion:
@@ -63,7 +63,7 @@ def _completion(normalise: Callable[[Any, int], Any]) -> Completion:
 
         ways = [(functools.partial(complete, 0), shape(merged[axis]))]
         if 0 < merged[axis] - count <= _MOST_SINKS:
-            # Sinks have no values: they are before the keys, or after them.
+            # Sinks have no values. They stand before the keys, or after them.
             ways += [(functools.partial(complete, first), shape(count)) for first in (0, merged[axis] - count)]
         return ways
 
@@ -71,7 +71,7 @@ def _completion(normalise: Callable[[Any, int], Any]) -> Completion:
 
 
 AS_SCORES = _completion(lambda value, axis: jax.nn.softmax(value, axis=axis))
-# Unlike a softmax, this is another one where numbers of rows are added to scores.
+# Unlike a softmax, this completion changes if row statistics are added to scores.
 _AS_BOUNDED = _completion(lambda value, axis: jax.nn.softmax(jnp.tanh(value), axis=axis))
 AS_WEIGHTS = _completion(lambda value, axis: value)
 AS_POWERS = _completion(lambda value, axis: value / value.sum(axis, keepdims=True))
@@ -79,10 +79,10 @@ COMPLETIONS = (AS_SCORES, AS_WEIGHTS, AS_POWERS)
 
 
 class Trials(Candidate):
-    """A candidate that is cut after its values.
+    """A candidate that can be cut after each of its values.
 
     Args:
-        can_fuse: decides about programs that are cut.
+        can_fuse: decides whether a cut program is fused.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Trials(Candidate):
         return self._can_complete(self._weights, AS_WEIGHTS)
 
     def _first_broken(self, nodes: Sequence[core.Var]) -> core.Var | None:
-        """The first value that cannot be completed, nor anything that is made of it."""
+        """Return the first value that cannot be completed, and from which no value that can be is computed."""
         fine: set[core.Var] = set()
         for place, var in enumerate(nodes):
             if var in fine:
@@ -114,9 +114,9 @@ class Trials(Candidate):
         return None
 
     def _kept(self, var: core.Var) -> Set[core.Var]:
-        """What a value that can be completed is made of.
+        """Return the values that a completed value proves valid.
 
-        A softmax is the same whatever numbers of rows are added to its scores, so that these may be wrong.
+        A softmax ignores row statistics that are added to its scores, so it does not prove these valid.
         """
         pairs = self._pair_ancestors(var)
         if self._ancestors[var] <= pairs or not self._known.get((var, AS_SCORES)):
@@ -125,12 +125,12 @@ class Trials(Candidate):
         return self._ancestors[var] if self._is_completed(var, whole) else pairs
 
     def _pair_ancestors(self, var: core.Var) -> set[core.Var]:
-        """What a value is made of, but for numbers of rows: a softmax is the same without them."""
+        """Return the values that a value is computed from through pairs only, without row statistics."""
         return {x for equation in self._pair_path(var) for x in equation.outvars}
 
     @functools.cached_property
     def _simple(self) -> set[core.Var]:
-        """What is made of products element by element, and of nothing else that is made of scores."""
+        """Return the values that are elementwise functions of scores, without other values computed from scores."""
         found: set[core.Var] = set()
         for equation in self._closed.jaxpr.eqns:
             if id(equation) in self._scores:
@@ -143,22 +143,23 @@ class Trials(Candidate):
         return found
 
     def _likely(self, var: core.Var, are_all: bool) -> Sequence[Completion]:
-        """What may follow a value, the likeliest first.
+        """Return the completions of a value, the likeliest first.
 
         Args:
-            are_all: even what is unlikely.
+            var: the value.
+            are_all: whether to include the unlikely ones.
         """
         if self._has_powers(var):
             rest = (AS_WEIGHTS, AS_POWERS, AS_SCORES)
         elif self._feeds_powers(var):
-            # What goes into a softmax may be weights by chance, such as scores over the root of their squares' sum.
+            # The argument of a softmax may look like weights by chance, such as scores divided by their norm.
             rest = (AS_SCORES,)
         else:
             rest = (AS_SCORES, AS_WEIGHTS, AS_POWERS)
         return rest if are_all else rest[:2]
 
     def _feeds_powers(self, var: core.Var) -> bool:
-        """Return whether the weights are made of exponentials of a value."""
+        """Return whether the weights are computed from exponentials of a value."""
         powers = [x for x in self._pair_path(self._weights) if x.primitive.name in POWERS]
         return any(var in self._pair_ancestors(x.outvars[0]) for x in powers)
 
@@ -173,10 +174,12 @@ class Trials(Candidate):
     def _can_complete(
         self, var: core.Var, complete: Completion, skipped: Mapping[core.Var, Any] = MappingProxyType({})
     ) -> bool:
-        """Return whether a value is fused with the rest of an attention after it.
+        """Return whether the program is fused if it is cut after a value and completed.
 
         Args:
-            skipped: values in the place of which others are taken.
+            var: the value.
+            complete: the completion.
+            skipped: from values to those that replace them.
         """
         key = (var, complete, *skipped.items())
         if key not in self._known:
@@ -188,10 +191,13 @@ class Trials(Candidate):
     def _cut(
         self, var: core.Var, complete: _Complete, shape: tuple[int, ...], skipped: Mapping[core.Var, Any]
     ) -> core.ClosedJaxpr:
-        """The program that computes a value, completed by a product with values of a shape.
+        """Return the program that computes a value and completes it by a product with values of this shape.
 
         Args:
-            skipped: values in the place of which others are taken; None stands for the values of keys.
+            var: the value.
+            complete: the completion.
+            shape: the shape of the values of keys.
+            skipped: from values to those that replace them; None stands for the values of keys.
         """
         jaxpr = self._closed.jaxpr
         consts = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
@@ -222,7 +228,7 @@ class Trials(Candidate):
         def compute(*given: Any) -> Any:
             known = consts | dict(zip(inputs, given, strict=False))
             for equation in jaxpr.eqns:
-                # Factors of scores are arguments, whatever else is made of what they are made of.
+                # The factors of scores are arguments, even if other equations need the values they are computed from.
                 if id(equation) in needed and equation.outvars[0] not in inputs:
                     results = bind(equation, [operand(known, given[-1], x) for x in equation.invars])
                     known |= dict(zip(equation.outvars, results, strict=True))
@@ -235,7 +241,7 @@ class Trials(Candidate):
     def _may_break(self, equation: core.JaxprEqn) -> bool:
         """Return whether an equation may be the first to break a rule.
 
-        What works element by element before a number of a row is made is no reason by itself: that number is.
+        Elementwise operations that only lead to a row statistic are no cause by themselves; the statistic is.
         """
         name = equation.primitive.name
         if name in ALIKE:
@@ -243,5 +249,5 @@ class Trials(Candidate):
         return name not in ELEMENTWISE or id(equation) in self._path
 
     def _is_known_to_be_attention(self, nodes: Sequence[core.Var]) -> bool:
-        """Return whether anything can be completed: else this is no attention, or axes stand for something else."""
+        """Return whether any value could be completed. Otherwise this is no attention, or axes are labelled wrongly."""
         return any(self._known.get((var, x)) for var in nodes for x in COMPLETIONS)

@@ -1,4 +1,4 @@
-"""Weights as sums of softmaxes, each times what it is scaled by."""
+"""Weights as sums of terms: softmaxes, each times a factor."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -39,40 +39,40 @@ class Term:
 
 
 def _shared_labels(product: Node) -> set[str]:
-    """The batch labels that values have, too, of both factors."""
+    """Return the batch labels that both factors of a product and the values share."""
     first, second = (set(filter(_is_shared, node.leaf.labels if node.leaf else ())) for node in product.inputs)
     return first & second
 
 
 def lie_in_order(dims: Sequence[Dim], wanted: Sequence[Dim]) -> bool:
-    """Whether those of the wanted dims that an array has lie in this order, axis after axis."""
+    """Return whether the wanted dims that an array has occur in this order."""
     places = [dims.index(dim) for dim in wanted if dim in dims]
     return places == sorted(places)
 
 
 def _is_shared(label: str) -> bool:
-    """Whether a batch label is one that values have, too."""
+    """Return whether a batch label is shared with the values."""
     return label.startswith("b")
 
 
 class Matcher(Softmaxes):
-    """Softmaxes and what is linear in them.
+    """Matcher of weights that are linear in softmaxes, or functions of single scores.
 
     Attributes:
-        is_alone: whether weights without a softmax need no batch axis that queries, keys and values share, as long as
-            keys lie one after the other: matrices of layers have what they are multiplied by along their first axis.
+        is_alone: whether weights without a softmax need no batch axis that queries, keys and values share. Keys must
+            then come before features in memory order, which tells them from the matrix of a layer.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, sizes: dict[str, int], batch: Sequence[str]) -> None:
         super().__init__(jaxpr, sizes, batch)
         self.is_alone = False
-        # Of values the terms, or why there are none; weights that a slice has left differ by where it begins.
+        # The terms of a value, or why there are none. The key includes the first key that a slice of weights keeps.
         self._known: dict[tuple[core.Var, tuple[Dim, ...], int], list[Term] | str] = {}
-        # Exponentials that count as this softmax, as their product with values is divided by their sum.
+        # Exponentials that count as this softmax, because their product with values is divided by their sum.
         self._divided: tuple[object, tuple[Dim, ...], Softmax] | None = None
 
     def has_softmax(self, var: object, dims: tuple[Dim, ...]) -> bool:
-        """Whether a value is linear in softmaxes."""
+        """Return whether a value is linear in softmaxes."""
         if not self.may_be_linear(var):
             return False
         try:
@@ -81,7 +81,7 @@ class Matcher(Softmaxes):
             return False
 
     def may_be_weights(self, var: object, dims: tuple[Dim, ...]) -> bool:
-        """Whether a value is linear in softmaxes, or made of single scores, be it linear in these or not."""
+        """Return whether a value is linear in softmaxes, or any function of single scores."""
         with contextlib.suppress(NoMatch, NotFusible, Unpullable):
             if self.may_be_linear(var):
                 return bool(self.terms(var, dims))
@@ -96,11 +96,11 @@ class Matcher(Softmaxes):
 
     @property
     def may_be_plain(self) -> bool:
-        """Whether what is no softmax may be weights: scores of these, and values, share a batch axis."""
+        """Return whether non-softmax weights are allowed: their scores and the values must share a batch axis."""
         return self.is_alone or any(_is_shared(label) for label in self.puller.batch)
 
     def _is_of_keys(self, product: Node) -> bool:
-        """Whether a product may be of queries and keys; others are of a layer."""
+        """Return whether a product may be one of queries and keys, and not of a layer."""
         if _shared_labels(product):
             return True
         if not self.is_alone:
@@ -109,7 +109,7 @@ class Matcher(Softmaxes):
         return any(lie_in_order(key.dims, ((COLUMNS,), *((x,) for x in key.features))) for key in keys)
 
     def why_not(self, var: object, dims: tuple[Dim, ...]) -> str:
-        """Why a value is not linear in softmaxes; empty where that is not known."""
+        """Return why a value is not linear in softmaxes, or an empty string if that is not known."""
         try:
             self.terms(var, dims)
         except NoMatch as failure:
@@ -117,15 +117,15 @@ class Matcher(Softmaxes):
         return ""
 
     def terms(self, var: object, dims: tuple[Dim, ...]) -> list[Term]:
-        """Softmaxes and weights whose products add up to a value.
+        """Return the terms that add up to a value.
 
         Raises:
-            NoMatch: it is something else.
+            NoMatch: the value is not linear in softmaxes.
         """
         return finished(self._terms(var, dims), NoMatch, NotFusible, Unpullable)
 
     def _terms(self, var: object, dims: tuple[Dim, ...]) -> Steps[list[Term]]:
-        """The same, which is asked for once for each value."""
+        """Compute `terms`, memoised for each value."""
         if not isinstance(var, core.Var):
             raise NoMatch
         key = (var, dims, self.first)
@@ -203,14 +203,14 @@ class Matcher(Softmaxes):
     def divided_terms(
         self, product: core.JaxprEqn, out_dims: tuple[Dim, ...], var: object, dims: tuple[Dim, ...]
     ) -> tuple[list[Term], core.Var, tuple[Dim, ...]] | None:
-        """Terms of weights that are linear in exponentials by whose sum their product with values is divided.
+        """Return the terms of weights linear in exponentials, if the product with values is divided by their sum.
 
         Returns:
-            The terms, the quotient, and the quotient's dims; None where nothing is divided so.
+            The terms, the quotient, and the quotient's dims; None if there is no such division.
         """
         for power, power_dims in self._below(var, dims):
             found = self.divided(product, out_dims, power, power_dims)
-            # Weights that are not masked are not those of a sum that is.
+            # Unmasked weights do not match a masked sum.
             if found is None or found[0].mask is not None:
                 continue
             softmax, quotient, quotient_dims = found
@@ -220,7 +220,7 @@ class Matcher(Softmaxes):
         return None
 
     def _over_sums(self, operands: Sequence[Any], given: Sequence[tuple[Dim, ...]]) -> list[Term] | None:
-        """Terms of a quotient of what is linear in exponentials, and their sum; None of others."""
+        """Return the terms of a value linear in exponentials over their sum, or None for other quotients."""
         for power, power_dims in self._below(operands[0], given[0]):
             powers = self.powers(power, power_dims)
             softmax = None if powers is None else self._over_sum(powers, operands[1], given[1], power_dims)
@@ -233,7 +233,7 @@ class Matcher(Softmaxes):
     def _terms_over(
         self, var: object, dims: tuple[Dim, ...], divided: tuple[object, tuple[Dim, ...], Softmax]
     ) -> list[Term] | None:
-        """Terms of a value where exponentials count as a softmax; None where it is not linear in them."""
+        """Return the terms of a value with exponentials taken as a softmax, or None if it is not linear in them."""
         before = self._known, self._divided
         self._known, self._divided = {}, divided
         try:
@@ -244,7 +244,7 @@ class Matcher(Softmaxes):
             self._known, self._divided = before
 
     def _below(self, var: object, dims: tuple[Dim, ...]) -> Iterator[tuple[object, tuple[Dim, ...]]]:
-        """A value, and those that it may be linear in, with their dims; not those that are added to each other."""
+        """Yield a value and those that it is a multiple of, with their dims. Sums are not followed."""
         seen: set[object] = set()
         waiting = [(var, dims)]
         while waiting:
@@ -266,7 +266,13 @@ class Matcher(Softmaxes):
                 waiting += [(x, broadcast_dims(x, shape, dims)) for x in inner]
 
     def _both_terms(self, operands: Sequence[Any], given: Sequence[tuple[Dim, ...]]) -> Steps[list[list[Term]]]:
-        """Of both operands of a sum; beside softmaxes what is none is a weight, as it is."""
+        """Return the terms of both operands of a sum.
+
+        An operand without softmaxes is a term itself if the other operand has softmaxes.
+
+        Raises:
+            NoMatch: neither operand has softmaxes, and one of them has no terms.
+        """
         found: list[list[Term] | None] = []
         failures = []
         for operand, dims in zip(operands, given, strict=True):
@@ -281,10 +287,10 @@ class Matcher(Softmaxes):
         return [self._weight(x, dims) if terms is None else terms for terms, x, dims in pairs]
 
     def _weight(self, var: object, dims: tuple[Dim, ...]) -> list[Term]:
-        """A value as it is, nothing where it is 0.
+        """Return a value as a term without a softmax, or no term if it is 0.
 
         Raises:
-            NoMatch: all its scores would be made in memory.
+            NoMatch: the value reads an array of all its scores from memory.
         """
         node = self.puller.node(var, dims)
         for leaf in leaves_of(node):
@@ -293,13 +299,13 @@ class Matcher(Softmaxes):
         return [] if node.kind == "number" and not np.any(node.number) else [Term(None, node)]
 
     def _selected(self, equation: core.JaxprEqn, given: Sequence[tuple[Dim, ...]]) -> Steps[list[Term]]:
-        """Where a mask holds 0 else what is linear, or the other way round."""
+        """Return the terms of a select between 0 and a value that is linear in softmaxes."""
         if len(equation.invars) != 3:
             raise NoMatch
         kept = self._unless_nan(equation) or self.guarded(equation, given)
         if kept is not None:
             terms = yield self._terms(kept, given[[x is kept for x in equation.invars].index(True)])
-            # Softmaxes are finite: rows that see no key, where they may be NaN, are 0 here.
+            # Softmaxes are finite, because rows without keys, where a program's own may be NaN, are 0 here.
             if all(term.softmax is not None and is_finite(term.weight or number(1.0)) for term in terms):
                 return terms
         predicate = self.puller.node(equation.invars[0], given[0])
@@ -312,13 +318,13 @@ class Matcher(Softmaxes):
             factor = operation(lax.select_n_p, predicate, *cases)
             terms = yield self._terms(equation.invars[kept], given[kept])
             if kept == 2:
-                # Softmaxes whose sum has the same mask are masked by it as a whole.
+                # A softmax whose sum has the same mask becomes a softmax of masked scores.
                 terms = [self._masked(term, predicate, mask) for term in terms]
             return [self._scaled(term, factor, lax.mul_p) for term in terms]
         raise NoMatch
 
     def _unless_nan(self, equation: core.JaxprEqn) -> core.Var | None:
-        """The value that is chosen wherever it is finite; None where something else decides."""
+        """Return the value that a select keeps wherever it is not NaN or infinite, or None for other selects."""
         test = self.producer(equation.invars[0])
         if test is None or test.primitive.name not in ("ne", "eq", "is_finite"):
             return None
@@ -337,7 +343,10 @@ class Matcher(Softmaxes):
         return Term(Softmax(score, softmax.extras), term.weight)
 
     def plain(self, var: object, dims: tuple[Dim, ...]) -> tuple[list[Term], str]:
-        """A weight without a softmax, where it is a function of scores, not these; else nothing, and why."""
+        """Return weights without a softmax as one term, or no terms and the reason.
+
+        The weights must be a function of scores that is not linear in them.
+        """
         equation = self.producer(self.skip_moves(var))
         if equation is None or equation.primitive.name == "dot_general":
             return [], ""
@@ -349,14 +358,14 @@ class Matcher(Softmaxes):
             if leaf in self.puller.doubts:
                 return [], self.puller.doubts[leaf]
         products = [x for x in nodes_of(node) if x.kind == "product"]
-        # Without an axis that queries, keys and values share it is as likely a layer between matrices of weights, and
-        # what is linear in its products is one.
+        # Without a batch axis that queries, keys and values share, this may be a layer between two matrices. A value
+        # that is linear in its products is one.
         are_shared = all(map(self._is_of_keys, products))
         return ([Term(None, node)] if products and are_shared and not is_linear_in_products(node) else []), ""
 
     @staticmethod
     def _stopped(term: Term, primitive: core.Primitive) -> Term:
-        """The same without derivatives."""
+        """Return a term without derivatives."""
         softmax, weight = term.softmax, term.weight
         if softmax is not None:
             extras = tuple(stopped(x, primitive) for x in softmax.extras)
@@ -370,7 +379,7 @@ class Matcher(Softmaxes):
 
     @staticmethod
     def _first_column(equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> int:
-        """Where a slice of weights begins."""
+        """Return the first key of a slice of weights."""
         if COLUMNS not in labels_of(dims):
             return 0
         if (COLUMNS,) not in dims:
@@ -378,7 +387,10 @@ class Matcher(Softmaxes):
         return int(equation.params["start_indices"][dims.index((COLUMNS,))])
 
     def _sliced(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        """The dims of the operand of a slice: of one index, or of the keys from those and further logits."""
+        """Return the dims of the operand of a slice.
+
+        The slice takes one index of an axis, or the keys without further logits.
+        """
         found = list(dims)
         given, shape = aval_of(equation.invars[0]).shape, aval_of(equation.outvars[0]).shape
         for axis, (whole, size) in enumerate(zip(given, shape, strict=True)):
