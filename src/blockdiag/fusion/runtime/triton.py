@@ -426,7 +426,7 @@ def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Li
 
 
 def _flops(region: Region, kind: Kind, tile: Tile, live: Live | None) -> float:
-    """Return the estimated floating-point operations of a kernel's products, without tiles that are known to be dead."""
+    """Return the estimated floating-point operations of a kernel's products; tiles known to be dead do not count."""
     sizes = region.sizes
     pairs = math.prod(sizes[label] for label in (*region.batch, "q", "k"))
     features = sum(size for label, size in sizes.items() if label.startswith(FEATURES))
