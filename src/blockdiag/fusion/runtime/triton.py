@@ -88,7 +88,7 @@ def supports(region: Region) -> str | None:
 
 
 def _declined_dtype(region: Region) -> str | None:
-    """Return which operands of a product have unsupported dtypes, in words; None if all are supported."""
+    """Which factors of a product have dtypes that the kernels do not multiply, None where all do."""
     if region.value.dtype.name not in _FLOATING:
         return f"the Triton kernels take values of {', '.join(_FLOATING)}, got {region.value.dtype}"
     for node in nodes_of(region.score, region.weight, *region.extras):
