@@ -1,4 +1,4 @@
-"""`fuse`: an attention variant written in plain jax.numpy becomes one kernel, forward and backward."""
+"""`fuse`: compile an attention variant written in plain jax.numpy to fused kernels, forward and backward."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,48 +51,52 @@ def fuse[**P, R](
     fallback: bool = False,
     context_parallel: ContextParallel | None = None,
 ) -> Callable[P, R]:
-    """A function whose attention is computed by fused kernels: the same results to rounding, and gradients.
+    """Return a function that computes the attention of `function` by fused kernels.
 
-    Wherever the function multiplies a softmax of scores by values, or another function of scores, tiles of scores are
-    made, used and dropped in one kernel. Of arrays of queries by keys only biases and masks are in memory that the
-    function is given or makes by a gather or a product, with the axes that they have, and the gradients of these; "xla"
-    has such a gradient for each batch index before it is added up. All else is computed as written. Rows that see no
-    key are 0, with gradients of 0. Random bits for each query and key are a hash of the key of `jax.random` and of the
-    place instead of its own sequence: equally distributed, and the same in all passes and implementations. The function
-    is traced with each call: call it under `jax.jit`.
+    Results equal those of `function` up to rounding, and gradients are fused too. A product of values with a softmax
+    of scores, or with another function of scores, becomes one kernel, which creates and discards scores tile by tile.
+    Everything else is computed as written. The function is traced with each call, so call it under `jax.jit`.
 
-    Works under `jax.jit` (with donated arguments), `grad` (reverse mode; derivatives of gradients are computed by XLA,
-    which keeps all scores for them), `vmap`, `checkpoint`, `scan`, `export`, jitted `shard_map` over batch and heads,
-    and inside modules of Flax; `checkpoint` and `scan` may be in the function, too. Devices of a mesh, with automatic
-    or explicit axes, divide the batch axes of the function as its arrays are sharded; gradients of arrays that lack
-    such an axis are summed over them.
+    Arrays of queries by keys exist in memory only as biases and masks that the function receives or computes by a
+    gather or a product. They keep the axes that they have. Their gradients are in memory too; "xla" holds such a
+    gradient for each batch index before it sums them.
+
+    Rows that see no key are 0, with gradients of 0. Random bits per query and key are a hash of the `jax.random` key
+    and the position, not the sequence of `jax.random`. They have the same distribution, and are the same in all passes
+    and implementations.
+
+    Works under `jax.jit` (with donated arguments), `grad` (reverse mode), `vmap`, `checkpoint`, `scan`, `export`,
+    jitted `shard_map` over batch and heads, and inside Flax modules. The function itself may contain `checkpoint` and
+    `scan`. Derivatives of gradients are computed by XLA, which keeps all scores for them. On a mesh, with automatic or
+    explicit axes, devices divide the batch axes of the function as its arrays are sharded. Gradients of arrays that
+    lack a divided axis are summed over its devices.
 
     Args:
-        function: of arrays of any shape and dtype, in pytrees; the Triton kernels take none of 64 bits. Other arguments
-            are handed on as they are.
-        implementation: None: the Triton kernels where the program is lowered for CUDA, and a scan over tiles of keys
-            elsewhere; "triton", "xla", or a sequence of them: the first that can compute a region. "reference" is the
-            function as it stands.
-        fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons. Without
-            `implementation` so does a function of arrays whose sizes are symbolic, as `jax.export` has them.
-        context_parallel: devices along an axis of the mesh share the tokens of each sequence; see `ContextParallel`.
-            The function is written for whole sequences, and results are those of one device. Its arguments are sharded
+        function: a function of arrays of any shape and dtype, in pytrees. The Triton kernels take no 64-bit arrays.
+            Other arguments are passed on unchanged.
+        implementation: "triton", "xla", or a sequence of them, of which the first that can compute a region is used.
+            None: the Triton kernels where the program is lowered for CUDA, and a scan over key tiles elsewhere.
+            "reference": `function` unchanged.
+        fallback: run `function` unchanged if it is not fusible; `fused.fallbacks` then lists the reasons. If
+            `implementation` is None, a call with symbolic array sizes, as in `jax.export`, always falls back.
+        context_parallel: devices along a mesh axis share the tokens of each sequence; see `ContextParallel`. The
+            function is written for whole sequences, and results are those of one device. Its arguments are sharded
             along tokens as usual. `explain` says which strategy is chosen.
 
     Returns:
-        A function of the same arguments, with the shapes and dtypes of the results that `function` has.
+        A function of the same arguments, whose results have the shapes and dtypes of the results of `function`.
 
     Raises:
         ValueError: `implementation` has an unknown name, or is "reference" with `context_parallel`; (when called) the
-            mesh has no such axis, the devices do not divide the queries, the strategy of `context_parallel` cannot
-            serve, or the call is inside of a `jax.shard_map`. The message has the remedy.
-        NotFusible: (when called) there is no attention in it, or one that breaks a rule, or the function changes what
-            is in an argument; the message names the rule and the line.
-        NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
+            mesh has no such axis, the devices do not divide the queries, the strategy of `context_parallel` does not
+            apply, or the call is inside a `jax.shard_map`. The message has the remedy.
+        NotFusible: (when called) the function has no attention, has attention that breaks a rule, or mutates an
+            argument; the message names the rule and the line.
+        NotImplementedError: (when called) none of the requested implementations can compute it; the message says why.
 
     References:
         Attention by tiles: FlashAttention of Dao et al. (2022). Variants as programs: FlexAttention of Dong et al.
-        (2024). Finding them in the equations of a function: Flashlight of You et al. (2025), for PyTorch.
+        (2024). Recognition of variants in the equations of a function: Flashlight of You et al. (2025), for PyTorch.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -114,7 +118,7 @@ def fuse[**P, R](
             )
         return function
     if is_fused(function):
-        # Its kernels are chosen anew.
+        # The inner function is fused again, with this call's options.
         function = function.__wrapped__  # pyrefly: ignore[missing-attribute]
     names = normalise_implementation(implementation, FUSE)
     reasons: list[str] = []
@@ -137,39 +141,38 @@ def fuse[**P, R](
 
 
 def marked[F: Callable[..., Any]](fused: F) -> F:
-    """A function that `fuse` made of its `__wrapped__`, for `is_fused`."""
+    """Mark a function as a result of `fuse`, for `is_fused`, and return it."""
     fused.fused = fused  # pyrefly: ignore[missing-attribute]
     return fused
 
 
 def is_fused(function: Callable[..., Any]) -> bool:
-    """Whether a function is what `fuse` made of another one."""
-    # What `jax.vmap` and others make of a fused function has all its attributes.
+    """Return whether a function is a result of `fuse`."""
+    # `jax.vmap` and others copy the attributes of a fused function to their results.
     return getattr(function, "fused", None) is function
 
 
 def _bind_outside(equation: core.JaxprEqn, given: list[Any]) -> list[Any]:
-    """Return the results of an equation outside of regions."""
+    """Return the results of an equation outside regions."""
     return [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
 
 
 _REWRITES = (plain, with_chosen, with_factors_inside, respelled, taken_apart, with_sources, with_sums, with_merged_keys)
-"""In this order; each gives None where it changes nothing."""
+"""The passes, in the order in which they run; each returns None if it changes nothing."""
 
 
 class Program:
-    """A traced call.
+    """Traced call with its fused regions.
 
     Attributes:
-        jaxpr: flat.
-        regions: of the products that are fused.
-        log_sums: variables that are needed and that regions compute beside their results.
-        inner: loops, and what is computed again for gradients, with their programs, by the first variable that each
-            gives.
-        refused: what is said against attention outside of these, where none is found there.
+        jaxpr: the flat program.
+        regions: the regions of each fused product, by the variable of its result.
+        log_sums: the needed variables that regions compute as log-sum-exps beside their results.
+        inner: loops, branches and checkpoints with attention, with their programs, by the first result of each.
+        refused: why no attention was found outside these; None if some was found.
         arguments: the arrays of the call, or their shapes and dtypes.
-        structure: of its results.
-        sharing: the devices that share tokens; None where each sequence is on one device.
+        structure: the tree structure of the results.
+        sharing: the devices that share tokens; None if each sequence is on one device.
     """
 
     sharing: Sharing | None = None
@@ -194,9 +197,9 @@ class Program:
             )
 
     def _find(self, jaxpr: core.ClosedJaxpr) -> NoAttention | None:
-        """Find the attention of a flat program, but for what loops have; what is said against it where there is none.
+        """Find the attention of a flat program outside loops; return the refusal if there is none.
 
-        What only looks like attention may be beside a loop of layers, such as an MLP of sines.
+        A refusal is not final: a loop over layers may have attention, next to code that only resembles attention.
         """
         try:
             self._take_with_axes(jaxpr)
@@ -214,7 +217,7 @@ class Program:
         return None
 
     def _take_with_axes(self, jaxpr: core.ClosedJaxpr) -> None:
-        """Take a program, in which queries without an axis get one."""
+        """Take a program; if queries lack a token axis, insert one."""
         try:
             self._take(jaxpr)
         except QueryWithoutAxis as refusal:
@@ -228,7 +231,10 @@ class Program:
         self.regions, self._sides = regions_and_sides(jaxpr.jaxpr)
 
     def _place(self) -> None:
-        """Make masks that are cut or joined functions of places, where these are then computed in tiles."""
+        """Rewrite sliced or concatenated masks as functions of positions, if tiles can then compute them.
+
+        The rewrite is kept if regions read fewer arrays of queries by keys and none is lost.
+        """
         before, pairs, count = self.jaxpr, _pairs(self.all_regions()), len(self.regions)
         found = with_places(before, self.all_regions())
         if found is None:
@@ -242,11 +248,11 @@ class Program:
             self._take(before)
 
     def all_regions(self) -> list[Region]:
-        """All regions, of whichever product."""
+        """Return the regions of all products."""
         return [region for found in self.regions.values() for region in found]
 
     def _multiply_out(self) -> None:
-        """Make squared distances products, where these are inside of regions."""
+        """Rewrite squared distances as products, unless more products are then computed outside regions."""
         before = self.jaxpr
         with_all = with_products(before)
         if with_all is None:
@@ -257,7 +263,7 @@ class Program:
             self._take(before)
 
     def run(self, names: tuple[str, ...] | None) -> Any:
-        """The results."""
+        """Return the results of the call."""
 
         def compute(region: Region, has_log_sum: bool, leaves: list[Any], value: Any) -> tuple[Any, Any]:
             call = Call(region, names, has_log_sum)
@@ -268,12 +274,12 @@ class Program:
         return jax.tree.unflatten(self.structure, self.evaluate(self.arguments, compute))
 
     def evaluate(self, arguments: Sequence[Any], compute: _Compute, bind_outside: _Bind = _bind_outside) -> list[Any]:
-        """The results as a flat list.
+        """Return the results as a flat list.
 
         Args:
-            compute: the result of a region, and its log-sum-exp where that is asked for, from its leaves and values. It
-                is given one region for all equal ones, whose variables are those of the first.
-            bind_outside: the results of an equation outside of regions, from its operands.
+            compute: takes a region, whether its log-sum-exp is needed, its leaves and its values; returns the result
+                and the log-sum-exp. Equal regions are represented by the first of them, with its variables.
+            bind_outside: takes an equation outside regions and its operands; returns its results.
         """
         jaxpr = self.jaxpr.jaxpr
         known: dict[core.Var, Any] = dict(zip(jaxpr.constvars, self.jaxpr.consts, strict=True))
@@ -304,7 +310,7 @@ class Program:
         return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
 
     def programs(self) -> Iterator["Program"]:
-        """This one, and those within."""
+        """Yield this program and all inner programs."""
         yield self
         for _, programs in self.inner.values():
             for program in programs:
@@ -312,7 +318,7 @@ class Program:
                     yield from program.programs()
 
     def needed(self) -> set[core.Var]:
-        """What must be computed: of what regions replace only their leaves and values."""
+        """Return the variables that must be computed; a region needs only its leaves and values."""
         return _needed(self.jaxpr.jaxpr, self.regions, self.log_sums)
 
 
@@ -323,12 +329,13 @@ def _evaluated(program: Program | core.ClosedJaxpr, compute: _Compute, *given: A
 
 
 def _inner_programs(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[Inner, list[Program | core.ClosedJaxpr]]]:
-    """The programs within another one, where one of them has attention."""
+    """Return the inner programs of a program that have attention, by the first result of their equation."""
     found = {}
     for inner in inner_of(closed):
         ways = [(inner, _opened(inner))]
         if inner.hoisted is not None:
-            # What is made of less before a loop is made within, where it is no array of pairs then.
+            # Arrays computed before a loop from smaller ones can be computed inside it instead. Tiles can then compute
+            # them, and no array of queries by keys is needed.
             ways.append((inner.hoisted, _opened(inner.hoisted)))
         best = min(ways, key=lambda one: _pairs([x for each in _within(one[1]) for x in each.all_regions()]))
         if _within(best[1]):
@@ -337,7 +344,7 @@ def _inner_programs(closed: core.ClosedJaxpr) -> dict[core.Var, tuple[Inner, lis
 
 
 def _opened(inner: Inner) -> list[Program | core.ClosedJaxpr]:
-    """The programs of what is within, those without attention as they are."""
+    """Return the program of each body or branch; one without attention stays a jaxpr."""
     programs: list[Program | core.ClosedJaxpr] = []
     for jaxpr in inner.jaxprs:
         try:
@@ -348,23 +355,23 @@ def _opened(inner: Inner) -> list[Program | core.ClosedJaxpr]:
 
 
 def _program_of(jaxpr: core.ClosedJaxpr) -> Program:
-    """The program of a body or a branch."""
+    """Return the program of a loop body or a branch."""
     arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(aval_of, jaxpr.jaxpr.invars)]
     return Program(with_positions(jaxpr), arguments, None)
 
 
 def _within(programs: Sequence[Program | core.ClosedJaxpr]) -> list[Program]:
-    """Those that have attention, and those within."""
+    """Return the programs with attention, and all programs inside them."""
     return [x for program in programs if isinstance(program, Program) for x in program.programs()]
 
 
 def _with_checkpoints(closed: core.ClosedJaxpr, arrays: Sequence[Any], structure: Any) -> Program:
-    """The program of a function parts of which are computed again for gradients.
+    """Return the program of a function with checkpoints.
 
-    They are opened where less attention, or more arrays of queries by keys, would be found otherwise.
+    Checkpoints are inlined if less attention, or more arrays of queries by keys, would be found otherwise.
 
     Raises:
-        NotFusible: as it is refused when they are opened.
+        NotFusible: the refusal of the program with inlined checkpoints.
     """
     whole, _ = flat_jaxpr(core.jaxpr_as_fun(closed), *closed.in_avals)
     try:
@@ -387,15 +394,15 @@ def trace(
     kwargs: dict[str, Any],
     context: ContextParallel | None = None,
 ) -> Program:
-    """The program of a call, with its regions.
+    """Return the program of a call, with its regions.
 
     Args:
-        args, kwargs: arrays, or `jax.ShapeDtypeStruct` in place of them for a program that is not run.
-        context: which devices share tokens.
+        args, kwargs: the arguments; `jax.ShapeDtypeStruct` may replace arrays if the program is not run.
+        context: the devices that share tokens.
 
     Raises:
-        NotFusible: it has none, or one that breaks a rule, or a size that is not a number.
-        ValueError: there are no such devices.
+        NotFusible: the function has no attention, attention that breaks a rule, or a symbolic size.
+        ValueError: the mesh has no such devices.
     """
     arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
     sharing = None if context is None else sharing_of(context, arrays)
@@ -407,7 +414,7 @@ def trace(
 def _traced(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharing: Sharing | None
 ) -> Program:
-    """The program of a call; see `trace`."""
+    """Return the program of a call, see `trace`."""
     flat, tree = jax.tree.flatten((args, kwargs))
     places = [place for place, x in enumerate(flat) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
 
@@ -447,18 +454,18 @@ def _traced(
 
 
 class _Nothing(NoAttention):
-    """There is nothing that could have been meant as attention."""
+    """Nothing in the program resembles attention."""
 
 
 class _Unused(NotFusible):
-    """There is attention, but its result is not used."""
+    """The program has attention, but does not use its result."""
 
 
 def _reason(closed: core.ClosedJaxpr, refusal: NotFusible) -> str:
-    """Why a flat program is refused: the first thing in it that breaks a rule, or what the compiler met first.
+    """Return why a flat program is refused: the first violation of a rule in program order, else the refusal.
 
     Args:
-        refusal: by the compiler, which looks for attention from the end.
+        refusal: the refusal of the compiler, which searches for attention from the end.
     """
     if has_checkpoints(closed.jaxpr):
         closed, _ = flat_jaxpr(core.jaxpr_as_fun(closed), *closed.in_avals)
@@ -474,7 +481,7 @@ def _reason(closed: core.ClosedJaxpr, refusal: NotFusible) -> str:
 
 
 def _is_fused_with_last(closed: core.ClosedJaxpr) -> bool:
-    """Return whether attention is fused whose values are made of the last argument."""
+    """Return whether some attention is fused whose values depend on the last argument."""
     try:
         program = Program(with_positions(closed), closed.in_avals, None)
     except NotFusible:
@@ -487,10 +494,10 @@ def _is_fused_with_last(closed: core.ClosedJaxpr) -> bool:
 
 
 def _changed(before: Sequence[Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Which leaf of the arguments is not what it was, as a part of a message; None where all are.
+    """Return the first mutated leaf of the arguments, as part of a message; None if no leaf was mutated.
 
     Args:
-        before: the leaves.
+        before: the leaves before the call.
     """
     args, kwargs = arguments
     after = jax.tree_util.tree_leaves_with_path((args, kwargs))
@@ -505,16 +512,16 @@ def _changed(before: Sequence[Any], arguments: tuple[tuple[Any, ...], dict[str, 
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether a leaf of the arguments is what it was; numbers and text may be made anew."""
+    """Return whether a leaf of the arguments is unchanged; numbers and strings are compared by value."""
     return one is other or (isinstance(one, bool | int | float | complex | str) and one == other)
 
 
 UNOPENED = "loops that may end anywhere are not opened: fuse what they run"
-"""What is said of attention that may be in them."""
+"""The note on attention that may be inside a `while` loop."""
 
 
 def _nothing_found(closed: core.ClosedJaxpr) -> str:
-    """Why a program has no attention."""
+    """Return why a program has no attention."""
     whole = "there is no product with a softmax of scores"
     hidden = hidden_attention(closed.jaxpr)
     if hidden is None:
@@ -534,7 +541,7 @@ def _nothing_found(closed: core.ClosedJaxpr) -> str:
 
 
 def _reason_within(closed: core.ClosedJaxpr, hidden: core.JaxprEqn) -> str:
-    """Why nothing is fused of what a loop or a branch runs."""
+    """Return why nothing is fused inside a loop or a branch."""
     for inner in inner_of(closed):
         for jaxpr in inner.jaxprs if inner.equation is hidden else ():
             try:
@@ -571,19 +578,19 @@ def _needed(
 
 
 def _pairs(regions: Sequence[Region]) -> int:
-    """How many arrays of queries by keys regions read."""
+    """Return how many arrays of queries by keys the regions read."""
     return sum(leaf.role == "score" for region in regions for leaf in region.leaves)
 
 
 def _products_outside(jaxpr: core.Jaxpr, regions: Mapping[core.Var, Sequence[Region]]) -> int:
-    """How many products are computed outside of regions."""
+    """Return how many products are computed outside regions."""
     needed = _needed(jaxpr, regions)
     names = [x.primitive.name for x in jaxpr.eqns if x.outvars[0] in needed and x.outvars[0] not in regions]
     return names.count("dot_general")
 
 
 def _operands(region: Region, known: dict[core.Var, Any]) -> tuple[list[Any], Any]:
-    """The arrays of a region's leaves, and of its values."""
+    """Return the arrays of a region's leaves, and its values."""
 
     def array_of(source: Source) -> Any:
         return jnp.arange(source.shape[0], dtype=source.dtype) if source.key is None else known[source.key]

@@ -1,4 +1,4 @@
-"""`explain`: what `fuse` finds in a function, as data and as text."""
+"""`explain`: a report of what `fuse` finds in a function, as data and as text."""
 
 import collections
 import functools
@@ -33,15 +33,22 @@ _VISITED_COLOUR, _SKIPPED_COLOUR = (0.0, 0.447, 0.698), (0.92, 0.92, 0.92)
 
 @dataclass(frozen=True)
 class LeafReport:
-    """An array that a region reads.
+    """Array that a region reads.
 
     Attributes:
-        role: "query" and "key" of products, and "feature", with these two, of other sums over features; "row",
-            "column", "score" and "scalar" have queries, keys, both or neither; "distance" is a function of their
-            difference.
-        labels: the batch axes that it has; it is the same along the others.
-        shape, dtype: of the array, as it lies in memory.
+        role: how the array depends on queries and keys, see below.
+        labels: the batch axes that it has; it is broadcast along the others.
+        shape, dtype: the shape and dtype of the array in memory.
         is_known: whether its elements are known while tracing.
+
+    | role | meaning |
+    |---|---|
+    | "query", "key" | an operand of a product, or of another sum over features |
+    | "feature" | an operand of a sum over features that has neither queries nor keys |
+    | "row", "column" | one number per query, or per key |
+    | "score" | one number per query and key |
+    | "scalar" | one number |
+    | "distance" | a function of query position minus key position |
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -63,12 +70,12 @@ class LeafReport:
 
 @dataclass(frozen=True)
 class SummedGradient:
-    """The gradient of an array that devices share, where they divide batch axes that it lacks.
+    """Gradient that is summed over devices, because its array lacks batch axes that devices may divide.
 
     Attributes:
-        role: that of the leaf (see `LeafReport`), or "value".
-        shape, dtype: of the array, as it lies in memory.
-        over: the axes that it lacks; devices that divide one of them sum their gradients.
+        role: the role of the leaf (see `LeafReport`), or "value".
+        shape, dtype: the shape and dtype of the array in memory.
+        over: the batch axes that the array lacks; devices that divide one of them sum their gradients.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -89,25 +96,25 @@ class SummedGradient:
 
 @dataclass(frozen=True)
 class RegionReport:
-    """An attention that becomes kernels.
+    """Attention that is compiled to kernels.
 
     Attributes:
-        sizes: of the axes: batch axes ("b0", "g0", ...), "q", "k", "f" and "d".
+        sizes: the sizes of the axes: batch axes ("b0", "g0", ...), "q", "k", "f" and "d".
         batch: the batch axes, in the order of the result.
-        leaves: what scores, masks and weights are computed from.
-        has_softmax, has_weight, extras: whether there is a softmax, something that multiplies it, and how many logits
-            without a value take part in it.
-        tile: rows and columns of a tile of scores, forward.
-        tables: tells which tiles are visited; None where all are, or where that follows from arrays which the
+        leaves: the arrays from which scores, masks and weights are computed.
+        has_softmax: whether there is a softmax.
+        has_weight: whether the softmax is multiplied by a weight. Without a softmax, whether there is a weight.
+        extras: the number of logits without a value in the softmax, such as sinks.
+        tile: the rows and columns of a score tile, forward.
+        tables: the lists of visited tiles. None if all tiles are visited, or if that depends on arrays which the
             explanation was not given.
-        flops: floating-point operations of the forward products, of the tiles that are visited; a multiplication and an
-            addition are two.
-        read_bytes: bytes of the leaves and values, each once.
-        kernels: source of each kernel by name, after it what Hopper gets in its place; empty where the kernels cannot
-            compute the region, see `declined`.
-        declined: why the kernels cannot; None where they can.
-        divided: the batch axes that devices of a mesh may divide; each device has all of the other axes.
-        summed: the arrays whose gradients are then summed over devices, since they lack some of these axes.
+        flops: the floating-point operations of the forward products in visited tiles. A multiply-add counts as two.
+        read_bytes: the bytes of the leaves and values, each counted once.
+        kernels: the source of each kernel by name, each followed by its replacement on Hopper. Empty if the kernels
+            cannot compute the region, see `declined`.
+        declined: why the kernels cannot compute the region; None if they can.
+        divided: the batch axes that devices of a mesh may divide. Each device has all of the other axes.
+        summed: the arrays whose gradients are then summed over devices, because they lack some of these axes.
         shared: how devices share the tokens, in words; None without `context_parallel`.
 
     Example:
@@ -139,7 +146,7 @@ class RegionReport:
 
     @functools.cached_property
     def live(self) -> np.ndarray | None:
-        """Which tiles are visited, bool [.., tiles of queries, tiles of keys]; None as for `tables`."""
+        """Which tiles are visited, bool [.., query tiles, key tiles]; None if `tables` is None."""
         return None if self.tables is None else self.tables.states(-(-self.sizes["k"] // self.tile[1])) > 0
 
     @property
@@ -149,20 +156,20 @@ class RegionReport:
 
     @property
     def visited(self) -> np.ndarray:
-        """Which tiles of the first batch index are visited, bool [tiles of queries, tiles of keys]."""
+        """Which tiles of the first batch index are visited, bool [query tiles, key tiles]."""
         rows, columns = (-(-self.sizes[axis] // size) for axis, size in zip("qk", self.tile, strict=True))
         return np.ones((rows, columns), bool) if self.live is None else self.live.reshape(-1, rows, columns)[0]
 
     @property
     def picture(self) -> str:
-        """The tiles of the first batch index, a line for each tile of queries: # visited, . skipped."""
+        """The tiles of the first batch index, one line per query tile: # visited, . skipped."""
         return "\n".join("".join("#" if x else "." for x in row) for row in self.visited)
 
     def plot(self, axis: Any) -> None:
-        """Draw the tiles of the first batch index, visited ones dark, queries downwards.
+        """Draw the tiles of the first batch index, with visited tiles dark.
 
         Args:
-            axis: `matplotlib.axes.Axes`; its units are tokens, keys to the right.
+            axis: a `matplotlib.axes.Axes`. Its units are tokens, with queries downwards and keys to the right.
         """
         queries, keys = self.sizes["q"], self.sizes["k"]
         colours = np.where(self.visited[..., None], _VISITED_COLOUR, _SKIPPED_COLOUR)
@@ -184,7 +191,7 @@ class RegionReport:
         return "\n".join(lines)
 
     def _division(self) -> str:
-        """How devices of a mesh divide the region, in words."""
+        """Return how devices of a mesh divide the region, in words."""
         sharing = [] if self.shared is None else [self.shared]
         if not self.divided:
             return "; ".join([*sharing, "there is no batch axis to divide"]) if sharing else _WHOLE
@@ -200,14 +207,14 @@ class RegionReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `fuse` finds in a call.
+    """Report of what `fuse` finds in a call.
 
     Attributes:
-        regions: what becomes kernels.
-        outside: how many equations of each primitive are computed as they stand.
-        reason: why the function is not fusible; None where it is.
-        unopened: what may have attention that is not found, in words; None where nothing has.
-        scores: what scores are computed again in memory, beside the kernels: shape, dtype and place in words.
+        regions: the attentions that are compiled to kernels.
+        outside: the number of equations of each primitive that are computed as written.
+        reason: why the function is not fusible; None if it is.
+        unopened: code that may have attention which was not found, in words; None if there is none.
+        scores: the scores that are also computed in memory, beside the kernels: dtype, shape and place in words.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -244,20 +251,19 @@ class Explanation:
 
 
 def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
-    """A function of the same arguments that says what `fuse` makes of the call, and runs nothing of it but masks.
+    """Return a function that reports what `fuse` finds in a call; only masks are evaluated.
 
     Args:
-        function: the function, or what `fuse` made of it. Arrays of its arguments may be `jax.ShapeDtypeStruct`; then
-            it is not known which tiles a mask that depends on them leaves out.
-
+        function: the function, or the result of `fuse`. `jax.ShapeDtypeStruct` may replace arrays of the arguments.
+            It is then unknown which tiles are skipped by masks that depend on these arrays.
     Returns:
         A function of the same arguments that returns an `Explanation`.
 
     Raises:
-        Exception: (when called) what `function` itself raises. A `NotFusible` is the `reason` of the explanation.
+        Exception: (when called) any exception of `function` itself. A `NotFusible` becomes the `reason` of the report.
 
     References:
-        FlashAttention of Dao et al. (2022), whose tiles are what is counted and drawn; see `fuse`.
+        FlashAttention of Dao et al. (2022), whose tiles are counted and drawn; see `fuse`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -315,12 +321,12 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
 
 
 def _scores_outside(program: Program, regions: Sequence[Region]) -> Iterator[str]:
-    """The products of queries and keys that are computed beside regions that compute them, too."""
+    """Yield the query-key products that are computed outside regions although a region computes them too."""
     jaxpr, needed = program.jaxpr.jaxpr, program.needed()
     producers = producers_of(jaxpr)
 
     def source_of(var: Any) -> int:
-        """Which array a value is, but for where its elements lie."""
+        """Return the identity of the array behind a chain of moves and casts."""
         while isinstance(var, core.Var) and var in producers and producers[var].primitive.name in (*MOVES, *CASTS):
             var = producers[var].invars[0]
         return id(var)
@@ -381,14 +387,14 @@ def _report(region: Region, known: Mapping[Any, Any], sharing: Sharing | None) -
 
 
 def _types(region: Region) -> list[Any]:
-    """The types of a region's arrays, with the shardings that they were traced with."""
+    """Return the types of a region's arrays, with the shardings of the trace."""
     return [
         jax.core.ShapedArray(x.shape, x.dtype) if x.key is None else getattr(x.key, "aval", x) for x in region.sources
     ]
 
 
 def _summed(region: Region) -> Iterator[SummedGradient]:
-    """The gradients that are summed over devices, where all are asked for."""
+    """Yield the gradients that are summed over devices, if all gradients are requested."""
     rule = backward_rule(region, None, has_log_sum_cotangent=False)
     leaves = [(leaf.role, leaf.source) for leaf in region.leaves if leaf.has_gradient]
     for (role, source), dims in zip([*leaves, ("value", region.value)], rule.results, strict=True):
@@ -400,7 +406,7 @@ def _summed(region: Region) -> Iterator[SummedGradient]:
 
 
 def _tables(region: Region, tile: Tile, known: Mapping[Any, Any]) -> Live | None:
-    """What tells which tiles are visited, where that is known."""
+    """Return the lists of visited tiles, None if all are visited or a needed array is unknown."""
     from blockdiag.fusion.runtime import triton as triton_fused
 
     inner, change = triton_fused.arranged(region)
@@ -418,7 +424,7 @@ def _tables(region: Region, tile: Tile, known: Mapping[Any, Any]) -> Live | None
 
 
 def _masks(program: Program) -> dict[Any, Any]:
-    """Arrays of masks, positions and the like, where no attention is needed for them."""
+    """Evaluate the arrays from which masks are computed, unless they depend on the result of an attention."""
     leaves = [leaf for found in program.regions.values() for region in found for leaf in region.leaves]
     wanted = {leaf.source.key for leaf in leaves if leaf.role not in WITH_FEATURES}
     jaxpr = program.jaxpr.jaxpr
@@ -440,7 +446,7 @@ def _masks(program: Program) -> dict[Any, Any]:
 
 
 def _products(region: Region) -> int:
-    """How many products of queries and keys a score, or a weight, has."""
+    """Return how many query-key products the score and the weight have."""
     return sum(node.kind == "product" for node in nodes_of(region.score, region.weight))
 
 

@@ -1,1 +1,1 @@
-"""Analysis: ranges of values, masks, and which tiles of scores are live."""
+"""Analysis: value ranges, mask states, and the live tiles of the score matrix."""

@@ -1,4 +1,4 @@
-"""Intervals of the values of tiles, and the dtypes in which their ends are kept."""
+"""Intervals that bound the elements of tiles, and the dtypes that store their endpoints."""
 
 import functools
 import math
@@ -17,12 +17,13 @@ FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float16, jnp.bfloat16, jnp.floa
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class Interval:
-    """Bounds of every element that a value has in a tile.
+    """Lower and upper bounds of all elements of a value, one pair per tile.
 
     Attributes:
-        low, high: [*batch, nq or 1, nk or 1], broadcastable against each other, both from NumPy or both from JAX.
-            For booleans: whether all elements are certainly true, and whether any is possibly true. For integers: in
-            int64, or int32 in JAX without x64. For floats: in float64 or float32; (-inf, inf) is unknown, maybe NaN.
+        low, high: [*batch, nq or 1, nk or 1], broadcastable against each other, both NumPy or both JAX arrays.
+            Booleans: `low` says that all elements are certainly true, `high` that some element may be true.
+            Integers: int64, or int32 in JAX without x64.
+            Floats: float64 or float32. (-inf, inf) means unknown, which includes NaN.
     """
 
     low: Any
@@ -30,7 +31,7 @@ class Interval:
 
 
 def unknown(dtype: DTypeLike, rank: int = 2) -> Interval:
-    """The interval of a value about which only its dtype is known, NumPy arrays of `rank` axes of length 1."""
+    """Return the interval of a value of which only the dtype is known, as NumPy arrays with `rank` axes of length 1."""
     low, high = ends_of(dtype) if is_carried(np, dtype) else (-math.inf, math.inf)
     return Interval(np.full((1,) * rank, low), np.full((1,) * rank, high))
 
@@ -45,14 +46,14 @@ def limits_of(dtype: DTypeLike) -> tuple[int, int]:
 
 
 def ends_of(dtype: DTypeLike) -> tuple[float, float]:
-    """Between what every element of a dtype lies."""
+    """Return the least and the greatest value of a dtype."""
     if is_bool(dtype):
         return False, True
     return (-math.inf, math.inf) if jnp.issubdtype(dtype, jnp.floating) else limits_of(dtype)
 
 
 def carrier_of(xp: Any, dtype: DTypeLike) -> np.dtype:
-    """The dtype in which bounds of values of `dtype` are kept."""
+    """Return the dtype that stores bounds of values of `dtype`."""
     if is_bool(dtype):
         return np.dtype(bool)
     wide = np.dtype(np.float64 if jnp.issubdtype(dtype, jnp.floating) else np.int64)
@@ -60,7 +61,7 @@ def carrier_of(xp: Any, dtype: DTypeLike) -> np.dtype:
 
 
 def is_carried(xp: Any, dtype: DTypeLike) -> bool:
-    """Whether the values of a dtype are kept exactly."""
+    """Return whether the carrier represents every value of a dtype exactly."""
     if is_bool(dtype) or dtype in FLOATS:
         return carrier_of(xp, dtype).itemsize >= np.dtype(dtype).itemsize
     if not jnp.issubdtype(dtype, jnp.integer):
@@ -70,13 +71,13 @@ def is_carried(xp: Any, dtype: DTypeLike) -> bool:
 
 
 def module_of(intervals: Iterable[Interval]) -> Any:
-    """NumPy if all intervals are of NumPy arrays, else jax.numpy."""
+    """Return NumPy if no interval has JAX arrays, else jax.numpy."""
     ends = [end for interval in intervals for end in (interval.low, interval.high)]
     return np if all(isinstance(end, np.ndarray | np.generic | bool | int | float) for end in ends) else jnp
 
 
 def lifted(interval: Interval) -> Interval:
-    """The same interval in arrays of JAX."""
+    """Return an interval as JAX arrays; floating endpoints that need rounding are rounded outwards."""
     ends = []
     for end, outwards in ((interval.low, -math.inf), (interval.high, math.inf)):
         if isinstance(end, np.ndarray):

@@ -1,7 +1,8 @@
-"""The least and greatest element that each leaf of a region has in a tile of scores, or in a block of tiles.
+"""Least and greatest elements of each leaf of a region, per score tile or per block of tiles.
 
-A block of level n has 2^n tiles of queries and 2^n tiles of keys, fewer at the ends. Extents take memory that grows as
-the leaves do: lines of tiles for numbers of queries or keys, lines of diagonals for numbers of distances.
+A block of level n spans 2^n query tiles and 2^n key tiles, fewer at the ends. Extents are as compact as their leaves. A
+leaf indexed by queries or keys has one entry per query or key tile. A leaf indexed by distance has one entry per
+diagonal of tiles.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ from blockdiag.fusion.ir.tile import Tile
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of scores.
+    """Division of the score matrix into tiles.
 
     Attributes:
-        tile: rows and columns of a tile.
-        rows, columns: queries and keys.
+        tile: the rows and columns of one tile.
+        rows, columns: the number of queries and of keys.
     """
 
     tile: Tile
@@ -32,36 +33,36 @@ class Tiling:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Tiles of queries and of keys."""
+        """The number of query tiles and of key tiles."""
         return -(-self.rows // self.tile.rows), -(-self.columns // self.tile.columns)
 
     @property
     def step(self) -> int:
-        """Distances from the first key of a tile to its first query are multiples of this."""
+        """The unit of tile offsets: the first query of a tile minus its first key is a multiple of it."""
         return gcd(self.tile.rows, self.tile.columns)
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """The least and greatest of these distances, in steps."""
+        """The least and the greatest tile offset, first query minus first key, in units of `step`."""
         (row_tiles, key_tiles), step = self.counts, self.step
         return -(key_tiles - 1) * self.tile.columns // step, (row_tiles - 1) * self.tile.rows // step
 
     def coarser(self) -> "Tiling":
-        """Blocks of twice as many tiles of queries and of keys."""
+        """Return the tiling whose tiles have twice as many rows and twice as many columns."""
         return Tiling(Tile(2 * self.tile.rows, 2 * self.tile.columns), self.rows, self.columns)
 
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """The interval of a leaf in every tile, or block of tiles.
+    """Interval of a leaf in every tile, or in every block of tiles.
 
     Attributes:
-        interval: [*batch, tiles of queries or 1, tiles of keys or 1]; of a leaf of distances [*batch, offsets], see
+        interval: [*batch, query tiles or 1, key tiles or 1]. For a leaf indexed by distance: [*batch, offsets], see
             `Tiling.offsets`.
-        tiling: the tiles, or the blocks as if each were one.
-        is_distance: whether it is of a leaf of distances.
-        line: the axis, "q" or "k", of numbers that grow by one from each query or key to the next.
-        start: the first of these numbers.
+        tiling: the tiles. Blocks of tiles are described as larger tiles.
+        is_distance: whether the leaf is indexed by distance.
+        line: the axis, "q" or "k", of a leaf that grows by one from each query or key to the next.
+        start: the first element of such a leaf.
     """
 
     interval: Interval
@@ -72,21 +73,22 @@ class Extent:
 
     @property
     def is_known(self) -> bool:
-        """Return whether it is known while tracing."""
+        """Whether the interval is known while tracing."""
         return module_of([self.interval]) is np
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """Sizes of the axes before those of tiles."""
+        """The sizes of the axes before the tile axes."""
         shape = np.broadcast_shapes(np.shape(self.interval.low), np.shape(self.interval.high))
         return shape[: -1 if self.is_distance else -2]
 
     def at(self, row: Any, column: Any, cell: Sequence[Any] = ()) -> Interval:
-        """The interval in some tiles.
+        """Return the interval in selected tiles.
 
         Args:
-            row, column: numbers of tiles of queries and of keys, of shapes [a, b] that go together.
-            cell: indices of the last axes of the batch in as many tiles; without them the result has all of the batch.
+            row, column: indices of query tiles and of key tiles, broadcastable to [a, b].
+            cell: an index array for each batch axis, broadcastable against `row` and `column`. It may have more
+                entries than the leaf has batch axes: the last ones count. If empty, all batch elements are returned.
         """
         if self.is_distance:
             tile, step = self.tiling.tile, self.tiling.step
@@ -100,7 +102,10 @@ class Extent:
         return self._read(places, cell)
 
     def at_offsets(self, cell: Sequence[Any]) -> Interval:
-        """The interval in a tile of every offset [offsets, 1], of a leaf of distances or of one number each cell."""
+        """Return the interval at every tile offset, [offsets, 1].
+
+        The leaf must be indexed by distance, or be constant within each batch element.
+        """
         if self.is_distance:
             return self._read([np.arange(self.interval.low.shape[-1])[:, None]], cell)
         return self._read([np.zeros((1, 1), np.int64)] * 2, cell)
@@ -121,7 +126,7 @@ class Extent:
         return Interval(*(end[(*index, *places)] for end in (interval.low, interval.high)))
 
     def coarser(self) -> "Extent":
-        """The extent in blocks of twice as many tiles; of one that is known."""
+        """Return the extent in blocks of 2 x 2 tiles; the interval must be known while tracing."""
         low, high = self.interval.low, self.interval.high
         tiling = self.tiling.coarser()
         if not self.is_distance:
@@ -140,7 +145,7 @@ class Extent:
 
 
 def _paired(ends: Any, axis: int, reduce: Any) -> Any:
-    """One end of two neighbours each along an axis."""
+    """Reduce pairs of neighbours along an axis; an odd last element is kept."""
     size = ends.shape[axis]
     if size == 1:
         return ends
@@ -149,17 +154,17 @@ def _paired(ends: Any, axis: int, reduce: Any) -> Any:
 
 
 def constant_extent(tiling: Tiling, low: float, high: float) -> Extent:
-    """The extent of a leaf that has the same bounds in all tiles."""
+    """Return the extent of a leaf that has the same bounds in all tiles."""
     return Extent(Interval(np.full((1, 1), low), np.full((1, 1), high)), tiling)
 
 
 def distance_extent(tiling: Tiling, line: Any) -> Extent:
-    """The extent of whole numbers or booleans by distance [*batch, queries + keys - 1]."""
+    """Return the extent of integers or booleans indexed by distance, [*batch, queries + keys - 1]."""
     xp: Any = np if isinstance(line, np.ndarray) else jnp
     tile = tiling.tile
     first, last = tiling.offsets
     width = tile.rows + tile.columns - 1
-    # The distances of a tile begin `columns` - 1 below its offset. Beyond the ends they are those at the ends.
+    # The distances in a tile begin `tile.columns` - 1 below its offset. Out-of-range ones repeat the end elements.
     start = np.arange(first, last + 1) * tiling.step + tiling.columns - tile.columns
     before, beyond = max(0, -start[0]), max(0, start[-1] + width - line.shape[-1])
     line = xp.pad(line, [(0, 0)] * (line.ndim - 1) + [(before, beyond)], mode="edge")
@@ -169,7 +174,7 @@ def distance_extent(tiling: Tiling, line: Any) -> Extent:
 
 
 def _windows(line: Any, width: int, reduce: Any) -> Any:
-    """Every `width` neighbours of the last axis reduced by an idempotent operation."""
+    """Reduce every window of `width` elements of the last axis by an idempotent operation."""
     done = 1
     while 2 * done <= width:
         line = reduce(line[..., :-done], line[..., done:])

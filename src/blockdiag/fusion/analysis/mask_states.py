@@ -1,7 +1,7 @@
-"""What masks leave of tiles of scores, and of blocks of tiles: nothing, some scores, or all of them.
+"""Mask states of score tiles and of blocks of tiles: dead, partly masked, or full.
 
-Intervals of a block of tiles hold those of every tile in it. Where a block is dead or untouched, all of its tiles are;
-that none of its tiles is dead follows from bounds of one choice of what is unknown, see `bounds`.
+The interval of a block contains the intervals of its tiles. If a block is dead or full, so are all of its tiles. To
+prove that no tile of a block is dead, unknown values are replaced by one possible choice, see `bounds`.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,25 @@ from blockdiag.fusion.frontend.trace import aval_of, body_of
 from blockdiag.fusion.ir.factors import MASKED, Mask
 
 DEAD, MASKED_TILE, FULL, UNDECIDED = 0, 1, 2, 3
-"""States of tiles: no score is left; masks are to be looked at; no mask touches a score. Of blocks whose tiles may have
-several states: undecided."""
+"""States of a tile.
+
+DEAD: the mask removes every score. MASKED_TILE: the mask must be applied. FULL: no mask changes a score.
+UNDECIDED: a block whose tiles may have different states.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class MaskStates:
-    """The masks of a region, on tiles of scores.
+    """Masks of a region, evaluated on score tiles.
 
     Attributes:
-        program: of a tile of scores, or of weights where there is no softmax.
-        has_softmax: whether it is of scores.
-        predicates: a program of the predicates of `masks`; None where no tile is called untouched.
-        masks: what chooses between a score and a number that masks it.
-        extents: of each leaf.
-        fixed: by place the leaves whose bounds are the same everywhere, and chosen.
-        tiling: tiles of scores.
+        program: computes a tile of scores, or a tile of weights in a region without a softmax.
+        has_softmax: whether `program` computes scores.
+        predicates: computes the predicates of `masks`. None: no tile is ever called full.
+        masks: the selects between a score and a masking number.
+        extents: one per leaf.
+        fixed: the positions of leaves whose bounds are assumed, the same in every tile.
+        tiling: the score tiles.
     """
 
     program: core.ClosedJaxpr
@@ -46,7 +49,7 @@ class MaskStates:
     tiling: Tiling
 
     def at(self, row: Any, column: Any, cell: Sequence[Any] = ()) -> Any:
-        """The states int8 [*batch, a, b] of tiles.
+        """Return the states of tiles, int8 [*batch, a, b].
 
         Args:
             row, column, cell: see `Extent.at`.
@@ -54,12 +57,18 @@ class MaskStates:
         return self._states([x.at(row, column, cell) for x in self.extents], self.is_whole(column))
 
     def is_whole(self, column: Any) -> Any:
-        """Whether all keys of some tiles of keys, or of blocks, are there: the end of the keys is a mask, too."""
+        """Return which key tiles, or blocks of them, have no key beyond the end; None if all tiles are whole.
+
+        The end of the keys acts as a mask.
+        """
         whole = self.tiling.columns // self.tiling.tile.columns
         return None if whole * self.tiling.tile.columns == self.tiling.columns else column < whole
 
     def of_blocks(self, row: Any, column: Any, cell: Sequence[Any]) -> Any:
-        """The states int8 [n, 1] of blocks whose extents these are, UNDECIDED among them; of masks that are known."""
+        """Return the states of blocks, int8 [n, 1], which may be UNDECIDED.
+
+        The extents must be those of the blocks, and the masks known while tracing.
+        """
         leaves = [x.at(row, column, cell) for x in self.extents]
         states = self._states(leaves, self.is_whole(column))
         one = Interval(np.ones((1, 1)), np.ones((1, 1)))
@@ -70,8 +79,10 @@ class MaskStates:
         return np.where(is_settled | (states == DEAD), states, UNDECIDED)
 
     def by_offset(self, cell: Sequence[Any]) -> Any:
-        """The states int8 [offsets, 1] of tiles by the distance from their first key to their first query, where that
-        is all that masks look at; as if queries and keys had no end."""
+        """Return the states of tiles by tile offset, int8 [offsets, 1], see `Tiling.offsets`.
+
+        The masks must depend on distance alone. The ends of queries and keys are ignored.
+        """
         tile = self.tiling.tile
         first, last = self.tiling.offsets
         offset = np.arange(first, last + 1)[:, None] * self.tiling.step
@@ -100,7 +111,7 @@ class MaskStates:
 
     @property
     def is_by_distance(self) -> bool:
-        """Return whether the states depend on the distance between queries and keys alone."""
+        """Whether the states depend on the distance between queries and keys alone."""
         kinds: list[str] = []
         for extent in self.extents:
             ends = (extent.interval.low, extent.interval.high)
@@ -113,23 +124,25 @@ class MaskStates:
 
 
 def _nonzero(weight: Interval) -> Any:
-    """Which tiles may have weights other than 0: int8, as `tile_states` has them."""
+    """Return which tiles may have nonzero weights, int8 in the form of `tile_states`."""
     is_zero = (weight.low == 0) & (weight.high == 0)
     return (~is_zero).astype(np.int8)
 
 
-# What keeps positions as they are, and what compares or subtracts two of them.
+# Primitives that preserve positions, and primitives that compare or subtract two positions.
 _SAME = frozenset(("broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient"))
 _DIFFERENCES = frozenset(("sub", "eq", "ne", "lt", "le", "gt", "ge"))
 
 
 def _kinds(jaxpr: core.ClosedJaxpr, given: Sequence[str], most: int) -> list[str]:
-    """What the results of a program are: numbers that grow by one with queries "q" or with keys "k"; something that
-    depends on no more than the distance between both, "distance"; or "other".
+    """Classify the results of a program by their dependence on queries and keys.
+
+    "q" or "k": numbers that grow by one with each query or key. "distance": depends on at most the distance between
+    query and key. "other": anything else.
 
     Args:
-        given: what its arguments are.
-        most: what these numbers, and their differences, do not exceed.
+        given: the kinds of the arguments.
+        most: an upper bound of the magnitude of such numbers and of their differences.
     """
     known: dict[Any, str] = dict.fromkeys(jaxpr.jaxpr.constvars, "distance")
     known |= dict(zip(jaxpr.jaxpr.invars, given, strict=True))
@@ -149,7 +162,7 @@ def _kinds(jaxpr: core.ClosedJaxpr, given: Sequence[str], most: int) -> list[str
 
 
 def _kind(equation: core.JaxprEqn, kinds: Sequence[str], most: int) -> str:
-    """What the result of an equation is."""
+    """Classify the result of one equation, see `_kinds`."""
     if set(kinds) <= {"distance"}:
         return "distance"
     name = equation.primitive.name
@@ -164,7 +177,7 @@ def _kind(equation: core.JaxprEqn, kinds: Sequence[str], most: int) -> str:
 
 
 def _counts_to(dtype: Any, most: int) -> bool:
-    """Return whether a dtype has all whole numbers up to this one, and their differences."""
+    """Return whether a dtype represents all integers up to `most`, and their differences, exactly."""
     if dtype in FLOATS:
         return most <= 2 ** (jnp.finfo(dtype).nmant + 1)
     return bool(jnp.issubdtype(dtype, jnp.signedinteger)) and most <= jnp.iinfo(dtype).max

@@ -1,16 +1,16 @@
-"""What a tile program may compute on each tile: interval arithmetic over its equations.
+"""Range analysis of a tile program: interval arithmetic over its equations.
 
-An interval of a value holds, for every tile of the score matrix, the least and the greatest number that an element of
-the value may be there. It tells which tiles a mask kills before any of them is computed.
+The interval of a value bounds its elements in every tile of the score matrix. The bounds show which tiles are dead
+before any score is computed.
 
-Intervals err on the wide side only. They hold however a program is rounded (fused multiply-adds, intermediate values
-kept in float32, subnormal numbers flushed to zero, the approximations of a GPU). NaN is in no interval: a value that
-could be NaN, for instance the difference of two infinities, is unknown, and what is computed from it is unknown too. A
-tile that is called dead is therefore dead whatever was in its unknown leaves.
+Intervals may be too wide but never too narrow. They hold under any rounding: fused multiply-adds, float32
+intermediates, subnormals flushed to zero and GPU approximations. No interval contains NaN. A value that could be NaN,
+such as the difference of two infinities, is unknown, and so is every value computed from it. A tile that is called dead
+is therefore dead whatever its unknown leaves contain.
 
-Intervals made of NumPy arrays stay NumPy arrays, in float64 and int64, also while JAX traces, so that masks made of
-constants are resolved then. With arrays of JAX among the operands the arithmetic is JAX's, in the widest dtypes that
-`jax_enable_x64` allows; where XLA takes subnormal numbers for zero, so do the bounds.
+NumPy intervals stay NumPy, in float64 and int64, even while JAX traces, so constant masks are resolved at trace time.
+If any operand is a JAX array, the arithmetic runs in JAX, in the widest dtypes that `jax_enable_x64` allows. Where XLA
+flushes subnormals to zero, so do the bounds.
 """
 
 import functools
@@ -42,12 +42,12 @@ from blockdiag.fusion.frontend.trace import body_of
 
 type Array = jax.Array | np.ndarray
 type Role = Literal["query", "key", "row", "column", "score", "scalar"]
-# The equation at hand, and its operands; None: nothing is known about the result.
+# Takes an equation and the intervals of its operands. Returning None means that nothing is known about the result.
 type Rule = Callable[..., Any]
 
-# Distance from the ends of an integer dtype at which a sum or product, estimated in float32, may have left it.
+# A sum or product beyond this fraction of an integer dtype's limits, estimated in float32, may have overflowed.
 _BELOW_OVERFLOW = 1 - 2.0**-20
-# Error of the fastest approximations of transcendental functions on GPUs (tanh.approx: 2^-11), relative and absolute.
+# Relative and absolute error of the fastest GPU approximations of transcendental functions (tanh.approx: 2^-11).
 _APPROXIMATION = 2.0**-10
 _APPROXIMATION_AT_ZERO = 2.0**-20
 
@@ -55,23 +55,24 @@ _APPROXIMATION_AT_ZERO = 2.0**-20
 def bounds(
     jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval], *, unknown_is_one: bool = False
 ) -> tuple[Interval, ...]:
-    """The interval of each output of a tile program.
+    """Return the interval of each output of a tile program.
 
     Arguments:
-        jaxpr: elementwise equations on two-dimensional tiles. Other primitives make their results unknown.
-        leaves: an interval for each input, [*batch, nq or 1, nk or 1]. Those of query and key matrices bound all
-            features; a product of two of them is bounded where both are.
-        unknown_is_one: take products, and results of which nothing is known, to be 1. The interval then lies within
-            the usual one: a number that it excludes is not all that the usual interval has.
+        jaxpr: elementwise equations on two-dimensional tiles. Results of other primitives are unknown.
+        leaves: one interval per input, [*batch, nq or 1, nk or 1]. The interval of a query or key matrix bounds all
+            features. The product of two such matrices is bounded if both are.
+        unknown_is_one: treat products and unknown results as 1. The result then lies within the usual interval. It
+            shows that the usual interval is not confined to numbers which this one excludes.
     """
     known, rank = _intervals(jaxpr, leaves, unknown_is_one=unknown_is_one)
     return tuple(_read(known, result, rank) for result in jaxpr.jaxpr.outvars)
 
 
 def predicates(jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval]) -> dict[int, Interval]:
-    """The intervals of the predicates that choose between two values, by the index of the `select_n` equation.
+    """Return the interval of each boolean predicate of a `select_n`, keyed by the index of that equation.
 
-    Only equations of the program itself count, not those of functions that it calls. Arguments as for `bounds`.
+    Only equations of the program itself count, not those of the functions it calls. The arguments are those of
+    `bounds`.
     """
     known, rank = _intervals(jaxpr, leaves)
     return {
@@ -82,9 +83,9 @@ def predicates(jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval]) -> dict[int,
 
 
 def tile_states(score: Interval, *, dead_below: float = -1e9) -> Array:
-    """Which tiles have to be computed: int8 [*batch, nq or 1, nk or 1], 0 where no score exceeds `dead_below`, else 1.
+    """Return which tiles must be computed: 0 where no score exceeds `dead_below`, else 1.
 
-    An axis on which the interval does not depend has length 1.
+    The result is int8 [*batch, nq or 1, nk or 1]. An axis that the interval does not depend on has length 1.
     """
     xp = module_of((score,))
     shape = np.broadcast_shapes(score.low.shape, score.high.shape)
@@ -92,12 +93,12 @@ def tile_states(score: Interval, *, dead_below: float = -1e9) -> Array:
 
 
 def tile_extent(array: Array, role: Role, tile_rows: int, tile_columns: int) -> Interval:
-    """The least and greatest element of a leaf in each tile, [*batch, nq or 1, nk or 1].
+    """Return the least and the greatest element of a leaf in each tile, [*batch, nq or 1, nk or 1].
 
     Arguments:
         array: bool, integer or floating; "row" [*batch, T], "column" [*batch, S], "score" [*batch, T, S],
             "scalar" [*batch], "query" [*batch, T, F], "key" [*batch, S, F]. NaN makes its tile unknown.
-        tile_rows, tile_columns: the size of a tile. T and S need not be multiples; the last tile covers what is left.
+        tile_rows, tile_columns: the size of a tile. T and S need not be multiples; the last tile may be smaller.
     """
     xp = np if isinstance(array, np.ndarray | np.generic) else jnp
     dtype, array = array.dtype, xp.asarray(array)
@@ -114,7 +115,7 @@ def tile_extent(array: Array, role: Role, tile_rows: int, tile_columns: int) -> 
     return _enter(Interval(*ends), dtype, ends[0].ndim)
 
 
-# Where the axes of a leaf lie in [*batch, T, S].
+# Index expressions that place the axes of a leaf in [*batch, T, S].
 _PLACES = {
     "score": (...,),
     **dict.fromkeys(("query", "row"), (..., None)),
@@ -129,13 +130,13 @@ def _reduce_tiles(xp: Any, values: Any, axis: int, tile: int, reduce: Callable[.
     length = values.shape[-1]
     tile = max(1, min(tile, length))
     count = -(-length // tile)
-    # A repeated element changes no extent.
+    # Padding repeats the last element, which changes neither minimum nor maximum.
     values = xp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, count * tile - length)], mode="edge")
     return xp.swapaxes(reduce(values.reshape(*values.shape[:-1], count, tile), axis=-1), axis, -1)
 
 
 def _enter(interval: Interval, dtype: DTypeLike, rank: int) -> Interval:
-    """An interval from outside, in the dtype and with the rank that the rules expect."""
+    """Convert a given interval to the carrier dtype and the rank that the rules expect."""
     xp = module_of((interval,))
     ends = [xp.asarray(end) for end in (interval.low, interval.high)]
     integers = not is_bool(dtype) and jnp.issubdtype(dtype, jnp.integer)
@@ -146,7 +147,7 @@ def _enter(interval: Interval, dtype: DTypeLike, rank: int) -> Interval:
 
 
 def _constant(value: Any, dtype: DTypeLike, rank: int) -> Interval:
-    """The extent of an array that is part of the program."""
+    """Return the interval of a constant of the program."""
     traced = isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable)
     xp = jnp if traced else np
     if math.prod(np.shape(value)) == 0 or not is_carried(xp, dtype):
@@ -157,7 +158,7 @@ def _constant(value: Any, dtype: DTypeLike, rank: int) -> Interval:
 
 
 def _dtype(operand: Any) -> Any:
-    """The dtype of a variable or literal of a program."""
+    """Return the dtype of a variable or a literal."""
     return getattr(operand.aval, "dtype", np.dtype(np.float32))
 
 
@@ -169,7 +170,7 @@ def _read(known: dict[core.Var, Interval], operand: Any, rank: int) -> Interval:
 def _intervals(
     jaxpr: core.ClosedJaxpr, leaves: Sequence[Interval], *, unknown_is_one: bool = False
 ) -> tuple[dict[core.Var, Interval], int]:
-    """The interval of every variable of a program, and how many axes each has."""
+    """Return the interval of every variable of a program, and the common rank of these intervals."""
     variables = jaxpr.jaxpr.invars
     if len(leaves) != len(variables):
         raise ValueError(f"expected an interval for each of {len(variables)} inputs of the program, got {len(leaves)}")
@@ -181,7 +182,7 @@ def _intervals(
 def _walk(
     jaxpr: core.ClosedJaxpr, operands: Sequence[Interval], rank: int, unknown_is_one: bool = False
 ) -> dict[core.Var, Interval]:
-    """The interval of every variable of a program."""
+    """Return the interval of every variable of a program, given those of its inputs."""
     known = {
         var: _constant(value, _dtype(var), rank) for var, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
     }
@@ -204,8 +205,11 @@ def _walk(
 def _loop(
     equation: core.JaxprEqn, operands: Sequence[Interval], rank: int, unknown_is_one: bool = False
 ) -> list[Interval]:
-    """The intervals of what a loop carries, last among its operands, where it does nothing to numbers but add to them;
-    of another loop nothing is known, nor of what is counted."""
+    """Return the intervals of the results of a scan, whose carry comes last among its operands.
+
+    Floating-point accumulators are bounded if the body only adds to each of them; otherwise nothing is known about any
+    result. Carried integers, such as loop counters, are always unknown.
+    """
     program: core.ClosedJaxpr = equation.params["jaxpr"]
     results, length = equation.outvars, equation.params["length"]
     starts, carried = operands[-len(results) :], program.jaxpr.invars[-len(results) :]
@@ -224,7 +228,7 @@ def _loop(
             found.append(nothing[place])
             continue
         first, step = ends if xp is np else map(lifted, ends)
-        # Each addition rounds what there is by then.
+        # Each addition rounds the partial sum.
         error = xp.maximum(abs(step.low), abs(step.high)) * (length**2 * float(jnp.finfo(dtype).eps))
         total = Interval(first.low + step.low * length - error, first.high + step.high * length + error)
         found.append(_settled(xp, dtype, total, ends))
@@ -232,7 +236,7 @@ def _loop(
 
 
 def _is_added(body: core.Jaxpr, var: core.Var, place: int) -> bool:
-    """Whether all that a loop does with a variable is to add something to it."""
+    """Return whether a loop body uses a carried variable only to add something to it."""
     result = body.outvars[place]
     made = next((x for x in body.eqns if result in x.outvars), None) if isinstance(result, core.Var) else None
     uses = [x for x in (*(y for equation in body.eqns for y in equation.invars), *body.outvars) if x is var]
@@ -241,7 +245,7 @@ def _is_added(body: core.Jaxpr, var: core.Var, place: int) -> bool:
 
 @dataclass(frozen=True)
 class _Equation:
-    """What a rule knows besides its operands: the module to compute with, the dtype of the result, and the rest."""
+    """Context of a rule: the array module, the result dtype and the equation itself."""
 
     xp: Any
     dtype: np.dtype
@@ -259,7 +263,7 @@ class _Equation:
 def _results(
     equation: core.JaxprEqn, operands: Sequence[Interval], rank: int, unknown_is_one: bool = False
 ) -> list[Interval]:
-    """The intervals of the results of an equation that is no call."""
+    """Return the intervals of the results of an equation that has no body."""
     name = equation.primitive.name
     if name in _MOVES:
         return [operands[0]]
@@ -270,13 +274,13 @@ def _results(
         given = operands if xp is np else [lifted(operand) for operand in operands]
         result = rule(_Equation(xp, np.dtype(dtypes[-1]), equation), *given)
         if result is not None:
-            # A case that is not chosen does not make the result unknown.
+            # An unknown case of a select that is never chosen must not make the result unknown.
             return [_settled(xp, dtypes[-1], result, () if name == "select_n" else given)]
     return _nothing(equation, rank, unknown_is_one)
 
 
 def _nothing(equation: core.JaxprEqn, rank: int, unknown_is_one: bool) -> list[Interval]:
-    """The intervals of results about which nothing is known."""
+    """Return intervals for results about which nothing is known; exactly 1 if `unknown_is_one`."""
     dtypes = [_dtype(var) for var in equation.outvars]
     if not unknown_is_one:
         return [unknown(dtype, rank) for dtype in dtypes]
@@ -285,7 +289,10 @@ def _nothing(equation: core.JaxprEqn, rank: int, unknown_is_one: bool) -> list[I
 
 
 def _settled(xp: Any, dtype: DTypeLike, result: Interval, operands: Sequence[Interval]) -> Interval:
-    """A result made unknown where an operand is, or where it left the range of its dtype."""
+    """Make a result unknown wherever a floating operand is unknown or the result may be NaN or wrap around.
+
+    Floating-point endpoints are also widened for overflow to infinity and for subnormals flushed to zero.
+    """
     low, high = result.low, result.high
     vague = xp.zeros((1,) * low.ndim, bool)
     for operand in operands:
@@ -298,25 +305,25 @@ def _settled(xp: Any, dtype: DTypeLike, result: Interval, operands: Sequence[Int
         high = xp.where((high < 0) & (high > -tiny), 0.0, xp.where(high > greatest, math.inf, high))
         return _forgotten(xp, dtype, vague | xp.isnan(low) | xp.isnan(high), low, high)
     if not is_bool(dtype):
-        # Integers wrap: one that may have done so can be anything.
+        # Integers wrap around, so one that may have overflowed can be anything.
         least, greatest = limits_of(dtype)
         vague = vague | (low < least) | (high > greatest)
     return _forgotten(xp, dtype, vague, low, high)
 
 
 def _forgotten(xp: Any, dtype: DTypeLike, where: Any, low: Any, high: Any) -> Interval:
-    """An interval made unknown in some places."""
+    """Make an interval unknown where a condition holds."""
     least, greatest = ends_of(dtype)
     return Interval(xp.where(where, least, low), xp.where(where, greatest, high))
 
 
 def _exact(equation: _Equation, value: Any, *operands: Any) -> Any:
-    """Where a sum, difference or product needs no rounding (and where it might not, which is harmless to miss)."""
+    """Return where a sum, difference or product is exact; missing an exact result only widens its interval."""
     xp, info = equation.xp, jnp.finfo(equation.dtype)
     if jnp.finfo(carrier_of(xp, equation.dtype)).nmant > info.nmant:
         if xp is np:
             return value == value.astype(equation.dtype).astype(value.dtype)
-        # XLA may leave out a pair of conversions, not this.
+        # XLA may remove a pair of conversions, but never `reduce_precision`.
         return value == jax.lax.reduce_precision(value, info.nexp, info.nmant)
     exact = abs(value) < 2.0 ** (info.nmant + 1)
     return functools.reduce(operator.and_, [xp.floor(operand) == operand for operand in operands], exact)
@@ -325,17 +332,17 @@ def _exact(equation: _Equation, value: Any, *operands: Any) -> Any:
 def _rounded(
     equation: _Equation, value: Any, operands: Sequence[Any], exact: Any, relative: float, absolute: float = 0.0
 ) -> Interval:
-    """The bounds of a result whose value up to rounding is known.
+    """Return the bounds of a result whose value is known up to rounding.
 
     Arguments:
-        exact: where the value is the result.
-        relative, absolute: the greatest error elsewhere, besides subnormal numbers.
+        exact: where the value needs no rounding.
+        relative, absolute: the greatest error elsewhere, apart from flushed subnormals.
     """
     xp, info = equation.xp, jnp.finfo(equation.dtype)
     exact = exact | xp.isinf(value)
     slack = xp.abs(value) * relative + (absolute + float(info.tiny))
     low, high = xp.where(exact, value, value - slack), xp.where(exact, value, value + slack)
-    # An infinite result of finite operands is one too great for the dtype of the bounds.
+    # An infinite result of finite operands overflowed the dtype of the bounds.
     finite = functools.reduce(operator.and_, [xp.isfinite(operand) for operand in operands])
     low = xp.where(finite & (value == math.inf), float(info.max), low)
     high = xp.where(finite & (value == -math.inf), -float(info.max), high)
@@ -350,11 +357,11 @@ def _hull(xp: Any, intervals: Iterable[Interval]) -> Interval:
 def _at_corners(
     equation: _Equation, function: Rule, corners: Sequence[tuple[Any, ...]], trivial: Any = None, correct: bool = True
 ) -> Interval:
-    """The hull of a function of numbers at the corners of its operands, where its extremes are.
+    """Return the hull of a function at the corners of its operands, where its extremes lie.
 
     Arguments:
-        trivial: of a corner, where no implementation rounds.
-        correct: whether implementations return the result itself where it needs no rounding.
+        trivial: takes a corner and returns where no implementation rounds.
+        correct: whether implementations return exact results exactly.
     """
     xp, ends = equation.xp, []
     for corner in corners:
@@ -400,7 +407,7 @@ def _multiply(equation: _Equation, x: Interval, y: Interval) -> Interval:
 
 
 def _truncated(a: Any, b: Any) -> Any:
-    """Quotient of integers, towards zero, or of floats."""
+    """Return the quotient of floats, or that of integers truncated towards zero."""
     if jnp.issubdtype(a.dtype, jnp.floating):
         return a / b
     quotient = a // b
@@ -417,7 +424,7 @@ def _divide(equation: _Equation, x: Interval, y: Interval) -> Interval:
 
 
 def _remainder(equation: _Equation, x: Interval, y: Interval) -> Interval | None:
-    """Remainder of integers, with the sign of the dividend."""
+    """Bound the remainder of integers, which has the sign of the dividend."""
     if equation.floating:
         return None
     xp = equation.xp
@@ -426,7 +433,7 @@ def _remainder(equation: _Equation, x: Interval, y: Interval) -> Interval | None
     most = xp.maximum(abs(divisor.low), abs(divisor.high)) - 1
     low = xp.where(x.low < 0, xp.maximum(-most, x.low), 0)
     high = xp.where(x.high > 0, xp.minimum(most, x.high), 0)
-    # No multiple of the divisor lies between the ends.
+    # If no multiple of the divisor lies between the endpoints, the remainder is monotone.
     d = divisor.low
     whole = (d == divisor.high) & (d > 0) & (x.low >= 0) & (x.low // d == x.high // d)
     low, high = xp.where(whole, x.low % d, low), xp.where(whole, x.high % d, high)
@@ -436,7 +443,7 @@ def _remainder(equation: _Equation, x: Interval, y: Interval) -> Interval | None
 def _magnitude(equation: _Equation, x: Interval) -> Interval:
     xp, negated = equation.xp, _negate(equation, x)
     low, high = xp.maximum(xp.maximum(x.low, negated.low), 0), xp.maximum(x.high, negated.high)
-    # The least integer has no opposite, and is its own magnitude.
+    # The least integer has no negation and is its own absolute value.
     least, _ = ends_of(equation.dtype)
     return Interval(low if equation.floating else xp.where(negated.low == least, least, low), high)
 
@@ -446,7 +453,7 @@ def _power(equation: _Equation, x: Interval, exponent: int) -> Interval | None:
         return None
     ends = _magnitude(equation, x) if exponent % 2 == 0 else x
     corners = [(ends.low,) * exponent, (ends.high,) * exponent]
-    # Some order of multiplications, each of which is rounded.
+    # The order of the multiplications is unspecified, and each one rounds.
     return _at_corners(equation, lambda *x: functools.reduce(operator.mul, x), corners, correct=exponent <= 2)
 
 
@@ -456,7 +463,10 @@ def _inverse(equation: _Equation, x: Interval) -> Interval:
 
 
 def _increasing(function: Callable[[Any, Any], Any], *, positive: bool = False) -> Rule:
-    """The rule of a growing function that is approximated, `positive` or not; NaN outside its domain."""
+    """Return the rule of an increasing, approximated function; `positive` functions are bounded below by 0.
+
+    `function` must return NaN outside its domain.
+    """
 
     def rule(equation: _Equation, x: Interval) -> Interval:
         xp, relative = equation.xp, _APPROXIMATION + 4 * equation.epsilon
@@ -464,7 +474,7 @@ def _increasing(function: Callable[[Any, Any], Any], *, positive: bool = False) 
             _rounded(equation, function(xp, end), (end,), False, relative, _APPROXIMATION_AT_ZERO)
             for end in (x.low, x.high)
         )
-        # Exponentials of so little are 0, in float64, too.
+        # Below this, exponentials underflow to 0 even in float64.
         vanishes = positive & (x.high < -2000.0)
         return Interval(xp.maximum(low.low, 0) if positive else low.low, xp.where(vanishes, 0, high.high))
 
@@ -472,7 +482,7 @@ def _increasing(function: Callable[[Any, Any], Any], *, positive: bool = False) 
 
 
 def _monotone(function: Callable[..., Any]) -> Rule:
-    """The rule of a function that falls with none of its arguments and is not rounded."""
+    """Return the rule of a function that is non-decreasing in every argument and does not round."""
     return lambda equation, *operands: Interval(
         function(equation.xp, *(operand.low for operand in operands)),
         function(equation.xp, *(operand.high for operand in operands)),
@@ -504,7 +514,7 @@ def _convert(equation: _Equation, x: Interval) -> Interval:
 
 
 def _compare(function: Callable[[Interval, Interval], tuple[Any, Any]]) -> Rule:
-    """The rule of a comparison, from whether it holds certainly and possibly."""
+    """Return the rule of a comparison; `function` says whether it certainly and whether it possibly holds."""
     return lambda equation, x, y: Interval(*function(x, y))
 
 
@@ -513,7 +523,7 @@ def _equal(x: Interval, y: Interval) -> tuple[Any, Any]:
 
 
 def _logical(function: Callable[..., Interval]) -> Rule:
-    """The rule of an operation on booleans; on integers it is one on bits, about which nothing is known."""
+    """Return the rule of a boolean operation; on integers it is bitwise, and its result is unknown."""
     return lambda equation, *operands: function(*operands) if is_bool(equation.dtype) else None
 
 
@@ -539,7 +549,7 @@ def _select(equation: _Equation, which: Interval, *cases: Interval) -> Interval:
 
 
 def _product(equation: _Equation, x: Interval, y: Interval) -> Interval | None:
-    """Products of rows of two matrices, bounded by the greatest magnitude of their elements."""
+    """Bound the dot products of two matrices by the greatest magnitudes of their elements."""
     if not equation.floating or not all(_dtype(operand) in FLOATS for operand in equation.source.invars):
         return None
     xp, ((axes, _), _) = equation.xp, equation.source.params["dimension_numbers"]
@@ -554,7 +564,7 @@ def _product(equation: _Equation, x: Interval, y: Interval) -> Interval | None:
 
 _ROOT = _increasing(lambda xp, x: xp.sqrt(x), positive=True)
 
-# The elements of the result are elements of the operand. Which of them does not matter: bounds are those of all.
+# Primitives whose result only has elements of the operand, so the operand's bounds hold for it too.
 _MOVES = frozenset(
     ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "copy_p", "name", "stop_gradient", "dynamic_slice")
 )

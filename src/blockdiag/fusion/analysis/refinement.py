@@ -1,8 +1,8 @@
-"""The tiles that known masks leave, found without looking at every tile.
+"""Search for the live tiles of known masks without evaluating every tile.
 
-Masks that look at the distance between queries and keys alone have one state for each distance between tiles. Of other
-masks blocks of tiles are halved until each is dead, untouched or one tile: where masks have edges, there are as many
-small blocks as there are tiles along the edges.
+A mask that depends on the distance between query and key alone has one state per tile offset. For other masks, blocks
+of tiles are split in four until each block is dead, full or a single tile. The number of small blocks is proportional
+to the number of tiles along the edges of the mask.
 """
 
 from dataclasses import dataclass, replace
@@ -13,23 +13,23 @@ import numpy as np
 from blockdiag.fusion.analysis.leaf_ranges import Tiling
 from blockdiag.fusion.analysis.mask_states import DEAD, MASKED_TILE, UNDECIDED, MaskStates
 
-# Blocks that are looked at, at most, beside so many for each line of tiles: after that blocks which nobody has decided
-# stay, with their masks. A mask has to be seen through from afar, or its queries and keys to be few.
+# The search evaluates at most this many blocks, or this many per line of tiles if that is more. Undecided blocks are
+# then kept as masked, so large masks must be decidable at the level of large blocks.
 _MOST_BLOCKS = 1 << 22
 _MOST_PER_LINE = 64
-# Blocks that are looked at together: few enough that what is computed of them stays in a cache.
+# Blocks evaluated at once, few enough that their intermediates stay in cache.
 _TOGETHER = 1 << 14
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of tiles that have one state each; no two have a tile in common.
+    """Disjoint blocks of tiles, each with one state; dead blocks are left out.
 
     Attributes:
-        cell: of each its index in the batch.
-        row, column: its first tile.
-        rows, columns: how many tiles it has.
-        state: of its tiles; dead ones are left out.
+        cell: the flat batch index of each block.
+        row, column: the first query tile and the first key tile.
+        rows, columns: the number of query tiles and of key tiles.
+        state: the state of all tiles of the block.
     """
 
     cell: Any
@@ -41,24 +41,24 @@ class Blocks:
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Self:
-        """All blocks of several."""
+        """Return the concatenation of several sets of blocks."""
         names = cls.__dataclass_fields__
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
     @property
     def area(self) -> int:
-        """Tiles."""
+        """The number of tiles in all blocks."""
         return int((self.rows * self.columns).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Neighbouring tiles of lines, with one state each.
+    """Runs of consecutive tiles of a line, each with one state.
 
     Attributes:
-        line: of each its line; lines of all batch indices are numbered in one row.
-        start, stop: the first tile, and the one after the last one.
-        state: of its tiles.
+        line: the line of each run, numbered consecutively over all batch indices.
+        start, stop: the first tile, and the one after the last.
+        state: the state of all tiles of the run.
     """
 
     line: Any
@@ -68,13 +68,13 @@ class Pieces:
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Self:
-        """All pieces of several."""
+        """Return the concatenation of several sets of pieces."""
         names = cls.__dataclass_fields__
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def decided_blocks(states: MaskStates, batch: tuple[int, ...]) -> Blocks:
-    """The tiles that masks leave, as blocks.
+    """Return the tiles that are not dead, as blocks.
 
     Args:
         batch: sizes of the axes along which masks may differ.
@@ -123,18 +123,18 @@ def _states_of(states: MaskStates, level: int, cell: Any, row: Any, column: Any,
 
 
 def pieces_of_blocks(blocks: Blocks, tiling: Tiling, way: str) -> Pieces:
-    """Blocks as pieces of lines.
+    """Return blocks as pieces of lines.
 
     Args:
-        way: "" for lines of tiles of keys, "_t" for those of tiles of queries, "_d" for diagonals of tiles, from that
-            of the last key to that of the last query, by their tiles of queries.
+        way: the kind of line. "": one line per query tile, with key tiles. "_t": one line per key tile, with query
+            tiles. "_d": one line per diagonal of tiles, with query tiles, from the last key to the last query.
     """
     row_tiles, key_tiles = tiling.counts
     if way == "_d":
         counts = blocks.rows + blocks.columns - 1
         owner, offset = _repeated(counts)
         first = blocks.row - blocks.column - blocks.columns + 1
-        # Of each diagonal of the block the tiles of queries.
+        # The query tiles of each diagonal of the block.
         shift = first[owner] + offset
         start = np.maximum(blocks.row[owner], blocks.column[owner] + shift)
         stop = np.minimum((blocks.row + blocks.rows)[owner], (blocks.column + blocks.columns)[owner] + shift)
@@ -150,20 +150,20 @@ def pieces_of_blocks(blocks: Blocks, tiling: Tiling, way: str) -> Pieces:
 
 
 def _repeated(counts: Any) -> tuple[Any, Any]:
-    """The owners of so many elements each, and which of its elements each is."""
+    """Return, for owners with these counts of elements, each element's owner and its index within the owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True, eq=False)
 class OffsetStates:
-    """The tiles that masks of distances leave.
+    """Tile states of masks that depend on distance alone.
 
     Attributes:
         states: int8 [cells, offsets], see `Tiling.offsets`.
-        whole: tiles of queries and of keys that have these states.
-        edges: what is left of the others: of the last tile of queries, and of that of keys, where they are not whole.
-        tiling: tiles of scores.
+        whole: the number of whole query tiles and of whole key tiles, to which `states` applies.
+        edges: the live tiles of a last query tile or key tile that is not whole.
+        tiling: the score tiles.
     """
 
     states: Any
@@ -172,12 +172,15 @@ class OffsetStates:
     tiling: Tiling
 
     def without_edges(self) -> "OffsetStates":
-        """As if the last tiles were whole, and masks touched all tiles: some that are dead may stay."""
+        """Return the states as if the last tiles were whole and every live tile needed its mask.
+
+        Some dead tiles may then count as live.
+        """
         nothing = Blocks(*(x[:0] for x in vars(self.edges).values()))
         return OffsetStates(np.minimum(self.states, MASKED_TILE), self.tiling.counts, nothing, self.tiling)
 
     def groups(self, way: str) -> list["OffsetLines"]:
-        """The lines of tiles of keys (""), or of queries ("_t"), as groups of equal ones."""
+        """Return the lines per query tile ("") or per key tile ("_t"), in groups with equal states."""
         tile, step = self.tiling.tile, self.tiling.step
         (row_tiles, key_tiles), (first, last) = self.tiling.counts, self.tiling.offsets
         if way == "":
@@ -200,7 +203,7 @@ class OffsetStates:
         return found
 
     def pieces(self, way: str) -> Pieces:
-        """All lines as pieces; see `pieces_of_blocks`."""
+        """Return the live pieces of all lines, see `pieces_of_blocks`."""
         edges = pieces_of_blocks(self.edges, self.tiling, way)
         if way != "_d":
             return Pieces.joined([*(group.pieces() for group in self.groups(way)), edges])
@@ -218,14 +221,14 @@ class OffsetStates:
 
 @dataclass(frozen=True, eq=False)
 class OffsetLines:
-    """Lines that have the same states at the same distance from a tile of each.
+    """Lines with the same states relative to a base tile of each line.
 
     Attributes:
-        lines: their numbers.
-        base: of each the tile.
-        tiles: how many tiles a line has.
-        states: int8, of tiles from `first` on, counted from the base.
-        first: see `states`.
+        lines: the numbers of the lines.
+        base: the base tile of each line.
+        tiles: the number of whole tiles in a line.
+        states: int8, the states of consecutive tiles, from `first` on.
+        first: the first of these tiles, relative to the base.
     """
 
     lines: Any
@@ -236,7 +239,7 @@ class OffsetLines:
 
     @property
     def runs(self) -> tuple[Any, Any, Any]:
-        """Start, stop and state of neighbours of one state, counted from the base."""
+        """Start, stop and state of each live run of equal states, relative to the base."""
         edges = np.flatnonzero(np.diff(self.states)) + 1
         start = np.concatenate([[0], edges])
         stop = np.concatenate([edges, [len(self.states)]])
@@ -245,11 +248,11 @@ class OffsetLines:
 
     @property
     def reach(self) -> tuple[Any, Any]:
-        """Of each line the first tile, and the one after the last one, counted from the base."""
+        """The first tile of each line, and the one after the last, relative to the base."""
         return -self.base, self.tiles - self.base
 
     def _met(self) -> tuple[Any, Any]:
-        """Of each line the first run that it has a part of, and how many there are."""
+        """Return the first run that each line intersects, and how many runs it intersects."""
         start, stop, _ = self.runs
         least, limit = self.reach
         first = np.searchsorted(stop, least, side="right")
@@ -257,11 +260,11 @@ class OffsetLines:
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of all lines."""
+        """The number of pieces of all lines."""
         return int(self._met()[1].sum())
 
     def pieces(self) -> Pieces:
-        """Runs of each line."""
+        """Return the runs of each line, clipped to the line."""
         start, stop, state = self.runs
         least, limit = self.reach
         first, counts = self._met()
@@ -277,7 +280,7 @@ class OffsetLines:
 
 
 def offset_states(states: MaskStates, batch: tuple[int, ...]) -> OffsetStates:
-    """The tiles that masks of distances leave.
+    """Return the tile states of masks that depend on distance alone.
 
     Args:
         batch: sizes of the axes along which masks may differ.

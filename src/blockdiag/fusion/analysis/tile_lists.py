@@ -1,14 +1,14 @@
-"""How a kernel finds the tiles that masks leave in a line of tiles, as far as its source says it.
+"""Forms in which a kernel reads the live tiles of a line, and the source text that reads them.
 
-A line is a tile of queries with its tiles of keys, a tile of keys with its tiles of queries, or a diagonal of tiles. A
-kernel goes through the places 0, 1, ... of a line: first the tiles that no mask touches, then the others. One of three
-forms tells which tile is at a place:
+A line is a query tile with its key tiles, a key tile with its query tiles, or a diagonal of tiles. A kernel iterates
+over the places 0, 1, ... of a line: first the full tiles, then the masked ones. One of three forms maps places to
+tiles:
 
 | form | numbers of a line | tile at a place |
 |---|---|---|
-| ranges | for each range, tile minus place, and the place where it ends | the place plus the number of its range |
-| shared | a base tile, and where the line begins in lists that all lines share | the base plus a number of the list |
-| list | the tiles | a number of the line |
+| ranges | for each range, tile minus place, and its end place | the place plus the first number of its range |
+| shared | a base tile, and positions in lists that all lines share | the base plus an entry of a list |
+| list | the tiles | an entry of the line |
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["full", "masked", "all"]
-"""The places that a loop goes through: those of tiles that no mask touches, the others, or all."""
+"""The places that a loop iterates over: those of full tiles, those of masked tiles, or all."""
 
 SHARED_WIDTH = 3
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form in which the tiles of a line are told.
+    """Form in which the live tiles of a line are stored.
 
     Attributes:
-        kind: see above.
-        most: no line has more tiles.
-        full, masked: ranges of tiles that no mask touches, and of others; of a line without so many, some are empty.
+        kind: see the table of this module.
+        most: an upper bound of the number of live tiles in a line.
+        full, masked: the number of ranges of full tiles and of masked tiles. A line with fewer has empty ranges.
     """
 
     kind: Literal["ranges", "shared", "list"]
@@ -38,17 +38,17 @@ class Form:
 
     @property
     def width(self) -> int:
-        """Numbers of a line."""
+        """The count of numbers stored for a line."""
         if self.kind == "ranges":
             return 2 * (self.full + self.masked) - 1
         return SHARED_WIDTH if self.kind == "shared" else self.most
 
     def setup(self, suffix: str, language: str) -> list[str]:
-        """Lines of source that read the numbers of `line`, before a loop.
+        """Return source lines that read the numbers of `line` before a loop.
 
         Args:
-            suffix: of the names of the arrays.
-            language: the name under which the source knows Triton's language.
+            suffix: the suffix of the array names.
+            language: the name of Triton's language module in the source.
         """
         at = f"p_live_tiles{suffix} + line * {self.width}"
         match self.kind:
@@ -63,7 +63,7 @@ class Form:
         return []
 
     def tile(self, suffix: str, language: str, place: str, part: Part) -> str:
-        """The expression of the tile at a place of `line`."""
+        """Return the expression of the tile at a place of `line`."""
         match self.kind:
             case "ranges":
                 last = self.full if part == "full" else self.full + self.masked
@@ -76,7 +76,7 @@ class Form:
 
 
 def _move(language: str, place: str, ranges: Sequence[int]) -> str:
-    """The distance between tiles and places in the range that a place is in."""
+    """Return the expression of tile minus place in the range that contains a place."""
     if not ranges:
         return "0"
     first, *rest = ranges
@@ -89,13 +89,13 @@ def _move(language: str, place: str, ranges: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Lists:
-    """What a kernel knows of the tiles that masks leave.
+    """Static description of the lists of live tiles that a kernel reads.
 
     Attributes:
-        labels: batch labels that they differ along.
-        has_full: whether tiles that no mask touches come first, and are counted apart.
-        forms: of tiles of keys by tile of queries, of tiles of queries by tile of keys, and of tiles along a diagonal
-            of tiles where these are asked for.
+        labels: the batch labels along which the lists differ.
+        has_full: whether full tiles come first and are counted separately.
+        forms: the form of key tiles per query tile, of query tiles per key tile, and, if requested, of tiles per
+            diagonal of tiles.
     """
 
     labels: tuple[str, ...]

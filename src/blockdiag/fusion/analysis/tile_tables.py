@@ -1,4 +1,4 @@
-"""Tables that tell kernels which tiles masks leave, in the forms of `tile_lists.py`."""
+"""Tables of the live tiles of each line, in the forms of `tile_lists.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,30 +12,32 @@ from blockdiag.fusion.analysis.mask_states import DEAD, FULL, MASKED_TILE, MaskS
 from blockdiag.fusion.analysis.refinement import Blocks, OffsetLines, OffsetStates, Pieces, pieces_of_blocks
 from blockdiag.fusion.analysis.tile_lists import SHARED_WIDTH, Form
 
-# Ranges of a line, at most: each is one more comparison for each tile that a kernel goes through.
+# The most ranges of a line. Each range costs one more comparison per visited tile.
 MOST_RANGES = 6
-# Elements of the lists of all lines: with more, lines of many ranges are one range, whose dead tiles masks rule out.
+# The most elements of the lists of all lines. Beyond that, a line with many ranges becomes one masked range, whose dead
+# tiles are computed and masked.
 _MOST_LISTED = 1 << 24
-# Of masks that arrays decide, ranges of untouched and of other tiles; a line with more is one range, see above.
+# Ranges of full and of masked tiles for masks that depend on arrays. A line with more becomes one masked range.
 DYNAMIC_FULL, DYNAMIC_MASKED = 2, 4
-# Elements of the lists of masks that are no function of distance alone, such as prefixes, up to which they stay lists.
-# Ranges then have 202 registers in place of 176 and take longer: forward 0.48 in place of 0.40 ms (4 x 4,096 tokens, 16
-# heads of 64, a prefix of 512, on an H100), with gradients 1 %. Causal masks and windows gain up to 9 % as ranges.
+# Lists of up to this many elements are preferred for masks that are not a function of distance alone, such as prefixes.
+# Ranges need 202 registers there instead of 176. The forward pass takes 0.48 ms instead of 0.40 ms (4 x 4,096 tokens,
+# 16 heads of 64, a prefix of 512, on an H100), and 1 % longer with gradients. Causal masks and windows gain up to 9 %
+# from ranges.
 _MOST_LISTED_OF_BLOCKS = 1 << 15
-# Elements of lists of lines that could share one, where the ends of queries and keys keep them from it.
+# The most pieces of lines that could share lists but for partial tiles at the ends of queries or keys.
 _MOST_APART = 1 << 20
-# States of masks that arrays decide, in memory together. Where there are more, tables are of ranges.
+# The most tile states held in memory at once for masks that depend on arrays. Beyond that, tables use ranges.
 _MOST_STATES = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The tiles of all lines.
+    """Live tiles of all lines.
 
     Attributes:
-        form: how they are told.
-        counts: int32 [lines, 2], of each line how many tiles there are that no mask touches, and how many in all.
-        numbers: int32 [lines, width], or flat with a shared list behind the numbers of the lines.
+        form: the form of `numbers`.
+        counts: int32 [lines, 2], the number of full tiles and of all live tiles of each line.
+        numbers: int32 [lines, width]. In the shared form, flat, with the shared lists after the numbers of the lines.
     """
 
     form: Form
@@ -49,7 +51,7 @@ def _counts(line: Any, size: Any, state: Any, lines: int) -> Any:
 
 
 def _merged(pieces: Pieces) -> Pieces:
-    """Neighbours of one state as one, in the order in which they are gone through; dead ones are left out."""
+    """Merge adjacent pieces of one state, in the order in which kernels visit them; dead pieces are dropped."""
     is_left = (pieces.state != DEAD) & (pieces.start < pieces.stop)
     line, start, stop, state = (x[is_left] for x in vars(pieces).values())
     order = np.lexsort((start, -state.astype(np.int64), line))
@@ -61,7 +63,7 @@ def _merged(pieces: Pieces) -> Pieces:
 
 
 def _hulls(runs: Pieces, lines: int) -> Pieces:
-    """Lines of more ranges than those of arrays have, as one range with masks from the first to the last tile."""
+    """Replace lines with more ranges than dynamic tables hold by one masked range, from the first to the last tile."""
     is_full = runs.state == FULL
     full, masked = (np.bincount(runs.line[x], minlength=lines) for x in (is_full, ~is_full))
     is_long = ((full > DYNAMIC_FULL) | (masked > DYNAMIC_MASKED))[runs.line]
@@ -75,7 +77,7 @@ def _hulls(runs: Pieces, lines: int) -> Pieces:
 
 
 def _slots(runs: Pieces, lines: int) -> tuple[int, int, Any]:
-    """How many ranges of untouched and of other tiles a line has at most; and of each run which of these it is."""
+    """Return the most full ranges and the most masked ranges of any line, and the range slot of each run."""
     is_full = runs.state == FULL
     key = 2 * runs.line + ~is_full
     starts = np.flatnonzero(np.diff(key, prepend=-1))
@@ -85,7 +87,7 @@ def _slots(runs: Pieces, lines: int) -> tuple[int, int, Any]:
 
 
 def _ranges(runs: Pieces, lines: int, full: int, masked: int, slot: Any) -> Table:
-    """Ranges of each line."""
+    """Return the table of runs in the ranges form."""
     size = runs.stop - runs.start
     sizes = np.zeros((lines, max(1, full + masked)), np.int64)
     sizes[runs.line, slot] = size
@@ -99,10 +101,10 @@ def _ranges(runs: Pieces, lines: int, full: int, masked: int, slot: Any) -> Tabl
 
 
 def table_of_pieces(pieces: Pieces, lines: int, listed: int = 0) -> Table:
-    """Return the table of known pieces of lines: of ranges where no line has many, else of lists.
+    """Return the table of known pieces: as ranges if no line has many, else as lists.
 
     Args:
-        listed: elements of the lists of all lines up to which they are preferred.
+        listed: lists of at most this many elements, over all lines, are preferred to ranges.
     """
     runs = _merged(pieces)
     full, masked, slot = _slots(runs, lines)
@@ -124,7 +126,7 @@ def table_of_pieces(pieces: Pieces, lines: int, listed: int = 0) -> Table:
 
 
 def shared_table(groups: list[OffsetLines], lines: int) -> Table:
-    """The table of lines that share lists; all lines are in the groups."""
+    """Return the table of lines in the shared form; the groups must contain all lines."""
     counts = np.zeros((lines, 2), np.int64)
     numbers = np.zeros((lines, SHARED_WIDTH), np.int64)
     lists, length = [], lines * SHARED_WIDTH
@@ -135,7 +137,7 @@ def shared_table(groups: list[OffsetLines], lines: int) -> Table:
         for part, state in enumerate((FULL, MASKED_TILE)):
             listed = np.flatnonzero(group.states == state) + group.first
             start = np.searchsorted(listed, least)
-            # The second part comes at the places after the first one.
+            # Places of masked tiles continue after those of full tiles, so their start is moved back.
             numbers[own, 1 + part] = length + start - (counts[own, 0] if part else 0)
             counts[own, part] = counts[own, 0] * part + np.searchsorted(listed, limit) - start
             lists.append(listed)
@@ -146,13 +148,13 @@ def shared_table(groups: list[OffsetLines], lines: int) -> Table:
 
 
 def tables_of_offsets(found: OffsetStates, ways: tuple[str, ...]) -> tuple[dict[str, Table], bool]:
-    """The tables of masks of distances, and whether they know tiles that no mask touches."""
+    """Return the tables of masks that depend on distance alone, and whether they distinguish full tiles."""
     cells = len(found.states)
     tables: dict[str, Table] = {}
     for way in ways:
         lines = cells * line_count(found.tiling, way)
         if way == "_d":
-            # Whole diagonals, but for the ends.
+            # A diagonal has one state, except where it meets a partial tile.
             tables[way] = table_of_pieces(found.pieces(way), lines)
             continue
         groups = found.groups(way)
@@ -170,7 +172,7 @@ def tables_of_offsets(found: OffsetStates, ways: tuple[str, ...]) -> tuple[dict[
 
 
 def tables_of_blocks(blocks: Blocks, tiling: Tiling, cells: int, ways: tuple[str, ...]) -> dict[str, Table]:
-    """The tables of known blocks."""
+    """Return the table of known blocks for each kind of line."""
     return {
         way: table_of_pieces(
             pieces_of_blocks(blocks, tiling, way), cells * line_count(tiling, way), _MOST_LISTED_OF_BLOCKS
@@ -180,20 +182,22 @@ def tables_of_blocks(blocks: Blocks, tiling: Tiling, cells: int, ways: tuple[str
 
 
 def line_count(tiling: Tiling, way: str) -> int:
-    """Lines of a batch index."""
+    """Return the number of lines per batch index."""
     row_tiles, key_tiles = tiling.counts
     return {"": row_tiles, "_t": key_tiles, "_d": row_tiles + key_tiles - 1}[way]
 
 
 def dynamic_tables(states: MaskStates, batch: tuple[int, ...], ways: tuple[str, ...]) -> dict[str, Table]:
-    """The tables of masks that arrays decide, computed where these are; counts and numbers [*batch, lines, ..].
+    """Return the tables of masks that depend on arrays, computed on their device.
+
+    Counts and numbers have shape [*batch, lines, ..].
 
     Args:
-        batch: sizes of the axes along which masks differ.
+        batch: the sizes of the axes along which masks differ.
     """
     row_tiles, key_tiles = states.tiling.counts
     is_small = np.prod(batch, dtype=np.int64) * row_tiles * key_tiles <= _MOST_STATES
-    # Where an array has queries and keys, lists are short beside it.
+    # Next to an array of queries by keys, lists are small.
     has_pairs = any(min(np.shape(x.interval.low)[-2:]) > 1 and not x.is_distance for x in states.extents)
     if not is_small and not has_pairs:
         return {way: _dynamic_ranges(states, batch, way) for way in ways}
@@ -203,7 +207,7 @@ def dynamic_tables(states: MaskStates, batch: tuple[int, ...], ways: tuple[str, 
 
 
 def _turned(states: Any, way: str) -> Any:
-    """States [.., tiles of queries, tiles of keys] as [.., lines, tiles]."""
+    """Return states [.., query tiles, key tiles] as [.., lines, tiles]."""
     if way != "_d":
         return states if way == "" else jnp.swapaxes(states, -1, -2)
     rows, columns = states.shape[-2:]
@@ -220,7 +224,7 @@ def _dynamic_list(states: Any) -> Table:
 
 
 def _dynamic_ranges(states: MaskStates, batch: tuple[int, ...], way: str) -> Table:
-    """Ranges of some lines at a time, so that states of all tiles are never in memory together."""
+    """Return ranges computed for a few lines at a time, so that the states of all tiles never exist at once."""
     row_tiles, key_tiles = states.tiling.counts
     lines, tiles = line_count(states.tiling, way), key_tiles if way == "" else row_tiles
     together = max(1, min(lines, _MOST_STATES // int(np.prod([*batch, tiles], dtype=np.int64))))
@@ -247,7 +251,7 @@ def _dynamic_ranges(states: MaskStates, batch: tuple[int, ...], way: str) -> Tab
 
 
 def ranges_of(states: Any) -> tuple[Any, Any]:
-    """Counts and numbers of lines of states [.., lines, tiles]."""
+    """Return counts and range numbers of lines, from states [.., lines, tiles]."""
     place = np.arange(states.shape[-1], dtype=np.int32)
     before = jnp.pad(states[..., :-1], [(0, 0)] * (states.ndim - 1) + [(1, 0)])
     starts, sizes = [], []
@@ -275,7 +279,7 @@ def ranges_of(states: Any) -> tuple[Any, Any]:
 
 
 def expanded(form: Form, counts: Any, numbers: Any, tiles: int) -> np.ndarray:
-    """The states int8 [lines, tiles] that a table tells, of so many tiles a line; of known arrays."""
+    """Return the states int8 [lines, tiles] that a table of known arrays encodes."""
     counts = np.asarray(counts).reshape(-1, 2)
     place = np.arange(form.most)[None, :]
     if form.kind == "ranges":
@@ -291,7 +295,7 @@ def expanded(form: Form, counts: Any, numbers: Any, tiles: int) -> np.ndarray:
     else:
         tile = np.asarray(numbers).reshape(len(counts), -1)
     states = np.zeros((len(counts), tiles + 1), np.int8)
-    # Places beyond the last tile of a line are beside the tiles.
+    # Places beyond a line's count write to an extra column, which is dropped.
     tile = np.where(place < counts[:, 1:], tile, tiles)
     np.put_along_axis(states, tile, np.where(place < counts[:, :1], FULL, MASKED_TILE).astype(np.int8), 1)
     return states[:, :tiles]

@@ -1,1 +1,1 @@
-"""Code generation: the source of a region's kernels in Triton and Gluon."""
+"""Code generation: Triton and Gluon source of a region's kernels."""

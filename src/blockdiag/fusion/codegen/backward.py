@@ -18,7 +18,7 @@ from blockdiag.fusion.lowering.tile_program import tile_function, value_columns,
 
 
 def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Lists | None = None) -> Source:
-    """The gradients of leaves without keys: a program goes through the keys of a tile of queries."""
+    """Return the kernel for gradients of leaves without keys; a program loops over the keys of a query tile."""
     writer = Writer(region, "rows", tile, leaf_grads)
     emit = writer.emit
     writer.place_program(writer.row_tiles, region.batch, last_first=lists is not None, through=None if lists else "k")
@@ -46,12 +46,14 @@ def rows_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Li
 
 
 def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists: Lists | None = None) -> Source:
-    """The gradients of the values and of leaves with keys only: a program goes through the queries of a tile of keys,
-    and through the batch axes that none of them has."""
+    """Return the kernel for gradients of the values and of leaves with keys only.
+
+    A program has a key tile. It loops over the queries, and over the batch axes that none of these arrays has.
+    """
     own = {label for i in leaf_grads for label in region.leaves[i].labels} | set(value_labels(region))
     labels = [label for label in region.batch if label in own]
     others = [label for label in region.batch if label not in own]
-    # With keys first, probabilities are a product's first factor as they are.
+    # With keys first, probabilities are the left operand of the gradient products without a transpose.
     writer = Writer(region, "columns", tile, leaf_grads, flipped=True)
     emit = writer.emit
     writer.place_program(writer.key_tiles, labels, through=None if lists else "q")
@@ -93,7 +95,10 @@ def columns_source(region: Region, tile: Tile, leaf_grads: Sequence[int], lists:
 
 
 def pairs_source(region: Region, tile: Tile, place: int) -> Source:
-    """The gradient of a leaf with queries and keys: a program goes through the batch axes that the leaf has not."""
+    """Return the kernel for the gradient of a leaf with queries and keys.
+
+    A program has a tile of the leaf and loops over the batch axes that the leaf lacks.
+    """
     leaf = region.leaves[place]
     others = [label for label in region.batch if label not in leaf.labels]
     writer = Writer(region, "pairs", tile, (place,))
@@ -118,13 +123,13 @@ def pairs_source(region: Region, tile: Tile, place: int) -> Source:
 
 
 def read_rows(writer: Writer) -> None:
-    """Load a tile of the result's cotangent, and what the softmax left."""
+    """Print the loads of a row tile: the cotangent of the result, the log-sum-exp and delta."""
     place, masks = writer.result_place()
     writer.emit(f"cotangent = tl.load(p_cotangent + {place}{writer.masked(masks)})")
     mask = writer.mask(True, False, 1)
     if writer.region.score is None:
         return
-    # Rows beyond the last query have probabilities of 0.
+    # A log-sum-exp of inf makes probabilities 0 in rows beyond the last query.
     beyond = f', mask={mask[0]}, other=float("inf")' if mask else ""
     writer.emit(f"base = tl.load(p_log_sum + {writer.row_place()}{beyond})")
     writer.emit(f'base = tl.where(base == float("-inf"), 0.0, base * {LOG2_E}){writer.row}')
@@ -132,10 +137,15 @@ def read_rows(writer: Writer) -> None:
 
 
 def print_gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool, has_masks: bool) -> list[Value]:
-    """Print the gradients of the leaves asked for, but for the factor, and what the values' one is made of."""
+    """Print a tile's contribution to the gradients of `leaf_grads`, without the factor of the scores.
+
+    Args:
+        wants_power: also return the weighted probabilities, from which the gradient of the values is computed.
+        has_masks: whether masks and the end of the keys apply to the tile.
+    """
     region, tile = writer.region, writer.tile
     if writer.kind != "columns":
-        # There it stays the same.
+        # The "columns" kernel has loaded its value tile before the loop.
         writer.read_value()
     shape = writer.turned(tile.rows, tile.columns)
     factors = ("value", "tl.trans(cotangent)") if writer.flipped else ("cotangent", "tl.trans(value)")
@@ -166,7 +176,7 @@ def print_gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool
             slope = power * ((product if weight is None else product * weight) - delta)
             slopes.append(_summed_to(slope, score.shape))
         if weight is not None:
-            # The sums are multiplied by the factor of the score.
+            # Divided here, because the sums are multiplied by the factor of the scores at the end.
             slopes.append(_summed_to(power * product * np.float32(1 / writer.factor), found[-1].shape))
         grads = list(pull(slopes))
         if wants_power:
@@ -188,7 +198,7 @@ def print_gradients(writer: Writer, tiles: Sequence[Value], *, wants_power: bool
 
 
 def times_factor(writer: Writer) -> None:
-    """What the score was divided by, once for all tiles."""
+    """Print the multiplication of gradients by the factor of the scores, once for all tiles."""
     if writer.factor != 1:
         for i in writer.leaf_grads:
             writer.emit(f"sum{i} *= {writer.factor}")
@@ -228,7 +238,7 @@ def add_gradients(writer: Writer, grads: Sequence[Value]) -> None:
 
 
 def gradient_dims(leaf: Leaf, labels: Sequence[str]) -> tuple[Dim, ...] | None:
-    """What the axes of a leaf's gradient stand for where it can be written as the leaf is; None where it cannot."""
+    """Return the axis labels of a leaf's gradient if it can be written in the layout of the leaf, else None."""
     is_whole = (
         set(leaf.labels) == set(labels)
         and leaf.role not in ("scalar", "feature")
@@ -238,7 +248,7 @@ def gradient_dims(leaf: Leaf, labels: Sequence[str]) -> tuple[Dim, ...] | None:
 
 
 def partial_dims(leaf: Leaf, labels: Sequence[str]) -> tuple[Dim, ...]:
-    """What the axes of partial sums of a leaf's gradient stand for."""
+    """Return the axis labels of partial sums of a leaf's gradient."""
     last: dict[str, tuple[Dim, ...]] = {
         "query": (("q",), leaf.features), "key": (("k",), leaf.features), "row": (("q",),), "column": (("k",),),
         "score": (("q",), ("k",)), "scalar": (("tq",),), "feature": (("tq",), leaf.features),

@@ -1,4 +1,4 @@
-"""Triton source of the kernel that prepares a region's backward pass: the sum of result times cotangent of each row."""
+"""Triton source of the kernel that computes delta, rowsum(output * cotangent), for a region's backward pass."""
 
 import math
 
@@ -8,15 +8,15 @@ from blockdiag.fusion.ir.tree import Region
 from blockdiag.fusion.lowering.tile_program import value_columns
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
-# Elements of a tile of the result.
+# The number of elements in a tile of the result.
 _TILE = 4096
 
 
 def delta_source(region: Region) -> Source:
-    """The kernel that computes `delta`, float32 [batch.., q], from "output" and "cotangent".
+    """Return the kernel that computes delta, float32 [batch.., q], from "output" and "cotangent".
 
     Args:
-        region: arranged: columns of its result are one axis.
+        region: an arranged region, whose result columns are one axis.
     """
     columns, sizes = value_columns(region), region.sizes
     layout = layout_of(shape_of(region.out_dims, sizes), region.out_dims, sizes)

@@ -1,8 +1,8 @@
-"""Triton source of the gradient of what depends on q - k alone, see `kernels.py`.
+"""Triton source of the gradient of a leaf that depends on q - k alone, see `kernels.py`.
 
-Tiles of equally many queries and keys that lie on one diagonal of tiles have the same distances in the same places. A
-program goes through these tiles, adds them up as they are, and sums the diagonals of the one tile that is left: each
-distance lies on two diagonals of tiles at most, whose sums are added afterwards. No atomics, so results repeat.
+Square tiles on one diagonal of tiles have the same distances at the same places. A program adds up these tiles
+elementwise, and then sums the diagonals of the accumulated tile. Each distance lies on at most two diagonals of tiles,
+whose sums are added afterwards. There are no atomics, so results are repeatable.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,20 @@ from blockdiag.fusion.ir.layout import layout_of, shape_of
 from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Dim, Region
 
-# Programs that keep a large GPU busy: four for each multiprocessor.
+# Enough programs to keep a large GPU busy: about four per multiprocessor.
 _PROGRAMS = 512
 
 
 def diagonals_source(region: Region, tile: Tile, place: int, lists: Lists | None = None) -> Source:
-    """The gradient of a leaf of distances: float32 [labels.., parts, diagonals, 2 * size].
+    """Return the kernel for the gradient of a leaf indexed by distance: float32 [labels.., parts, diagonals, 2 * size].
 
-    Of each diagonal of tiles, from the last key's to the last query's, the sums of distances from `size` below that of
-    a tile's first element. There are parts where the leaf lacks batch axes and there would be few programs.
+    Diagonals of tiles run from the last key to the last query. Each has the sums of 2 * size consecutive distances, the
+    first of which is `size` below that of a tile's first element. If the leaf lacks batch axes and there would be few
+    programs, the batch is divided into parts.
 
     Args:
-        tile: as many rows as columns.
-        place: of the leaf.
+        tile: a square tile.
+        place: the index of the leaf.
     """
     leaf, size = region.leaves[place], tile.rows
     assert tile.columns == size, "diagonals are those of squares"
@@ -72,7 +73,7 @@ def diagonals_source(region: Region, tile: Tile, place: int, lists: Lists | None
 
 
 def _along(writer: Writer, lists: Lists | None, body: Callable[[], None]) -> None:
-    """The loop over tiles of queries of a diagonal: all, or those of a list."""
+    """Print the loop over the query tiles of a diagonal, all of them or the live ones."""
     if lists is None:
         first, last = "tl.maximum(shift, 0)", f"tl.minimum({writer.row_tiles}, shift + {writer.key_tiles})"
         writer.loop(f"for tile in range({first}, {last}):", body)
@@ -87,7 +88,7 @@ def _along(writer: Writer, lists: Lists | None, body: Callable[[], None]) -> Non
 
 
 def _store_diagonals(writer: Writer, place: int, diagonals: int, parts: int) -> None:
-    """The sums along the diagonals of a tile: rows are turned, each by its number, then columns are added up."""
+    """Print the sums along the diagonals of a tile: each row is rotated by its index, then columns are summed."""
     leaf, size, emit = writer.region.leaves[place], writer.tile.rows, writer.emit
     sizes = {**writer.sizes, "parts": parts, "diagonals": diagonals, "halves": 2 * size}
     dims: tuple[Dim, ...] = (*((label,) for label in leaf.labels), ("parts",), ("diagonals",), ("halves",))

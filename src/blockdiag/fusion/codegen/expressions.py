@@ -1,7 +1,7 @@
-"""From the equations of a tile program to lines of Triton.
+"""Printer from the equations of a tile program to lines of Triton.
 
-Tiles are values of two axes; a value of one element is a number. Products accumulate in float32, and of a product's
-factors the one that is computed takes the dtype of the one that is read.
+Tiles are values with two axes; a value with one element is a number. Products accumulate in float32. If only one
+operand of a product was read from memory, the computed operand is cast to its dtype.
 """
 
 import math
@@ -17,8 +17,8 @@ from jax.extend import core
 from blockdiag.fusion.frontend.trace import aval_of, body_of, tile_jaxpr
 from blockdiag.fusion.lowering.decompositions import SPELLED, is_spelled
 
-# The head of a generated module has this line. PTX's `max.f32` of a NaN and a number is the number; XLA's is NaN, as is
-# that of `max.NaN.f32`.
+# The head of a generated module has this line. PTX's `max.f32` drops NaN operands. XLA propagates them, and so does
+# `max.NaN.f32`.
 NAN_LINE = "PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)"
 TRITON_HEAD = f"import triton\nimport triton.language as tl\n\n{NAN_LINE}\n\n\n"
 
@@ -40,28 +40,28 @@ _CALLS = {
     "stop_gradient": "{}", "copy": "{}",
     "select_n": "tl.where({0}, {2}, {1})", "log2": "tl.log2({})", "transpose": "tl.trans({})",
 }  # fmt: skip
-# What may leave the range of a dtype.
+# Primitives whose result may leave the range of a narrow integer dtype.
 _OVERFLOWING = frozenset({"add", "sub", "mul", "neg", "not", "shift_left", "convert_element_type", "integer_pow"})
-# Powers are products of as many factors; higher ones are made of squares.
+# Powers up to this are printed as plain products; higher ones use repeated squaring.
 _FEW_FACTORS = 8
 _KINDS = {"f": "tl.float32", "i": "tl.int32", "b": "tl.int1", "u": "tl.uint32", "V": "tl.float32"}
 
 
 class NotPrintable(Exception):
-    """Triton has no words for an equation."""
+    """Triton lacks an operation for an equation."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A name in the kernel, and what it is.
+    """Named value in the kernel.
 
     Attributes:
         name: an expression without operators.
-        shape: of the tile.
-        is_read: whether it was read from memory, in a dtype of 16 bits perhaps.
-        line: the same with one axis, where it is one feature of each row.
-        feature: of what has rows and features, the expression that reads one of them, as a line; the whole may be no
-            name.
+        shape: the shape of the tile.
+        is_read: whether it was read from memory and so may have a 16-bit dtype.
+        line: the name of the same value with one axis, if it is one feature of each row.
+        feature: for a matrix with features, returns the expression that reads one feature as a vector. The matrix as a
+            whole may then not be loaded.
     """
 
     name: str
@@ -72,16 +72,16 @@ class Value:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one element."""
+        """Whether it has one element."""
         return math.prod(self.shape) == 1
 
 
 class Printer:
-    """Prints equations.
+    """Printer of equations.
 
     Args:
-        emit: takes a line.
-        prefix: of new names.
+        emit: takes a line of source.
+        prefix: the prefix of new names.
         precision: Triton's `input_precision` of products.
     """
 
@@ -93,10 +93,10 @@ class Printer:
         self._is_in_loop = False
 
     def run(self, jaxpr: core.ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
-        """Print a program of tiles.
+        """Print a tile program.
 
         Returns:
-            its results.
+            The values of its results.
 
         Raises:
             NotPrintable: the message names the primitive.
@@ -117,7 +117,7 @@ class Printer:
         return [self._operand(known, x) for x in jaxpr.jaxpr.outvars]
 
     def name(self, expression: str, shape: tuple[int, ...]) -> Value:
-        """A new name for an expression."""
+        """Print an assignment of an expression to a new name, and return the named value."""
         self._count += 1
         name = f"{self._prefix}{self._count}"
         self._emit(f"{name} = {expression}")
@@ -128,7 +128,7 @@ class Printer:
         return Value(literal(operand.val), ()) if isinstance(operand, core.Literal) else known[operand]
 
     def _loop(self, equation: core.JaxprEqn, given: list[Value]) -> list[Value]:
-        """A loop that has nothing but what it carries, last among its operands."""
+        """Print a scan that has only constants and a carry, which comes last among its operands."""
         body: core.ClosedJaxpr = equation.params["jaxpr"]
         outer, inner = (*equation.invars, *equation.outvars), (*body.jaxpr.invars, *body.jaxpr.outvars)
         if any(aval_of(x).shape != aval_of(y).shape for x, y in zip(outer, inner, strict=True)):
@@ -147,7 +147,7 @@ class Printer:
     def _equation(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
         result, dtype = self._printed(equation, given), np.dtype(aval_of(equation.outvars[0]).dtype)
         if dtype.kind in "iu" and dtype.itemsize < 4 and equation.primitive.name in _OVERFLOWING:
-            # Registers are wider than the dtype.
+            # Registers are wider than the dtype, so wrap-around must be printed.
             spare = 32 - 8 * dtype.itemsize
             within = f"& {np.iinfo(dtype).max}" if dtype.kind == "u" else f"<< {spare} >> {spare}"
             return self.name(f"{result.name} {within}", result.shape)
@@ -209,7 +209,7 @@ class Printer:
         raise NotPrintable(f"`{name}` has no Triton of its own here")
 
     def _spelled(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
-        """An operation by others, of operands that have its shape."""
+        """Print the decomposition of an operation, with operands broadcast to its shape."""
         shape = aval_of(equation.outvars[0]).shape
 
         def of_tiles(*operands: Any) -> Any:
@@ -235,7 +235,7 @@ class Printer:
         return self.name(product if exponent > 0 else f"1.0 / ({product})", shape)
 
     def _reshaped(self, given: Value, shape: tuple[int, ...], dtype: Any, axes: Any) -> Value:
-        """The same elements with other axes, each where it was, or repeated."""
+        """Print a reshape or broadcast that keeps the order of elements."""
         if given.line is not None and len(shape) == 1:
             return Value(given.line, shape)
         if math.prod(shape) == 1:
@@ -269,7 +269,7 @@ class Printer:
             return Value(given.name, shape)
         expression = given.name
         if self._is_in_loop and len(axes) == len(given.shape) == 2:
-            # For Blackwell Triton's compiler fails on one sum of another in a loop within a loop.
+            # On Blackwell, Triton's compiler fails on a sum of a sum in a nested loop.
             return self.name(f"tl.sum({expression})", shape)
         for axis in sorted(axes, reverse=True):
             expression = f"tl.sum({expression}, {axis})"
@@ -294,7 +294,10 @@ class Printer:
 
 
 def _bits_as(name: str, given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-    """The bits of integers as another dtype of the same width; registers are wider than 16 bits."""
+    """Return the expression that reinterprets integer bits as another dtype of the same width.
+
+    16-bit values are held in wider registers.
+    """
     if wanted.name == "float32" or (wanted.kind in "iu" and wanted.itemsize == 4):
         return f"{name}.to({_KINDS[wanted.kind]}, bitcast=True)"
     if wanted.name == "bfloat16" and given.kind == "u":
@@ -305,7 +308,7 @@ def _bits_as(name: str, given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
 
 
 def literal(value: Any) -> str:
-    """A number in Triton's source."""
+    """Return a number as Triton source."""
     array = np.asarray(value)
     if array.dtype.kind == "b":
         return "True" if array.item() else "False"

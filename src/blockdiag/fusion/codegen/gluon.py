@@ -1,4 +1,4 @@
-"""What the printers of Gluon's kernels for Hopper share: words, places of tiles, and what a launch is told."""
+"""Shared parts of the Gluon kernel writers for Hopper: printer, tile coordinates and launch parameters."""
 
 import math
 from collections.abc import Sequence
@@ -30,16 +30,19 @@ from blockdiag.triton_kernels.parts.resident_tiles import """
 
 
 def gluon_source(helpers: str, lines: Sequence[str]) -> str:
-    """The text of a kernel.
+    """Return the text of a kernel module.
 
     Args:
-        helpers: that it has from `resident_tiles`, as an import has them.
+        helpers: the names that it imports from `resident_tiles`, comma-separated.
     """
     return f"{_HEAD}{helpers}\n\n{NAN_LINE}\n\n\n" + "\n".join(lines) + "\n"
 
 
 class GluonPrinter(Printer):
-    """Gluon infers no layouts: numbers and lines become tiles where an operation meets one."""
+    """Printer for Gluon, which does not infer the layout of new tiles.
+
+    Scalars and vectors are broadcast by the operation that combines them with a tile.
+    """
 
     def _printed(self, equation: core.JaxprEqn, given: list[Value]) -> Value:
         if equation.primitive.name in ("dot_general", "reduce_sum", "transpose"):
@@ -56,16 +59,16 @@ class GluonPrinter(Printer):
 
 
 class GluonWriter:
-    """Lines of the functions of one kernel.
+    """Writer of the functions of one Gluon kernel.
 
     Args:
-        writer: of the plain kernel with the same tiles.
-        moved: leaves that the copy engine brings.
+        writer: the writer of the plain kernel with the same tiles.
+        moved: the leaves that the copy engine loads.
     """
 
     def __init__(self, region: Region, writer: Writer, moved: Sequence[Leaf]) -> None:
         self.region, self.writer = region, writer
-        # Leaves that threads read themselves, and whether places in them or in the log-sums need 64 bits.
+        # The leaves that threads load themselves, and whether offsets in them or in the log-sum-exps need 64 bits.
         self.pointers = [i for i, leaf in enumerate(region.leaves) if leaf not in moved and leaf.source.key is not None]
         counts = [math.prod(region.leaves[i].source.shape) for i in self.pointers]
         self.is_long = max([*counts, cells_of(region, region.batch) * region.sizes["q"]]) >= 2**31
@@ -74,7 +77,7 @@ class GluonWriter:
         self.writer.emit(line.replace("tl.", "gl."))
 
     def decode(self, name: str, labels: Sequence[str]) -> None:
-        """`i_<label>` of batch labels, from one number."""
+        """Print `i_<label>` of batch labels, decoded from one flat index."""
         step = 1
         for label in reversed(labels):
             size = self.region.sizes[label]
@@ -83,7 +86,7 @@ class GluonWriter:
             step *= size
 
     def at(self, place: Place, offset: str, column: int | str = 0) -> str:
-        """Row and column of a tile of a matrix that begins `offset` queries or keys, and so many columns, later."""
+        """Return the row and column of a tile that starts at query or key `offset` and at `column`, as source text."""
         first_row, first_column = place.first
         rows = [f"i_{x} * {step}" if step > 1 else f"i_{x}" for x, step in place.rows.items()]
         columns = [f"i_{x} * {step}" for x, step in place.columns.items()]
@@ -92,16 +95,20 @@ class GluonWriter:
         return ", ".join(_coordinate(terms) for terms in (rows, columns))
 
     def evaluate(self, root: Node, tiles: Sequence[Value], prefix: str) -> Value:
-        """Print a node of which all leaves are read."""
+        """Print a node whose leaves are all loaded."""
         program = self.writer.tile_program([root])
         return GluonPrinter(self.emit, prefix, self.writer.precision).run(program, tiles)[0]
 
     def tiles(self, known: dict[int, Value]) -> list[Value]:
-        """A value for each leaf; those that are not known are not used."""
+        """Return a value for each leaf; unknown leaves get a placeholder that must not be used."""
         return [known.get(i, Value("0", self.writer.tile_shape(leaf))) for i, leaf in enumerate(self.region.leaves)]
 
     def read(self, roles: Sequence[str], *, counted: bool = False) -> dict[int, Value]:
-        """Load what threads read themselves, of some roles, and numbers of rows or columns; `counted`: only these."""
+        """Print loads of the leaves of some roles that threads read themselves, and the positions of rows or columns.
+
+        Args:
+            counted: print positions only.
+        """
         found = {}
         for i, leaf in enumerate(self.region.leaves):
             if leaf.role in roles and (leaf.source.key is None or (i in self.pointers and not counted)):
@@ -112,7 +119,7 @@ class GluonWriter:
         return found
 
     def known(self, roles: Sequence[str]) -> dict[int, Value]:
-        """What `read` names."""
+        """Return the values that `read` has named, without printing loads."""
         leaves = self.region.leaves
         return {
             i: Value(f"leaf{i}", self.writer.tile_shape(leaf))
@@ -125,7 +132,7 @@ class GluonWriter:
 
 
 def _coordinate(terms: Sequence[str]) -> str:
-    """A sum in 32 bits, as the copy engine takes it."""
+    """Return a sum as 32-bit source text, as the copy engine requires."""
     kept = [term for term in terms if term != "0"]
     if all(term.isdigit() for term in kept):
         return str(sum(map(int, kept)))
@@ -141,15 +148,15 @@ def print_function(own: GluonWriter, header: str) -> None:
 
 @dataclass(frozen=True)
 class HopperKernel:
-    """A kernel, and what its launch needs to know.
+    """Gluon kernel with its launch parameters.
 
     Attributes:
-        moved: of each parameter that the copy engine moves: name, array, shape of its matrix, and of a tile.
-        dtype: of these arrays.
-        pointers: the parameters that are pointers, in order.
-        rounds: in all; None where a program learns that from lists.
-        tiles: programs, if each went through all rounds.
-        each: how many rounds a program goes through, where that is not the launch's choice.
+        moved: for each descriptor parameter: its name, its array, the shape of the matrix, and the shape of a tile.
+        dtype: the dtype of these arrays.
+        pointers: the pointer parameters, in order.
+        rounds: the number of rounds per tile; None if programs read it from lists.
+        tiles: the number of programs if each did all rounds of a tile.
+        each: the number of rounds per program; None if the launch chooses it.
     """
 
     source: Source

@@ -1,8 +1,14 @@
-"""Triton source of the kernels of a region: forward; and backward by rows, by columns and by pairs of them.
+"""Triton source of a region's forward kernel, and the writer that the backward kernels share.
 
-The method is FlashAttention's (Dao et al., 2022). Backward recomputes tiles of scores; what has queries is added up by
-programs that have a tile of them and go through the keys, what has keys the other way round, and a bias that is the
-same along batch axes by programs that have a tile of it and go through these axes: no atomics, so results repeat.
+The method is FlashAttention's (Dao et al., 2022). The backward kernels recompute tiles of scores:
+
+| kernel | gradients of | a program has | and loops over |
+|---|---|---|---|
+| rows | leaves without keys | a query tile | keys |
+| columns | values, leaves with keys only | a key tile | queries |
+| pairs | a bias with queries and keys | a tile of the bias | batch axes that the bias lacks |
+
+There are no atomics, so results are repeatable.
 """
 
 import math
@@ -26,17 +32,17 @@ from blockdiag.fusion.lowering.tile_program import tile_function, value_columns,
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 LOG2_E = 1.4426950408889634
-# Of 50 MB of L2 on Hopper, of which half is near each multiprocessor; less than that, for what else is read.
+# Hopper has 50 MB of L2, half of it near each multiprocessor. This is less, to leave room for other reads.
 _STREAMED_BYTES = 4 << 20
 LIVE = tuple(f"live_{what}{suffix}" for suffix in ("", "_t", "_d") for what in ("counts", "tiles"))
 
 
 @dataclass(frozen=True)
 class Output:
-    """An array that a kernel writes.
+    """Array that a kernel writes.
 
     Attributes:
-        dims: what its axes stand for; "tq" and "tk" are tiles of queries and keys.
+        dims: the labels of its axes; "tq" and "tk" are query tiles and key tiles.
     """
 
     name: str
@@ -47,14 +53,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel.
+    """Generated kernel.
 
     Attributes:
-        text: its source.
-        name: of its function.
-        inputs: names of the arrays that it reads: "leaf0", ..., "value", "log_sum", "cotangent", "delta".
-        outputs: what it writes.
-        grid: programs.
+        text: the source.
+        name: the name of the function.
+        inputs: the names of the arrays that it reads: "leaf0", ..., "value", "log_sum", "cotangent", "delta".
+        outputs: the arrays that it writes.
+        grid: the number of programs along each axis.
     """
 
     text: str
@@ -65,12 +71,12 @@ class Source:
 
 
 class Writer:
-    """Source of one kernel of a region.
+    """Writer of the source of one kernel of a region.
 
     Args:
-        tile: of scores.
-        leaf_grads: which leaves' gradients the kernel is asked for.
-        flipped: tiles of scores are [columns, rows].
+        tile: the tile size.
+        leaf_grads: the indices of the leaves whose gradients the kernel computes.
+        flipped: whether score tiles are transposed, [columns, rows].
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class Writer:
         self.region, self.kind, self.tile = region, kind, tile
         self.leaf_grads = tuple(leaf_grads)
         self.flipped = flipped
-        # Scores are factor * inner, with and without masks.
+        # Scores are `factor` times one of `scores`, which are the trees with and without masks.
         self.scores, self.factor = scores_of(region)
         self.lines: list[str] = []
         self.depth = 1
@@ -93,7 +99,7 @@ class Writer:
         self.layouts = [layout_of(leaf.source.shape, leaf.dims, region.sizes) for leaf in region.leaves]
         roots = (region.score, region.weight, *region.extras)
         factors = {x.leaf for node in nodes_of(*roots) if node.kind == "product" for x in node.inputs}
-        # Of others one feature is read at a time.
+        # Leaves with features that are no operand of a product are read one feature at a time.
         self.multiplied = frozenset(i for i, leaf in enumerate(region.leaves) if leaf in factors)
         columns = value_columns(region)
         self.columns = math.prod(region.sizes[x] for x in columns)
@@ -115,7 +121,7 @@ class Writer:
     # Places
 
     def features(self, leaf: Leaf) -> tuple[int, int]:
-        """How many a query or a key has, and the stride between them."""
+        """Return the number of features of a leaf, and the stride between them."""
         stride = flat_stride(self.layouts[self.region.leaves.index(leaf)], leaf.features, self.sizes)
         assert stride is not None, "such leaves are arranged before"
         return math.prod(self.sizes[x] for x in leaf.features), stride
@@ -137,26 +143,26 @@ class Writer:
         return 1, 1
 
     def turned(self, rows: int, columns: int) -> tuple[int, int]:
-        """The shape of a tile of scores of so many rows and columns."""
+        """Return the shape of a score tile, transposed if tiles are flipped."""
         return (columns, rows) if self.flipped else (rows, columns)
 
     @property
     def row(self) -> str:
-        """Makes a line of rows a tile."""
+        """The index expression that makes a vector of rows a tile."""
         return "[None, :]" if self.flipped else "[:, None]"
 
     @property
     def column(self) -> str:
-        """Makes a line of columns a tile."""
+        """The index expression that makes a vector of columns a tile."""
         return "[:, None]" if self.flipped else "[None, :]"
 
     def times(self, line: str, label: str, layout: Layout) -> str:
-        """Offsets of some queries or keys; in 64 bits only where they need them."""
+        """Return the expression of memory offsets of queries or keys, in 64 bits only if needed."""
         stride = layout.stride(label)
         return f"{line}.to(tl.int64) * {stride}" if stride * self.sizes[label] >= 2**30 else f"{line} * {stride}"
 
     def decode(self, index: str, labels: Sequence[str]) -> None:
-        """`i_<label>` of every label, from one number."""
+        """Print `i_<label>` of every label, decoded from one flat index."""
         rest = index
         for place, label in enumerate(reversed(labels)):
             size = self.sizes[label]
@@ -169,11 +175,13 @@ class Writer:
     def place_program(
         self, tiles: int, labels: Sequence[str], *, last_first: bool = False, through: str | None = None
     ) -> None:
-        """`own`: the program's tile, and `i_<label>` of its batch axes. One axis of programs: others are short.
+        """Print `own`, the program's tile, and `i_<label>` of its batch axes.
+
+        The grid has one axis, because the limits of the other axes are low.
 
         Args:
-            last_first: of causal tiles of queries the last ones take longest.
-            through: the label that every program goes through from end to end, if there is one.
+            last_first: run the last tiles first. With causal masks, the last query tiles take longest.
+            through: the label that every program loops over completely, if there is one.
         """
         together = self.interleaved(labels, through) if tiles > 1 else 1
         program = "tl.program_id(0)"
@@ -189,18 +197,18 @@ class Writer:
         self.decode("cell", labels)
 
     def interleaved(self, labels: Sequence[str], through: str | None) -> int:
-        """How many batch indices in a row have neighbouring rows of values, up to 4."""
+        """Return how many consecutive batch indices, up to 4, run interleaved because their values are adjacent."""
         if not labels or self.value_layout.stride(labels[-1]) >= self.value_layout.stride("k"):
             return 1
         most = 4
         if through is not None:
-            # What all programs read at once has to stay in L2: with 16,384 keys of 64 for each of 4 heads ALiBi took 1%
-            # longer than one head after the other, its gradients 2%; with 4,096 they took 4% and 3% less.
+            # The arrays that all programs read at once must fit into L2. For ALiBi with 4 heads of 64 and 16,384 keys,
+            # interleaving took 1% longer forward and 2% longer backward. With 4,096 keys it took 4% and 3% less.
             most = min(most, max(1, _STREAMED_BYTES // self._bytes_of(through)))
         return math.gcd(most, self.sizes[labels[-1]])
 
     def _bytes_of(self, label: str) -> int:
-        """Of the factors of products along queries or keys, of one batch index."""
+        """Return the bytes of all product operands with queries, or with keys, per batch index."""
         role = "key" if label == "k" else "query"
         columns = [value_columns(self.region), *(leaf.features for leaf in self.region.leaves if leaf.role == role)]
         width = sum(math.prod(self.sizes[x] for x in line) for line in columns)
@@ -217,7 +225,7 @@ class Writer:
     # Reading
 
     def read(self, place: int) -> Value:
-        """Load a tile of a leaf."""
+        """Print the load of a leaf's tile, and return the value."""
         leaf, layout = self.region.leaves[place], self.layouts[place]
         name, shape = f"leaf{place}", self.tile_shape(leaf)
         base = layout.base(leaf.labels)
@@ -252,7 +260,7 @@ class Writer:
             case "distance":
                 at = f"r_q{self.row} - r_k{self.column} + {self.keys - 1}"
                 if self.kind == "diagonals":
-                    # Of whole tiles, which may reach beyond the ends of queries and keys.
+                    # Tiles may reach beyond the ends of queries and keys.
                     at = f"tl.minimum(tl.maximum({at}, 0), {self.rows + self.keys - 2})"
                 self.emit(f"{name} = tl.load(p_{name} + {base} + ({at}) * {layout.stride(DISTANCE)}){widen}")
             case "scalar":
@@ -260,7 +268,10 @@ class Writer:
         return Value(name, shape)
 
     def _feature(self, place: int) -> Callable[[str], str]:
-        """Of a leaf with features the expression that reads one, of each row or column or by itself."""
+        """Return a function that gives the expression which reads one feature of a leaf.
+
+        The result is a vector over rows or columns, or one number for a "feature" leaf.
+        """
         leaf, layout = self.region.leaves[place], self.layouts[place]
         _, stride = self.features(leaf)
         if leaf.source.key is None:
@@ -272,11 +283,11 @@ class Writer:
 
     @staticmethod
     def masked(masks: Sequence[str]) -> str:
-        """What a load is told of places that are not there."""
+        """Return the mask arguments of a load."""
         return f", mask={' & '.join(masks)}, other=0" if masks else ""
 
     def read_value(self, name: str = "value") -> None:
-        """Load a tile of values [columns of scores, columns of values]."""
+        """Print the load of a value tile, [keys of the tile, value columns]."""
         layout = self.value_layout
         stride = flat_stride(layout, value_columns(self.region), self.sizes)
         at = f"{self.times('r_k[:, None]', 'k', layout)} + tl.arange(0, {self.wide})[None, :] * {stride}"
@@ -284,7 +295,7 @@ class Writer:
         self.emit(f"{name} = tl.load(p_value + {layout.base(value_labels(self.region))} + {at}{self.masked(masks)})")
 
     def result_layout(self) -> tuple[Layout, int]:
-        """Of the result and its cotangent, and the stride of its columns."""
+        """Return the layout of the result and of its cotangent, and the stride of its columns."""
         layout = layout_of(shape_of(self.region.out_dims, self.sizes), self.region.out_dims, self.sizes)
         stride = flat_stride(layout, value_columns(self.region), self.sizes)
         assert stride is not None, "such results are arranged before"
@@ -299,7 +310,7 @@ class Writer:
         return at, masks
 
     def row_place(self) -> str:
-        """Of numbers [batch.., q]."""
+        """Return the offset expression of an array [batch.., q]."""
         labels = (*self.region.batch, "q")
         layout = layout_of([self.sizes[x] for x in labels], [(x,) for x in labels], self.sizes)
         return f"{layout.base(self.region.batch)} + o_q"
@@ -310,7 +321,7 @@ class Writer:
         return [jax.ShapeDtypeStruct(self.tile_shape(leaf), leaf.source.dtype) for leaf in self.region.leaves]
 
     def tile_program(self, roots: Sequence[Node | None]) -> core.ClosedJaxpr:
-        """A program of tiles of the leaves."""
+        """Return the program that computes some nodes from tiles of the leaves."""
         function = tile_function(roots, self.region.leaves, np.dtype(np.float32), flipped=self.flipped)
 
         def some(*tiles: Any) -> list[Any]:
@@ -319,17 +330,17 @@ class Writer:
         return tile_jaxpr(some, *self.tile_avals())
 
     def evaluate(self, roots: Sequence[Node | None], tiles: Sequence[Value], prefix: str) -> list[Value | None]:
-        """Print some nodes."""
+        """Print nodes and return their values, None for None."""
         found = iter(Printer(self.emit, prefix, self.precision).run(self.tile_program(roots), tiles))
         return [None if root is None else next(found) for root in roots]
 
     def whole(self, value: Value) -> str:
-        """A tile of full size."""
+        """Return the expression of a value broadcast to a full score tile."""
         shape = list(self.turned(self.tile.rows, self.tile.columns))
         return value.name if list(value.shape) == shape else f"(tl.zeros({shape}, tl.float32) + {value.name})"
 
     def function_text(self) -> tuple[str, tuple[str, ...]]:
-        """The whole function, and the arrays that it reads."""
+        """Return the text of the function, and the names of the arrays that it reads."""
         body = "\n".join(self.lines)
         inputs = [f"leaf{i}" for i in range(len(self.region.leaves)) if f"p_leaf{i} " in body or f"p_leaf{i}\n" in body]
         written = {x.name for x in self.outputs}
@@ -350,10 +361,11 @@ class Writer:
         )
 
     def through(self, lists: Lists | None, body: Callable[[bool], None], *, rows: bool = False) -> None:
-        """The loops over tiles of keys, or of queries: all, or those of a list.
+        """Print the loops over key tiles, or over query tiles, all of them or the live ones.
 
         Args:
-            body: prints what is done with `tile`; it is told whether masks, and the end of the keys, are in it.
+            body: prints the loop body for `tile`. Its argument says whether masks and the end of the keys apply.
+            rows: loop over query tiles.
         """
         tiles, others = (self.key_tiles, self.row_tiles) if not rows else (self.row_tiles, self.key_tiles)
         if lists is None:
@@ -379,7 +391,11 @@ class Writer:
             through_part("0", "count", "all")
 
     def line_of(self, lists: Lists, suffix: str, lines: int) -> None:
-        """`line`: which line of tiles is the program's, of so many a batch index; and what tells its tiles."""
+        """Print `line`, the program's line of tiles, and the numbers that locate its tiles.
+
+        Args:
+            lines: the number of lines per batch index.
+        """
         sizes = {label: self.sizes[label] for label in lists.labels}
         layout = layout_of([*sizes.values(), 1], [*((label,) for label in lists.labels), ()], sizes)
         self.emit(f"line = ({layout.base(lists.labels)}) * {lines} + own")
@@ -388,24 +404,24 @@ class Writer:
             self.emit(text)
 
     def tile_of(self, axis: Literal["q", "k"], index: str) -> None:
-        """The numbers of a tile's queries or keys."""
+        """Print the indices `o_`, the mask `m_` and the clamped indices `r_` of a tile's queries or keys."""
         size, count = (self.tile.rows, self.rows) if axis == "q" else (self.tile.columns, self.keys)
         self.emit(f"o_{axis} = {index} * {size} + tl.arange(0, {size})")
         if count % size:
             self.emit(f"m_{axis} = o_{axis} < {count}")
-            # Beyond the last one it is read again: finite numbers, which are dropped.
+            # Out-of-range places read the last element again. Its values are finite and are dropped.
             self.emit(f"r_{axis} = tl.minimum(o_{axis}, {count - 1})")
         else:
             self.emit(f"r_{axis} = o_{axis}")
 
 
 def widening(leaf: Leaf) -> str:
-    """What makes elements of a leaf those that tiles are computed in."""
+    """Return the suffix that converts loaded elements of a leaf to the dtype of tile computations."""
     return {"b": " != 0", "i": ".to(tl.int32)", "u": ".to(tl.uint32)"}.get(leaf.source.dtype.kind, ".to(tl.float32)")
 
 
 def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> Source:
-    """The kernel that computes a region's result and log-sum-exp."""
+    """Return the kernel that computes a region's result and log-sum-exp."""
     writer = Writer(region, "forward", tile)
     emit = writer.emit
     emit("# One program: a tile of queries against all tiles of keys.")
@@ -450,7 +466,7 @@ def forward_source(region: Region, tile: Tile, lists: Lists | None = None) -> So
 
 
 def forward_outputs(region: Region) -> tuple[Output, Output]:
-    """The result and the log-sum-exp."""
+    """Return the outputs of a forward kernel: the result and the log-sum-exp."""
     labels = (*region.batch, "q")
     return (
         Output("output", region.out_dims, shape_of(region.out_dims, region.sizes), _name(region.dtype)),
@@ -459,7 +475,7 @@ def forward_outputs(region: Region) -> tuple[Output, Output]:
 
 
 def _add_tile(writer: Writer, score: Value | None, weight: Value | None, masks: Sequence[str]) -> None:
-    """One step of the forward pass."""
+    """Print one step of the forward loop: online softmax and value product of a tile."""
     emit = writer.emit
     if score is not None:
         emit(f"score = {writer.whole(score)}")
@@ -485,7 +501,7 @@ def _add_tile(writer: Writer, score: Value | None, weight: Value | None, masks: 
 
 
 def _add_extras(writer: Writer, tiles: Sequence[Value]) -> None:
-    """Logits without values join the sum; `largest` is in powers of 2."""
+    """Print the addition of logits without values to the softmax; `largest` is in base-2 units by then."""
     emit = writer.emit
     for i, extra in enumerate(writer.evaluate(writer.region.extras, tiles, "e")):
         assert extra is not None
@@ -499,12 +515,12 @@ def _add_extras(writer: Writer, tiles: Sequence[Value]) -> None:
 
 
 def cells_of(region: Region, labels: Sequence[str]) -> int:
-    """Indices of some batch axes."""
+    """Return the product of the sizes of some batch axes."""
     return math.prod(region.sizes[x] for x in labels)
 
 
 def store_mask(masks: Sequence[str]) -> str:
-    """What a store is told of places that are not there."""
+    """Return the mask argument of a store."""
     return f", mask={' & '.join(masks)}" if masks else ""
 
 

@@ -1,10 +1,11 @@
-"""Gluon source of backward kernels that keep a bias of pairs in shared memory, for Hopper; see
-lowering/resident_schedule.py.
+"""Gluon source of the Hopper backward kernels that keep a pair bias in shared memory.
 
-By rows and by columns they are one: a program has a tile of queries, or of keys, of every round and goes through the
-other ones in chunks; scores are the product of what it has with the first array of a chunk, slopes (what the cotangent
-is of each weight) with the second. One warp loads, two groups of four warps compute, each with 64 rows of the tile.
-By columns tiles have keys first, so that probabilities and their gradients are a product's first factor as they lie in
+See lowering/resident_schedule.py. One writer serves both sides, "rows" and "columns". In every round, a program has a
+tile of queries, or of keys, and loops over the other axis in chunks. A chunk has two arrays. The product with the first
+one gives scores. The product with the second one gives slopes, the gradients of the weights.
+
+One warp loads, and two groups of four warps compute, each with 64 rows of the tile. On the "columns" side, tiles have
+keys first. Probabilities and their gradients are then left operands of products in the layout that they have in
 registers.
 """
 
@@ -25,12 +26,12 @@ from blockdiag.fusion.lowering.tile_program import value_labels
 
 
 def resident_backward(region: Region, side: Side, places: Sequence[int], plain: Source) -> HopperKernel | None:
-    """The kernel that takes the place of the plain one, None where the bias cannot stay.
+    """Return the Hopper kernel that replaces a plain backward kernel, None if it does not apply.
 
     Args:
-        region: arranged, and without lists of tiles.
-        places: of the leaves whose gradients are asked for.
-        plain: the other kernel.
+        region: an arranged region without lists of live tiles.
+        places: the indices of the leaves whose gradients are requested.
+        plain: the plain kernel.
     """
     plan = resident(region)
     sizes = region.sizes
@@ -54,7 +55,7 @@ def resident_backward(region: Region, side: Side, places: Sequence[int], plain: 
 
 
 def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float] | None:
-    """The factor of each line of rows or columns with a gradient, None where one is not simply a term."""
+    """Return the factor of each row or column leaf with a gradient, None if one is not an additive term."""
     found: dict[int, float] = {}
     assert region.score is not None
     for i in places:
@@ -69,7 +70,7 @@ def _terms(region: Region, side: Side, places: Sequence[int]) -> dict[int, float
 
 
 def _moved(own: SideWriter) -> tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]:
-    """What the copy engine moves; see HopperKernel."""
+    """Return the arrays that the copy engine moves, see `HopperKernel.moved`."""
     width = own.plan.width
     rows = own.others if own.is_columns else OWN
     rows_own = OWN if own.is_ahead else OWN // 2
@@ -99,7 +100,7 @@ def _source(own: SideWriter) -> Source:
 
 
 def _compute(own: SideWriter) -> None:
-    """What a group of warps does."""
+    """Print the function of a compute warp group."""
     emit, plan = own.emit, own.plan
     arrays = f"{own.memory()}{''.join(f', d_{name}' for name in own.written)}{own.pointer_parameters()}"
     print_function(own, f"def compute({arrays}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
@@ -136,7 +137,7 @@ def _round(own: SideWriter) -> None:
     else:
         known = own.requested(own.roles)
     own.indices(None, "(first + round)")
-    # Long before they are needed, where registers allow.
+    # Loaded long before they are needed, if there are registers.
     lines = [_read_lines(own, chunk) if chunk else {} for chunk in range(own.chunks if own.is_ahead else 0)]
     _find_own(own, "round")
     for name in SUMS[: len(own.written)]:
@@ -162,7 +163,7 @@ def _round(own: SideWriter) -> None:
             _end_products(own, 0)
 
         own.writer.loop(f"for part in range({own.chunks}):", part)
-        # Now that there are registers; the gradients take long enough to leave.
+        # Only now are there registers for these loads. Writing the gradients takes long enough to hide them.
         own.indices(None, later)
         request_terms(own, own.roles)
         own.indices(None, "(first + round)")
@@ -177,10 +178,10 @@ def _end_last_round(own: SideWriter) -> None:
 
 
 def _end_products(own: SideWriter, later: int) -> None:
-    """Wait for what chunks add to the gradients.
+    """Print the wait for the gradient products of a round, or of a chunk.
 
     Args:
-        later: products begun after these.
+        later: the number of products started after these.
     """
     done = ", ".join(own.sums())
     own.emit(f"{done} = warpgroup_mma_wait({later}, deps=[{done}])")
@@ -190,7 +191,7 @@ def _end_products(own: SideWriter, later: int) -> None:
 
 
 def _find_own(own: SideWriter, number: str) -> None:
-    """The program's own tiles of a round, when they are there."""
+    """Print the wait for the program's own tiles of a round, and name them."""
     emit = own.emit
     emit(f"own_slot = {number} % {own.own_slots}")
     emit(f"mbarrier.wait(own_full.index({own.own_barrier('own_slot')}), {number} // {own.own_slots} % 2)")
@@ -204,7 +205,7 @@ def _find_own(own: SideWriter, number: str) -> None:
 
 
 def _request_terms(own: SideWriter, through: str) -> None:
-    """Begin to load what the first scores of a round begin with."""
+    """Print early loads of the terms that the first scores of a round start from."""
     own.indices(None, through)
     request_terms(own, own.roles)
     if _has_lines(own):
@@ -228,7 +229,7 @@ def _count_lines(own: SideWriter, chunk: int) -> None:
 
 
 def _read_lines(own: SideWriter, chunk: int) -> dict[int, Value]:
-    """Lines of a chunk."""
+    """Print the loads of a chunk's per-row or per-column leaves, and return their values."""
     if not _has_lines(own):
         return {}
     _count_lines(own, chunk)
@@ -244,7 +245,7 @@ def _name_own(own: SideWriter, name: str) -> None:
 
 
 def _find_chunk(own: SideWriter, chunk: int, number: str) -> None:
-    """Where a chunk is."""
+    """Print the position of a chunk in the sequence of chunks, and name its slots."""
     emit = own.emit
     emit(f"at = {number} * {own.chunks} + {own.number(chunk)}")
     emit(f"slot = at % {own.slots}")
@@ -253,7 +254,7 @@ def _find_chunk(own: SideWriter, chunk: int, number: str) -> None:
 
 
 def _begin_scores(own: SideWriter, chunk: int, known: dict[int, Value], round_number: str) -> None:
-    """The product that scores of a chunk of this round are."""
+    """Print the start of the product that gives the scores of a chunk."""
     emit, plan, region = own.emit, own.plan, own.region
     held = region.leaves.index(plan.held)
     number = own.number(chunk)
@@ -278,7 +279,7 @@ def _begin_scores(own: SideWriter, chunk: int, known: dict[int, Value], round_nu
 
 
 def _begin_slopes(own: SideWriter) -> None:
-    """The product that slopes of a chunk are."""
+    """Print the start of the product that gives the slopes of a chunk."""
     emit = own.emit
     if own.is_columns:
         for i, name in enumerate(("base", "delta")):
@@ -290,10 +291,10 @@ def _begin_slopes(own: SideWriter) -> None:
 
 
 def _chunk(own: SideWriter, chunk: int, is_begun: bool) -> None:
-    """Probabilities and slopes of a chunk, and what they add to the gradients.
+    """Print the probabilities and slopes of a chunk, and the start of its gradient products.
 
     Args:
-        is_begun: whether its scores are there already.
+        is_begun: whether its scores are finished already.
     """
     emit, plan = own.emit, own.plan
     if not is_begun:
@@ -320,7 +321,7 @@ def _chunk(own: SideWriter, chunk: int, is_begun: bool) -> None:
 
 
 def _finish(own: SideWriter) -> None:
-    """Gradients leave by way of shared memory."""
+    """Print the end of a round: its gradients are written, and the scores of the next round may start before that."""
     emit, region = own.emit, own.region
     if own.is_ahead:
         emit("scores_done, slopes_done = scores_own, slopes_own")
@@ -331,7 +332,7 @@ def _finish(own: SideWriter) -> None:
     results = (f"({SUMS[0]} * {own.plan.unit}).to(dtype)", f"{SUMS[1]}.to(dtype)")
     written = list(zip(own.out_places, results, strict=False))
     if own.is_ahead:
-        # Of this group's own rows, which nobody reads any more.
+        # Gradients are staged in this group's own rows, which are no longer read.
         _write(own, written, ("scores_own", "slopes_own"))
     else:
         for one in written:
@@ -340,7 +341,7 @@ def _finish(own: SideWriter) -> None:
             emit("thread_barrier()")
             _write(own, [one], ("passage.index(GROUP)",))
     if own.terms:
-        # Columns of a product with ones are equal.
+        # The columns of a product with ones are equal, so the maximum selects any of them.
         emit("sums = gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, S))")
     for i, factor in own.terms.items():
         written = own.outputs[f"grad{i}"]
@@ -353,7 +354,7 @@ def _finish(own: SideWriter) -> None:
 
 
 def _write(own: SideWriter, written: Sequence[tuple[str, str]], memory: Sequence[str]) -> None:
-    """Gradients leave by way of shared memory."""
+    """Print the store of gradients through shared memory."""
     emit = own.emit
     for (_, result), place in zip(written, memory, strict=False):
         emit(f"{place}.store({result})")
@@ -367,7 +368,7 @@ def _write(own: SideWriter, written: Sequence[tuple[str, str]], memory: Sequence
 
 
 def _entry(own: SideWriter) -> None:
-    """The kernel itself."""
+    """Print the kernel function."""
     emit = own.emit
     width = own.plan.width
     pointers = own.pointer_parameters()
@@ -395,7 +396,7 @@ def _entry(own: SideWriter) -> None:
         print_ones(emit, "query.dtype", CHUNK)
     else:
         emit("ones = lines")
-    # Beside the copy engine's bytes, the lines that come with them.
+    # A second arrival stands for the vectors that come with the bytes of the copy engine.
     owners, arrivals = (own.own_slots, 2) if own.is_ahead else (2, 1)
     emit(f"own_full = make_barriers({owners}, {1 if own.is_columns else 2})")
     emit(f"own_empty = make_barriers({owners}, {arrivals})")

@@ -1,10 +1,10 @@
-"""Gluon source of the forward kernel that keeps a bias of pairs in shared memory, for Hopper.
+"""Gluon source of the Hopper forward kernel that keeps a pair bias in shared memory.
 
 See lowering/resident_schedule.py.
 
-One program has a tile of queries of every round: one warp loads queries, keys and values through the copy engine, two
-groups of four warps compute. Scores start from the bias, and a row of them stays in registers, so its maximum is known
-before the first exponential; products of the next round begin while results of the last one leave.
+A program has a tile of queries in every round. One warp loads queries, keys and values through the copy engine, and two
+groups of four warps compute. Scores are accumulated onto the bias. A row of scores stays in registers, so its maximum
+is known before the first exponential. Products of the next round start while results of the last one are written.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,28 +25,28 @@ NAME = "fused_forward_resident"
 
 
 class ResidentWriter(GluonWriter):
-    """Lines of the functions of one kernel."""
+    """Writer of the functions of one resident kernel."""
 
     def __init__(self, region: Region, plan: Resident, writer: Writer | None = None) -> None:
-        # Keys whose scores are one product: the more of them, the less often its first factor is read.
+        # Keys per score product: the more keys, the less often its left operand is read.
         self.chunk = 2 * CHUNK if plan.width == 128 and plan.part % (2 * CHUNK) == 0 else CHUNK
         writer = Writer(region, "forward", Tile(ROWS // 2, self.chunk)) if writer is None else writer
         super().__init__(region, writer, (plan.held, plan.query, plan.key))
         self.plan = plan
         self.parts = region.sizes["k"] // plan.part
         self.wide_keys = next_power_of_2(region.sizes["k"])
-        # With 128 columns products take as long as exponentials, and a round 9% longer if groups wait for each other.
+        # With 128 columns, products take as long as exponentials. A round takes 9% longer if groups then take turns.
         self.takes_turns = plan.width <= 64
         self.counts_keys = any(leaf.role == "column" and leaf.source.key is None for leaf in leaves_of(plan.others))
 
     def indices(self, cell: str | None, through: str | None) -> None:
-        """`i_<label>` of batch labels, from one number each for those of the bias and for the others."""
+        """Print `i_<label>` of batch labels, from a flat index of the bias's labels and one of the others."""
         for name, labels in ((cell, self.plan.cell), (through, self.plan.through)):
             if name is not None:
                 self.decode(name, labels)
 
     def requested(self, roles: Sequence[str]) -> dict[int, Value]:
-        """What `read` loads, of what `request_terms` has begun to load."""
+        """Print the values of leaves whose loads `request_terms` has started, as `read` would name them."""
         axis = {"row": self.writer.row, "column": self.writer.column}
         for i in self.pointers:
             leaf = self.region.leaves[i]
@@ -61,7 +61,7 @@ _MEMORY = (
 
 
 def resident_source(region: Region, plan: Resident) -> Source:
-    """The kernel. Its arguments beside arrays: ROUNDS, how many rounds a program goes through."""
+    """Return the kernel. Its constexpr argument ROUNDS is the number of rounds per program."""
     own = ResidentWriter(region, plan)
     _compute(own)
     _load(own)
@@ -76,7 +76,7 @@ def resident_source(region: Region, plan: Resident) -> Source:
 
 
 def print_share(own: ResidentWriter, tiles: int) -> None:
-    """Which tile and rounds are the program's. Each group of warps works that out, rather than be handed it."""
+    """Print the tile and the rounds of the program, which each warp group computes for itself."""
     emit, rounds = own.emit, cells_of(own.region, own.plan.through)
     emit("# Tiles that read the same arrays run side by side.")
     emit(f"own = gl.program_id(0) % {tiles}")
@@ -87,7 +87,7 @@ def print_share(own: ResidentWriter, tiles: int) -> None:
 
 
 def _compute(own: ResidentWriter) -> None:
-    """What a group of warps does."""
+    """Print the function of a compute warp group."""
     emit, plan, chunk = own.emit, own.plan, own.chunk
     chunks, per_part = own.region.sizes["k"] // chunk, plan.part // chunk
     width = plan.width
@@ -163,9 +163,9 @@ def _round(own: ResidentWriter, chunks: int, per_part: int) -> None:
 
 
 def _weigh(own: ResidentWriter, chunks: int, per_part: int, unit: float) -> None:
-    """Exponentials, and their products with values; the sums of rows, too, from tensor cores where ones have room."""
+    """Print exponentials, their products with values, and row sums, on tensor cores if the ones have room."""
     emit, plan, parts, slots = own.emit, own.plan, own.parts, own.plan.slots
-    # With few slots the next keys wait for the first values' place.
+    # With few slots, the next keys wait for the slot of the first values, which is freed early.
     is_early = slots < 2 * parts
     emit(f"output_tile = gl.zeros([{ROWS // 2}, {plan.width}], gl.float32, O)")
     if plan.has_ones:
@@ -194,7 +194,7 @@ def _weigh(own: ResidentWriter, chunks: int, per_part: int, unit: float) -> None
         emit("thread_barrier()")
         emit("mbarrier.arrive(turns.index(1 - GROUP), count=1)")
     emit(f"{under_way} = warpgroup_mma_wait(0, deps=[{under_way}])")
-    # Columns of a product with ones are equal.
+    # The columns of a product with ones are equal, so the maximum selects any of them.
     emit(f"total = gl.convert_layout(gl.{'max' if plan.has_ones else 'sum'}(sums, 1), gl.SliceLayout(1, S))")
     emit("thread_barrier()")
     freed = range(parts - 1, parts) if is_early and per_part > 1 else range(parts)
@@ -218,7 +218,7 @@ def _finish(own: ResidentWriter, unit: float) -> None:
 
 
 def _load(own: ResidentWriter) -> None:
-    """What the warp does that loads."""
+    """Print the function of the load warp."""
     emit, plan, region = own.emit, own.plan, own.region
     keys, parts = region.sizes["k"], own.parts
     print_function(own, f"def load({_MEMORY}, query, key, value, bias{own.parameters()}, ROUNDS: gl.constexpr):")
@@ -243,7 +243,7 @@ def _load(own: ResidentWriter) -> None:
 
         tile("key", 0, 0)
         if plan.of_keys is not None:
-            # There is a slot for this round's keys, so the round before the last one is over.
+            # The keys have got a slot, so the round before last is over and its slot of key terms is free.
             store_terms(own, plan.of_keys, f"round % {QUERY_SLOTS}")
             emit("thread_barrier()")
             emit(f"mbarrier.arrive(keys_full.index(round % {QUERY_SLOTS}), count=1)")
@@ -263,7 +263,7 @@ def _load(own: ResidentWriter) -> None:
 
 
 def begin_terms(own: ResidentWriter, warps: int = 1) -> None:
-    """The lines of all keys that so many warps hold, and the first round's loads."""
+    """Print the layout of a vector over all keys, spread over `warps`, and the first round's loads."""
     keys, wide = own.region.sizes["k"], own.wide_keys
     own.emit(f"C: gl.constexpr = gl.BlockedLayout([1, {wide // 32 // warps}], [1, 32], [1, {warps}], [1, 0])")
     lines = f"gl.arange(0, {wide}, gl.SliceLayout(0, C))"
@@ -273,7 +273,7 @@ def begin_terms(own: ResidentWriter, warps: int = 1) -> None:
 
 
 def request_terms(own: ResidentWriter, roles: Sequence[str] = ("column", "scalar")) -> None:
-    """Load what terms of keys, or of queries, are made of, in the dtype that it has: to widen it is to wait for it."""
+    """Print loads of the leaves of key or query terms in their own dtype; widening them would wait for the loads."""
     for i in own.pointers:
         leaf, layout = own.region.leaves[i], own.writer.layouts[i]
         if leaf.role in roles:
@@ -283,7 +283,7 @@ def request_terms(own: ResidentWriter, roles: Sequence[str] = ("column", "scalar
 
 
 def store_terms(own: ResidentWriter, terms: Node, slot: str) -> None:
-    """Add up terms of keys, and store them in a slot."""
+    """Print the sum of the key terms, and its store to a slot."""
     emit, region = own.emit, own.region
     whole = Writer(region, "forward", Tile(CHUNK, own.wide_keys))
     known = {}
@@ -303,7 +303,7 @@ def store_terms(own: ResidentWriter, terms: Node, slot: str) -> None:
 
 
 def print_ones(emit: Callable[[str], None], dtype: str, count: int) -> None:
-    """Ones, [8, count], that a product adds up columns with."""
+    """Print the allocation of ones, [8, count], with which a product computes row sums."""
     swizzle = f"swizzle_byte_width={min(128, 2 * count)}"
     emit(f"LINES: gl.constexpr = gl.NVMMASharedLayout({swizzle}, element_bitwidth=16, rank=2)")
     emit("SPREAD: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])")
@@ -312,7 +312,7 @@ def print_ones(emit: Callable[[str], None], dtype: str, count: int) -> None:
 
 
 def _entry(own: ResidentWriter) -> None:
-    """The kernel itself."""
+    """Print the kernel function."""
     emit, plan, region = own.emit, own.plan, own.region
     keys, width = region.sizes["k"], plan.width
     pointers = own.parameters()
@@ -344,10 +344,10 @@ def _entry(own: ResidentWriter) -> None:
 
 
 def resident_kernel(region: Region) -> HopperKernel | None:
-    """The kernel of a region, None where its bias cannot stay.
+    """Return the resident forward kernel of a region, None if the schedule does not apply.
 
     Args:
-        region: arranged, and without lists of tiles.
+        region: an arranged region without lists of live tiles.
     """
     plan = resident(region)
     if plan is None:

@@ -1,9 +1,11 @@
-"""Gluon source of the backward kernel by rows that also sums the gradient of the bias it keeps, for Hopper.
+"""Gluon source of the Hopper "rows" kernel that also accumulates the gradient of its resident bias.
 
-Here for narrow heads, and for few keys: two more warps sum what slopes are compared with, of tiles of results beside
-those of cotangents; groups take their keys in chunks, and sums over keys of one half are handed to the group that
-makes queries' gradients, which those two warps let leave. The first scores of a round begin before the round before
-ends. See resident_pairs_writer.py, and resident_backward.py for the kernels of rows and columns alone.
+This one is for narrow heads and for few keys. Two extra warps compute delta from tiles of results and of cotangents.
+Warp groups process their keys in chunks. One group hands its half of the query gradient to the other, which adds both
+halves, and the two extra warps write the sum. The first scores of a round may start before the previous round ends.
+
+See resident_pairs_writer.py for the shared parts, and resident_backward.py for the separate kernels of rows and
+columns.
 """
 
 import jax.numpy as jnp
@@ -24,9 +26,9 @@ from blockdiag.fusion.lowering.tile_program import value_labels
 
 _MOST_SLOTS = 8
 _PIECE = 8
-# Of an H100 or H200 with the usual socket.
+# The number of multiprocessors of an H100 or H200 SXM.
 _USUAL_MULTIPROCESSORS = 132
-# Each writes a part of the bias's gradient in float32, of at most 64 KiB.
+# Each program writes a partial gradient of the bias in float32, of at most 64 KiB.
 _MOST_PROGRAMS = 4 * _USUAL_MULTIPROCESSORS
 _MEMORY = (
     "own_tiles, own_output, chunk_scores, chunk_slopes, lines, of_keys, half, held, own_full, own_empty, lines_full, "
@@ -35,17 +37,17 @@ _MEMORY = (
 
 
 class _Pairs(PairsWriter):
-    """Lines of the functions of the kernel, see PairsWriter.
+    """Writer of the kernel's functions, see `PairsWriter`.
 
     Attributes:
-        chunks_each: chunks of a group, in each round.
-        slots: for chunks.
-        is_ahead: whether the first scores of a round begin before the round before ends.
+        chunks_each: the number of chunks per group and round.
+        slots: the number of slots for chunks.
+        is_ahead: whether the first scores of a round start before the previous round ends.
     """
 
     HELPERS = "forgotten, free_slot, rounded_product, widened"
     INPUTS = ("output",)
-    # Without which groups wait for what slopes are compared with.
+    # With fewer warps, the groups would wait for delta.
     GATHERING = 2
 
     def __init__(self, region: Region, plan: Resident, place: Place, factor: float) -> None:
@@ -56,16 +58,17 @@ class _Pairs(PairsWriter):
         def slots(own_slots: int) -> int:
             return _slots(plan.width, self.keys, self.wide_keys, own_slots)
 
-        # One more where that leaves room for chunks of the next round, too.
+        # One more slot for query tiles, if chunks of the next round still have room.
         self.own_slots = SLOTS + 1 if slots(SLOTS + 1) >= min(slots(SLOTS), chunks + 2) else SLOTS
         self.slots = slots(self.own_slots)
         self.is_ahead = self.slots >= chunks + 2 or self.chunks_each > 1
 
 
 def _slots(width: int, keys: int, wide_keys: int, own_slots: int) -> int:
-    """Parts of keys and values that there is room for; fewer than a round has, where the kernel of wide heads is due.
+    """Return how many chunks of keys and values fit; fewer than a round has mean that the wide kernel must be used.
 
-    Each part's slot is one group's: who waits for every second filling cannot tell the one before from it.
+    The number is even, so that each slot belongs to one group. A group that waited only for every second filling of a
+    slot could not tell it from the filling before, because barriers only have a phase bit.
     """
     tile, part = OWN * width * 2, 2 * CHUNK * width * 2
     once = OWN * keys * 2 + OWN * width * 4 + own_slots * (3 * tile + 2 * OWN * 4 + wide_keys * 4)
@@ -73,7 +76,7 @@ def _slots(width: int, keys: int, wide_keys: int, own_slots: int) -> int:
 
 
 def _compute(own: _Pairs) -> None:
-    """What a group of warps does."""
+    """Print the function of a compute warp group."""
     emit, plan = own.emit, own.plan
     arrays = f"{_MEMORY}, d_query{_pointers(own)}"
     print_function(own, f"def compute({arrays}, ROUNDS: gl.constexpr, GROUP: gl.constexpr):")
@@ -98,7 +101,7 @@ def _compute(own: _Pairs) -> None:
 
 
 def _pointers(own: _Pairs) -> str:
-    """Of arrays that groups read and write themselves."""
+    """Return the pointer parameters of the arrays that compute groups access directly."""
     return f"{own.parameters()}, p_{own.array('held', 'grad')}"
 
 
@@ -128,12 +131,12 @@ def _round(own: _Pairs) -> None:
         own.indices(None, "(first + round)")
     _finish(own)
     if own.is_ahead:
-        # The compiler wants no product under way where a loop begins again.
+        # The compiler does not support a product in flight across loop iterations.
         emit("scores0 = warpgroup_mma_wait(0, deps=[scores0])")
 
 
 def _begin_round(own: _Pairs, number: str, through: str) -> None:
-    """The first scores of a round, when its tiles are there."""
+    """Print the wait for a round's tiles, and the start of its first scores."""
     own.indices(None, through)
     known = own.read(("row", "scalar"))
     own.emit(f"own_slot = {number} % {own.own_slots}")
@@ -143,7 +146,7 @@ def _begin_round(own: _Pairs, number: str, through: str) -> None:
 
 
 def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value], number: str) -> None:
-    """The product that scores of a chunk of this round are."""
+    """Print the start of the product that gives the scores of a chunk."""
     emit, plan = own.emit, own.plan
     held = own.region.leaves.index(plan.held)
     first_key = f"GROUP * {own.keys // 2} + {chunk * CHUNK}"
@@ -166,7 +169,7 @@ def _begin_scores(own: _Pairs, chunk: int, known: dict[int, Value], number: str)
 
 
 def _find_chunk(own: _Pairs, chunk: int, number: str) -> None:
-    """Where a chunk is: groups take turns."""
+    """Print the position of a chunk in the sequence of chunks, in which the groups alternate."""
     own.emit(f"at{chunk} = forgotten({number}) * {2 * own.chunks_each} + {2 * chunk} + GROUP")
     own.emit(f"keys{chunk} = chunk_scores.index(at{chunk} % {own.slots})")
 
@@ -180,10 +183,10 @@ def _begin_slopes(own: _Pairs, chunk: int) -> None:
 
 
 def _chunk(own: _Pairs, chunk: int, later: int) -> None:
-    """Probabilities and slopes of a chunk, and what they add to the gradients.
+    """Print the probabilities and slopes of a chunk, and the start of its gradient product.
 
     Args:
-        later: products begun after its scores.
+        later: the number of products started after its scores.
     """
     emit, plan = own.emit, own.plan
     if chunk > 0 or not own.is_ahead:
@@ -205,7 +208,7 @@ def _chunk(own: _Pairs, chunk: int, later: int) -> None:
 
 
 def _finish(own: _Pairs) -> None:
-    """One group hands its sums to the other, whose result leaves by way of the same memory."""
+    """Print the exchange of sums: one group hands its half to the other, which stages the result in the same memory."""
     emit = own.emit
     last = own.chunks_each - 1
     half = "half.index(0)"
@@ -233,7 +236,7 @@ def _finish(own: _Pairs) -> None:
 
 
 def _load(own: _Pairs) -> None:
-    """What the warp does that loads tiles."""
+    """Print the function of the warp that loads tiles."""
     emit = own.emit
     print_function(own, f"def load({_MEMORY}, query, cotangent, output, key, value, bias, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots of tiles, for all rounds."""')
@@ -244,7 +247,7 @@ def _load(own: _Pairs) -> None:
         at = own.at(own.places["held"], f"own * {OWN}", piece * CHUNK)
         emit(f"tma_load(bias, [{at}], held_full.index(0), held.index({piece}))")
     parts = 2 * own.chunks_each
-    # With a slot to spare tiles of queries come half a round earlier: the last round's are done with by then.
+    # With a spare slot, query tiles are loaded half a round earlier; the tiles that they replace are done by then.
     is_early = own.own_slots > SLOTS
     if is_early:
         own.indices(None, "first")
@@ -286,7 +289,7 @@ def _load(own: _Pairs) -> None:
 
 
 def _load_own(own: _Pairs, number: str) -> None:
-    """The tiles of queries of a round."""
+    """Print the loads of a round's query tiles."""
     emit = own.emit
     emit(f"slot = {number} % {own.own_slots}")
     emit(f"mbarrier.wait(own_empty.index(slot), {number} // {own.own_slots} % 2 ^ 1)")
@@ -298,7 +301,7 @@ def _load_own(own: _Pairs, number: str) -> None:
 
 
 def _gather(own: _Pairs) -> None:
-    """What the warps do that make lines of queries and of keys, and let gradients leave."""
+    """Print the function of the warps that prepare per-query and per-key vectors, and write gradients."""
     emit = own.emit
     print_function(own, f"def gather({_MEMORY}, d_query{own.parameters()}, p_log_sum, p_delta, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots of lines, for all rounds, and empties that of gradients."""')
@@ -310,11 +313,11 @@ def _gather(own: _Pairs) -> None:
         _make_delta(own)
 
     def after() -> None:
-        # Between tiles and here there is a barrier of these warps.
+        # `gather_lines` has printed a barrier of these warps since they read the tiles.
         emit("mbarrier.arrive(own_empty.index(slot), count=1)")
 
     def last() -> None:
-        # Of two rounds before: lines of the next one must not wait for this one's end.
+        # The gradients of two rounds before, so that the next round's vectors do not wait for the end of this one.
         emit("if round > 1:")
         own.writer.depth += 1
         _leave(own, "round - 2")
@@ -333,7 +336,7 @@ def _gather(own: _Pairs) -> None:
 
 
 def _leave(own: _Pairs, number: str) -> None:
-    """Write out the gradients of a round, and wait until their place is free."""
+    """Print the store of a round's gradients, and the wait until their memory is free."""
     emit = own.emit
     emit(f"mbarrier.wait(grads_full.index(0), ({number}) % 2)")
     own.indices(None, f"(first + {number})")
@@ -346,11 +349,11 @@ def _leave(own: _Pairs, number: str) -> None:
 
 
 def _make_delta(own: _Pairs) -> None:
-    """Sums of cotangents times results, a few columns at a time: these warps have few registers."""
+    """Print the computation of delta, a few columns at a time, because these warps have few registers."""
     emit = own.emit
     rows = 32 * own.GATHERING
     emit(f"R: gl.constexpr = gl.BlockedLayout([1, {_PIECE}], [32, 1], [{own.GATHERING}, 1], [1, 0])")
-    # The many pieces of wide tiles leave no register for where these are.
+    # Wide tiles have many pieces, whose addresses must be recomputed because there are no registers to hold them.
     cotangent = f"own_tiles.index({'slot' if own.plan.width <= 64 else 'forgotten(slot)'} * 2 + 1)"
     for row in range(0, OWN, rows):
         emit(f"delta = gl.zeros([{rows}], gl.float32, gl.SliceLayout(1, R))")
@@ -363,7 +366,7 @@ def _make_delta(own: _Pairs) -> None:
 
 
 def _entry(own: _Pairs) -> None:
-    """The kernel itself."""
+    """Print the kernel function."""
     emit = own.emit
     width = own.plan.width
     pointers = f"{own.parameters()}, p_log_sum, p_delta, p_{own.array('held', 'grad')}"
@@ -397,15 +400,17 @@ def _entry(own: _Pairs) -> None:
         emit(f"    (compute, ({_MEMORY}, d_query{_pointers(own)}, ROUNDS, {group})),")
     emit(f"    (load, ({_MEMORY}, {arrays}, ROUNDS)),")
     emit(f"    (gather, ({_MEMORY}, d_query{own.parameters()}, p_log_sum, p_delta, ROUNDS)),")
-    # To make sums of products takes registers, which the groups can spare where gradients are narrow.
+    # Computing delta takes registers, which the compute groups can spare because gradients are narrow.
     emit(f"], [4, 1, {own.GATHERING}], [232, 40, 40])")
 
 
 def resident_pairs(region: Region) -> HopperKernel | None:
-    """The kernel in the place of those by rows and by pairs, None where the bias cannot stay or has no gradient.
+    """Return the kernel that replaces the "rows" and "pairs" kernels, None if it does not apply.
+
+    It applies only if the resident schedule does, and the bias and the queries have gradients.
 
     Args:
-        region: arranged.
+        region: an arranged region.
     """
     plan = resident(region)
     if plan is None or region.sizes["k"] % (2 * CHUNK) or not (plan.held.has_gradient and plan.query.has_gradient):
@@ -421,7 +426,7 @@ def resident_pairs(region: Region) -> HopperKernel | None:
     shape = shape_of(dims, sizes)
     place = place_of(layout_of(shape, dims, sizes), shape, "q", plan.query.features, sizes)
     if place is None or plan.query.is_share:
-        # The copy engine writes the queries' gradient as queries are.
+        # The copy engine writes the gradient of the queries in their own dtype, so it must not be a float32 share.
         return None
     own = _Pairs(region, plan, place, factor)
     if own.slots < region.sizes["k"] // CHUNK:
@@ -436,13 +441,16 @@ def resident_pairs(region: Region) -> HopperKernel | None:
 
 
 def _factor(region: Region, plan: Resident) -> float | None:
-    """Of the bias in the scores, None where it is not simply a term."""
+    """Return the factor of the bias in the scores, None if the bias is not an additive term."""
     assert region.score is not None
     return factor_in(region.score, plan.held)
 
 
 def _bias_gradient(own: PairsWriter, parts: int) -> Output:
-    """Of the bias: as the bias itself where there is one part and its axes are in the order of programs."""
+    """Return the output for the gradient of the bias.
+
+    It has the layout of the bias if there is one part and the axes are in program order, else one axis for parts.
+    """
     plan, sizes, name = own.plan, own.region.sizes, own.array("held", "grad")
     dims = gradient_dims(plan.held, plan.cell)
     order = [label for dim in dims or () if not isinstance(dim, int) for label in dim]
@@ -456,7 +464,7 @@ def _bias_gradient(own: PairsWriter, parts: int) -> Output:
 def _kernel(own: PairsWriter, d_query: Output) -> HopperKernel:
     region, plan = own.region, own.plan
     rounds, tiles = cells_of(region, plan.through), own.tiles_of * cells_of(region, plan.cell)
-    # How many parts of its gradient there are is known before the GPU is.
+    # The number of parts of the bias gradient must be chosen before the GPU is known.
     each = rounds_each(rounds, tiles, _USUAL_MULTIPROCESSORS, _MOST_PROGRAMS)
     d_bias = _bias_gradient(own, -(-rounds // each))
     rows = (*region.batch, "q")

@@ -1,12 +1,12 @@
-"""Gluon source of the kernel of resident_pairs.py for wide heads, whose tiles leave no room for results.
+"""Gluon source of the kernel of resident_pairs.py for wide heads, whose tiles leave no room for result tiles.
 
-The scores of a group's keys are one product, and so are their slopes, which begin after half of the exponentials, since
-values come late. What is summed over all keys groups tell each other: of each row the mean of its slopes, which they
-are compared with, and of half of the columns the sums that the other group writes into queries' gradients.
+The scores of a group's keys are one product, and so are their slopes. The slopes start after half of the exponentials,
+because values arrive late. The groups exchange sums over all keys. These are delta of each row, and half of the columns
+of the query gradient, which the other group finishes.
 
-Keys stay to a round's end and values half as long, with one slot for either: so the next round's keys come into the
-slot that values leave, and its values, which are needed after scores, into the one of keys. Gradients leave by way of
-their queries' tiles, and the warp that gathers lines waits for that.
+Keys are needed until the end of a round, and values half as long; a group has one slot for each. The next round's keys
+therefore go into the slot that values leave. The next round's values are needed only after its scores, and go into the
+slot of the keys. Gradients are staged in their query tiles, and the warp that gathers vectors waits for their store.
 """
 
 from blockdiag.fusion.codegen.expressions import Value
@@ -25,19 +25,19 @@ _MEMORY = (
 
 
 class WidePairs(PairsWriter):
-    """Lines of the functions of the kernel, see PairsWriter."""
+    """Writer of the kernel's functions, see `PairsWriter`."""
 
     HELPERS = "forgotten, halves, rounded_product, side_by_side, widened"
     PARTS = 2
 
     def __init__(self, region: Region, plan: Resident, place: Place, factor: float) -> None:
-        # Keys of a group.
+        # The number of keys per group.
         self.part = region.sizes["k"] // 2
         super().__init__(region, plan, self.part, place, factor)
 
 
 def print_wide(own: WidePairs) -> None:
-    """The functions of the kernel."""
+    """Print all functions of the kernel."""
     _compute(own)
     _load(own)
     _gather(own)
@@ -45,7 +45,7 @@ def print_wide(own: WidePairs) -> None:
 
 
 def _compute(own: WidePairs) -> None:
-    """What a group of warps does."""
+    """Print the function of a compute warp group."""
     emit, plan, part = own.emit, own.plan, own.part
     gradients = f"p_delta, p_{own.array('held', 'grad')}"
     print_function(own, f"def compute({_MEMORY}, d_query{own.parameters()}, {gradients}, ROUNDS: gl.constexpr, "
@@ -86,11 +86,11 @@ def _round(own: WidePairs) -> None:
         if half:
             _begin_product(own, "slopes", "forgotten(own_slot) * 2 + 1", "values")
         emit(f"power{half} = gl.convert_layout(power{half}, S, assert_trivial=True)")
-        # Not before, for scores and slopes leave few registers.
+        # The terms are loaded only now, because scores and slopes leave few registers.
         terms = _terms(own, known, half)
         emit(f"power{half} = gl.exp2((power{half} + {terms}) * {plan.unit * LOG2_E} - base)")
     emit("power = side_by_side(power0, power1, W)")
-    # Without a wait the compiler would let exponentials wait for slopes.
+    # This barrier is passed already. Without a wait here, the compiler would delay exponentials until slopes are done.
     emit(f"mbarrier.wait(own_full.index(own_slot), round // {SLOTS} % 2)")
     emit("slopes = warpgroup_mma_wait(0, deps=[slopes])")
     emit("thread_barrier()")
@@ -109,7 +109,7 @@ def _round(own: WidePairs) -> None:
 
 
 def _begin_product(own: WidePairs, name: str, tile: str, slot: str) -> None:
-    """Of a tile of queries, or of cotangents, and of what is in a slot of the ring, when that is there."""
+    """Print the wait for a slot of the ring, and the start of its product with a tile of queries or cotangents."""
     own.emit(f"mbarrier.wait(ring_full.index({slot}), round % 2)")
     own.emit(f"tile = own_tiles.index({tile})")
     other = f"ring.index({slot}).permute((1, 0))"
@@ -117,7 +117,7 @@ def _begin_product(own: WidePairs, name: str, tile: str, slot: str) -> None:
 
 
 def _terms(own: WidePairs, known: dict[int, Value], half: int) -> str:
-    """What is added to half of the scores."""
+    """Print the terms that are added to half of the scores, and return their name."""
     emit, plan, part = own.emit, own.plan, own.part // 2
     first = f"GROUP * {own.part} + {half * part}"
     held = own.region.leaves.index(plan.held)
@@ -134,7 +134,7 @@ def _terms(own: WidePairs, known: dict[int, Value], half: int) -> str:
 
 
 def _compare(own: WidePairs) -> None:
-    """Means of each row's slopes, which they are compared with: sums over both groups' keys."""
+    """Print delta of each row, the sum of probability times slope over both groups' keys."""
     emit = own.emit
     emit("delta = gl.sum(power * slopes, 1)")
     emit(f"lines.index({SLOTS} + GROUP).store(delta)")
@@ -147,7 +147,7 @@ def _compare(own: WidePairs) -> None:
 
 
 def _finish(own: WidePairs) -> None:
-    """Each group adds up half of the columns, by way of the round's tiles of queries and cotangents."""
+    """Print the end of a round: each group sums half of the columns, exchanged in the round's query-side tiles."""
     emit, width = own.emit, own.plan.width
     emit("if GROUP == 0:")
     emit("    kept, given = halves(sum_query)")
@@ -170,7 +170,7 @@ def _finish(own: WidePairs) -> None:
 
 
 def _load(own: WidePairs) -> None:
-    """What the warp does that loads tiles."""
+    """Print the function of the warp that loads tiles."""
     emit = own.emit
     print_function(own, f"def load({_MEMORY}, query, cotangent, key, value, bias, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots of tiles, for all rounds."""')
@@ -199,7 +199,7 @@ def _load(own: WidePairs) -> None:
 
 
 def _gather(own: WidePairs) -> None:
-    """What the warp does that makes lines of queries and of keys, and lets gradients leave."""
+    """Print the function of the warp that prepares per-query and per-key vectors, and writes gradients."""
     emit = own.emit
     print_function(own, f"def gather({_MEMORY}, d_query{own.parameters()}, p_log_sum, ROUNDS: gl.constexpr):")
     emit('"""Fills the slots of lines, for all rounds, and empties those of gradients."""')
@@ -222,7 +222,7 @@ def _gather(own: WidePairs) -> None:
 
 
 def _leave(own: WidePairs, number: str) -> None:
-    """Write out the gradients of a round, and wait until their place is free."""
+    """Print the store of a round's gradients, and the wait until their memory is free."""
     emit, half = own.emit, own.plan.width // 2
     emit(f"left_slot = ({number}) % {SLOTS}")
     emit(f"mbarrier.wait(grads_full.index(left_slot), ({number}) // {SLOTS} % 2)")
@@ -237,7 +237,7 @@ def _leave(own: WidePairs, number: str) -> None:
 
 
 def _entry(own: WidePairs) -> None:
-    """The kernel itself."""
+    """Print the kernel function."""
     emit = own.emit
     width, part = own.plan.width, own.part
     gradients = f"p_delta, p_{own.array('held', 'grad')}"

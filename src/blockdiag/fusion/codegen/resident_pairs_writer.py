@@ -1,8 +1,8 @@
-"""What the two backward kernels by rows share that also sum the gradient of the bias they keep, for Hopper.
+"""Shared writer of the two Hopper "rows" kernels that also accumulate the gradient of their resident bias.
 
-A program has a tile of queries of every round, so the gradient of its tile of the bias is a sum over the rounds: it
-stays in registers. Two groups of four warps share each tile, each with half of the keys. See
-lowering/resident_schedule.py, resident_pairs.py for narrow heads and resident_pairs_wide.py for wide ones.
+A program has a tile of queries in every round. The gradient of its tile of the bias is a sum over the rounds, and stays
+in registers. Two groups of four warps share each tile, each with half of the keys. See lowering/resident_schedule.py,
+resident_pairs.py for narrow heads and resident_pairs_wide.py for wide ones.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,22 +17,25 @@ from blockdiag.fusion.lowering.resident_schedule import Resident
 
 NAME = "fused_rows_and_pairs_resident"
 OWN = 64
-"""Queries of a program."""
+"""The number of queries per program."""
 SLOTS = 2
-"""Rounds whose tiles of queries have room, at the least: the next one's are there before one ends."""
+"""The least number of rounds whose query tiles fit, so that the next round's tiles arrive before a round ends."""
 
 
 class PairsWriter(ResidentWriter):
-    """Lines of the functions of the kernel.
+    """Writer of the kernel's functions.
 
-    `HELPERS` are those that it has from `resident_tiles`, `INPUTS` the arrays of queries that it loads beside those of
-    all, in `PARTS` a tile of queries' gradients leaves; `GATHERING` warps make lines, and `own_slots` rounds' tiles of
-    queries have room.
+    Attributes:
+        HELPERS: the names imported from `resident_tiles`.
+        INPUTS: further arrays with queries that the kernel loads.
+        PARTS: the number of parts in which a tile of the query gradient is stored.
+        GATHERING: the number of warps that prepare per-query and per-key vectors.
+        own_slots: the number of rounds whose query tiles fit.
 
     Args:
-        columns: of scores that are one product.
-        place: of the queries' gradient.
-        factor: of the bias in the scores.
+        columns: the columns of one score product.
+        place: the matrix view of the query gradient.
+        factor: the factor of the bias in the scores.
     """
 
     HELPERS: str
@@ -49,11 +52,15 @@ class PairsWriter(ResidentWriter):
         self.places = {**plan.places, "cotangent": plan.places["output"]}
 
     def array(self, name: Literal["query", "key", "held"], kind: str = "leaf") -> str:
-        """What an operand, or its gradient, is called among the arrays of the launch."""
+        """Return the name of an operand, or of its gradient, among the arrays of the launch."""
         return f"{kind}{self.region.leaves.index(getattr(self.plan, name))}"
 
     def moved(self, gradient: str) -> tuple[tuple[str, str, tuple[int, int], tuple[int, int]], ...]:
-        """What the copy engine moves, see HopperKernel; `gradient`: what that of queries is called."""
+        """Return the arrays that the copy engine moves, see `HopperKernel.moved`.
+
+        Args:
+            gradient: the name of the query gradient.
+        """
         width, columns, places = self.plan.width, self.writer.tile.columns, self.places
         return (
             ("query", self.array("query"), places["query"].shape, (OWN, width)),
@@ -65,7 +72,7 @@ class PairsWriter(ResidentWriter):
         )
 
     def load_tiles(self, full: str, places: Mapping[str, str], offset: str, rows: int) -> None:
-        """So many rows of these arrays, from `offset` on, to their places; `full`: the barrier that tells."""
+        """Print loads of `rows` rows of arrays, from `offset` on; they arrive at the barrier `full`."""
         self.emit(f"mbarrier.expect({full}, {len(places) * rows * self.plan.width * 2})")
         for array, place in places.items():
             at = self.at(self.places[array], offset)
@@ -74,13 +81,13 @@ class PairsWriter(ResidentWriter):
     def gather_lines(
         self, lines: str, of_keys: str, before: Callable[[], None], after: Callable[[], None], last: Callable[[], None]
     ) -> None:
-        """What warps do that make lines of queries and of keys for all rounds, each requested a round ahead.
+        """Print the loop that prepares per-query and per-key vectors for all rounds, loading one round ahead.
 
         Args:
-            lines, of_keys: the places of a round's lines in memory.
-            before: prints what comes before lines are stored.
-            after: what comes when they are there.
-            last: what comes when those of the next round are on their way.
+            lines, of_keys: the indices in shared memory of a round's per-query and per-key vectors.
+            before: prints code that runs before the vectors are stored.
+            after: prints code that runs after they are stored.
+            last: prints code that runs after the loads of the next round are issued.
         """
         emit, terms = self.emit, self.plan.of_keys
         emit(f"B: gl.constexpr = gl.BlockedLayout([1], [32], [{self.GATHERING}], [0])")
@@ -108,12 +115,17 @@ class PairsWriter(ResidentWriter):
         self.writer.loop("for round in range(count):", body)
 
     def _request_lines(self) -> None:
-        """Load what the softmax left of a round's queries."""
+        """Print the load of the log-sum-exps of a round's queries."""
         self.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, B)")
         self.emit(f"loaded_sum = tl.load(p_log_sum + {self.writer.row_place()})")
 
     def store_bias(self, sums: Mapping[int, str], layout: str = "S") -> None:
-        """Write what a group has summed for the bias: names, by the first column of each among the group's."""
+        """Print the store of a group's sums for the bias.
+
+        Args:
+            sums: the name of each sum, by its first column within the group.
+            layout: the layout of the sums.
+        """
         columns = self.writer.tile.columns
         name = f"p_{self.array('held', 'grad')}"
         target = f"{name} + gl.program_id(0).to(gl.int64) * {OWN * self.keys}"

@@ -1,6 +1,6 @@
-"""What the backward kernels by rows and by columns are made of that keep a bias of pairs, and the warp that loads.
+"""Writer of the resident "rows" and "columns" backward kernels, and their load warps.
 
-See resident_backward.py for the groups of warps that compute.
+See resident_backward.py for the compute warp groups.
 """
 
 from collections.abc import Sequence
@@ -19,41 +19,41 @@ from blockdiag.fusion.lowering.tile_program import value_columns
 Side = Literal["rows", "columns"]
 
 OWN = 128
-"""Queries or keys of a program: two groups of warps with 64 each."""
+"""Queries or keys per program: two warp groups with 64 each."""
 MOST_OTHERS = 256
 _MOST_SLOTS = 6
-# Chunks of narrow tiles whose lines are on their way: memory takes longer than such a chunk does.
+# Chunks of narrow tiles whose vectors are loaded ahead, because the memory latency exceeds the time of a chunk.
 _LEAD = 4
 FEWEST_SLOTS = 2
-# Gradients of the first factors of scores, and of slopes.
+# The accumulators of the gradients of the program's own operands: that of scores, and that of slopes.
 SUMS = ("sum_first", "sum_second")
 
 
 class SideWriter(ResidentWriter):
-    """Lines of the functions of the kernel.
+    """Writer of the kernel's functions.
 
     Args:
-        plain: the kernel whose place this one takes.
-        terms: of each leaf with a gradient beside the product's one: its place, and the factor of its term.
+        plain: the plain kernel that this one replaces.
+        terms: the factor of each further leaf with a gradient, an additive term, by the index of the leaf.
     """
 
     def __init__(self, region: Region, plan: Resident, side: Side, plain: Source, terms: dict[int, float]) -> None:
         is_columns = side == "columns"
         super().__init__(region, plan, Writer(region, side, Tile(CHUNK, CHUNK), flipped=is_columns))
         self.side: Side = side
-        # Of what threads read themselves: the same for all chunks.
+        # The roles of leaves that threads read themselves and that are the same for all chunks.
         self.roles = ("column" if side == "columns" else "row", "scalar")
         self.line_role = "row" if side == "columns" else "column"
         self.is_columns = is_columns
         self.name = f"fused_{side}_resident"
         self.label, self.other = ("k", "q") if is_columns else ("q", "k")
-        # What scores and slopes are products of: the program's, and the chunks'.
+        # The operands of the score product and of the slope product: those of the program, and those of a chunk.
         self.own_arrays = ("key", "value") if is_columns else ("query", "cotangent")
         self.chunk_arrays = ("query", "cotangent") if is_columns else ("key", "value")
         self.terms, self.outputs = terms, {x.name: x for x in plain.outputs}
         self.others = region.sizes[self.other]
         self.own_slots, self.slots, self.lead = slots_of(plan.width, self.others)
-        # With room for two rounds the first products of the next one begin before this one's results are written.
+        # With room for two rounds, the next round's first products start before this round's results are written.
         self.is_ahead = self.own_slots > 1
         self.chunks = self.others // CHUNK
         self.tiles_of = region.sizes[self.label] // OWN
@@ -74,32 +74,36 @@ class SideWriter(ResidentWriter):
         return f"{self.parameters()}, p_log_sum, p_delta{grads}"
 
     def memory(self) -> str:
-        """Parameters that are shared memory."""
+        """Return the parameters in shared memory."""
         own = "own_scores, own_slopes, chunk_scores, chunk_slopes, lines, staged, ones, held"
         barriers = "own_full, own_empty, chunk_full, chunk_empty, held_full"
         return f"{own}, {barriers}" if self.is_ahead else f"{own}, passage, {barriers}"
 
     def forgotten(self, slot: str) -> str:
-        """A slot; wide gradients leave no registers for what is the same in each round, so that is computed again."""
+        """Return the expression of a slot.
+
+        Wide gradients leave no registers for loop invariants. `forgotten` then makes the compiler recompute addresses.
+        """
         return slot if self.is_ahead else f"forgotten({slot})"
 
     def own_barrier(self, slot: str, group: str = "GROUP") -> str:
-        """Which barrier of the program's own tiles is a group's: with one round in memory each has its own.
+        """Return the index of a group's barrier for the program's own tiles.
 
-        Then one group loads while the other one computes.
+        With one round in memory, each group has its own barrier, so that one group's tiles load while the other group
+        computes.
         """
         return slot if self.is_ahead else f"{slot} * 2 + {group}"
 
     def number(self, chunk: int) -> str:
-        """Of a chunk: wide ones are a loop, or compilation takes long."""
+        """Return the number of a chunk; chunks of wide tiles are a loop, because unrolling takes long to compile."""
         return str(chunk) if self.is_ahead else "part"
 
     def sums(self) -> list[str]:
-        """Accumulators of a round."""
+        """Return the names of a round's accumulators."""
         return [*SUMS[: len(self.written)], *(["sums"] if self.terms else [])]
 
     def array_name(self, name: str) -> str:
-        """What an operand is called among the arrays of the launch."""
+        """Return the name of an operand among the arrays of the launch."""
         leaves = self.region.leaves
         return {"query": f"leaf{leaves.index(self.plan.query)}", "key": f"leaf{leaves.index(self.plan.key)}"}.get(
             name, name
@@ -107,20 +111,20 @@ class SideWriter(ResidentWriter):
 
 
 def slots_of(width: int, others: int) -> tuple[int, int, int]:
-    """Pairs of tiles of the program's own, and of chunks, that there is room for; and how far ahead lines travel."""
+    """Return the numbers of slots for own tile pairs and for chunk pairs, and how many chunks ahead vectors load."""
     pair, part = 2 * OWN * width * 2, 2 * CHUNK * width * 2 + 2 * CHUNK * 4
     lines = 2 * CHUNK * 4
     room = SHARED_BYTES - OWN * others * 2 - 8 * CHUNK * 2
     left = room - 4 * OWN * 4 - _LEAD * lines - 2 * pair
     if left >= 4 * part:
         return 2, min(_MOST_SLOTS, left // part), _LEAD
-    # With one pair, gradients need a place of their own to leave by; and a chunk takes as long as memory does.
+    # With one pair, gradients need a staging buffer of their own. A chunk then takes as long as the memory latency.
     left = room - lines - pair - pair // 2
     return 1, min(_MOST_SLOTS, left // part), 1
 
 
 def print_load(own: SideWriter) -> None:
-    """What the warp does that loads; where the program's own tiles have one slot, another one waits for that."""
+    """Print the function of the load warp, and that of a second one for own tiles if these have one slot."""
     emit = own.emit
     chunks = own.chunks
     lines = "p_log_sum, p_delta, ROUNDS: gl.constexpr"
@@ -190,14 +194,14 @@ def _begin_own(own: SideWriter) -> None:
 
 
 def _load_groups(own: SideWriter) -> None:
-    """The program's own tiles of a round, each group's when it has done with the last one's."""
+    """Print the loads of the program's own tiles, for each group when it has finished its last ones."""
     for group in range(2):
         own.indices(None, "(first + round)")
         _load_own(own, group)
 
 
 def _load_held(own: SideWriter) -> None:
-    """Begin to copy the program's part of the bias, which stays."""
+    """Print the load of the program's part of the bias, which stays in shared memory."""
     own.emit(f"mbarrier.expect(held_full.index(0), {OWN * own.others * 2})")
     for piece in range(2 if own.is_columns else own.others // 64):
         first = ("0", f"own * {OWN} + {piece * 64}") if own.is_columns else (f"own * {OWN}", piece * 64)
@@ -206,7 +210,7 @@ def _load_held(own: SideWriter) -> None:
 
 
 def _load_own(own: SideWriter, group: int) -> None:
-    """The program's own tiles of a round, or a group's."""
+    """Print the load of the program's own tiles of a round, or of one group's rows of them."""
     emit = own.emit
     rows, last = (OWN, 0) if own.is_ahead else (OWN // 2, 1)
     emit(f"slot = round % {own.own_slots}")
@@ -224,7 +228,7 @@ def _load_own(own: SideWriter, group: int) -> None:
 def _copy_pair(
     own: SideWriter, arrays: tuple[str, str], offset: str, rows: int, full: str, places: Sequence[str]
 ) -> None:
-    """Begin to copy so many rows of two arrays, from this row on, to these places."""
+    """Print the start of copies of `rows` rows of two arrays, from row `offset` on."""
     own.emit(f"mbarrier.expect({full}, {2 * rows * own.plan.width * 2})")
     for array, place in zip(arrays, places, strict=True):
         at = own.at(own.places[array], offset)
@@ -232,14 +236,14 @@ def _copy_pair(
 
 
 def _request_lines(own: SideWriter) -> None:
-    """Load what the softmax left of the program's queries, and what their slopes are compared with."""
+    """Print the loads of log-sum-exp and delta of the program's queries."""
     own.emit(f"o_q = own * {OWN} + gl.arange(0, {OWN}, C)")
     own.emit(f"loaded_sum = tl.load(p_log_sum + {own.writer.row_place()})")
     own.emit(f"loaded_delta = tl.load(p_delta + {own.writer.row_place()})")
 
 
 def _copy_lines(own: SideWriter, step: str, slot: str) -> None:
-    """Begin to copy the lines of a chunk of queries."""
+    """Print the start of the copies of log-sum-exp and delta of a chunk of queries."""
     emit = own.emit
     emit(f"later = {step}")
     own.indices(None, f"(first + later // {own.chunks})")
@@ -251,7 +255,7 @@ def _copy_lines(own: SideWriter, step: str, slot: str) -> None:
 
 
 def _hand_over(own: SideWriter, full: Sequence[str]) -> None:
-    """What was loaded, to those who compute."""
+    """Print the store of the loaded vectors to shared memory, and the signal to the compute groups."""
     emit = own.emit
     emit(f'lines.index(slot * 2).store(gl.where(loaded_sum == float("-inf"), 0.0, loaded_sum * {LOG2_E}))')
     emit("# Slopes begin from it.")

@@ -1,10 +1,10 @@
-"""Gluon source of the forward kernel that streams keys and values through shared memory, for Hopper.
+"""Gluon source of the Hopper forward kernel that streams keys and values through shared memory.
 
 See lowering/streamed_schedule.py.
 
-One program has a tile of queries: one warp loads keys and values through the copy engine, two groups of four warps
-compute. A group begins the scores of the next chunk before it adds up the values of the last one, whose product runs
-while exponentials of the next one are computed, as in FlashAttention-3 (Shah et al., 2024).
+A program has a tile of queries. One warp loads keys and values through the copy engine, and two groups of four warps
+compute. A group starts the scores of a chunk before the value product of the chunk before. That value product then
+runs while the exponentials of the chunk are computed, as in FlashAttention-3 (Shah et al., 2024).
 """
 
 import math
@@ -29,20 +29,21 @@ _LISTS = LIVE[:2]
 
 
 class _StreamWriter(GluonWriter):
-    """Lines of the functions of the kernel."""
+    """Writer of the kernel's functions."""
 
     def __init__(self, plan: Streamed) -> None:
         region = plan.region
         writer = Writer(region, "forward", Tile(_GROUP_ROWS, plan.chunk))
         super().__init__(region, writer, (plan.query, plan.key, plan.product))
         self.plan = plan
-        # Of powers of 2.
+        # Converts scores to exponents of 2.
         self.unit = writer.factor * LOG2_E
         self.tiles_of = region.sizes["q"] // ROWS
-        # Of 64 features products with keys are short, and 4% are won; of 128 nothing is, or 2% lost.
+        # Taking turns gains 4% with 64 features, where products with keys are short. With 128 it gains nothing or
+        # loses 2%.
         self.takes_turns = plan.features <= 64
         self.lists = "".join(f", p_{x}" for x in _LISTS) if plan.lists else ""
-        # Of chunks; with lists each program has its own.
+        # The number of chunks; with lists, each program reads its own.
         self.count = "count" if plan.lists else "ROUNDS"
         self.output = "p_output" if plan.is_wide else "output"
         self.is_long |= plan.is_wide and math.prod(shape_of(region.out_dims, region.sizes)) >= 2**31
@@ -50,7 +51,7 @@ class _StreamWriter(GluonWriter):
         self.given_limit = "" if plan.lists else ", ROUNDS"
 
     def place(self) -> None:
-        """The program's tile of queries and its batch indices, and how many chunks it goes through."""
+        """Print the program's query tile, its batch indices, and with lists its number of chunks."""
         lists, region, tiles = self.plan.lists, self.region, self.tiles_of
         self.emit(f"own = gl.program_id(0) % {tiles}")
         self.emit(f"cell = gl.program_id(0) // {tiles}")
@@ -69,12 +70,12 @@ class _StreamWriter(GluonWriter):
         self.emit("count = gl.maximum(left, 1)")
 
     def chunk_at(self, lists: Lists | None, place: str, part: Part = "all") -> str:
-        """Which chunk of keys it is that is gone through at some place."""
+        """Return the expression of the key chunk at a place of the loop."""
         return place if lists is None else lists.forms[0].tile("", "gl", place, part)
 
 
 def _compute(own: _StreamWriter) -> None:
-    """What a group of warps does."""
+    """Print the function of a compute warp group."""
     emit, plan = own.emit, own.plan
     parameters = f"{_MEMORY}, {own.output}, p_log_sum{own.parameters()}{own.lists}{own.limit}, GROUP: gl.constexpr"
     print_function(own, f"def compute({parameters}):")
@@ -110,7 +111,7 @@ def _compute(own: _StreamWriter) -> None:
 
 
 def _step(own: _StreamWriter, rows: dict[int, Value], *, has_masks: bool) -> None:
-    """Scores and exponentials of a chunk, and the values of the one before."""
+    """Print one loop step: scores and exponentials of a chunk, and the value product of the chunk before."""
     emit = own.emit
     _begin_scores(own, "chunk")
     _add_values(own, "chunk - 1")
@@ -132,14 +133,14 @@ def _begin_scores(own: _StreamWriter, chunk: str) -> None:
 
 
 def _end_scores(own: _StreamWriter, chunk: str, under_way: int, rows: dict[int, Value], *, has_masks: bool) -> None:
-    """Wait for products, and make scores of them."""
+    """Print the wait for score products, and the scores computed from them."""
     emit, plan = own.emit, own.plan
     score, plain = own.writer.scores
     root = score if has_masks or plain is None else plain
     assert root is not None
     columns = {}
     if any(leaf.role == "column" for leaf in leaves_of(root)):
-        # The first place is of either part.
+        # The first place may belong to either part.
         has_parts = plan.lists is not None and plan.lists.has_full and chunk != "0"
         part: Part = "all" if not has_parts else "masked" if has_masks else "full"
         emit(f"tile = {own.chunk_at(plan.lists, chunk, part)}")
@@ -149,7 +150,7 @@ def _end_scores(own: _StreamWriter, chunk: str, under_way: int, rows: dict[int, 
     emit("thread_barrier()")
     emit(f"free_slot(key_empty, {chunk}, {plan.slots})")
     products = {len(own.region.leaves) - 1: Value("products", (_GROUP_ROWS, plan.chunk))}
-    # Names of a loop are not those of another place, whose tiles may be of other dtypes.
+    # Each loop has names of its own, because tiles elsewhere may have other dtypes.
     prefix = "x" if chunk == "0" else "y" if root is plain else "z"
     emit(f"score = {own.evaluate(root, own.tiles({**rows, **columns, **products}), prefix).name}")
 
@@ -208,7 +209,7 @@ def _finish(own: _StreamWriter, rows: dict[int, Value]) -> None:
 
 
 def _store_wide(own: _StreamWriter) -> None:
-    """Store results from registers, where four threads have 32 bytes that lie side by side."""
+    """Print the store of results from registers, where four threads have 32 contiguous bytes."""
     layout, _ = own.writer.result_layout()
     first = f"own * {ROWS} + GROUP * {_GROUP_ROWS}"
     own.emit(f"o_r = {first} + gl.arange(0, {_GROUP_ROWS}, gl.SliceLayout(1, O))")
@@ -218,7 +219,7 @@ def _store_wide(own: _StreamWriter) -> None:
 
 
 def _load(own: _StreamWriter) -> None:
-    """What the warp does that loads."""
+    """Print the function of the load warp."""
     emit, plan = own.emit, own.plan
     print_function(own, f"def load({_MEMORY}, query, key, value{own.lists}{own.limit}):")
     emit('"""Fills the slots."""')
@@ -239,7 +240,7 @@ def _load(own: _StreamWriter) -> None:
 
 
 def _entry(own: _StreamWriter) -> None:
-    """The kernel itself."""
+    """Print the kernel function."""
     emit, plan = own.emit, own.plan
     pointers = own.parameters()
     print_function(own, f"def {NAME}(query, key, value, {own.output}{pointers}{own.lists}, p_log_sum{own.limit}):")
@@ -267,11 +268,11 @@ def _entry(own: _StreamWriter) -> None:
 
 
 def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKernel | None:
-    """The kernel of a region, None where its keys and values do not stream.
+    """Return the streamed kernel of a region, None if the schedule does not apply.
 
     Args:
-        region: arranged.
-        tile, lists: of the plain kernel.
+        region: an arranged region.
+        tile, lists: the tile size and the lists of the plain kernel.
     """
     plan = streamed(region, tile, lists)
     if plan is None:
@@ -295,7 +296,7 @@ def streamed_kernel(region: Region, tile: Tile, lists: Lists | None) -> HopperKe
         pointers = ("output", *pointers)
     else:
         moved = (*moved, ("output", "output", places["output"].shape, (_GROUP_ROWS, plan.columns)))
-    # With lists a program is not told how many rounds there are.
+    # With lists, programs read their number of rounds from the lists.
     rounds = None if lists is not None else region.sizes["k"] // plan.chunk
     source = Source(text, NAME, inputs, forward_outputs(region), (tiles, 1, 1))
     return HopperKernel(source, moved, jnp.dtype(region.value.dtype).name, pointers, rounds, tiles, rounds)

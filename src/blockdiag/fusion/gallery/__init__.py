@@ -1,7 +1,6 @@
-"""Variants of attention in plain `jax.numpy`, with inputs for them: what the compiler is tested and shown with.
+"""Gallery of attention variants in plain `jax.numpy`, with inputs, for the compiler's tests and documentation.
 
-The functions themselves are in `gallery_masks`, `gallery_scores`, `gallery_structures` and `gallery_forms`; none of
-them knows of the compiler.
+The functions are in the modules `masks`, `scores`, `structures` and `forms`. None of them depends on the compiler.
 """
 
 import functools
@@ -52,17 +51,17 @@ class Sizes:
     dtype: DTypeLike = jnp.float32
 
     def shape(self, axes: str) -> tuple[int, ...]:
-        """The size of each axis.
+        """Return the shape of an array from its axis letters.
 
         Args:
-            axes: a letter for each axis, as above, or a digit, which is the size itself. M is 2 N, E is H / 2, W is
-                2 V, J is N V, P is 4 and U is 32; Y and X are rows and columns of T pixels.
+            axes: one character per axis: a letter as above, or a digit, which is the size itself. M is 2 N, E is H / 2,
+                W is 2 V, J is N V, P is 4 and U is 32. Y and X are the rows and columns of a grid of T pixels.
 
         Returns:
             The shape.
 
         Raises:
-            KeyError: a letter stands for nothing.
+            KeyError: an unknown letter.
         """
         named = self._axis_sizes
         return tuple(int(axis) if axis.isdigit() else named[axis] for axis in axes)
@@ -92,20 +91,19 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Variant:
-    """One function of the gallery.
+    """Attention variant of the gallery.
 
     Attributes:
         name: its key in `VARIANTS`.
-        function: from arrays, by keyword, to an array or a tuple of arrays.
-        make_inputs: from a random key and sizes to the arrays: floating ones of the sizes' dtype, integers and masks.
-            They are drawn on the host, so this cannot be traced.
-        differentiable: names of the floating inputs.
+        function: takes arrays by keyword and returns an array or a tuple of arrays.
+        make_inputs: takes a random key and sizes, and returns the arrays. Floating arrays have the dtype of the sizes.
+            Arrays are drawn on the host, so this cannot be traced.
+        differentiable: the names of the floating inputs.
         note: one sentence for the documentation.
-        options: further arguments for thousands of tokens, where the function's own are for dozens.
+        options: keyword arguments for thousands of tokens; the function's defaults are for dozens.
 
     References:
-        Among the variants are those that FlexAttention, Dong et al. (2024), and Flashlight, You et al. (2025), are
-        shown with.
+        The variants include the examples of FlexAttention, Dong et al. (2024), and Flashlight, You et al. (2025).
 
     Example:
         >>> import jax
@@ -125,13 +123,13 @@ class Variant:
 
     @property
     def scaled(self) -> Callable[..., Any]:
-        """The function with its options."""
+        """The function with `options` applied."""
         return functools.partial(self.function, **self.options)
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """How to draw one input, by numpy: a program for every shape would have to be compiled. And its kind."""
+    """Sampler of one input. It uses NumPy, because JAX would compile a program for every shape."""
 
     sample: Callable[[np.random.Generator, Sizes], np.ndarray]
     is_floating: bool = True
@@ -150,7 +148,7 @@ def _uniform(axes: str, low: float, high: float) -> _Draw:
 
 
 def _padding_bias(axes: str) -> _Draw:
-    """Random, but -1e9 for a third of the last axis, never its first."""
+    """Draw a normal bias in which about a third of the elements are -1e9, but never the first of the last axis."""
 
     def sample(generator: np.random.Generator, sizes: Sizes) -> np.ndarray:
         is_kept = _mask(axes).sample(generator, sizes)
@@ -160,12 +158,12 @@ def _padding_bias(axes: str) -> _Draw:
 
 
 def _rotations(axes: str) -> _Draw:
-    """Orthogonal matrices [.., 3, 3]."""
+    """Draw orthogonal matrices [.., 3, 3]."""
     return _Draw(lambda generator, sizes: np.linalg.qr(generator.normal(size=sizes.shape(axes)))[0])
 
 
 def _integers(axes: str, low: int, highest: str) -> _Draw:
-    """Integers from `low` to the size of the axis `highest`, inclusive."""
+    """Draw integers from `low` to the size of the axis `highest`, inclusive."""
 
     def sample(generator: np.random.Generator, sizes: Sizes) -> np.ndarray:
         (high,) = sizes.shape(highest)
@@ -175,7 +173,7 @@ def _integers(axes: str, low: int, highest: str) -> _Draw:
 
 
 def _rolled_positions(axes: str) -> _Draw:
-    """Positions of a ring buffer: 0, 1, .. along the last axis, turned by a random step in each row."""
+    """Draw positions of a ring buffer: 0, 1, .. along the last axis, rotated by a random offset in each row."""
 
     def sample(generator: np.random.Generator, sizes: Sizes) -> np.ndarray:
         *rows, count = sizes.shape(axes)
@@ -185,7 +183,7 @@ def _rolled_positions(axes: str) -> _Draw:
 
 
 def _segments(axes: str) -> _Draw:
-    """About seven segments of random lengths along the last axis: 0, 0, 0, 1, 1, 2, .."""
+    """Draw about seven segments of random lengths along the last axis: 0, 0, 0, 1, 1, 2, .."""
 
     def sample(generator: np.random.Generator, sizes: Sizes) -> np.ndarray:
         shape = sizes.shape(axes)
@@ -195,7 +193,7 @@ def _segments(axes: str) -> _Draw:
 
 
 def _offsets(tokens: str, documents: int = 4) -> _Draw:
-    """Where documents of random lengths, perhaps 0, start, and the number of tokens."""
+    """Draw the start offsets of documents of random lengths, perhaps 0, followed by the number of tokens."""
 
     def sample(generator: np.random.Generator, sizes: Sizes) -> np.ndarray:
         (count,) = sizes.shape(tokens)
@@ -205,7 +203,7 @@ def _offsets(tokens: str, documents: int = 4) -> _Draw:
 
 
 def _mask(axes: str) -> _Draw:
-    """True for two thirds of the elements, and for the first of the last axis."""
+    """Draw a mask that keeps about two thirds of the elements, and always the first of the last axis."""
 
     def sample(generator: np.random.Generator, sizes: Sizes) -> np.ndarray:
         mask = generator.random(sizes.shape(axes)) < 0.67
@@ -223,7 +221,7 @@ def _variant(
     options: Mapping[str, int] | None = None,
     **inputs: str | _Draw,
 ) -> Variant:
-    """A variant; an input given by its axes alone is normal."""
+    """Return a variant; an input given only by its axes is drawn from a normal distribution."""
     draws = {name: _normal(draw) if isinstance(draw, str) else draw for name, draw in inputs.items()}
 
     def make_inputs(key: Array, sizes: Sizes) -> dict[str, Array]:
@@ -522,8 +520,7 @@ GROUPS: dict[str, tuple[Variant, ...]] = {
     "Structures": _STRUCTURES,
     "Sums and grids": _FORMS,
 }
-"""The variants as the documentation shows them.
-
+"""The variants in the groups of the documentation.
 Example:
     >>> from blockdiag.fusion.gallery import GROUPS
     >>> list(GROUPS)

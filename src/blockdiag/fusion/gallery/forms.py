@@ -1,7 +1,7 @@
-"""The gallery's other forms: weights divided by sums of their own, softmaxes by hand, and grids of pixels.
+"""Gallery variants of other forms: weights normalised by their own sums, manual softmaxes, and pixel grids.
 
 Shapes: B batch, T queries, S keys, N heads, H features of a query or key, V of a value, Y rows and X columns of a grid
-of Y X = T pixels. Every function is complete in itself.
+of Y X = T pixels. Every function is self-contained.
 """
 
 import jax

@@ -1,5 +1,4 @@
-"""The gallery's plain attention and its masks. Every function is as a user would write it, and complete in itself.
-
+"""Gallery variants of plain attention and of masks. Every function is self-contained and written as a user would.
 Shapes: B batch, T queries, S keys, N heads, H features of a query or key, V of a value.
 """
 

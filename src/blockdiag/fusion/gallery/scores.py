@@ -1,5 +1,4 @@
-"""The gallery's scores: biases, caps, temperatures, sinks, norms and rotations, each complete in itself.
-
+"""Gallery variants of scores: biases, caps, temperatures, sinks, norms and rotations. Each one is self-contained.
 Shapes: B batch, T queries, S keys, N heads, H features of a query or key, V of a value.
 """
 

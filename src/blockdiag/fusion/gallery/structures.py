@@ -1,7 +1,7 @@
-"""The gallery's structures: shared heads, proteins, several softmaxes, none, and what follows attention.
+"""Gallery variants of structure: shared heads, proteins, several softmaxes or none, and work after attention.
 
 Shapes: B batch, R rows, T queries, S keys, N heads, K heads of keys, H features of a query or key, V of a value,
-P points. Every function is complete in itself.
+P points. Every function is self-contained.
 """
 
 import math

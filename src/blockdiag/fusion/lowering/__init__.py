@@ -1,1 +1,1 @@
-"""Lowering: a region as a tile program, with the schedule and the tile sizes of its kernels."""
+"""Lowering: regions to tile programs, with the schedules and tile sizes of their kernels."""

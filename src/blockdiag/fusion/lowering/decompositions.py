@@ -1,5 +1,4 @@
-"""Operations that Triton has no word for, by those that it has: of float32 tiles, as good as these are.
-
+"""Decompositions of operations that Triton lacks into operations that it has, at float32 accuracy.
 `atan` is the polynomial of Cephes (Moshier, 1992), by its minimax coefficients for float32.
 """
 
@@ -25,7 +24,7 @@ def _pow(base: Any, exponent: Any) -> Any:
     of_negative = lax.select(is_odd, -size, size)
     of_negative = lax.select(lax.eq(lax.floor(exponent), exponent), of_negative, _full(size, np.nan))
     found = lax.select(lax.lt(base, _full(base, 0)), of_negative, size)
-    # So are powers of a NaN, and NaN powers of 1.
+    # NaN ** 0 and 1 ** NaN are 1.
     is_one = lax.eq(exponent, _full(exponent, 0)) | lax.eq(base, _full(base, 1))
     return lax.select(is_one, _full(found, 1), found)
 
@@ -60,7 +59,7 @@ def _atan2(y: Any, x: Any) -> Any:
     found = _atan(y / x)
     half = lax.select(lax.lt(y, _full(y, 0)), _full(y, -math.pi), _full(y, math.pi))
     found = lax.select(lax.lt(x, _full(x, 0)), found + half, found)
-    # The quotient of two zeros is none.
+    # atan2(0, 0) is defined, but 0 / 0 is NaN.
     on_axis = lax.select(lax.lt(x, _full(x, 0)), half, _full(x, 0))
     on_axis = lax.select(lax.eq(x, x), on_axis, x)
     return lax.select(lax.eq(y, _full(y, 0)), on_axis, found)
@@ -75,7 +74,7 @@ def _acos(x: Any, **_: Any) -> Any:
 
 
 def _log1p(x: Any, **_: Any) -> Any:
-    # log((1 + s) / (1 - s)): of small numbers 1 + x has lost digits.
+    # Series of log((1 + s) / (1 - s)), s = x / (2 + x), because 1 + x loses digits of a small x.
     part = x / (2.0 + x)
     square = part * part
     series = 2.0 * part * (1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
@@ -90,7 +89,7 @@ def _expm1(x: Any, **_: Any) -> Any:
 
 
 def _sinh(x: Any, **_: Any) -> Any:
-    # Of small numbers the exponentials' difference has no digits left.
+    # For a small x, the difference of the exponentials cancels.
     series = x * (1.0 + x * x * (1 / 6 + x * x * (1 / 120)))
     return lax.select(lax.lt(lax.abs(x), _full(x, 0.25)), series, 0.5 * (lax.exp(x) - lax.exp(-x)))
 
@@ -128,9 +127,9 @@ SPELLED: Mapping[str, Callable[..., Any]] = {
     "sinh": _sinh,
     "tan": lambda x, **_: lax.sin(x) / lax.cos(x),
 }
-"""What computes an operation, by its name, of floating tiles and of the operation's parameters."""
+"""Decompositions by primitive name; each takes floating tiles and the parameters of the primitive."""
 
 
 def is_spelled(name: str, dtype: Any) -> bool:
-    """Whether an operation whose first operand has this dtype is computed by others."""
+    """Return whether an operation whose first operand has this dtype is decomposed."""
     return name in SPELLED and bool(jnp.issubdtype(dtype, jnp.floating))

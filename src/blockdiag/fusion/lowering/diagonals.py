@@ -1,4 +1,7 @@
-"""Arrays by distance as tiles of scores, and sums along diagonals: moves of elements, as are their derivatives."""
+"""Conversion of arrays indexed by distance to score tiles, and of sums along diagonals to their gradients.
+
+Both only move elements, and so do their derivatives.
+"""
 
 from typing import Any
 
@@ -11,32 +14,32 @@ from blockdiag.fusion.lowering.tile_program import leaf_array
 
 
 def distance_tile(line: Any, first: Any, rows: int, keys: int, columns: int) -> Any:
-    """The numbers of some keys [rows, columns] from those of distances [rows + keys - 1].
+    """Return the tile [rows, columns] of some keys, from an array [rows + keys - 1] indexed by distance.
 
-    Windows of the line are shifted against each other by folding them at another length: no gather, so that the
-    gradient is no scatter, which XLA would add up in any order.
+    Each row is a window of the array, shifted by one from the row before. Reshapes of different length shift the
+    windows. With a gather, the gradient would be a scatter, which XLA adds up in an unspecified order.
 
     Args:
-        first: of the keys, a multiple of `columns`; those beyond the last one get other keys' numbers.
-        columns: how many keys.
+        first: the first key, a multiple of `columns`. Columns beyond the last key hold elements of other keys.
+        columns: the number of keys.
     """
     blocks, tiles = -(-rows // columns), -(-keys // columns)
     most, wide = tiles * columns, blocks * columns
     line = jnp.pad(line, (most - keys, wide - rows + 1))
     window = lax.dynamic_slice(line, (most - columns - first,), (wide + columns,)).reshape(blocks + 1, columns)
     pairs = jnp.concatenate([window[:-1], window[1:]], axis=1)
-    # Row r of a block begins r elements later.
+    # Padding each row by one element shifts row r of a block by r.
     folded = jnp.broadcast_to(pairs[:, None, :], (blocks, columns, 2 * columns)).reshape(blocks, -1)
     folded = jnp.pad(folded, ((0, 0), (0, columns))).reshape(blocks, columns, 2 * columns + 1)
     return folded[:, :, columns - 1 :: -1].reshape(wide, columns)[:rows]
 
 
 def distance_gradient(region: Region, leaf: Leaf, array: Any, parts: Any) -> Any:
-    """The gradient of a leaf of distances.
+    """Return the gradient of a leaf that is indexed by distance.
 
     Args:
-        array: the leaf.
-        parts: float32 [labels.., parts, tiles' diagonals, 2 * size], see `codegen.diagonals`.
+        array: the array of the leaf.
+        parts: float32 [labels.., parts, diagonals of tiles, 2 * size], see `codegen.diagonals`.
     """
     parts = parts.sum(-3)
     rows, keys, size = region.sizes["q"], region.sizes["k"], parts.shape[-1] // 2

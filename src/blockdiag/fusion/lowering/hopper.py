@@ -1,4 +1,4 @@
-"""Shared memory of Hopper, and arrays as matrices, of which its copy engine takes tiles."""
+"""Shared memory limits of Hopper, and arrays as matrices whose tiles its copy engine (TMA) moves."""
 
 import math
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from blockdiag.fusion.ir.tree import Leaf, Region
 from blockdiag.fusion.lowering.tile_program import value_columns
 
 ROWS = 128
-"""Queries of a program: two groups of warps with 64 each."""
-# Of 227 KiB, less barriers.
+"""Queries per program: two warp groups with 64 each."""
+# 227 KiB, less 512 bytes for barriers.
 SHARED_BYTES = 232448 - 512
 
 
 @dataclass(frozen=True)
 class Place:
-    """An array as a matrix, of which the copy engine takes tiles.
+    """Matrix view of an array, whose tiles the copy engine moves.
 
     Attributes:
-        shape: of the matrix.
-        rows, columns: by batch label, how many of either one step is.
-        first: row and column of the first element.
+        shape: the shape of the matrix.
+        rows, columns: the row stride or the column stride of each batch label.
+        first: the row and the column of the first element.
     """
 
     shape: tuple[int, int]
@@ -35,10 +35,12 @@ class Place:
 
 
 def places_of(region: Region, query: Leaf, key: Leaf, **others: tuple[Any, ...]) -> dict[str, Place] | None:
-    """Of "query", "key", "value" and "output", and of other arrays; None where the copy engine cannot move one of them.
+    """Return the matrix views of "query", "key", "value", "output" and other arrays.
+
+    The result is None if the copy engine cannot move one of them.
 
     Args:
-        others: shape, dims, label and lines of each, as `place_of` takes them.
+        others: the shape, dims, label and lines of each other array; for label and lines see `place_of`.
     """
     sizes, columns = region.sizes, tuple(value_columns(region))
     arrays: dict[str, tuple[Any, ...]] = {
@@ -59,11 +61,11 @@ def places_of(region: Region, query: Leaf, key: Leaf, **others: tuple[Any, ...])
 def place_of(
     layout: Layout, shape: tuple[int, ...], label: str, lines: tuple[str, ...], sizes: dict[str, int]
 ) -> Place | None:
-    """An array as a matrix with a row for each query or key, None where it is none, or one that cannot be copied.
+    """Return the view of an array as a matrix with one row per query or key, None if the copy engine cannot move it.
 
     Args:
-        label: of queries or keys.
-        lines: of what lies side by side in a row.
+        label: the label of queries or of keys.
+        lines: the labels that are contiguous within a row.
     """
     step = layout.stride(label)
     whole, width = math.prod(shape), math.prod(sizes[x] for x in lines)
@@ -85,11 +87,11 @@ def place_of(
 
 
 def is_narrow(region: Region, *leaves: Leaf) -> bool:
-    """Whether values, results and leaves are 16-bit numbers of one dtype."""
+    """Return whether values, results and the given leaves share one 16-bit floating dtype."""
     dtypes = {np.dtype(region.dtype), region.value.dtype, *(leaf.source.dtype for leaf in leaves)}
     return len(dtypes) == 1 and region.dtype.itemsize == 2 and bool(jnp.issubdtype(region.dtype, jnp.floating))
 
 
 def count_of(region: Region, labels: Sequence[str]) -> int:
-    """Indices of some labels."""
+    """Return the product of the sizes of some labels."""
     return math.prod(region.sizes[x] for x in labels)

@@ -1,11 +1,11 @@
-"""Regions whose bias of queries by keys is the same along a batch axis, and short enough to stay in shared memory.
+"""Resident schedule: a pair bias shared along a batch axis stays in shared memory.
 
-Row attention of Evoformer and triangle attention are such: every row of the alignment adds the same bias of pairs. A
-plain kernel reads the bias again for each of them, as many bytes as keys and values have. Where scores are
+Evoformer's row attention and triangle attention have such a bias: every row of the alignment adds the same pair bias. A
+plain kernel reads the bias again for each row, as many bytes as keys and values have. If scores have the form
 
     unit * (query . key) + terms of keys + other terms
 
-a program can hold a tile of the bias, go through the batch axis, and let the products add to it.
+a program can hold a tile of the bias, loop over the batch axis, and accumulate the products onto the bias.
 """
 
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ from blockdiag.fusion.lowering.tile_program import value_columns
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 CHUNK = 64
-"""Keys whose scores a group computes at once."""
+"""Keys whose scores a warp group computes at once."""
 MOST_KEYS = 256
-"""A row of scores stays in registers, and the whole tile of the bias in shared memory."""
+"""The most keys: a row of scores stays in registers, and the whole bias tile in shared memory."""
 _WIDTHS = (32, 64, 128)
 _FEWEST_ROUNDS = 4
 QUERY_SLOTS = 2
 _PARTS = (256, 128, 64)
-# The keys of a round, and the first of its values.
+# Room for the keys of a round and the first part of its values.
 _FEWEST_SLOTS = 3
-# Of the widest products, which take two chunks.
+# A matrix of ones for the widest products, which take two chunks.
 _ONES_BYTES = 8 * 2 * CHUNK * 2
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores as a sum.
+    """Decomposition of scores into a product and additive terms.
 
     Attributes:
-        held: the bias, a leaf that stays.
+        held: the bias, the leaf that stays in shared memory.
         query, key: the leaves of the product.
-        unit: scores are `unit` times what the kernel adds up.
-        of_keys: the terms without queries, over `unit`; None without any.
-        others: the other terms, over `unit`, `held` among them.
+        unit: scores are `unit` times the sum that the kernel accumulates.
+        of_keys: the terms without queries, divided by `unit`; None if there are none.
+        others: the other terms, divided by `unit`, including `held`.
     """
 
     held: Leaf
@@ -54,15 +54,15 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Resident(Scores):
-    """How a region is computed with its bias in shared memory.
+    """Resident schedule of a region.
 
     Attributes:
-        cell, through: batch labels that `held` has, and the others.
-        places: of the arrays that the copy engine moves: "query", "key", "value", "held", "output".
-        width: of queries, keys and values.
-        part: keys, or values, of a slot.
-        slots: for parts of keys and values.
-        has_ones: whether there is room for ones, with which tensor cores add up rows.
+        cell, through: the batch labels that `held` has, and the others.
+        places: the matrix views of "query", "key", "value", "held" and "output".
+        width: the head dimension of queries, keys and values.
+        part: the keys, or values, per slot.
+        slots: the number of slots, shared by parts of keys and of values.
+        has_ones: whether a matrix of ones fits, with which tensor cores compute row sums.
     """
 
     cell: tuple[str, ...]
@@ -75,10 +75,10 @@ class Resident(Scores):
 
 
 def resident(region: Region) -> Resident | None:
-    """How the bias can stay, None where it cannot.
+    """Return the resident schedule of a region, None if it does not apply.
 
     Args:
-        region: arranged, and without lists of tiles.
+        region: an arranged region without lists of live tiles.
     """
     keys = region.sizes["k"]
     is_tiled = region.sizes["q"] % ROWS == 0 and keys % CHUNK == 0 and keys <= MOST_KEYS
@@ -104,7 +104,7 @@ def resident(region: Region) -> Resident | None:
 
 
 def _scores_of(region: Region) -> Scores | None:
-    """The scores of a softmax as one product, one bias of pairs, and terms of keys; None where they are not that."""
+    """Return scores as one product, one pair bias and terms of keys, None if they do not have this form."""
     if region.score is None or region.weight is not None or region.extras:
         return None
     terms = terms_of(region.score)
@@ -127,19 +127,21 @@ def _scores_of(region: Region) -> Scores | None:
 
 
 def _is_narrow(region: Region, scores: Scores, width: int) -> bool:
-    """Whether all arrays are 16-bit numbers of one dtype, and of a width that tiles have."""
+    """Return whether all arrays share one 16-bit floating dtype and a supported head dimension."""
     is_short = is_narrow(region, scores.query, scores.key, scores.held)
     return is_short and width in _WIDTHS and count_of(region, scores.query.features) == width
 
 
 def rounds_each(rounds: int, tiles: int, multiprocessors: int, most_programs: int | None = None) -> int:
-    """How many rounds a program goes through, so that all end at about the same time; to begin takes as long as one.
+    """Return the number of rounds per program that minimises the estimated total time.
+
+    The estimate counts the start of a program as one round. Ties go to more rounds per program.
 
     Args:
-        rounds: in all.
-        tiles: programs, if each went through all rounds.
-        multiprocessors: each has one program at a time.
-        most_programs: where each has memory of its own; `tiles` where that is more.
+        rounds: the number of rounds per tile.
+        tiles: the number of programs if each did all rounds of a tile.
+        multiprocessors: the number of multiprocessors; each runs one program at a time.
+        most_programs: the most programs, for kernels that need memory per program; at least `tiles` are allowed.
     """
 
     def time(chunk: int) -> int:
@@ -156,15 +158,15 @@ def _has_queries(node: Node) -> bool:
 
 
 def _varies(leaf: Leaf, role: str) -> bool:
-    """Whether a leaf of this role lies in memory; 0, 1, 2, ... does not."""
+    """Return whether a leaf has this role and is read from memory; the positions 0, 1, 2, ... are not."""
     return leaf.role == role and leaf.source.key is not None
 
 
 def _slots(keys: int, width: int, part: int) -> int:
-    """How many parts of keys and values there is room for, those of one and a half rounds at most."""
+    """Return how many parts of keys and values fit, at most those of one and a half rounds."""
     return min(3 * (keys // part), (SHARED_BYTES - _bytes_once(keys, width)) // (part * width * 2))
 
 
 def _bytes_once(keys: int, width: int) -> int:
-    """Of the bias, queries and terms of keys."""
+    """Return the bytes of the bias, the queries and the terms of keys."""
     return ROWS * keys * 2 + QUERY_SLOTS * (ROWS * width * 2 + next_power_of_2(keys) * 4)

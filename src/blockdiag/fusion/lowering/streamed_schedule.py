@@ -1,8 +1,8 @@
-"""Regions whose keys and values stream through shared memory on Hopper, past queries that stay there.
+"""Streamed schedule for Hopper: keys and values stream through shared memory while queries stay there.
 
-Those are softmaxes of a function of one product and of numbers of queries, times other numbers of queries perhaps,
-without biases of queries by keys: the copy engine brings all that tiles are made of. Where masks leave lists of tiles,
-they may read numbers of keys, too.
+It applies to a softmax of a function of one product and of per-query numbers. The softmax may be scaled by other
+per-query numbers. Biases of queries by keys are excluded, because the copy engine must move all operands of a tile.
+With lists of live tiles, masks may also read per-key numbers.
 """
 
 import math
@@ -17,25 +17,25 @@ from blockdiag.fusion.ir.tree import Leaf, Node, Region, Source, bottom_up, leav
 from blockdiag.fusion.lowering.hopper import ROWS, SHARED_BYTES, Place, count_of, is_narrow, places_of
 from blockdiag.fusion.lowering.tile_program import value_columns
 
-# Numbers of a query and of a value: how many keys there are at least. With fewer, or of other widths, plain kernels are
-# as fast on an H200, several of which share a multiprocessor: one begins while another one ends.
+# The fewest keys, by features of a query and columns of a value. With fewer keys or other widths, plain kernels are as
+# fast on an H200: several of them share a multiprocessor, so that one starts while another ends.
 _FEWEST_KEYS = {(64, 128): 2048, (64, 256): 512, (128, 128): 512, (128, 256): 256, (256, 256): 512}
 _MOST_SLOTS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Streamed:
-    """How a region is computed so.
+    """Streamed schedule of a region.
 
     Attributes:
-        region: with a leaf in the place of the product.
+        region: the region, with a leaf in place of the product.
         product: this leaf.
         query, key: the factors of the product.
-        places: of the arrays that the copy engine moves: "query", "key", "value", "output".
-        features, columns: numbers of a query and of a value.
-        chunk: keys of a slot.
-        slots: for keys, and as many for values.
-        lists: of the tiles that masks leave, which are chunks; None: all.
+        places: the matrix views of "query", "key", "value" and "output".
+        features, columns: the head dimensions of queries and of values.
+        chunk: the keys per slot.
+        slots: the number of slots for keys; values have as many.
+        lists: the lists of live tiles, whose columns are chunks; None: all tiles are visited.
     """
 
     region: Region
@@ -51,21 +51,24 @@ class Streamed:
 
     @property
     def is_wide(self) -> bool:
-        """Whether results are float32, which threads store themselves."""
+        """Whether results are float32. Threads store these directly, without the copy engine."""
         return _is_wide(self.region)
 
     @property
     def has_exit(self) -> bool:
-        """Whether results leave by way of memory of their own; else by that of queries, if they need any."""
+        """Whether results are staged in a shared-memory buffer of their own.
+
+        Otherwise they reuse the buffer of the queries, or threads store them directly.
+        """
         return self.features != self.columns and not self.is_wide
 
 
 def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None:
-    """How keys and values can stream, None where they cannot, or where a plain kernel is as fast.
+    """Return the streamed schedule of a region, None if it does not apply or a plain kernel is as fast.
 
     Args:
-        region: arranged.
-        tile: of which there are lists.
+        region: an arranged region.
+        tile: the tile size of `lists`.
     """
     if region.score is None or region.extras or (region.weight is not None and has_keys(region.weight)):
         return None
@@ -76,18 +79,18 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
     if query is None or key is None:
         return None
     features, columns = count_of(region, query.features), count_of(region, value_columns(region))
-    # Scores of a chunk are in registers beside results.
+    # Registers hold the scores of a chunk beside the accumulated results.
     chunk = tile.columns if lists is not None else 128 if columns <= 128 else 64
     keys = region.sizes["k"]
     is_tiled = region.sizes["q"] % ROWS == 0 and keys % chunk == 0 and (lists is None or tile.rows == ROWS)
-    # At most, of what masks leave.
+    # The most live keys of a query tile.
     seen = keys if lists is None else lists.forms[0].most * tile.columns
     is_long = seen >= _FEWEST_KEYS.get((features, columns), math.inf)
     has_narrow_operands = is_narrow(replace(region, dtype=region.value.dtype), query, key)
     is_stored = _is_wide(region) or region.dtype == region.value.dtype
     if not is_tiled or not is_long or not has_narrow_operands or not is_stored:
         return None
-    # Short products leave no time for more than exponentials: with ALiBi or a soft cap plain kernels are as fast.
+    # Products over few features hide only the exponentials: with ALiBi or a soft cap, plain kernels are as fast.
     is_bare = lists is None and factored(region.score)[0] is products[0]
     places = places_of(region, query, key)
     if places is None or not _is_at_hand(region, lists) or (features < 128 and not is_bare):
@@ -101,7 +104,7 @@ def streamed(region: Region, tile: Tile, lists: Lists | None) -> Streamed | None
 
 
 def _is_at_hand(region: Region, lists: Lists | None) -> bool:
-    """Whether threads have all leaves all the time, the copy engine brings them, or only tiles with masks need them."""
+    """Return whether no unmasked tile reads a bias or per-key numbers from memory; no tile may read a bias."""
     if any(leaf.role in ("score", "distance") for leaf in region.leaves):
         return False
     plain = scores_of(region)[0][1]
@@ -122,6 +125,6 @@ def _is_wide(region: Region) -> bool:
 
 
 def _slots(features: int, columns: int, chunk: int, *, has_exit: bool) -> int:
-    """How many chunks of keys and of values there is room for."""
+    """Return how many chunks of keys, each with its chunk of values, fit into shared memory."""
     once = ROWS * features * 2 + (ROWS * columns * 2 if has_exit else 0)
     return min(_MOST_SLOTS, (SHARED_BYTES - once) // (chunk * (features + columns) * 2))

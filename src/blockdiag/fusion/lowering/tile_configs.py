@@ -1,4 +1,4 @@
-"""Which tiles the generated kernels use, and Triton's options for them."""
+"""Tile sizes of the generated kernels, and Triton's compile options for them."""
 
 import math
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of scores, and options of Triton's compiler."""
+    """Tile size and options of Triton's compiler."""
 
     tile: Tile
     num_warps: int
     num_stages: int
 
 
-# The fastest on an H200 of those tried, for 16-bit arrays (rows, columns, warps, stages): by kernel and by the most
-# features or columns of values, 512 where both are above 128 (compiled only, not timed). Biases of
-# queries by keys travel with every tile; with them small tiles win. Those of distances have the same tiles; neither
-# these nor the tiles of diagonals were chosen by times.
+# (rows, columns, warps, stages) by kernel and by the larger of features and value columns. The key is 512 where both
+# exceed 128; those entries were compiled only, not timed. The others were the fastest of those tried on an H200, for
+# 16-bit arrays. A bias of queries by keys is loaded with every tile, so small tiles win there. Biases indexed by
+# distance use the same table; neither these nor the tiles of "diagonals" were chosen by timings.
 _PLAIN: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "forward": {64: (64, 128, 4, 2), 128: (128, 64, 8, 3), 256: (128, 64, 8, 3), 512: (64, 64, 8, 2)},
     "rows": {64: (64, 64, 4, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)},
@@ -38,30 +38,30 @@ _BIASED: dict[Kind, dict[int, tuple[int, int, int, int]]] = {
     "diagonals": _PLAIN["diagonals"],
 }
 
-# With many numbers of each query and key, which travel in registers with every score they are a part of. Compiled only,
-# not timed: with the tiles above, kernels of 24 such numbers kept hundreds of bytes of a thread in memory, in the loop.
+# For regions with many per-query and per-key numbers, which occupy registers beside the scores. Compiled only, not
+# timed: with the tiles above, kernels with 24 such numbers spilled hundreds of bytes per thread in the loop.
 _MANY_LINES = 8
 _LINED: dict[Kind, tuple[int, int, int, int]] = {
     "forward": (64, 32, 4, 3), "rows": (64, 16, 4, 3), "columns": (16, 64, 4, 2), "pairs": (64, 32, 4, 3),
     "diagonals": (32, 32, 4, 3),
 }  # fmt: skip
 
-# With a sum over features, whose tiles are in registers beside those of scores, forward and backward. With 64 features
-# larger and smaller tiles took as long or longer on an H100, eight warps backward longer; with more than 128 gradients
-# need their registers.
+# For regions with a sum over features, whose tiles occupy registers beside those of scores. With 64 features, larger
+# and smaller tiles took as long or longer on an H100, and eight warps took longer backward. With more than 128
+# features, the gradients need the registers of eight warps.
 _SUMMED = (64, 64, 4, 2)
 _SUMMED_BACKWARD: dict[int, tuple[int, int, int, int]] = {128: (64, 32, 4, 2), 512: (64, 32, 8, 2)}
 
 
 def config_of(region: Region, kind: Kind) -> Config:
-    """What is fastest among what registers have room for."""
+    """Return the tile size and compile options of a kernel."""
     features = max((_size(region, leaf.features) for leaf in region.leaves), default=0)
     values = _size(region, value_columns(region))
     operands = [leaf for leaf in region.leaves if leaf.role in ("query", "key")]
     has_many = sum(leaf.role in ("row", "column") for leaf in region.leaves) > _MANY_LINES
     has_sum = any(node.kind == "sum" for node in nodes_of(region.score, region.weight))
     if any(leaf.source.dtype.itemsize == 4 for leaf in operands) or region.value.dtype.itemsize == 4:
-        # Products of float32 are made by the processor's other units, where larger tiles do not pay.
+        # Float32 products do not use tensor cores, so larger tiles do not pay.
         rows, columns, warps, stages = 32, 32, 8 if has_many and kind == "columns" else 4, 2
         if has_sum and kind != "forward":
             columns, warps = 16, 8
@@ -84,13 +84,13 @@ def config_of(region: Region, kind: Kind) -> Config:
 
 
 def _fitting(region: Region, rows: int, columns: int) -> Tile:
-    """No larger than the scores."""
+    """Return a tile that is no larger than the padded score matrix."""
     size = {axis: max(16, next_power_of_2(region.sizes[axis])) for axis in ("q", "k")}
     return Tile(min(rows, size["q"]), min(columns, size["k"]))
 
 
 def shared_bytes(region: Region, kind: Kind, config: Config) -> tuple[int, int]:
-    """About how many bytes of shared memory a kernel needs once, and for each stage."""
+    """Return estimates of a kernel's shared memory in bytes: the fixed part, and the part per stage."""
     width = region.value.dtype.itemsize
     features = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "query")
     keys = sum(_padded(region, leaf.features) for leaf in region.leaves if leaf.role == "key")
@@ -118,5 +118,5 @@ def _size(region: Region, labels: Sequence[str]) -> int:
 
 
 def widest(region: Region) -> int:
-    """The most columns of values, or features of a query or a key."""
+    """Return the larger of the value columns and the features of any leaf."""
     return max(_size(region, line) for line in (value_columns(region), *(leaf.features for leaf in region.leaves)))

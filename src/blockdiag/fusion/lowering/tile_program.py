@@ -1,4 +1,4 @@
-"""Trees on tiles: the functions of arrays that a region's score, extras and weight are for some queries and keys."""
+"""Tile programs: the trees of a region's score, extras and weight as functions of tiles."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from blockdiag.fusion.frontend.custom_derivatives import with_derivative
 from blockdiag.fusion.ir.tree import DISTANCE, WITH_FEATURES, Function, Leaf, Node, Region, Trees, bottom_up
 from blockdiag.fusion.regions.feature_sums import summed
 
-# Primitives that nodes are made of beside those of the program.
+# Primitives that the compiler itself inserts. Bound through their public functions.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     lax.add_p: lax.add,
     lax.mul_p: lax.mul,
@@ -27,19 +27,19 @@ type Tiles = Callable[..., tuple[Any, ...]]
 
 
 def region_dtype(region: Region) -> np.dtype[Any]:
-    """What a region computes in: float32, or float64 where anything is."""
+    """Return the dtype that a region computes in: float64 if any leaf or the values have it, else float32."""
     dtypes = [*(leaf.source.dtype for leaf in region.leaves), region.value.dtype]
     return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
 
 
 def tile_function(roots: Sequence[Node | None], leaves: Sequence[Leaf], dtype: Any, *, flipped: bool = False) -> Tiles:
-    """A function of tiles of the leaves that gives tiles of the roots, [rows or 1, columns or 1]; None for None.
+    """Return a function from tiles of the leaves to tiles of the roots, [rows or 1, columns or 1].
 
     Args:
-        roots: nodes.
-        leaves: what the function takes, in order.
-        dtype: of every floating number in it.
-        flipped: tiles are [columns or 1, rows or 1].
+        roots: the nodes to compute. The result for None is None.
+        leaves: the arguments of the function, in order.
+        dtype: the dtype of every floating intermediate.
+        flipped: whether tiles are transposed, [columns or 1, rows or 1].
     """
     places = {leaf: place for place, leaf in enumerate(leaves)}
 
@@ -66,7 +66,7 @@ def tile_function(roots: Sequence[Node | None], leaves: Sequence[Leaf], dtype: A
 
 
 def _summed(node: Node, inputs: Sequence[Any], dtype: Any, *, flipped: bool) -> Any:
-    """A sum over features, of tiles of two axes."""
+    """Compute a sum over features from tiles with two axes."""
     assert node.function is not None
     trees = node.function.value
     compute = tile_function(trees.roots, [leaf for leaf in trees.leaves if leaf is not None], dtype)
@@ -75,7 +75,7 @@ def _summed(node: Node, inputs: Sequence[Any], dtype: Any, *, flipped: bool) -> 
 
 
 def as_tile(array: Any, dtype: Any) -> Any:
-    """A result as two axes of `dtype`."""
+    """Return a result as a two-dimensional tile of `dtype`."""
     array = jnp.asarray(array).astype(dtype)
     return array.reshape(1, 1) if array.ndim == 0 else array
 
@@ -93,7 +93,7 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
         case "product":
             rows, columns = inputs
             if rows.dtype.itemsize != columns.dtype.itemsize:
-                # One is wider where its gradient is to be.
+                # A factor is wider if its gradient is wanted in a wider dtype.
                 common = max(rows.dtype, columns.dtype, key=lambda x: x.itemsize)
                 rows, columns = rows.astype(common), columns.astype(common)
             precision = lax.Precision.HIGHEST if rows.dtype.itemsize >= 4 else None
@@ -117,7 +117,7 @@ def _compute(node: Node, inputs: Sequence[Any], tiles: Sequence[Any], places: di
 
 
 def _called(function: Function, tiles: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
-    """A call on tiles of one shape, with its own derivative."""
+    """Call a function with a custom derivative on tiles of one shape."""
 
     def results(trees: Trees, *given: Any) -> list[Any]:
         pairs = [(leaf, x) for leaf, x in zip(trees.leaves, given, strict=True) if leaf is not None]
@@ -132,11 +132,11 @@ def _called(function: Function, tiles: Sequence[Any], shape: tuple[int, ...], dt
 
 
 def arrange(array: Any, dims: Sequence[Any], order: Sequence[str], sizes: dict[str, int]) -> Any:
-    """An array whose axes are labels in an order, those that it does not have left out.
+    """Return an array with one axis per label, in the given order; labels that it lacks are skipped.
 
     Args:
-        dims: of each axis of `array`.
-        order: labels; every one of `dims` is among them.
+        dims: for each axis of `array`, the labels that it combines, or a fixed index.
+        order: labels, including all labels of `dims`.
     """
     index = tuple(dim if isinstance(dim, int) else slice(None) for dim in dims)
     labels = [label for dim in dims if not isinstance(dim, int) for label in dim]
@@ -146,12 +146,22 @@ def arrange(array: Any, dims: Sequence[Any], order: Sequence[str], sizes: dict[s
 
 
 def leaf_order(leaf: Leaf, batch: Sequence[str]) -> list[str]:
-    """The order of a leaf's labels: batch labels, then those of its tile."""
+    """Return the order of a leaf's labels: batch labels, then those of its tile."""
     return [*batch, "q", "k", DISTANCE, *leaf.features]
 
 
 def leaf_array(leaf: Leaf, array: Any, batch: Sequence[str], sizes: dict[str, int]) -> Any:
-    """A leaf as [labels.., rows or 1, columns or 1], [labels.., rows, columns or 1, features] or [.., distances]."""
+    """Return a leaf in canonical form: batch labels first, then the axes of its role.
+
+    | role | last axes |
+    |---|---|
+    | query | [q, features] |
+    | key | [k, features] |
+    | feature | [1, features] |
+    | row, column, scalar | [q, 1], [1, k], [1, 1] |
+    | score | [q, k] |
+    | distance | [distances] |
+    """
     array = arrange(array, leaf.dims, leaf_order(leaf, batch), sizes)
     lead = array.shape[: len(leaf.labels)]
     match leaf.role:
@@ -171,7 +181,7 @@ def leaf_array(leaf: Leaf, array: Any, batch: Sequence[str], sizes: dict[str, in
 
 
 def value_array(region: Region, array: Any) -> Any:
-    """The values as [labels.., keys, columns]."""
+    """Return the values as [labels.., keys, columns]."""
     columns = value_columns(region)
     array = arrange(array, region.value_dims, [*region.batch, "k", *columns], region.sizes)
     labels = [
@@ -181,17 +191,17 @@ def value_array(region: Region, array: Any) -> Any:
 
 
 def value_labels(region: Region) -> tuple[str, ...]:
-    """The batch labels that the values have."""
+    """Return the batch labels that the values have."""
     return tuple(x for x in region.batch if any(x in dim for dim in region.value_dims if isinstance(dim, tuple)))
 
 
 def value_columns(region: Region) -> list[str]:
-    """The labels of the values' columns."""
+    """Return the labels of the values' columns."""
     return [x for dim in region.value_dims if isinstance(dim, tuple) for x in dim if x.startswith("d")]
 
 
 def result_array(region: Region, array: Any) -> Any:
-    """A result [batch.., q, columns] with the axes of the product that the region replaces."""
+    """Return a result [batch.., q, columns] with the axes of the product that the region replaces."""
     columns = value_columns(region)
     labels = [*region.batch, "q", *columns]
     array = array.reshape([region.sizes[label] for label in labels])
@@ -201,7 +211,7 @@ def result_array(region: Region, array: Any) -> Any:
 
 
 def canonical_result(region: Region, array: Any) -> Any:
-    """The other way round."""
+    """Return an array with the axes of that product as [batch.., q, columns], the inverse of `result_array`."""
     columns = value_columns(region)
     array = arrange(array, region.out_dims, [*region.batch, "q", *columns], region.sizes)
     return array.reshape(*[region.sizes[label] for label in region.batch], region.sizes["q"], -1)
@@ -210,11 +220,11 @@ def canonical_result(region: Region, array: Any) -> Any:
 def mapped(
     function: Callable[..., Any], labels: Sequence[Sequence[str]], batch: Sequence[str], sizes: dict[str, int]
 ) -> Callable[..., Any]:
-    """A function of arrays without batch axes, of arrays with them.
+    """Map a function of arrays without batch axes over all batch labels.
 
     Args:
-        labels: of each argument: the batch labels that it has, in order.
-        sizes: of labels: results are the same along one that no argument has.
+        labels: the batch labels of each argument, in order.
+        sizes: the sizes of labels. Results are broadcast along a label that no argument has.
     """
     for label in reversed(batch):
         if any(label in own for own in labels):

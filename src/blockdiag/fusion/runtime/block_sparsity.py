@@ -1,4 +1,4 @@
-"""Which tiles of scores masks leave alive: lists of them, from the leaves alone."""
+"""Block sparsity: lists of the live tiles of a region, derived from its masks and leaves."""
 
 import itertools
 import math
@@ -25,56 +25,63 @@ from blockdiag.fusion.ir.tile import Tile
 from blockdiag.fusion.ir.tree import Leaf, Node, Region, leaves_of, nodes_of
 from blockdiag.fusion.lowering.tile_program import leaf_array
 
-# What can rule a score out whatever queries and keys are; a bias that is only added to it is taken not to.
+# Primitives that can mask a score whatever queries and keys are. A bias that is only added is assumed not to mask.
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _KILLERS = _COMPARISONS | {"select_n", "min", "clamp"}
-# Functions that follow a bias wherever it goes; others may decide by it.
+# Functions through which a bias may pass. Other functions may decide by its value.
 _SMOOTH = frozenset((
     "add", "add_any", "convert_element_type", "div", "erf", "exp", "exp2", "integer_pow", "logistic", "mul", "neg",
     "square", "stop_gradient", "sub", "tanh",
 ))  # fmt: skip
-# Products of queries and keys are taken to be within this, so that adding -1e9 rules a score out. A softmax has no use
-# for larger ones: neighbouring float32 numbers are 4 apart there.
+# The assumed bound of query-key products, so that adding -1e9 masks a score. Larger products are useless in a softmax:
+# neighbouring float32 numbers are 4 apart there.
 _LARGEST_PRODUCT = 2.0**25
-# Biases are taken to be at most this, so that some of them and a product still leave what -1e9 rules out ruled out.
+# The assumed upper bound of biases, so that -1e9 still masks the sum of a product and several biases.
 _LARGEST_BIAS = 2.0**23
 
 
 @dataclass(frozen=True)
 class Live:
-    """Tiles that are not dead.
+    """Lists of the tiles that are not dead.
 
     Attributes:
-        lists: what kernels are told of them.
-        arrays: int32, by name: "live_counts" [labels.., tq, 2], for each tile of queries how many tiles of keys there
-            are that no mask touches, and how many in all; and "live_tiles", which (`analysis.tile_lists`).
-            "live_counts_t" and "live_tiles_t" are the other way round. Where leaves are distances and tiles are
-            squares, "live_counts_d" and "live_tiles_d" have the tiles of queries of each diagonal of tiles.
+        lists: the static description of the lists.
+        arrays: int32 arrays by name, see below.
+
+    | name | content |
+    |---|---|
+    | live_counts | [labels.., tq, 2], per query tile the number of full key tiles and of all live key tiles |
+    | live_tiles | these key tiles, in a form of `analysis.tile_lists` |
+    | live_counts_t, live_tiles_t | the same with queries and keys exchanged |
+    | live_counts_d, live_tiles_d | the query tiles of each diagonal of tiles |
+
+    The last pair exists only if a leaf is indexed by distance and tiles are square.
     """
 
     lists: Lists
     arrays: Mapping[str, Any]
 
     def share(self, key_tiles: int) -> float:
-        """The fraction of tiles that are not dead, of known arrays and so many tiles of keys."""
+        """Return the fraction of tiles that are not dead; the arrays must be known."""
         return float(np.asarray(self.arrays["live_counts"])[..., 1].mean(dtype=np.float64)) / key_tiles
 
     def states(self, key_tiles: int) -> np.ndarray:
-        """The states int8 [labels.., tq, tk] of all tiles, see `analysis.mask_states`; of known arrays."""
+        """Return the states of all tiles, int8 [labels.., tq, tk], see `analysis.mask_states`; arrays must be known."""
         counts = np.asarray(self.arrays["live_counts"])
         found = expanded(self.lists.forms[0], counts, self.arrays["live_tiles"], key_tiles)
         return found.reshape(*counts.shape[:-1], key_tiles)
 
 
 def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | None:
-    """The tiles that a region needs; None where it needs all.
+    """Return the live tiles of a region, None if no tile is known to be dead.
 
-    A tile is dead where every score in it is at most -9e8 whatever queries and keys are, products of up to 2^25 in
-    magnitude and biases of up to 2^23; without a softmax, where every weight is 0 whatever floating arrays hold, biases
-    of up to 2^23. What numbers alone decide is decided while tracing.
+    With a softmax, a tile is dead if all its scores are at most -9e8 for any queries and keys. Query-key products are
+    assumed to be at most 2^25 in magnitude, and biases at most 2^23. Without a softmax, a tile is dead if all its
+    weights are 0 for any floating arrays, with biases of up to 2^23. Masks that depend on constants alone are evaluated
+    while tracing.
 
     Args:
-        arrays: by name, "leaf0", ... as the region has them.
+        arrays: the leaves by name, "leaf0", ..., with the axes that the region states.
     """
     masks = region.once(_masks, tile)
     if masks is None:
@@ -93,9 +100,9 @@ def live_tiles(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> Live | 
 
 
 def needs_balance(region: Region, devices: int) -> bool:
-    """Whether devices have unequal work where each has consecutive rows, and less so in zigzag order.
+    """Return whether zigzag order balances work better over devices than consecutive rows do.
 
-    Masks that arrays decide, such as prefixes, are taken to be unequal.
+    Masks that depend on arrays, such as prefixes, are assumed to be unbalanced.
     """
     masks = region.once(_masks, _coarse_tile(region))
     if masks is None or not masks.is_known:
@@ -110,12 +117,13 @@ def needs_balance(region: Region, devices: int) -> bool:
 
 
 def needed_shifts(region: Region, devices: int, is_zigzag: bool) -> tuple[int, ...]:
-    """How far keys must travel around devices that have equal parts of rows and of keys: 0, and on whom masks leave.
+    """Return the shifts of keys around a ring of devices that the masks require; 0 is always included.
 
-    The device d sees keys of d - shift. A shift that no device needs is left out; of masks that arrays decide none is.
+    Each device has an equal part of the rows and of the keys. At a given shift, device d sees the keys of device
+    d - shift. A shift that no device needs is left out. If masks depend on arrays, all shifts are returned.
 
     Args:
-        devices: how many there are.
+        devices: the number of devices.
         is_zigzag: whether rows and keys are in zigzag order, see `zigzag_order`.
     """
     masks = region.once(_masks, _coarse_tile(region))
@@ -123,7 +131,7 @@ def needed_shifts(region: Region, devices: int, is_zigzag: bool) -> tuple[int, .
         return tuple(range(devices))
     is_alive = region.once(_coarse_states).any(0)
     size = _coarse_tile(region).rows
-    # The tiles of each half of a device's part, along either side.
+    # The tiles of each half of a device's part, along queries and along keys.
     rows, columns = (
         [slice(int(first / size), math.ceil(end / size)) for first, end in itertools.pairwise(edges)]
         for edges in (np.linspace(0, region.sizes[label], 2 * devices + 1) for label in ("q", "k"))
@@ -138,13 +146,13 @@ def needed_shifts(region: Region, devices: int, is_zigzag: bool) -> tuple[int, .
 
 
 def _coarse_tile(region: Region) -> Tile:
-    """Tiles of which there are some hundred along either side, which tells enough of work."""
+    """Return a tile size with a few hundred tiles along each axis, enough to estimate work."""
     size = max(16, 1 << (max(region.sizes["q"], region.sizes["k"]) // 256).bit_length())
     return Tile(size, size)
 
 
 def _coarse_states(region: Region) -> np.ndarray:
-    """Which coarse tiles are not dead, bool [cells, tq, tk], of masks that numbers alone decide."""
+    """Return which coarse tiles are not dead, bool [cells, tq, tk]; masks must not depend on arrays."""
     states = mask_states(region, _coarse_tile(region), {})
     row_tiles, key_tiles = states.tiling.counts
     found = states.at(np.arange(row_tiles)[:, None], np.arange(key_tiles)[None, :])
@@ -154,11 +162,11 @@ def _coarse_states(region: Region) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Masks:
-    """What is known of a region's masks without any array.
+    """Static properties of a region's masks.
 
     Attributes:
-        labels: batch labels that the states of tiles differ along.
-        is_known: whether numbers alone decide them.
+        labels: the batch labels along which the states of tiles differ.
+        is_known: whether the states depend on constants alone.
     """
 
     labels: tuple[str, ...]
@@ -166,7 +174,7 @@ class _Masks:
 
 
 def _masks(region: Region, tile: Tile) -> _Masks | None:
-    """What is known without any array; None where nothing masks scores."""
+    """Return the static properties of a region's masks, None if nothing masks scores."""
     root = region.weight if region.score is None else region.score
     if root is None or _KILLERS.isdisjoint(primitives(Writer(region, "forward", tile).tile_program([root]).jaxpr)):
         return None
@@ -186,7 +194,7 @@ def _masks(region: Region, tile: Tile) -> _Masks | None:
 
 
 def _known_tables(region: Region, tile: Tile) -> tuple[dict[str, Table], bool] | None:
-    """The tables of masks that numbers alone decide; None where no tile is dead."""
+    """Return the tables of masks that depend on constants alone, see `_tables`."""
     masks = region.once(_masks, tile)
     assert masks is not None
     return _tables(region, tile, masks, {})
@@ -195,8 +203,7 @@ def _known_tables(region: Region, tile: Tile) -> tuple[dict[str, Table], bool] |
 def _tables(
     region: Region, tile: Tile, masks: _Masks, arrays: Mapping[str, Any]
 ) -> tuple[dict[str, Table], bool] | None:
-    """The tables of a region, and whether they know tiles that no mask touches; None where no tile is known to be
-    dead."""
+    """Return the tables of a region and whether they distinguish full tiles, None if no tile is known to be dead."""
     states = mask_states(region, tile, arrays)
     ways = ("", "_t")
     if tile.rows == tile.columns and any(leaf.role == "distance" for leaf in region.leaves):
@@ -216,16 +223,16 @@ def _tables(
 
 
 def mask_states(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> MaskStates:
-    """The masks of a region on tiles of scores.
+    """Return the masks of a region on score tiles.
 
     Args:
-        arrays: by name; of a leaf that is not there nothing is known.
+        arrays: the leaves by name. Nothing is known about a leaf that is missing.
     """
     tiling = Tiling(tile, region.sizes["q"], region.sizes["k"])
     root = region.weight if region.score is None else region.score
     assert root is not None
     biases = _biases(root, _terms if region.score is not None else _factors)
-    # Without a softmax masks are factors, which make nothing 0 that is infinite.
+    # Without a softmax, masks are factors, and 0 times infinity is not 0. Biases are therefore assumed to be finite.
     least = -math.inf if region.score is not None else -_LARGEST_BIAS
     extents, fixed = [], set()
     for i, leaf in enumerate(region.leaves):
@@ -256,10 +263,10 @@ def mask_states(region: Region, tile: Tile, arrays: Mapping[str, Any]) -> MaskSt
 
 
 def _biases(root: Node, terms_of: Callable[[Node], tuple[Node, ...]]) -> frozenset[Leaf]:
-    """Floating arrays of queries by keys that a value is made of in harmless ways alone.
+    """Return the floating arrays of queries by keys that enter a value only through harmless operations.
 
     Args:
-        terms_of: the inputs of a node that may be such arrays, or be made of them.
+        terms_of: returns the inputs of a node through which such arrays may enter.
     """
     added: set[Leaf] = set()
     waiting, seen, factors = [root], set[int](), list[Node]()
@@ -278,14 +285,14 @@ def _biases(root: Node, terms_of: Callable[[Node], tuple[Node, ...]]) -> frozens
 
 
 def _terms(node: Node) -> tuple[Node, ...]:
-    """What a node is a sum of, a choice between, or a multiple of."""
+    """Return the terms of a sum, the cases of a select, or the scaled operand of a multiple."""
     match _name(node):
         case "add" | "add_any" | "convert_element_type" | "stop_gradient":
             return node.inputs
         case "sub":
             return node.inputs[:1]
         case "mul" | "div":
-            # What is scaled by a number; intervals know by which.
+            # The operand that is scaled by a number, whose effect interval arithmetic accounts for.
             return tuple(x for x in node.inputs if x.kind != "number") if _is_scaled(node) else ()
         case "select_n":
             return node.inputs[1:]
@@ -293,7 +300,7 @@ def _terms(node: Node) -> tuple[Node, ...]:
 
 
 def _factors(node: Node) -> tuple[Node, ...]:
-    """What a weight's node is made of, where it compares nothing, and what it chooses between."""
+    """Return the inputs of a smooth node of a weight, or the cases of a select."""
     name = _name(node)
     return node.inputs[1:] if name == "select_n" else node.inputs if name in _SMOOTH else ()
 
@@ -303,7 +310,7 @@ def _name(node: Node) -> str:
 
 
 def _is_scaled(node: Node) -> bool:
-    """Whether a product or quotient is a value times a number."""
+    """Return whether a product or quotient is a value times a number."""
     first, second = (x.kind == "number" for x in node.inputs)
     return (second and not first) or (first and not second and _name(node) == "mul")
 
@@ -313,8 +320,10 @@ def _is_bias(leaf: Leaf) -> bool:
 
 
 def _compared(region: Region) -> frozenset[Leaf]:
-    """The leaves of products, and of sums over features, by whose size something is decided: what they mask is not to
-    be guessed."""
+    """Return the leaves of products and feature sums whose magnitude decides something.
+
+    No magnitude may be assumed for these, because it would decide what they mask.
+    """
     nodes = list(nodes_of(region.score, region.weight, *region.extras))
     deciding = [node for node in nodes if node.kind == "sum" and _decides(node)]
     tests = [node for node in nodes if _name(node) in _COMPARISONS and not _is_of_sign(node)]
@@ -323,7 +332,7 @@ def _compared(region: Region) -> frozenset[Leaf]:
 
 
 def _is_of_sign(test: Node) -> bool:
-    """Whether a comparison is of a multiple of a product with 0: how large the product may be decides nothing."""
+    """Return whether a test compares a multiple of a product with 0, so that its magnitude does not matter."""
     for one, other in (test.inputs, test.inputs[::-1]):
         if other.kind != "number" or other.number != 0:
             continue
@@ -336,7 +345,7 @@ def _is_of_sign(test: Node) -> bool:
 
 
 def _decides(node: Node) -> bool:
-    """Whether the function of a sum, or of a call in it, chooses or compares."""
+    """Return whether the function of a sum, or of a call in it, selects or compares."""
     assert node.function is not None
     for one in nodes_of(*node.function.value.roots):
         if _name(one) in _KILLERS or (one.function is not None and _decides(one)):
@@ -345,11 +354,11 @@ def _decides(node: Node) -> bool:
 
 
 def _assumed(region: Region, leaf: Leaf, tiling: Tiling) -> Extent | None:
-    """The extent of a leaf that is taken to be the same in all tiles; None of one that is looked at."""
+    """Return the extent that is assumed for a leaf in all tiles, None if the array itself is to be read."""
     if leaf.role in ("query", "key", "feature"):
         if leaf in region.once(_compared):
             return constant_extent(tiling, -math.inf, math.inf)
-        # Reading all of it costs more than it tells.
+        # Reading a whole query or key array costs more than its bounds are worth.
         features = math.prod(region.sizes[label] for label in leaf.features)
         most = math.sqrt(_LARGEST_PRODUCT / max(1, features))
         return constant_extent(tiling, -most, most)
@@ -364,7 +373,7 @@ def _assumed(region: Region, leaf: Leaf, tiling: Tiling) -> Extent | None:
 
 
 def _extent(region: Region, leaf: Leaf, array: Any, tiling: Tiling) -> Extent:
-    """The extent of a leaf that is looked at."""
+    """Return the extent of a leaf, computed from its array."""
     tile = tiling.tile
     assert leaf.role != "feature", "features are not looked at"
     if leaf.source.key is None:
@@ -374,7 +383,7 @@ def _extent(region: Region, leaf: Leaf, array: Any, tiling: Tiling) -> Extent:
     elif leaf.source.dtype.kind == "b":
         array = array.astype(bool)
     if leaf.role == "score" and isinstance(array, jax.Array):
-        # A mask that a program holds as a constant: XLA would reduce it while compiling, for many seconds.
+        # If the mask is a constant of the program, XLA would fold its reduction at compile time, for many seconds.
         array = jax.lax.optimization_barrier(array)
     whole = leaf_array(leaf, array, region.batch, region.sizes)
     sizes = [region.sizes[label] if label in leaf.labels else 1 for label in region.batch]
@@ -392,7 +401,7 @@ def _extent(region: Region, leaf: Leaf, array: Any, tiling: Tiling) -> Extent:
 
 
 def _line_start(line: Any) -> int | None:
-    """The first of numbers that are known to grow by one, and are the same for the whole batch; None of others."""
+    """Return the first element of a known array that grows by one and is the same for the whole batch, else None."""
     if not isinstance(line, np.ndarray) or line.size != line.shape[-1] or line.dtype.kind == "b":
         return None
     numbers = line.reshape(-1).astype(np.float64)

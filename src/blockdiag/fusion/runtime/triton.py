@@ -1,4 +1,4 @@
-"""The Triton implementation of fused regions, from JAX: generated kernels as launches."""
+"""Triton implementation of fused regions in JAX: launches of generated kernels."""
 
 import collections
 import dataclasses
@@ -64,12 +64,12 @@ _MOST_COLUMNS = 256
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
 def supports(region: Region) -> str | None:
-    """None where the kernels can compute a region; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernels can compute a region, otherwise a sentence with the reason and the remedy."""
     for source in (*(leaf.source for leaf in region.leaves), region.value):
         if source.dtype.itemsize == 8:
             return f"the Triton kernels take no {source.dtype} arrays; use implementation='xla'"
@@ -102,13 +102,13 @@ def _declined_dtype(region: Region) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class FusedLaunch:
-    """One launch of a generated kernel; a KernelSpec, equal to another one of the same source.
+    """Launch of a generated kernel. It is a KernelSpec, and compares equal by source.
 
     Attributes:
-        num_stages: at most; fewer where shared memory is small.
-        shared: about how many bytes of it the kernel needs once, and for each stage.
-        on_hopper: what is launched in its place on Hopper; with the same source, nothing is launched elsewhere.
-        flops: floating-point operations of its products, about.
+        num_stages: the most stages; fewer are used if shared memory is small.
+        shared: estimated bytes of shared memory: the fixed part, and the part per stage.
+        on_hopper: the kernel launched instead on Hopper. If it has the same source, other targets are not supported.
+        flops: estimated floating-point operations of the products.
     """
 
     source: Source
@@ -121,16 +121,16 @@ class FusedLaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The kernel name that profilers show."""
         return self.source.name
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch writes."""
+        """The shape and dtype of each array that the launch writes."""
         return tuple(TensorSpec(x.shape, x.dtype) for x in self.source.outputs)
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch on `target`."""
+        """Return the launch plan for `target`."""
         if self.on_hopper is not None and has_hopper_kernels(target.arch):
             return self._hopper_plan(self.on_hopper, target)
         if self.on_hopper is not None and self.on_hopper.source == self.source:
@@ -146,7 +146,7 @@ class FusedLaunch:
             inputs=self.inputs,
             outputs=self.outputs,
             arguments=arguments,
-            # Before Hopper warps hold the factors of products in registers.
+            # Before Hopper, warps hold the operands of products in registers, so eight warps are used.
             options=CompileOptions(
                 num_warps=self.num_warps if target.arch >= 90 else 8, num_stages=self._stages(target)
             ),
@@ -191,12 +191,12 @@ class FusedLaunch:
 
 @functools.lru_cache(maxsize=1024)
 def kernel_of(text: str, name: str) -> GeneratedKernel:
-    """The kernel that a source defines, which Triton reads only where it is compiled."""
+    """Return the kernel that a source text defines; Triton parses it only when it is compiled."""
     return GeneratedKernel(text, name)
 
 
 def forward(region: Region, leaves: Sequence[Any], value: Any, *, interpret: bool = False) -> tuple[Any, Any]:
-    """The result, as the product that it replaces, and the log-sum-exp [batch.., q]."""
+    """Return the result, with the axes of the product that it replaces, and the log-sum-exp [batch.., q]."""
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
     (results,) = _launch([forward_kernel(inner, arrays)], arrays, interpret=interpret, group=_group(region))
@@ -215,10 +215,10 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[list[Any], Any]:
-    """The gradients of the leaves, None of those that have none, and of the values."""
+    """Return the gradients of the leaves, None for a leaf without one, and the gradient of the values."""
     operands = (*leaves, value, output, log_sum, cotangent)
     inner, _ = arranged(region)
-    # The joint kernel compares slopes with sums of its own, which know nothing of the log-sum-exp's cotangent.
+    # The joint kernel computes delta itself, without the cotangent of the log-sum-exp.
     joint = None if interpret or log_sum_cotangent is not None else joint_kernel(inner)
     if joint is None:
         found = _gradients(region, None, None, *operands, log_sum_cotangent=log_sum_cotangent, interpret=interpret)
@@ -247,13 +247,13 @@ def _gradients(
     log_sum_cotangent: Any = None,
     interpret: bool = False,
 ) -> list[Any]:
-    """The gradients of the leaves that have one, and of the values.
+    """Return the gradients of the leaves that have one, and the gradient of the values.
 
     Args:
-        joint: the kernel in the place of those by rows and by pairs, if one is launched.
-        where: the targets on which they are computed so; None: on all.
-        operands: arrays of leaves, values, result, log-sum-exp and cotangent.
-        log_sum_cotangent: of the log-sum-exp, None where it is 0; without a joint kernel only.
+        joint: the kernel that replaces the "rows" and "pairs" kernels, or None.
+        where: selects the targets that this computation is for; None: all targets.
+        operands: the arrays of leaves, values, result, log-sum-exp and cotangent.
+        log_sum_cotangent: the cotangent of the log-sum-exp, None if it is 0. It must be None with a joint kernel.
     """
     *leaves, value, output, log_sum, cotangent = operands
     inner, change = arranged(region)
@@ -262,7 +262,7 @@ def _gradients(
     arrays |= {"log_sum": log_sum}
     for name, x in (("output", output), ("cotangent", cotangent.astype(value.dtype))):
         arrays[name] = canonical_result(region, x) if change.changes_result else x
-    # What a launch makes for those after it.
+    # The joint kernel, which is launched first, may compute delta for the other kernels.
     made = {x.name for x in wanted[0].source.outputs if x.name == "delta"}
     if not made:
         wide = jnp.float32
@@ -285,16 +285,16 @@ def _gradients(
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel of a region, and how it is launched.
+    """Kernel of a region with its launch parameters.
 
     Attributes:
-        source: what it is.
-        tile: of scores.
+        source: the generated source.
+        tile: the tile size.
         num_warps, num_stages: options of Triton's compiler.
-        shared: bytes of shared memory that it needs once, and for each stage.
-        live: the lists of tiles that it reads, by name.
-        on_hopper: what is launched in its place on Hopper.
-        flops: floating-point operations of its products, about.
+        shared: estimated bytes of shared memory: the fixed part, and the part per stage.
+        live: the lists of live tiles that it reads, by name.
+        on_hopper: the kernel launched instead on Hopper.
+        flops: estimated floating-point operations of the products.
     """
 
     source: Source
@@ -308,27 +308,27 @@ class Kernel:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """All that it may launch."""
+        """All sources that it may launch."""
         found = (self.source,) if self.on_hopper is None else (self.source, self.on_hopper.source)
         return tuple(dict.fromkeys(found))
 
     def given(self, arrays: Mapping[str, Any]) -> list[Any]:
-        """The arrays that it takes, in order."""
+        """Return its input arrays, in order."""
         return [self.live[name] if name in self.live else arrays[name] for name in self.source.inputs]
 
     def launch(self, specs: Sequence[TensorSpec]) -> FusedLaunch:
-        """One launch on arrays of these shapes and dtypes."""
+        """Return the launch on arrays of these shapes and dtypes."""
         return FusedLaunch(
             self.source, tuple(specs), self.num_warps, self.num_stages, self.shared, self.on_hopper, self.flops
         )
 
 
 def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
-    """The kernel of a forward pass.
+    """Return the kernel of the forward pass.
 
     Args:
-        region: arranged.
-        arrays: the leaves by name, "leaf0", ..., which lists of tiles are made from; None: a kernel without lists.
+        region: an arranged region.
+        arrays: the leaves by name, "leaf0", ..., from which lists of live tiles are computed; None: no lists.
     """
     config = config_of(region, "forward")
     live = None if arrays is None else live_tiles(region, config.tile, arrays)
@@ -343,10 +343,10 @@ def forward_kernel(region: Region, arrays: Mapping[str, Any] | None) -> Kernel:
 
 
 def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[Kernel]:
-    """The kernels of a backward pass: gradients of the leaves that have any and of the values.
+    """Return the kernels of the backward pass: gradients of the values and of each leaf with a gradient.
 
     Args:
-        region: arranged.
+        region: an arranged region.
         arrays: as for `forward_kernel`.
     """
     places: dict[str, list[int]] = collections.defaultdict(list)
@@ -382,15 +382,15 @@ def backward_kernels(region: Region, arrays: Mapping[str, Any] | None) -> list[K
 
 
 def joint_kernel(region: Region) -> Kernel | None:
-    """What takes the place of the kernels by rows and by pairs on Hopper, where both are asked for; None of nothing.
+    """Return the kernel that replaces the "rows" and "pairs" kernels on Hopper, None if it does not apply.
 
     Args:
-        region: arranged.
+        region: an arranged region.
     """
     try:
         found = region.once(resident_pairs)
     except NotPrintable:
-        # Gluon lacks words that Triton has.
+        # Gluon lacks some operations that Triton has.
         return None
     if found is None:
         return None
@@ -399,7 +399,7 @@ def joint_kernel(region: Region) -> Kernel | None:
 
 
 def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None, joint: Kernel) -> list[Kernel]:
-    """The kernels of a backward pass on Hopper where there is a joint one, which comes first.
+    """Return the kernels of a backward pass on Hopper with a joint kernel, which comes first.
 
     Args:
         region, arrays: as for `backward_kernels`.
@@ -410,11 +410,11 @@ def hopper_kernels(region: Region, arrays: Mapping[str, Any] | None, joint: Kern
 
 
 def _on_hopper(kernel: Kernel, make: Callable[[], HopperKernel | None]) -> Kernel:
-    """A kernel with what takes its place on Hopper, if anything does."""
+    """Return a kernel with its replacement on Hopper, if there is one."""
     try:
         return dataclasses.replace(kernel, on_hopper=make())
     except NotPrintable:
-        # Gluon lacks words that Triton has; the kernel stays as it is.
+        # Gluon lacks some operations that Triton has; the plain kernel is used on Hopper too.
         return kernel
 
 
@@ -426,22 +426,22 @@ def _kernel(source: Source, region: Region, kind: Kind, config: Config, live: Li
 
 
 def _flops(region: Region, kind: Kind, tile: Tile, live: Live | None) -> float:
-    """About how many floating-point operations the products of a kernel have, in tiles that are known to be needed."""
+    """Return the estimated floating-point operations of a kernel's products; tiles known to be dead do not count."""
     sizes = region.sizes
     pairs = math.prod(sizes[label] for label in (*region.batch, "q", "k"))
     features = sum(size for label, size in sizes.items() if label.startswith(FEATURES))
     share = 1.0
     if live is not None and not isinstance(live.arrays["live_counts"], jax.core.Tracer):
         share = live.share(-(-sizes["k"] // tile.columns))
-    # Two products forward. Backward the weights are computed again, and each kernel has two or three of the gradients.
+    # Two products forward. Backward, each kernel recomputes the weights and has two or three gradient products.
     return 2.0 * pairs * features * share * (1.0 if kind == "forward" else 2.0)
 
 
 def kernels(region: Region) -> list[Kernel]:
-    """All kernels of a region, forward first, as a program launches them; lists made from arrays have shapes only.
+    """Return all kernels that a region may launch, forward first; lists of live tiles are shapes only.
 
     Raises:
-        NotPrintable: Triton has no word for something in it.
+        NotPrintable: Triton lacks an operation that the region needs.
     """
     found = region.once(_kernels)
     if isinstance(found, str):
@@ -450,7 +450,7 @@ def kernels(region: Region) -> list[Kernel]:
 
 
 def _kernels(region: Region) -> tuple[Kernel, ...] | str:
-    """`kernels`, or why there are none."""
+    """Return all kernels of a region, or the reason why there are none."""
     inner, change = arranged(region)
     found: list[Kernel] = []
 
@@ -473,12 +473,12 @@ def _kernels(region: Region) -> tuple[Kernel, ...] | str:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """What is arranged anew for the kernels, see `arranged`.
+    """Change of array layouts made by `arranged`.
 
     Attributes:
-        region, inner: before and after.
-        leaves: whether each leaf is.
-        value, changes_result: whether the values and the result are.
+        region, inner: the region before and after.
+        leaves: for each leaf, whether its layout changes.
+        value, changes_result: whether the layout of the values, and that of the result, changes.
     """
 
     region: Region
@@ -488,7 +488,14 @@ class _Change:
     changes_result: bool
 
     def leaf_gradient(self, place: int, array: Any, grad: Any, dims: Any) -> Any:
-        """The gradient of a leaf from what a kernel wrote."""
+        """Return the gradient of a leaf from a kernel's output.
+
+        Args:
+            place: the index of the leaf.
+            array: the array of the leaf.
+            grad: the output of the kernel, perhaps partial sums.
+            dims: the labels of the axes of `grad`.
+        """
         region = self.region
         leaf = region.leaves[place]
         if dims == leaf.dims and not self.leaves[place]:
@@ -499,7 +506,7 @@ class _Change:
         if dims == inner.dims:
             canonical = grad
         else:
-            # Numbers of parts are known here only.
+            # The sizes of the axes of partial sums are only known from the array.
             sizes = self.inner.sizes | {
                 dim[0]: size for dim, size in zip(dims, grad.shape, strict=True) if len(dim) == 1
             }
@@ -512,7 +519,7 @@ class _Change:
         return pull(canonical.reshape(shape.shape).astype(array.dtype))[0]
 
     def value_gradient(self, array: Any, grad: Any, dims: Any) -> Any:
-        """The gradient of the values from what a kernel wrote."""
+        """Return the gradient of the values from a kernel's output, see `leaf_gradient`."""
         region = self.region
         if dims == region.value_dims and not self.value:
             return grad
@@ -527,7 +534,10 @@ class _Change:
 
 
 def arranged(region: Region) -> tuple[Region, _Change]:
-    """The region with features, and columns of values, in one axis each, and scores in rows or columns."""
+    """Return the region with array layouts that the kernels can address, and the change of layouts.
+
+    Features, and columns of values, become one axis each.
+    """
     return region.once(_arranged)
 
 
@@ -539,7 +549,7 @@ def _arranged(region: Region) -> tuple[Region, _Change]:
         flags.append(dims is not None)
         replaced[leaf] = leaf
         if dims is not None:
-            # Leaves of one array differ in what its axes stand for.
+            # Leaves of the same array may label its axes differently.
             key = ("arranged", leaf.source.key, leaf.dims)
             source = ArraySource(key, shape_of(dims, region.sizes), leaf.source.dtype)
             replaced[leaf] = dataclasses.replace(leaf, source=source, dims=dims)
@@ -561,7 +571,7 @@ def _arranged(region: Region) -> tuple[Region, _Change]:
 
 
 def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[str, Any]:
-    """The arrays of a call as the kernels take them: "leaf0", "leaf1", ... and "value"."""
+    """Return the arrays of a call by the names that the kernels use: "leaf0", "leaf1", ... and "value"."""
     region = change.region
     found = {}
     for i, (leaf, x) in enumerate(zip(region.leaves, leaves, strict=True)):
@@ -572,7 +582,7 @@ def arrays_by_name(change: _Change, leaves: Sequence[Any], value: Any) -> dict[s
 
 
 def _group(region: Region) -> Hashable:
-    """Of the kernels of a region and of its derivative, whose leaves are marked otherwise."""
+    """Return a key that is the same for a region and its derivative, whose leaves have other flags."""
     return (region.value, tuple(leaf.source for leaf in region.leaves), region.out_dims)
 
 
@@ -584,16 +594,16 @@ def _launch(
     group: Hashable,
     where: Callable[[Target], bool] | None = None,
 ) -> list[dict[str, Any]]:
-    """What each of these kernels writes, by name; none reads what another one writes.
+    """Launch kernels that do not depend on each other, and return the outputs of each by name.
 
     Args:
-        group, where: of kernels that are compiled beside each other, see `jax_call.launch_together`.
+        group, where: see `jax_call.launch_together`, which compiles the kernels of a group together.
     """
     launches = []
     for kernel in wanted:
         given = kernel.given(arrays)
         specs = [TensorSpec(tuple(x.shape), jnp.dtype(x.dtype).name) for x in given]
-        # The interpreter knows no layouts, which Gluon's kernels are made of.
+        # The interpreter does not support the layouts of Gluon kernels.
         kernel = dataclasses.replace(kernel, on_hopper=None) if interpret else kernel
         launches.append((kernel.launch(specs), given))
     found = jax_call.launch_together(launches, interpret=interpret, group=group, where=where)

@@ -1,6 +1,6 @@
-"""The fused region in jax.numpy: a scan over tiles of keys, forward and backward, never all scores at a time.
+"""XLA implementation of a fused region: a scan over key tiles that never materialises all scores.
 
-The method is FlashAttention's (Dao et al., 2022): a running softmax forward, and backward the scores again.
+The method is that of FlashAttention (Dao et al., 2022): an online softmax forward, and recomputed scores backward.
 """
 
 from collections.abc import Sequence
@@ -26,22 +26,25 @@ from blockdiag.fusion.lowering.tile_program import (
 )
 
 TILE_KEYS = 256
-"""Keys of a tile."""
+"""The number of keys in a tile."""
 
 _WITH_KEYS = ("key", "column", "score")
 
 
 def available() -> None:
-    """It always is."""
+    """Return None: this implementation is always available."""
 
 
 def supports(region: Region) -> None:
-    """It computes every region."""
+    """Return None: this implementation computes every region."""
     del region
 
 
 def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
-    """The result, as the product that it replaces, and the log-sum-exp [batch.., q]."""
+    """Return the result, with the axes of the product that it replaces, and the log-sum-exp [batch.., q].
+
+    Without a softmax, the second result is 0.
+    """
     dtype = region_dtype(region)
     labels = [*(leaf.labels for leaf in region.leaves), value_labels(region)]
 
@@ -59,8 +62,8 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
             if score is None:
                 power = jnp.ones((rows, size), dtype)
             else:
-                # A softmax is the same whatever is taken away from scores. As this is computed again for derivatives
-                # of gradients, it may be rounded otherwise, so that no score is the largest.
+                # A softmax does not depend on the subtracted maximum, so no gradient flows through it. Recomputation
+                # for second derivatives may round differently, and then no score equals the maximum.
                 new = jnp.maximum(largest, lax.stop_gradient(score.max(axis=1)))
                 base = jnp.where(new <= NO_KEY, 0, new)
                 power = jnp.exp(score - base[:, None])
@@ -76,12 +79,12 @@ def forward(region: Region, leaves: Sequence[Any], value: Any) -> tuple[Any, Any
             base = jnp.where(new == -jnp.inf, 0, new)
             total, largest = total * jnp.exp(largest - base) + jnp.exp(logit - base), new
         carry = (largest, total, jnp.zeros((rows, values.shape[1]), dtype))
-        # Under `jax.shard_map` what a loop carries varies over the same axes before it as within.
+        # Under `jax.shard_map`, the initial carry must vary over the same mesh axes as the carry in the loop.
         carry, _ = on_common_axes(carry, arrays)
         (largest, total, output), _ = lax.scan(step, carry, tiles_of)
         if region.score is None:
             return output, total
-        # Rows that see nothing are 0.
+        # Rows that see no key are 0.
         is_empty = total == 0
         total = jnp.where(is_empty, 1, total)
         norm = jnp.where(is_empty, 0, 1 / total)
@@ -101,7 +104,7 @@ def backward(
     cotangent: Any,
     log_sum_cotangent: Any = None,
 ) -> tuple[list[Any], Any]:
-    """The gradients of the leaves, None of those that have none, and of the values."""
+    """Return the gradients of the leaves, None for a leaf without one, and the gradient of the values."""
     dtype = region_dtype(region)
     labels = [*(leaf.labels for leaf in region.leaves), value_labels(region), *[region.batch] * 4]
     wanted = [leaf.has_gradient for leaf in region.leaves]
@@ -206,33 +209,33 @@ def _canonical(region: Region, leaves: Sequence[Any], value: Any) -> list[Any]:
 
 
 def _in_order(query: Any) -> Any:
-    """Queries whose axes XLA leaves in this order.
+    """Keep XLA from changing the axis order of 16-bit queries.
 
-    It moves transpositions into products after it has made these what the CPU can compute, which has no product of 16
-    bits in float32 whose left operand is transposed.
+    XLA folds transposes into products after it has rewritten them into products that the CPU supports. The CPU has no
+    16-bit product with float32 accumulation and a transposed left operand.
     """
     return lax.optimization_barrier(query) if query.dtype.itemsize < 4 else query
 
 
 def _pulled_back(function: Any, array: Any, grad: Any) -> Any:
-    """The gradient of an array, from that of what a function that moves elements makes of it."""
+    """Return the gradient of an array, from the gradient of its image under a function that only moves elements."""
     result, pull = jax.vjp(function, array)
     return pull(grad.reshape(result.shape).astype(result.dtype))[0]
 
 
 def _summed(grad: Any, labels: Sequence[str], batch: Sequence[str]) -> Any:
-    """A gradient with every batch label, added up along those that its array does not have."""
+    """Sum a gradient over the batch labels that its array lacks."""
     return grad.sum(tuple(axis for axis, label in enumerate(batch) if label not in labels))
 
 
 def _cut(grad: Any, like: Any) -> Any:
-    """The cotangent of a tile that was broadcast."""
+    """Return the cotangent of a tile from that of its broadcast."""
     axes = tuple(axis for axis in (0, 1) if like.shape[axis] == 1 and grad.shape[axis] != 1)
     return grad.sum(axes, keepdims=True).astype(like.dtype) if axes else grad.astype(like.dtype)
 
 
 def _floating(region: Region, arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, or tiles, of leaves with a gradient, in the dtype of that."""
+    """Return the arrays, or tiles, of the leaves with a gradient, in the dtype of the gradient."""
     pairs = zip(region.leaves, arrays, strict=True)
     return [x.astype(leaf.gradient_dtype) for leaf, x in pairs if leaf.has_gradient]
 
@@ -243,7 +246,10 @@ def _spread(some: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 
 
 def _key_tiles(region: Region, given: Sequence[Any], values: Any, size: int) -> tuple[list[Any], Any]:
-    """What has keys in tiles of keys, a scalar for the rest, the values last; and the number of each key."""
+    """Return the inputs of the scan: leaves in key tiles, with the values last, and the key positions of each tile.
+
+    A leaf without keys is represented by a scalar.
+    """
     count = region.sizes["k"]
     tiles = -(-count // size)
     padded = tiles * size - count
@@ -264,7 +270,10 @@ def _merge(region: Region, given: Sequence[Any], tile: Sequence[Any]) -> list[An
 
 
 def _tile(region: Region, dtype: Any, tiles: Sequence[Any], keys: Any, count: int) -> tuple[Any, Any]:
-    """Scores and weights [rows, keys of the tile] or broadcastable, without what lies beyond the keys."""
+    """Return the scores and weights of a key tile, [rows, keys of the tile].
+
+    Scores beyond the last key are -inf, and weights are 0. The scores are None without a softmax.
+    """
     tiles = [
         distance_tile(x, keys[0], region.sizes["q"], count, keys.size) if leaf.role == "distance" else x
         for leaf, x in zip(region.leaves, tiles, strict=True)
