@@ -1,4 +1,4 @@
-"""PyTorch functions as JAX functions, through the host."""
+"""PyTorch functions wrapped as JAX functions through host callbacks."""
 
 import functools
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def wrap_torch(fn: Callable[..., Any], *, result: Any = None, device: str | torc
 
 
 class _Callback:
-    """One torch function for one structure of arguments, as seen from the host's side."""
+    """The host side of one torch function, for one structure of arguments."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _Callback:
         self._statics = statics
 
     def as_jax(self, types: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> tuple[Callable[..., Any], Any]:
-        """The jitted JAX function of the operands' leaves, and the structure of its results."""
+        """Return the jitted JAX function of the operands' leaves and the structure of its results."""
         announced = self._infer(types) if self._result is None else self._result
         results, output = jax.tree_util.tree_flatten(announced)
         for x in results:
@@ -118,7 +118,7 @@ class _Callback:
             with torch.enable_grad():
                 chosen = [tensors[place].requires_grad_() for place in differentiable]
                 outputs = self._outputs(tensors)
-            # Conjugated on both ways, since torch's complex gradients are the conjugates of JAX's.
+            # Both cotangents and gradients are conjugated, since torch's complex gradients are the conjugates of JAX's.
             given = [x.conj().resolve_conj() for x in _tensors(cotangents, self._device)]
             reached = [(outputs[place], given[i]) for i, place in enumerate(carrying) if outputs[place].requires_grad]
             found: tuple[Any, ...] = (None,) * len(chosen)
@@ -163,7 +163,7 @@ class _Callback:
         return outputs
 
     def _infer(self, types: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> Any:
-        """Shapes and dtypes of the results, from a run on tensors without data."""
+        """Infer the shapes and dtypes of the results from a run on fake tensors."""
         for _, dtype in types:
             if dtype not in dlpack.TENSOR_DTYPES:
                 raise TypeError(f"an argument has dtype {dtype}, which torch has not; cast it")

@@ -1,8 +1,8 @@
-"""Calls of functions that `torch.func` cannot look into, as autograd functions that it takes apart.
+"""Opaque autograd functions, which let `torch.func` transform calls that it cannot trace.
 
-A transform of torch.func hands on tensors without memory of their own, which JAX and kernels cannot read. Here the call
-is one autograd function: torch peels off one transform after the other, and the function itself is called with plain
-tensors at last. Its gradient computes the function again, under autograd; a mapped call is a loop.
+Transforms of torch.func pass wrapper tensors that have no memory of their own, so JAX and kernels cannot read them.
+Here the call is one autograd function. Torch removes one transform after another and finally calls the function
+with plain tensors. The gradient recomputes the function under autograd, and a mapped call is a loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +20,17 @@ type Function = Callable[..., Sequence[torch.Tensor]]
 def call_under_transforms(
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What `call(args, kwargs)` returns, while transforms of torch.func are active.
+    """Return `call(args, kwargs)` while transforms of torch.func are active.
 
     Args:
-        call: from arguments in pytrees, some of them tensors, to tensors in a pytree; differentiable by autograd.
+        call: maps pytrees of arguments, some of them tensors, to a pytree of tensors; differentiable by autograd.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     places = [place for place, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     tensors = [leaves[place] for place in places]
     for x in tensors:
         if is_functional(x):
-            # Torch has no rule for autograd functions there.
+            # Torch has no rule for autograd functions under functionalization.
             dlpack.check_tensor(x)
     found: list[Any] = []
 
@@ -47,7 +47,7 @@ def call_under_transforms(
 
 
 class _Opaque(torch.autograd.Function):
-    """A function of tensors; its gradient computes it again."""
+    """An opaque function of tensors, whose gradient recomputes it."""
 
     @staticmethod
     def forward(function: Function, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -78,7 +78,7 @@ class _Opaque(torch.autograd.Function):
 
 
 class _OpaqueGradient(torch.autograd.Function):
-    """The gradients of a function of tensors that are needed; differentiating them is an error."""
+    """The required gradients of an opaque function; differentiating them again is an error."""
 
     @staticmethod
     def forward(function: Function, needed: Sequence[bool], *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -114,7 +114,7 @@ class _OpaqueGradient(torch.autograd.Function):
 def _looped(
     function: Callable[..., Sequence[torch.Tensor]], info: Any, in_dims: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """A mapped call as the calls that it stands for, one after the other."""
+    """Run a mapped call as a loop over the mapped axis and stack the results along axis 0."""
     if info.batch_size == 0:
         raise NotImplementedError("a JAX function cannot be mapped over an axis of size 0; leave the call out")
     results = [

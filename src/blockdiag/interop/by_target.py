@@ -1,4 +1,4 @@
-"""Functions that are computed otherwise on some GPUs, chosen when they are lowered: tracing asks for no device."""
+"""A primitive that selects one of two functions by target GPU at lowering time, so tracing queries no device."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,15 +15,17 @@ type Function = Callable[..., Sequence[Any]]
 
 
 def by_target(choose: Callable[[Target], bool], chosen: Function, other: Function, *arrays: Any) -> list[Any]:
-    """What one of two functions makes of arrays; it has no derivative and cannot be mapped.
+    """Return the results of one of two functions, selected by the target at lowering time.
+
+    The call has no derivative and no batching rule.
 
     Args:
-        choose: whether it is the first one, on a target; hashable.
-        chosen, other: they give arrays of the same shapes and dtypes. On other platforms than CUDA it is `other`.
-        *arrays: all that the functions read.
+        choose: predicate of the target that selects `chosen`; hashable.
+        chosen, other: functions that return the same shapes and dtypes. Platforms other than CUDA run `other`.
+        *arrays: operands of both functions.
 
     Raises:
-        TypeError: the functions give arrays of different shapes or dtypes.
+        TypeError: the functions return arrays of different shapes or dtypes.
     """
     jaxprs = tuple(jax.make_jaxpr(function)(*arrays) for function in (chosen, other))
     return by_target_p.bind(*arrays, jaxprs=jaxprs, choose=choose, target=overriding_target())
@@ -52,7 +54,7 @@ batching.primitive_batchers[by_target_p] = _raise
 
 
 def chosen_jaxpr(lowered_for: Target | None, *, jaxprs: Any, choose: Any, target: Target | None) -> Any:
-    """The jaxpr of the function that is computed on a target, None for other platforms than CUDA."""
+    """Return the jaxpr to lower for `lowered_for`, which is None on platforms other than CUDA."""
     if lowered_for is None:
         return jaxprs[1]
     return jaxprs[0 if choose(target or lowered_for) else 1]

@@ -1,4 +1,4 @@
-"""How the devices of a mesh divide a user's own kernel: the notation of `triton_call`'s `sharding_rule`."""
+"""Parser of `triton_call`'s `sharding_rule`, the notation for how a mesh divides a user's kernel."""
 
 import inspect
 import math
@@ -18,14 +18,14 @@ _REMEDY = "write labels as einsum does, with spaces between them: 'b t h, b s h 
 def parse_rule(
     text: str, independent: str, operands: Mapping[str, Shape], results: Sequence[Shape], *, name: str, problem: str
 ) -> Rule:
-    """The rule of a call.
+    """Parse `sharding_rule` into the `Rule` of a call.
 
     Args:
-        text: the labels of each axis of each operand, "->", and those of each result; see `triton_call`.
+        text: axis labels of each operand, then "->", then axis labels of each result; see `triton_call`.
         independent: the labels that devices may divide.
         operands: the shape of each array, by parameter name.
         results: the shape of each output.
-        name: of the kernel.
+        name: name of the kernel.
         problem: see `Rule`.
 
     Raises:
@@ -60,14 +60,14 @@ def parse_rule(
 
 
 def local_shape(dims: Sequence[Dim], shape: Shape, sizes: Mapping[str, int]) -> Shape:
-    """The shape of an array's part that has these sizes of labels."""
+    """Return the shape of one shard, given the size of each label on a device."""
     return tuple(
         math.prod(sizes[label] for label in dim) if dim else size for dim, size in zip(dims, shape, strict=True)
     )
 
 
 def function_text(function: Any) -> str:
-    """Text that differs where a function of sizes does something else: its code and what it refers to."""
+    """Return a text that identifies a function of sizes by its code, its defaults and the variables it refers to."""
     if not isinstance(function, types.FunctionType):
         return repr(function)
     code, found = function.__code__, inspect.getclosurevars(function)
@@ -75,7 +75,7 @@ def function_text(function: Any) -> str:
 
 
 def _arrays(side: str, text: str) -> tuple[tuple[Dim, ...], ...]:
-    """The labels of the arrays on one side of the arrow."""
+    """Return the axis labels of the arrays on one side of the arrow."""
     return tuple(_dims(array, text) for array in side.split(",")) if side.strip() else ()
 
 
@@ -97,7 +97,7 @@ def _dims(array: str, text: str) -> tuple[Dim, ...]:
 
 
 def _sizes(text: str, names: Sequence[str], arrays: Sequence[Sequence[Dim]], shapes: Sequence[Shape]) -> dict[str, int]:
-    """The size of every label, in the order in which labels appear."""
+    """Return the size of every label, in order of first appearance."""
     axes = [
         (name, axis, dim, size)
         for name, dims, shape in zip(names, arrays, shapes, strict=True)
@@ -107,7 +107,7 @@ def _sizes(text: str, names: Sequence[str], arrays: Sequence[Sequence[Dim]], sha
     sizes: dict[str, int] = {}
     waiting = axes
     while waiting:
-        # An axis of several labels tells the size of the one that no other axis does.
+        # An axis of several labels determines a label's size once the sizes of its other labels are known.
         known = [(dim, size) for _, _, dim, size in waiting if sum(label not in sizes for label in dim) <= 1]
         if not known:
             unknown = sorted({label for _, _, dim, _ in waiting for label in dim} - sizes.keys())

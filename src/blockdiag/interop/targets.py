@@ -1,4 +1,4 @@
-"""Which GPU a launch is compiled for: the one named by `compile_target`, else the one the process has."""
+"""The GPU that a launch is compiled for: the one named by `compile_target`, else the GPU of this process."""
 
 from typing import Any
 
@@ -11,15 +11,14 @@ _override = jax.make_user_context(default_value=None)
 
 
 def compile_target(arch: int, *, num_sms: int | None = None) -> Any:
-    """A context manager inside which traced launches are compiled for compute capability `arch`, whatever devices there
-    are.
+    """Return a context manager that compiles the launches traced inside it for compute capability `arch`.
 
-    Use it to lower or export for a GPU that is not here, which needs Triton and JAX's CUDA plugin, and no driver. The
-    target becomes part of the traced call, and JAX traces anew under another target.
+    Use it to lower or export for a GPU that this machine does not have. This needs Triton and JAX's CUDA plugin, but no
+    driver. The target becomes part of the traced call, and JAX traces again under another target.
 
     Args:
         arch: compute capability as an integer: 80, 86, 89, 90, 100, 103, 120, ...
-        num_sms: streaming multiprocessors of the part, which size persistent grids; None takes the usual part's.
+        num_sms: streaming multiprocessors, which size persistent grids; None takes the usual count for `arch`.
 
     Returns:
         A context manager.
@@ -28,7 +27,7 @@ def compile_target(arch: int, *, num_sms: int | None = None) -> Any:
         ValueError: when `arch` is unknown and `num_sms` is not given.
 
     References:
-        Lowering for a platform that is not there: `jax.export` (2024).
+        Lowering for an absent platform: `jax.export` (2024).
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -44,12 +43,12 @@ def compile_target(arch: int, *, num_sms: int | None = None) -> Any:
 
 
 def overriding_target() -> Target | None:
-    """The target named by the innermost `compile_target`, or None."""
+    """Return the target named by the innermost `compile_target`, or None."""
     return _override.value
 
 
 def session_target() -> Target:
-    """The target of this process's CUDA devices.
+    """Return the target of this process's CUDA devices.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -72,10 +71,10 @@ def session_target() -> Target:
 
 
 def planning_target() -> Target:
-    """The target to plan launches for while tracing, before lowering says which one it is.
+    """Return the target to plan launches for while tracing, before lowering fixes the target.
 
-    The override, else this process's GPU where JAX computes on one, else Hopper. Only how many launches a pass takes
-    depends on it, never what they compute: a plan for one architecture lowers for any other.
+    This is the override, else this process's GPU if it is JAX's default backend, else Hopper. It affects only the
+    number of launches a pass takes, never their results: a plan for one architecture lowers for any other.
     """
     override = overriding_target()
     if override is not None:

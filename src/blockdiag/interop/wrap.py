@@ -1,7 +1,7 @@
 """JAX functions as torch functions with autograd, and torch functions as JAX functions.
 
 `wrap_jax` shares memory in both directions (see `blockdiag.interop.dlpack`) and runs one jitted program forward and one
-backward. `wrap_torch` takes the way through the host, for notebooks and tests.
+backward. `wrap_torch` copies through the host and is meant for notebooks and tests.
 """
 
 import collections
@@ -26,7 +26,7 @@ __all__ = ["wrap_jax", "wrap_torch"]
 
 
 class CacheInfo(NamedTuple):
-    """What `wrapped.cache_info()` tells: like `functools.lru_cache`."""
+    """Statistics from `wrapped.cache_info()`, with the fields of `functools.lru_cache`."""
 
     hits: int
     misses: int
@@ -109,7 +109,7 @@ def wrap_jax(
 
 
 class _WrappedFunction:
-    """The programs of one wrapped function, by what they were compiled for."""
+    """One wrapped function and its compiled programs, keyed by structure, signature and static values."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _WrappedFunction:
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         self._static = _arguments("static_argnames", names, fn)
         if differentiable is None or isinstance(differentiable, bool):
-            # True says no more than None does: a tensor that does not require grad gets none.
+            # True means the same as None: a tensor that does not require grad gets none.
             self._differentiable = frozenset() if differentiable is False else None
         else:
             chosen = (differentiable,) if isinstance(differentiable, int | str) else tuple(differentiable)
@@ -147,7 +147,7 @@ class _WrappedFunction:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 if leaf.is_nested:
-                    # Torch's own error, when such a tensor is asked for its shape, asks for a report to torch.
+                    # Reading the shape of a nested tensor raises an error that asks users to report a bug to torch.
                     check_operand(leaf)
                 operands.append(leaf)
                 signature.append((leaf.shape, leaf.dtype, leaf.device, grad and leaf.requires_grad))
@@ -187,7 +187,7 @@ class _WrappedFunction:
         return program
 
     def _split_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """Arguments with None in place of static ones, and those, each with its position or name."""
+        """Return the arguments with static ones replaced by None, and the static ones by position or name."""
         statics = [(index, value) for index, value in enumerate(args) if index in self._static]
         statics += [(name, value) for name, value in sorted(kwargs.items()) if name in self._static]
         args = tuple(None if index in self._static else value for index, value in enumerate(args))
@@ -195,7 +195,7 @@ class _WrappedFunction:
         return args, kwargs, tuple(statics)
 
     def _wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> list[bool]:
-        """For each leaf of the arguments, in order, whether its gradient is to be computed."""
+        """Return one flag for each leaf of the arguments, in order: True if its gradient is computed."""
         wanted = []
         # Dicts are flattened in the order of their sorted keys.
         for name, value in [*enumerate(args), *sorted(kwargs.items())]:
@@ -215,7 +215,7 @@ class _WrappedFunction:
 
 
 def _arguments(option: str, chosen: Sequence[int | str], fn: Callable[..., Any]) -> frozenset[int | str]:
-    """Both the position and the name of each chosen argument of fn, since a caller may use either."""
+    """Return both the position and the name of each chosen argument of fn, since a caller may use either."""
     if not chosen:
         return frozenset()
     parameters = inspect.signature(fn).parameters.values()
@@ -237,7 +237,7 @@ def _arguments(option: str, chosen: Sequence[int | str], fn: Callable[..., Any])
 
 
 def static_key(value: Any) -> Any:
-    """What tells a static value from others, as the key of a program."""
+    """Return a cache key for a static value; it separates types and signed zeros, and NaN matches itself."""
     # Equal numbers of different types make different programs, and so do 0.0 and -0.0; NaN equals not even itself.
     if isinstance(value, tuple):
         return type(value), tuple(static_key(each) for each in value)
