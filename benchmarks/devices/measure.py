@@ -259,9 +259,8 @@ def _measure_sequence(
     operands = [jax.random.normal(key, shape, case.dtype) for key, shape in zip(keys, shapes, strict=True)]
     single = jax.jit(_gradients_of(functools.partial(case.attend, None))).lower(*operands).compile()
     # MoBA repeats key heads where devices outnumber them; `fuse` does not.
-    is_exchanged = case.key_heads % len(devices) == 0 or (
-        case.attend is _moba_of_sequence and len(devices) % case.key_heads == 0
-    )
+    is_moba = case.attend is _moba_of_sequence
+    is_exchanged = case.key_heads % len(devices) == 0 or (is_moba and len(devices) % case.key_heads == 0)
     strategies = [x for x in case.strategies if x != "ulysses" or is_exchanged]
     programs: dict[str, tuple[Any, Sequence[jax.Array]]] = {"one device": (single, operands)}
     expected = single(*operands)
@@ -271,7 +270,7 @@ def _measure_sequence(
             compute = _gradients_of(functools.partial(case.attend, ContextParallel("devices", strategy)))
             programs[strategy] = jax.jit(compute).lower(*given).compile(), given
         if "ulysses" in strategies:
-            programs["exchanges alone"] = jax.jit(_exchanges(mesh)).lower(*given).compile(), given
+            programs["exchanges alone"] = jax.jit(_exchanges(mesh, in_groups=is_moba)).lower(*given).compile(), given
     for strategy in strategies:
         run, arrays = programs[strategy]
         _check_whole(run(*arrays), expected)
@@ -298,8 +297,18 @@ def _measure_sequence(
         )
 
 
-def _exchanges(mesh: Mesh) -> Callable[..., Any]:
-    """The exchanges of a forward and a backward pass: of query, key, value and output, and of their gradients."""
+def _exchanges(mesh: Mesh, in_groups: bool) -> Callable[..., Any]:
+    """Return the exchanges of a forward and a backward pass: of query, key, value and output, and of their gradients.
+
+    Args:
+        mesh: has the axis "devices".
+        in_groups: whether heads move in groups, as those of MoBA do; `fuse` moves all at once.
+    """
+
+    def at_once(compute: Callable[..., tuple[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array]:
+        swap = functools.partial(jax.lax.all_to_all, axis_name="devices", tiled=True)
+        (output,) = compute(*(swap(x, split_axis=2, concat_axis=1) for x in arrays))
+        return (swap(output, split_axis=1, concat_axis=2),)
 
     def compute(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         def there_and_back(*arrays: jax.Array) -> jax.Array:
@@ -307,7 +316,10 @@ def _exchanges(mesh: Mesh) -> Callable[..., Any]:
                 # Equal gradients of key and value would be exchanged once.
                 return (query + jnp.repeat(key + 2 * value, query.shape[-2] // key.shape[-2], axis=-2),)
 
-            output, *_ = exchange("devices", of_heads, arrays[0], arrays[1:])
+            if in_groups:
+                output, *_ = exchange("devices", of_heads, arrays[0], arrays[1:])
+            else:
+                (output,) = at_once(of_heads, *arrays)
             return output
 
         output, pull_back = jax.vjp(there_and_back, query, key, value)

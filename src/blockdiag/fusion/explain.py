@@ -36,19 +36,13 @@ class LeafReport:
     """Array that a region reads.
 
     Attributes:
-        role: how the array depends on queries and keys, see below.
+        role: how the array depends on queries and keys. "query" and "key": an operand of a product, or of another sum
+            over features. "feature": such an operand that has neither queries nor keys. "row" and "column": one number
+            per query, or per key. "score": one number per query and key. "scalar": one number. "distance": a function
+            of query position minus key position.
         labels: the batch axes that it has; it is broadcast along the others.
         shape, dtype: the shape and dtype of the array in memory.
         is_known: whether its elements are known while tracing.
-
-    | role | meaning |
-    |---|---|
-    | "query", "key" | an operand of a product, or of another sum over features |
-    | "feature" | an operand of a sum over features that has neither queries nor keys |
-    | "row", "column" | one number per query, or per key |
-    | "score" | one number per query and key |
-    | "scalar" | one number |
-    | "distance" | a function of query position minus key position |
 
     Example:
         >>> import jax, jax.numpy as jnp

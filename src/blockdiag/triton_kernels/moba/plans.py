@@ -138,7 +138,7 @@ class MoBALaunch:
         hopper = None if self.is_portable else hopper_config(self.problem, self.kind, target.arch)
         if hopper is not None:
             module, name = _HOPPER_KERNELS[self.kind]
-        kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.moba.plans.{module}"), name)
+        kernel = getattr(importlib.import_module(f"blockdiag.triton_kernels.moba.{module}"), name)
         config = hopper or config_of(self.problem, self.kind, target.arch)
         config = adjusted(config, ADJUSTMENTS, self.problem, self.kind, target.arch)
         known = self._scalars(config) | self._constants(config)
