@@ -117,7 +117,7 @@ def behind_section(
     fused: Sequence[FuseTiming],
     gallery: Sequence[GalleryTiming],
 ) -> str:
-    """Every measured figure that is behind another implementation's, as items of a list."""
+    """Return a table of every measured figure that is behind another implementation's, and its count."""
     every = [
         *(one for name in ("fwd", "bwd", "fwd+bwd") for one in block_diagonal_speedups(blocks, name)),
         *(one for name in ("fwd", "bwd", "fwd+bwd") for one in moba_speedups(moba, name)),
@@ -126,29 +126,26 @@ def behind_section(
     ]
     slower = behind(every)
     count = sum(one.factor is not None for one in every)
-    items = []
-    if slower:
-        told = "; ".join(
-            f"{one.operation}, {one.workload}, {one.passes} ({one.other_name} takes {one.factor:.2f} times as long)"
-            for one in slower
-        )
-        items.append(f"Of {count} measured passes {len(slower)} are behind the fastest other implementation: {told}.")
+    rows = [
+        f"| {one.operation}, {one.workload}, {one.passes} | {one.other_name} | {one.factor:.2f} |" for one in slower
+    ]
     dense = {workload: factor for workload, factor in contiguous_factors(paged).items() if factor < 0.99}
-    if dense:
-        told = ", ".join(f"{factor:.2f} times as long ({workload} keys)" for workload, factor in dense.items())
-        items.append(f"Where the cache need not be paged, the fastest dense attention takes {told} in bfloat16.")
-    variants = slower_variants(gallery)
-    if variants:
-        told = "; ".join(
-            f"`{name}` ({', '.join(f'{passes} {factor:.2f}x' for passes, factor in factors.items())})"
-            for name, factors in variants.items()
-        )
-        total = len({row.variant for row in gallery})
-        items.append(f"Of the {total} variants of the gallery XLA is faster with {len(variants)}: {told}.")
-    if not items:
-        items.append("No measured pass is behind another implementation.")
-    return "\n".join(_filled(f"- {item}", indent="  ") for item in items)
+    rows += [
+        f"| paged decode, {workload} keys in bfloat16 | the fastest dense attention, without pages | {factor:.2f} |"
+        for workload, factor in dense.items()
+    ]
+    rows += [
+        f"| gallery, `{name}`, {passes} | XLA | {factor:.2f} |"
+        for name, factors in slower_variants(gallery).items()
+        for passes, factor in factors.items()
+    ]
+    if not rows:
+        return "No measured pass is behind another implementation."
+    variants = len({row.variant for row in gallery})
+    told = f"Of {count} measured passes {len(slower)} are behind the fastest other implementation"
+    told += f", and of {variants} gallery variants {len(slower_variants(gallery))} behind XLA." if variants else "."
+    return "\n".join([_filled(told), "", "| what | faster | its time over ours |", "|---|---|---|", *rows])
 
 
-def _filled(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
