@@ -37,8 +37,12 @@ from blockdiag.fusion.regions.log_sum_exps import Wanted, in_order
 from blockdiag.fusion.regions.match import NoAttention, QueryWithoutAxis, regions_and_sides
 from blockdiag.fusion.regions.materialise import with_made
 from blockdiag.fusion.regions.nested_programs import CHECKPOINTS, OPENED, Inner, has_checkpoints, inner_of
+from blockdiag.fusion.runtime import manual_context
 from blockdiag.fusion.runtime.context_parallel import Sharing, attend_to_shared_tokens, sharing_of, whole_type
+from blockdiag.fusion.runtime.manual_context import OwnParts, attend_to_own_tokens
 from blockdiag.fusion.runtime.region_op import Call, attend, region_p
+from blockdiag.fusion.runtime.token_axes import REMEDY, token_axes_of
+from blockdiag.fusion.runtime.token_parts import check_program, check_results
 
 type _Compute = Callable[[Region, bool, list[Any], Any], tuple[Any, Any]]
 type _Bind = Callable[[core.JaxprEqn, list[Any]], list[Any]]
@@ -50,6 +54,7 @@ def fuse[**P, R](
     implementation: str | Sequence[str] | None = None,
     fallback: bool = False,
     context_parallel: ContextParallel | None = None,
+    token_axes: Any = None,
 ) -> Callable[P, R]:
     """Return a function that computes the attention of `function` by fused kernels.
 
@@ -82,6 +87,9 @@ def fuse[**P, R](
         context_parallel: devices along a mesh axis share the tokens of each sequence; see `ContextParallel`. The
             function is written for whole sequences, and results are those of one device. Its arguments are sharded
             along tokens as usual. `explain` says which strategy is chosen.
+        token_axes: inside of `jax.shard_map` over the axis of `context_parallel`, where arguments are the device's
+            shards: the axis of tokens of all arrays, or a tuple with an axis or None (a whole array) for each argument.
+            The function is traced with whole shapes; what it computes around attention must not mix tokens.
 
     Returns:
         A function of the same arguments, whose results have the shapes and dtypes of the results of `function`.
@@ -89,7 +97,7 @@ def fuse[**P, R](
     Raises:
         ValueError: `implementation` has an unknown name, or is "reference" with `context_parallel`; (when called) the
             mesh has no such axis, the devices do not divide the queries, the strategy of `context_parallel` does not
-            apply, or the call is inside a `jax.shard_map`. The message has the remedy.
+            apply, or `token_axes` is missing inside a `jax.shard_map`. The message has the remedy.
         NotFusible: (when called) the function has no attention, has attention that breaks a rule, or mutates an
             argument; the message names the rule and the line.
         NotImplementedError: (when called) none of the requested implementations can compute it; the message says why.
@@ -126,7 +134,7 @@ def fuse[**P, R](
     @functools.wraps(function)
     def fused(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            program = trace(function, args, kwargs, context_parallel)
+            program = trace(function, args, kwargs, context_parallel, token_axes)
         except NotFusible as failure:
             has_choice = names is None and isinstance(failure, SymbolicSizes)
             if not fallback and not has_choice:
@@ -137,6 +145,7 @@ def fuse[**P, R](
 
     fused.fallbacks = reasons  # pyrefly: ignore[missing-attribute]
     fused.context_parallel = context_parallel  # pyrefly: ignore[missing-attribute]
+    fused.token_axes = token_axes  # pyrefly: ignore[missing-attribute]
     return marked(fused)
 
 
@@ -267,11 +276,19 @@ class Program:
 
         def compute(region: Region, has_log_sum: bool, leaves: list[Any], value: Any) -> tuple[Any, Any]:
             call = Call(region, names, has_log_sum)
-            if self.sharing is not None:
-                return attend_to_shared_tokens(self.sharing, call, leaves, value)
-            return attend(call, leaves, value)
+            if self.sharing is None:
+                return attend(call, leaves, value)
+            attend_shared = attend_to_own_tokens if self.sharing.is_manual else attend_to_shared_tokens
+            return attend_shared(self.sharing, call, leaves, value)
 
-        return jax.tree.unflatten(self.structure, self.evaluate(self.arguments, compute))
+        if self.sharing is None or not self.sharing.is_manual:
+            return jax.tree.unflatten(self.structure, self.evaluate(self.arguments, compute))
+        inside = next((inner.equation.primitive.name for inner, _ in self.inner.values()), None)
+        inside = "jax.checkpoint" if inside in CHECKPOINTS else inside
+        check_program(self.jaxpr.jaxpr, inside, "in a Python loop, or under `jax.checkpoint`")
+        results = self.evaluate(self.arguments, compute, OwnParts(self.sharing).bind)
+        check_results(self.jaxpr.jaxpr, results, "devices")
+        return jax.tree.unflatten(self.structure, results)
 
     def evaluate(self, arguments: Sequence[Any], compute: _Compute, bind_outside: _Bind = _bind_outside) -> list[Any]:
         """Return the results as a flat list.
@@ -393,12 +410,14 @@ def trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     context: ContextParallel | None = None,
+    token_axes: Any = None,
 ) -> Program:
     """Return the program of a call, with its regions.
 
     Args:
         args, kwargs: the arguments; `jax.ShapeDtypeStruct` may replace arrays if the program is not run.
         context: the devices that share tokens.
+        token_axes: see `fuse`.
 
     Raises:
         NotFusible: the function has no attention, attention that breaks a rule, or a symbolic size.
@@ -406,13 +425,41 @@ def trace(
     """
     arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
     sharing = None if context is None else sharing_of(context, arrays)
-    program = _traced(function, args, kwargs, sharing)
+    axes = _token_axes(sharing, token_axes, args, kwargs)
+    program = _traced(function, args, kwargs, sharing, axes)
     program.sharing = sharing
     return program
 
 
+def _token_axes(
+    sharing: Sharing | None, token_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[int | None] | None:
+    """Return the axis of tokens of each argument inside of a `jax.shard_map`; None elsewhere.
+
+    Raises:
+        ValueError: `token_axes` is missing there, or given elsewhere.
+    """
+    if sharing is None or not sharing.is_manual:
+        if token_axes is not None:
+            raise ValueError(
+                f"`token_axes`={token_axes!r} is for calls with `context_parallel` inside of a `jax.shard_map`, where "
+                "arrays are shards; leave it out"
+            )
+        return None
+    if token_axes is None:
+        raise ValueError(
+            "`fuse` with `context_parallel` was called inside of `jax.shard_map`, where arrays are shards, and needs "
+            f"`token_axes`; {REMEDY}, or call it outside, on arrays that are sharded along tokens"
+        )
+    return token_axes_of(token_axes, args, kwargs)
+
+
 def _traced(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharing: Sharing | None
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sharing: Sharing | None,
+    axes: Sequence[int | None] | None,
 ) -> Program:
     """Return the program of a call, see `trace`."""
     flat, tree = jax.tree.flatten((args, kwargs))
@@ -441,7 +488,12 @@ def _traced(
                 f"`fuse` chooses tiles by sizes that are numbers, got an array of shape {array.shape}; export for each "
                 "size, or without `implementation`, which exports the function as it stands"
             )
-    types = arrays if sharing is None else [whole_type(sharing, x) for x in arrays]
+    types = arrays
+    if axes is not None and sharing is not None:
+        own = [axes[place] for place in places]
+        types = [manual_context.whole_type(x, axis, sharing.devices) for x, axis in zip(arrays, own, strict=True)]
+    elif sharing is not None:
+        types = [whole_type(sharing, x) for x in arrays]
     jaxpr, structure = flat_jaxpr(of_arrays, *types, keep=CHECKPOINTS)
     try:
         if has_checkpoints(jaxpr.jaxpr):

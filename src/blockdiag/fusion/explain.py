@@ -278,11 +278,12 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
 
     plain = function.__wrapped__ if is_fused(function) else function  # pyrefly: ignore[missing-attribute]
     context = getattr(function, "context_parallel", None) if is_fused(function) else None
+    axes = getattr(function, "token_axes", None) if is_fused(function) else None
 
     @functools.wraps(function)
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
         try:
-            program = trace(plain, args, kwargs, context)
+            program = trace(plain, args, kwargs, context, axes)
         except NotFusible as failure:
             return Explanation((), {}, str(failure))
         reports: list[RegionReport] = []

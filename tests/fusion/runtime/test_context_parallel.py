@@ -365,8 +365,10 @@ def test_what_cannot_be_shared_is_refused(context, change, message):
 def test_calls_where_tokens_cannot_be_shared_are_refused():
     mesh = make_mesh("automatic", (1, 4))
     attend_shared = fuse(causal, context_parallel=ContextParallel("model", mesh=mesh))
-    with pytest.raises(ValueError, match=r"called inside of `jax.shard_map`.* call it outside"):
+    with pytest.raises(ValueError, match=r"inside of `jax.shard_map`.* needs `token_axes`; .* or call it outside"):
         jax.shard_map(attend_shared, mesh=mesh, in_specs=T, out_specs=T)(*operands())
+    with pytest.raises(ValueError, match="`token_axes`=1 is for calls with `context_parallel` inside"):
+        fuse(causal, context_parallel=ContextParallel("model", mesh=mesh), token_axes=1)(*operands())
     with pytest.raises(ValueError, match=r"the mesh has none; call inside `jax.set_mesh"):
         fuse(causal, context_parallel=ContextParallel("model"))(*operands())
     mixed = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
@@ -378,6 +380,96 @@ def test_calls_where_tokens_cannot_be_shared_are_refused():
     travelling = fuse(everything, context_parallel=ContextParallel("model", "ring", mesh=mesh))
     with pytest.raises(ValueError, match=r"'ring' does not serve .* 64 queries and 45 keys, .* use strategy='gather'"):
         travelling(query, key[:, :45], value[:, :45])
+
+
+def in_shard_map(mesh, specs, check_vma=True, names=("data", "model")):
+    """A fused function of whole arrays, computed by devices that have shards."""
+
+    def wrapped(fused):
+        return jax.shard_map(
+            fused, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=check_vma, axis_names=set(names)
+        )
+
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("function", "strategy", "more", "check_vma", "collectives"),
+    [
+        (causal, "ulysses", {}, True, EXCHANGES),
+        (relative, "ulysses", {"table": (TABLE, P(), None)}, False, None),
+        (documents, "gather", {"number": (NUMBERS, OF_TOKENS, 0)}, True, None),
+        (window, "gather", {}, False, None),
+        (biased, "ring", {"bias": (DENSE, OF_TOKENS, 0)}, True, None),
+        (prefix, "ring", {"length": (jnp.int32(11), P(), None)}, True, None),
+    ],
+    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
+)
+@pytest.mark.division("tokens", "gradients", operation="fuse", kind="manual")
+def test_fuse_inside_of_shard_map_equals_one_device(function, strategy, more, check_vma, collectives):
+    """Devices also have batch rows of their own; gradients of replicated operands are sums over all of them."""
+    mesh, rows = make_mesh("automatic", (1 if strategy == "ring" else 2, 4 if strategy == "ring" else 2)), 2
+    whole = P("data", "model")
+    arrays, specs = (
+        [*operands(rows), *(x for x, *_ in more.values())],
+        [*[whole] * 3, *(x for _, x, _ in more.values())],
+    )
+    axes = (1, 1, 1, *(axis for *_, axis in more.values()))
+    count = 3 + sum(jnp.issubdtype(x.dtype, jnp.floating) for x, *_ in more.values())
+    expected = jax.jit(gradients_of(function, count))(*arrays)
+    fused = fuse(function, context_parallel=ContextParallel("model", strategy), token_axes=axes)
+    compute = gradients_of(in_shard_map(mesh, specs, check_vma)(fused), count)
+    placed = [shard(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
+    compiled = jax.jit(compute).lower(*placed).compile()
+    found, again = compiled(*placed), compiled(*placed)
+    for one, other, second in zip(*map(jax.tree.leaves, (found, expected, again)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
+        np.testing.assert_array_equal(one, second)
+    assert collectives is None or count_collectives(compiled.as_text()) == collectives
+
+
+def test_triton_kernels_inside_of_shard_map_equal_one_device():
+    mesh = make_mesh("automatic", (1, 4))
+    fused = fuse(causal, context_parallel=ContextParallel("model", "gather"), token_axes=1, implementation="triton")
+    arrays = operands()
+    found = jax.jit(gradients_of(in_shard_map(mesh, [T] * 3)(fused), 3))(*(shard(mesh, x, T) for x in arrays))
+    for one, other in zip(*map(jax.tree.leaves, (found, gradients_of(causal, 3)(*arrays))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": ("data",)}, "is not manual over the axis 'model'; make it manual, too"),
+        ({"names": ("model",)}, r"leaves the axes \['data'\] of its mesh; make them manual, too"),
+        ({"token_axes": 2}, "`token_axes` must name axes of queries, or of keys of arrays without queries"),
+        ({"token_axes": (1, 1)}, r"`token_axes`=\(1, 1\) does not fit the 3 arguments"),
+        ({"function": lambda q, k, v: causal(q, k, v).sum(1)}, "must not mix tokens, which `reduce_sum`"),
+        ({"tokens": 62}, "a multiple of twice the 2 devices along 'model', got 62"),
+    ],
+    ids=["context", "others", "heads", "too few", "mixed", "length"],
+)
+def test_fuse_inside_of_shard_map_refuses_what_it_cannot_share(change, message):
+    mesh = make_mesh("automatic", (2, 2))
+    context = ContextParallel("model", "gather")
+    fused = fuse(change.get("function", causal), context_parallel=context, token_axes=change.get("token_axes", 1))
+    names = change.get("names", ("data", "model"))
+    inside = in_shard_map(mesh, [T if "model" in names else P()] * 3, names=names)
+    arrays = operands(tokens=change.get("tokens", TOKENS))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(inside(fused), *arrays)
+
+
+def test_second_derivatives_of_gathered_keys_inside_of_shard_map_are_refused():
+    mesh = make_mesh("automatic", (1, 4))
+    fused = fuse(causal, context_parallel=ContextParallel("model", "gather"), token_axes=1)
+    inside = in_shard_map(mesh, [T] * 3)(fused)
+
+    def slope(query, key, value):
+        return jax.grad(lambda x: jnp.sum(inside(x, key, value) ** 2))(query).sum()
+
+    with pytest.raises(NotImplementedError, match=r"second derivatives .* use strategy='ulysses'"):
+        jax.eval_shape(jax.grad(slope), *operands())
 
 
 def test_zigzag_order_gives_devices_equal_shares_of_causal_pairs():

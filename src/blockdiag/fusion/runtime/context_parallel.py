@@ -41,11 +41,13 @@ class Sharing:
         context: what the user wants.
         mesh: whose axis it is about.
         is_explicit: whether shardings along this axis are parts of types.
+        is_manual: whether the call is inside of a `jax.shard_map` over the axis.
     """
 
     context: ContextParallel
     mesh: Any
     is_explicit: bool
+    is_manual: bool = False
 
     @property
     def axis(self) -> str:
@@ -99,14 +101,11 @@ def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
         arrays: its arguments.
 
     Raises:
-        ValueError: there is no such axis, or the call is inside of a `jax.shard_map`.
+        ValueError: there is no such axis, or the call is inside of a `jax.shard_map` over other axes.
     """
     current = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in current.axis_types:
-        raise ValueError(
-            "`fuse` with `context_parallel` was called inside of `jax.shard_map`, where the function would make its "
-            "masks of one device's tokens; call it outside, on arrays that are sharded along tokens"
-        )
+        return _manual_sharing(context, current)
     mesh = explicit_mesh([x for x in arrays if not isinstance(x, np.ndarray | jax.ShapeDtypeStruct)])
     if mesh is None or context.axis not in mesh.shape:
         mesh = context.mesh or current
@@ -122,6 +121,29 @@ def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
             "others are explicit; make it explicit, too"
         )
     return Sharing(context, mesh, kinds[context.axis] == AxisType.Explicit)
+
+
+def _manual_sharing(context: ContextParallel, mesh: Any) -> Sharing:
+    """The devices that share tokens inside of a `jax.shard_map`.
+
+    Raises:
+        ValueError: it is not over the axis of the context, or leaves others to XLA or to types.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds.get(context.axis) != AxisType.Manual:
+        raise ValueError(
+            f"`fuse` with `context_parallel` was called inside of a `jax.shard_map` that is not manual over the axis "
+            f"{context.axis!r}; make it manual, too (axis_names), or call `fuse` outside"
+        )
+    left = [name for name, kind in kinds.items() if kind != AxisType.Manual and mesh.shape[name] > 1]
+    if left:
+        raise ValueError(
+            f"`fuse` with `context_parallel` was called inside of a `jax.shard_map` that leaves the axes {left} of its "
+            "mesh; make them manual, too (axis_names)"
+        )
+    # Other axes have divided all arrays already.
+    own = dataclasses.replace(context, batch_axes=(), head_axes=())
+    return Sharing(own, mesh, is_explicit=False, is_manual=True)
 
 
 def whole_type(sharing: Sharing, x: Any) -> Any:

@@ -14,7 +14,7 @@ from blockdiag.common.derivatives import on_common_axes, reverse_only
 from blockdiag.common.dispatch import call_implementation
 from blockdiag.common.division import divide
 from blockdiag.common.meshes import placed_like
-from blockdiag.common.shards import Part
+from blockdiag.common.shards import Part, Share
 from blockdiag.fusion.ir.batching import map_region
 from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tree import FEATURES, ROWS, Region, with_leaves
@@ -233,6 +233,11 @@ def _gradients_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, .
     """
     leaves, value, output, log_sum, *given = saved
     region = call.region
+    if call.tokens is not None and call.tokens.axis is not None:
+        raise NotImplementedError(
+            "second derivatives of `fuse` with `context_parallel` are not available inside of `jax.shard_map` by "
+            f"strategy {call.tokens.strategy!r}; call it outside, or use strategy='ulysses'"
+        )
 
     def gradients(floating: Sequence[Any], value: Any, given: Sequence[Any]) -> tuple[Any, Any]:
         whole = _replaced(leaves, floating, _floating(region))
@@ -299,6 +304,8 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, t
             compute = pass_of(local_region(apart, part.sizes, part.axes))
             return compute if tokens is None else results_in_order(apart, tokens, compute)
 
+        if tokens is not None and tokens.axis is not None:
+            return tuple(on_device(_own_part(region, tokens))(*operands))
         output, log_sum = divide(region.once(forward_rule, implementations, tokens), on_device, operands)
         return output, log_sum
 
@@ -336,6 +343,11 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
                 compute = pass_of(local_region(apart, part.sizes, part.axes))
                 compute = compute if tokens is None else gradients_in_order(apart, tokens, compute)
             return as_shares(apart, compute) if part.axes else compute
+
+        if tokens is not None and tokens.axis is not None:
+            # JAX adds up the shares of arrays that all devices have, in their own dtype.
+            shares = on_device(_own_part(region, tokens))(*operands)
+            return tuple(x.array.astype(x.dtype) if isinstance(x, Share) else x for x in shares)
 
         # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
         has_log_sum_cotangent = len(operands) == count + 4
@@ -377,6 +389,14 @@ def gradients_of(region: Region, implementations: tuple[str, ...] | None) -> Pas
         return *[x for x, leaf in zip(grads, region.leaves, strict=True) if leaf.has_gradient], value_grad
 
     return gradients
+
+
+def _own_part(region: Region, tokens: Tokens) -> Part:
+    """The part of this device inside of a `jax.shard_map`."""
+    assert tokens.axis is not None, "the axis is manual"
+    own = region.sizes[ROWS] // tokens.devices
+    start = jax.lax.axis_index(tokens.axis) * own
+    return Part(region.sizes | {ROWS: own}, {ROWS: start}, {ROWS: (tokens.axis,)})
 
 
 def _on_device(region: Region, part: Part, tokens: Tokens) -> Rows | Ring:

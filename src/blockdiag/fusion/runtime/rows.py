@@ -30,12 +30,15 @@ class Tokens:
         is_zigzag: whether rows are in zigzag order (see `zigzag_order`), and keys that travel as well.
         devices: how many share tokens.
         shifts: of keys that travel: how far each part is from its own device when it is computed, in order from 0.
+        axis: the manual axis of a surrounding `jax.shard_map` along which arrays are parts already; None where they
+            are divided here.
     """
 
     strategy: Literal["gather", "ring"]
     is_zigzag: bool
     devices: int
     shifts: tuple[int, ...] = ()
+    axis: str | None = None
 
     @property
     def runs(self) -> int:

@@ -15,10 +15,13 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from blockdiag.fusion.frontend.trace import aval_of, bind
-from blockdiag.fusion.ir.tree import ELEMENTWISE
+from blockdiag.common.derivatives import on_common_axes
+from blockdiag.fusion.frontend.trace import aval_of, bind, has_effects
+from blockdiag.fusion.ir.layout import shape_of
+from blockdiag.fusion.ir.tree import COLUMNS, ELEMENTWISE, ROWS, Dim, Region
 from blockdiag.fusion.passes.table_lookups import read_rows, reads_rows
 from blockdiag.fusion.regions.axis_labels import place_of
+from blockdiag.fusion.runtime.rows import axis_of
 
 type _Axes = Sequence[int | None]
 """The axis of tokens of each operand, None of one that is whole."""
@@ -30,9 +33,12 @@ class _Mixed(Exception):
 
 @dataclass(frozen=True)
 class Parts:
-    """The part of one process: the index `rank` of `count` equal consecutive parts of the axis of tokens."""
+    """The part of one process: the index `rank` of `count` equal consecutive parts of the axis of tokens.
 
-    rank: int
+    The index may be traced, as that of a device is inside of `jax.shard_map`.
+    """
+
+    rank: Any
     count: int
 
     def bind(self, equation: core.JaxprEqn, given: Sequence[Any]) -> list[Any]:
@@ -63,7 +69,10 @@ class Parts:
     def cut(self, x: Any, axis: int) -> Any:
         """Return the process's part of a whole array."""
         size = x.shape[axis] // self.count
-        return lax.slice_in_dim(x, self.rank * size, (self.rank + 1) * size, axis=axis)
+        if isinstance(self.rank, int):
+            return lax.slice_in_dim(x, self.rank * size, (self.rank + 1) * size, axis=axis)
+        x, start = on_common_axes(x, self.rank * size)
+        return lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
     def smaller(self, sizes: Sequence[int], axis: int) -> tuple[int, ...]:
         """Return sizes of which one is that of the process's part."""
@@ -77,6 +86,84 @@ class Parts:
         (axis,) = found
         cut = [self.cut(x, axis) if own is None and np.ndim(x) else x for x, own in zip(given, axes, strict=True)]
         return cut, axis
+
+
+def check_program(jaxpr: core.Jaxpr, inner: str | None, remedy: str) -> None:
+    """Check that the parts of a program can be computed side by side.
+
+    Args:
+        jaxpr: the program around attention.
+        inner: the name of a primitive with attention inside; None where there is none.
+        remedy: where to call the function in place of that primitive.
+
+    Raises:
+        ValueError: attention is inside of another primitive, or an equation has an effect.
+    """
+    if inner is not None:
+        raise ValueError(
+            f"`context_parallel` does not reach attention within `{inner}`; fuse the attention alone, and call it "
+            f"{remedy}"
+        )
+    effect = next(filter(has_effects, jaxpr.eqns), None)
+    if effect is not None:
+        raise ValueError(
+            f"with `context_parallel` a function must only compute results, and has `{effect.primitive.name}`; "
+            "leave it out"
+        )
+
+
+def check_results(jaxpr: core.Jaxpr, results: Sequence[Any], sharers: str) -> None:
+    """Check that every result that depends on an argument is a part.
+
+    Args:
+        jaxpr: the program.
+        results: of one part.
+        sharers: who shares tokens, in words.
+
+    Raises:
+        ValueError: one of them is whole.
+    """
+    derived = {*jaxpr.invars}
+    for equation in jaxpr.eqns:
+        if any(isinstance(x, core.Var) and x in derived for x in equation.invars):
+            derived.update(equation.outvars)
+    for place, (var, x) in enumerate(zip(jaxpr.outvars, results, strict=True)):
+        if isinstance(var, core.Var) and var in derived and token_axis(aval_of(var).shape, x) is None:
+            raise ValueError(
+                f"result {place} of the function, of shape {x.shape}, has no axis of the tokens that {sharers} "
+                "share; compute it outside of the fused function"
+            )
+
+
+def check_token_axes(region: Region, axes: _Axes) -> None:
+    """Check that parts are parts of the rows of a region, or of the keys of arrays without rows.
+
+    Args:
+        region: of all tokens.
+        axes: the axis at which each leaf, and the values, is a part.
+
+    Raises:
+        ValueError: another axis is divided, or no rows are.
+    """
+    rows = []
+    labels: list[tuple[Dim, ...]] = [*(leaf.dims for leaf in region.leaves), region.value_dims]
+    for dims, axis in zip(labels, axes, strict=True):
+        if axis is None:
+            continue
+        label = COLUMNS if axis_of(dims, ROWS) is None else ROWS
+        if axis_of(dims, label) != axis:
+            is_key = axis_of(dims, COLUMNS) == axis
+            found = "keys of an array that has queries, too" if is_key else "neither queries nor keys"
+            raise ValueError(
+                f"`token_axes` must name axes of queries, or of keys of arrays without queries; the axis {axis} of "
+                f"an array that attention reads, of whole shape {shape_of(dims, region.sizes)}, has {found}"
+            )
+        rows.append(label == ROWS)
+    if not any(rows):
+        raise ValueError(
+            "`token_axes` names no axis that becomes the queries of an attention of the function; name the token "
+            "axis of each argument that has a part of the tokens"
+        )
 
 
 def token_axis(shape: Sequence[int], x: Any) -> int | None:

@@ -19,12 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from blockdiag.common.context_parallel import ContextParallel as Axis
 from blockdiag.fusion.api import Program
-from blockdiag.fusion.frontend.trace import aval_of, has_effects
 from blockdiag.fusion.ir.batching import map_region
 from blockdiag.fusion.ir.layout import shape_of
 from blockdiag.fusion.ir.tree import COLUMNS, DISTANCE, ROWS, Dim, Region
@@ -32,7 +30,7 @@ from blockdiag.fusion.regions.nested_programs import CHECKPOINTS
 from blockdiag.fusion.runtime.context_parallel import Chosen, Sharing, choose
 from blockdiag.fusion.runtime.rows import axis_of
 from blockdiag.fusion.runtime.sharding import gathered_axes, is_known, local_region
-from blockdiag.fusion.runtime.token_parts import Parts, token_axis
+from blockdiag.fusion.runtime.token_parts import Parts, check_program, check_results, check_token_axes, token_axis
 from blockdiag.torch.context.collectives import Gather, Transfer, gather_tokens, gather_with_carrier
 from blockdiag.torch.context.exchange import from_zigzag, to_zigzag
 from blockdiag.torch.context.parallel import ContextParallel
@@ -72,19 +70,10 @@ class SharedProgram:
     """
 
     def __init__(self, program: Program, context: ContextParallel, arguments: Sequence[Any], launch: Launch) -> None:
-        if program.inner:
-            name = next(iter(program.inner.values()))[0].equation.primitive.name
-            name = "jax.checkpoint" if name in CHECKPOINTS else name
-            raise ValueError(
-                f"`context_parallel` does not reach attention within `{name}`; fuse the attention alone, and call it "
-                "in a Python loop, or under torch.utils.checkpoint"
-            )
-        effect = next(filter(has_effects, program.jaxpr.jaxpr.eqns), None)
-        if effect is not None:
-            raise ValueError(
-                f"with `context_parallel` a function must only compute results, and has `{effect.primitive.name}`; "
-                "leave it out"
-            )
+        names = [inner.equation.primitive.name for inner, _ in program.inner.values()]
+        name = next(iter(names), None)
+        inside = "jax.checkpoint" if name in CHECKPOINTS else name
+        check_program(program.jaxpr.jaxpr, inside, "in a Python loop, or under torch.utils.checkpoint")
         self._program, self._context, self._launch = program, context, launch
         self.arguments, self.structure = arguments, program.structure
 
@@ -93,17 +82,7 @@ class SharedProgram:
         del compute
         parts = Parts(self._context.rank, self._context.size)
         results = self._program.evaluate(arrays, self._attend, parts.bind)
-        jaxpr = self._program.jaxpr.jaxpr
-        derived = {*jaxpr.invars}
-        for equation in jaxpr.eqns:
-            if any(isinstance(x, core.Var) and x in derived for x in equation.invars):
-                derived.update(equation.outvars)
-        for place, (var, x) in enumerate(zip(jaxpr.outvars, results, strict=True)):
-            if isinstance(var, core.Var) and var in derived and token_axis(aval_of(var).shape, x) is None:
-                raise ValueError(
-                    f"result {place} of the function, of shape {x.shape}, has no axis of the tokens that processes "
-                    "share; compute it outside of the fused function"
-                )
+        check_results(self._program.jaxpr.jaxpr, results, "processes")
         return results
 
     def _attend(self, region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
@@ -191,7 +170,7 @@ class SharedRegion:
     ) -> None:
         self._context, self._region, self._axes, self._launch = context, region, axes, launch
         self._has_log_sum = has_log_sum
-        self._check_axes()
+        check_token_axes(region, axes)
         axis = as_axis(context)
         self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, ())
         is_ring = self.chosen.strategy == "ring"
@@ -231,27 +210,6 @@ class SharedRegion:
             return [self._returned(x, dims) for x, dims in zip(compute(here), own, strict=False)]
 
         return attend
-
-    def _check_axes(self) -> None:
-        """Check that processes share the rows, and nothing else but rows and keys."""
-        rows = []
-        for dims, axis in zip(_dims_of(self._region), self._axes, strict=True):
-            if axis is None:
-                continue
-            label = COLUMNS if axis_of(dims, ROWS) is None else ROWS
-            if axis_of(dims, label) != axis:
-                is_key = axis_of(dims, COLUMNS) == axis
-                found = "keys of an array that has queries, too" if is_key else "neither queries nor keys"
-                raise ValueError(
-                    f"`token_axes` must name axes of queries, or of keys of arrays without queries; the axis {axis} of "
-                    f"an array that attention reads, of whole shape {shape_of(dims, self._region.sizes)}, has {found}"
-                )
-            rows.append(label == ROWS)
-        if not any(rows):
-            raise ValueError(
-                "`token_axes` names no axis that becomes the queries of an attention of the function; name the token "
-                "axis of each argument that has this process's tokens"
-            )
 
     @property
     def _runs(self) -> int:

@@ -4,14 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
+from blockdiag.fusion.runtime.token_axes import REMEDY, named_leaves, token_axes_of
 from blockdiag.torch.context.parallel import ContextParallel, check_plain, compare_tokens
-
-_REMEDY = (
-    "pass the axis of tokens of all arrays, such as token_axes=1, or a tuple with an axis or None for each argument"
-)
 
 
 def check_shared_call(
@@ -34,7 +30,7 @@ def check_shared_call(
             "given; leave out one of them"
         )
     if token_axes is None:
-        raise ValueError(f"`context_parallel` needs `token_axes`; {_REMEDY}")
+        raise ValueError(f"`context_parallel` needs `token_axes`; {REMEDY}")
 
 
 def shared_axes(
@@ -45,22 +41,10 @@ def shared_axes(
     Raises:
         ValueError: `token_axes` does not fit the arguments, or an argument is a DTensor or a nested tensor.
     """
-    found: list[int | None] = []
-    for (name, leaf), axis in zip(_named(args, kwargs), _spread(token_axes, args, kwargs), strict=True):
+    for name, leaf in named_leaves(args, kwargs):
         if isinstance(leaf, torch.Tensor):
             check_plain(context, **{name: leaf})
-        if axis is None or not _is_array(leaf):
-            found.append(None)
-            continue
-        if not -leaf.ndim <= axis < leaf.ndim:
-            raise ValueError(
-                f"`token_axes` has the axis {axis} for `{name}`, of shape {tuple(leaf.shape)}; name one of its axes, "
-                "or None where it is whole"
-            )
-        found.append(axis % leaf.ndim)
-    if all(axis is None for axis in found):
-        raise ValueError(f"`token_axes`={token_axes!r} names no axis of any array; {_REMEDY}")
-    return found
+    return token_axes_of(token_axes, args, kwargs)
 
 
 def compare_parts(
@@ -83,48 +67,8 @@ def compare_parts(
     """
     if device is None:
         raise ValueError("`context_parallel` needs a tensor among the arguments, whose device the processes use")
-    pairs = zip(_named(args, kwargs), axes, strict=True)
+    pairs = zip(named_leaves(args, kwargs), axes, strict=True)
     compare_tokens(context, {name: leaf.shape[axis] for (name, leaf), axis in pairs if axis is not None}, device)
-
-
-def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The leaves of the arguments of a call, with their names in messages."""
-    found = []
-    for (where, *rest), leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        name = "args" if where == jax.tree_util.SequenceKey(0) else "kwargs"
-        found.append((f"{name}{jax.tree_util.keystr(tuple(rest))}", leaf))
-    return found
-
-
-def _spread(token_axes: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int | None]:
-    """The axis for each leaf of (args, kwargs)."""
-    if isinstance(token_axes, int) and not isinstance(token_axes, bool):
-        return [token_axes] * len(jax.tree.leaves((args, kwargs)))
-    if not isinstance(token_axes, tuple | list):
-        raise ValueError(f"`token_axes` must be a number or a tuple, got {token_axes!r}; {_REMEDY}")
-    if any(_is_array(x) for x in jax.tree.leaves(dict(kwargs))):
-        raise ValueError(
-            f"`token_axes`={token_axes!r} is for arguments in order, and arrays are passed by name, "
-            f"{sorted(kwargs)}; pass them in order"
-        )
-    found: list[int | None] = []
-
-    def spread(axis: Any, argument: Any) -> None:
-        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
-            raise ValueError(f"`token_axes` must be made of numbers and None, got {axis!r}; {_REMEDY}")
-        found.extend([axis] * len(jax.tree.leaves(argument)))
-
-    try:
-        jax.tree.map(spread, tuple(token_axes), args, is_leaf=lambda x: x is None)
-    except (TypeError, ValueError) as error:
-        if "token_axes" in str(error):
-            raise
-        raise ValueError(f"`token_axes`={token_axes!r} does not fit the {len(args)} arguments ({error})") from None
-    return [*found, *[None] * len(jax.tree.leaves(dict(kwargs)))]
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, torch.Tensor | jax.Array | np.ndarray | np.generic)
 
 
 def whole_type(own: jax.ShapeDtypeStruct, axis: int, count: int) -> jax.ShapeDtypeStruct:
