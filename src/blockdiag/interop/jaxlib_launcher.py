@@ -1,7 +1,7 @@
 """The one module that uses private names of jaxlib: its Triton kernel launcher and its DLPack functions.
 
 Each is probed at its first use with a call of the form that this module relies on. If the launcher has an unknown form,
-kernels are not available and XLA computes instead. If the DLPack functions have, those of `jax.dlpack` are used.
+kernels are not available and XLA computes instead. If the DLPack functions do, the ones in `jax.dlpack` are used.
 
 The launcher of jaxlib 0.11.1 to 0.12 is a custom call `triton_kernel_call_ffi`. Its attribute `opaque` is a
 zlib-compressed message with PTX, grid and parameters. The launcher assigns one buffer to each array or descriptor

@@ -204,7 +204,7 @@ def _gather_centroids(
 def _own_blocks(
     context: ContextParallel, blocks: Array, own: int, num_sequences: int, block_size: int
 ) -> tuple[Array, Array]:
-    """Return the table of the blocks that begin on this device, and the index of every block in the gathered tables.
+    """Return the table of the blocks that begin on this device, and where each block is once all devices are gathered.
 
     Args:
         context: names the mesh axis that shards tokens.
