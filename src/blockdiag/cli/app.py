@@ -1,10 +1,10 @@
-"""The command line: names its commands, and imports the code of a command only when that command is called."""
+"""The command line: declares all commands, and imports a command's code only when that command is called."""
 
 import importlib
 
 import typer
 
-# A sub-command does its own parsing, so that naming it here needs neither its options nor its imports.
+# A sub-command does its own parsing, so declaring it here needs neither its options nor its imports.
 _PASS_THROUGH = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
@@ -39,7 +39,7 @@ def _bench(context: typer.Context) -> None:
 
 
 def _run(module_name: str, function_name: str, context: typer.Context) -> None:
-    """Runs a command's function with the arguments that are left, in a Typer application of its own."""
+    """Run a command's function with the remaining arguments, in a Typer application of its own."""
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`python -m blockdiag demo`: train a small language model with block-diagonal attention, and check it against JAX."""
+"""`python -m blockdiag demo`: train a small language model with block-diagonal attention and compare it with JAX."""
 
 import dataclasses
 import enum
@@ -24,7 +24,7 @@ GPU_SETTINGS = Settings(steps=300, batch_size=16, sequence_length=1024, width=25
 
 
 class DeviceKind(enum.StrEnum):
-    """Where the demo runs."""
+    """The device that the demo runs on."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -32,7 +32,7 @@ class DeviceKind(enum.StrEnum):
 
 
 class AttentionKind(enum.StrEnum):
-    """What the model attends with."""
+    """The attention of the model."""
 
     BLOCK_DIAGONAL = "block_diagonal"
     MOBA = "moba"
@@ -40,11 +40,11 @@ class AttentionKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far apart the two attentions may be, in nats per byte on held-out text.
+    """The largest allowed difference between the held-out losses of the two attentions, in nats per byte.
 
     Attributes:
-        same_weights: both computed with the same trained weights: only the rounding of one forward pass differs.
-        trained_apart: each with the weights of its own training, which lets differences in rounding grow step by step.
+        same_weights: for one set of trained weights, where only the rounding of one forward pass differs.
+        trained_apart: for weights from separate trainings, where differences in rounding grow with every step.
     """
 
     same_weights: float
@@ -56,7 +56,7 @@ TOLERANCES = {"float32": Tolerance(1e-5, 1e-3), "bfloat16": Tolerance(5e-3, 3e-2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """A difference in nats per byte, and the most that rounding may explain."""
+    """A difference in nats per byte, and the largest one that rounding may explain."""
 
     name: str
     difference: float
@@ -89,12 +89,13 @@ def demo(
 ) -> None:
     """Train a small language model with block-diagonal attention, and again with JAX's own attention under a mask.
 
-    Both start from the same weights and see the same batches of English text, so their losses must agree to rounding;
-    the command fails if they do not. It prints both losses and the throughput, and saves a plot.
+    Both start from the same weights and see the same batches of English text, so their losses must agree up to
+    rounding; the command fails if they do not. It prints both losses and the throughput, and saves a plot.
 
-    With --attention moba the model attends by MoBA, with a convolution of its keys, and is compared with the same model
-    under dense causal attention: equal parameters, steps and batches. Their losses differ, as one of them sees a part
-    of the keys only. It also prints how the trained layers route, and fails if MoBA with all blocks is not dense.
+    With --attention moba the model uses MoBA with a key convolution. It is compared with the same model under dense
+    causal attention, with equal parameters, steps and batches. Their losses differ, since MoBA sees only part of the
+    keys. The command also prints how the trained layers route. It fails if MoBA with all blocks differs from dense
+    attention.
     """
     console = Console()
     chosen = _device(device)
@@ -136,7 +137,7 @@ def demo(
 
 
 def _device(kind: DeviceKind) -> jax.Device:
-    """The first device of a kind, or the one that JAX prefers."""
+    """Return the first device of a kind, or JAX's default device."""
     if kind is DeviceKind.AUTO:
         return jax.devices()[0]
     try:
@@ -149,7 +150,7 @@ def _device(kind: DeviceKind) -> jax.Device:
 
 
 def _train_all(console: Console, settings: Settings, attentions: dict[str, AttentionFunction]) -> dict[str, Training]:
-    """Trains one model per attention function, under a progress bar for each."""
+    """Train one model per attention function, with a progress bar for each."""
     make = {name: functools.partial(LanguageModel, settings, attention) for name, attention in attentions.items()}
     return train_with_progress(console, settings, make)
 
@@ -157,7 +158,7 @@ def _train_all(console: Console, settings: Settings, attentions: dict[str, Atten
 def compare(
     settings: Settings, trainings: dict[str, Training], attentions: dict[str, AttentionFunction]
 ) -> list[Check]:
-    """Held-out losses of the two attentions against each other: with one set of weights, and each with its own."""
+    """Compare the held-out losses of the two attentions: with one set of weights, and each with its own weights."""
     ours, baseline = trainings[OURS], trainings[BASELINE]
     tolerance = TOLERANCES[settings.dtype]
     swapped = language_model.with_attention(ours.model, settings, attentions[BASELINE])

@@ -32,7 +32,7 @@ GPU_SETTINGS = MoBASettings(
     dtype="bfloat16",
 )
 
-# With as many blocks as there are, MoBA is dense attention: what rounding may make of that, in nats per byte.
+# If every query attends to all blocks, MoBA is dense attention. These tolerances for rounding are in nats per byte.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-3}
 
 
@@ -45,7 +45,13 @@ def run_moba_demo(
     csv: Path | None,
     implementation: tuple[str, ...] | None,
 ) -> bool:
-    """Train both models, print losses and routing, save the plot and, in the folder `csv`, both; whether all agreed."""
+    """Train both models, report losses and routing, and check MoBA with all blocks against dense attention.
+
+    The losses are drawn in `output`. Losses and routing are also written as CSV files if a folder `csv` is given.
+
+    Returns:
+        True if MoBA with all blocks agrees with dense attention.
+    """
     settings = CPU_SETTINGS if device.platform == "cpu" else GPU_SETTINGS
     if steps is not None:
         settings = dataclasses.replace(settings, steps=steps)
@@ -86,7 +92,7 @@ def run_moba_demo(
 def routing_of(
     training: Training, settings: MoBASettings, implementation: tuple[str, ...] | None
 ) -> list[LayerStatistics]:
-    """Routing of each layer on held-out text."""
+    """Return statistics of each layer's routing on held-out text."""
     _, text = language_model.split_text(language_model.english_text())
     (batch,) = language_model.batches(text, settings, count=1, seed=settings.seed + 1)
     return moba_model.routing_statistics(training.model, jnp.asarray(batch[:, :-1]), settings, implementation)
@@ -95,7 +101,7 @@ def routing_of(
 def write_routing(
     training: Training, settings: MoBASettings, implementation: tuple[str, ...] | None, device: jax.Device, path: Path
 ) -> None:
-    """Writes how the queries of each block of one held-out sequence route, in every layer and head."""
+    """Write how the queries of each block of one held-out sequence are routed, in every layer and head."""
     _, text = language_model.split_text(language_model.english_text())
     (batch,) = language_model.batches(text, settings, count=1, seed=settings.seed + 1)
     shares = moba_model.routing_shares(training.model, jnp.asarray(batch[:1, :-1]), settings, implementation)
@@ -123,7 +129,7 @@ def write_routing(
 def difference_with_all_blocks(
     training: Training, settings: MoBASettings, implementation: tuple[str, ...] | None
 ) -> float:
-    """Held-out losses of one set of weights under dense attention and under MoBA with every block, their distance."""
+    """Return the difference of one model's held-out losses under dense attention and under MoBA with all blocks."""
     _, text = language_model.split_text(language_model.english_text())
     every = moba_model.routed_attention(settings, implementation, top_k=settings.num_blocks)
     losses = []
@@ -134,7 +140,7 @@ def difference_with_all_blocks(
 
 
 def losses_table(settings: MoBASettings, trainings: dict[str, Training]) -> Table:
-    """Held-out losses of both models."""
+    """Return a table with the held-out losses of both models."""
     table = Table(title="Held-out text after training")
     table.add_column("attention", no_wrap=True)
     for heading in ("loss", "bits/byte", "parameters", "keys seen", "tokens/s"):
@@ -153,7 +159,7 @@ def losses_table(settings: MoBASettings, trainings: dict[str, Training]) -> Tabl
 
 
 def statistics_table(statistics: list[LayerStatistics]) -> Table:
-    """How each layer routes; in brackets what equal weights or blind choices would give."""
+    """Return a table of each layer's routing; brackets hold the values of equal weights or random choices."""
     table = Table(title="Routing on held-out text, of queries that have a choice (in brackets: without preferences)")
     table.add_column("layer", justify="right")
     for heading in ("weight on own block", "distance of chosen blocks", "different blocks of a head"):

@@ -1,4 +1,4 @@
-"""`python -m blockdiag doctor`: what this machine has, and which implementation of each op is right on it."""
+"""`python -m blockdiag doctor`: report on this machine, and check every implementation of every op on it."""
 
 import dataclasses
 import importlib.util
@@ -22,12 +22,12 @@ from blockdiag.common.versions import DISTRIBUTION, TESTED, installed_version, o
 
 PACKAGES = (DISTRIBUTION, "jax", "jaxlib", "jax-cuda13-plugin", "triton", "torch", "flax", "numpy")
 EXTRAS = {"jax-cuda13-plugin": "cuda", "triton": "cuda", "torch": "torch", "flax": "flax"}
-"""The extra that installs a package which the library does without."""
+"""For each optional package, the extra that installs it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """One device as JAX sees it."""
+    """A device as JAX reports it."""
 
     name: str
     platform: str
@@ -38,12 +38,12 @@ class DeviceReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImplementationReport:
-    """Whether one implementation of one op can run in this process, and whether it is right.
+    """Availability and correctness of one implementation of one op in this process.
 
     Attributes:
-        framework: who calls the op: "JAX", "torch", or "both" for what crosses between them.
-        runs_on: where it runs in this process.
-        outcome: what its check has shown.
+        framework: the framework that calls the op: "JAX", "torch", or "both" for conversions between them.
+        runs_on: the device that it runs on in this process.
+        outcome: the result of its check.
     """
 
     framework: str
@@ -55,13 +55,13 @@ class ImplementationReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TorchReport:
-    """What matters where torch and JAX share a process.
+    """Facts that matter if torch and JAX share a process.
 
     Attributes:
         cuda, cudnn, nccl: versions that torch was built with or has loaded, None without CUDA.
         devices: names of the CUDA devices that torch sees.
-        same_devices: whether JAX sees the same ones, by name and number.
-        preallocates: whether JAX takes its share of a GPU's memory at its first use.
+        same_devices: True if JAX sees the same ones, by name and number.
+        preallocates: True if JAX allocates its share of a GPU's memory at first use.
         jax_share: the share of a GPU's memory that JAX may use.
         jax_memory_bytes: that share of the first GPU in bytes, None without one.
     """
@@ -78,19 +78,19 @@ class TorchReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that doctor says.
+    """The complete report of doctor.
 
     Attributes:
         python: version of the interpreter.
         system: operating system and processor.
         driver: version of the NVIDIA driver, "none" or "unknown".
-        packages: version of each package that matters, None where it is not installed.
-        remarks: by package what to install, where it is missing or nobody tested its version.
+        packages: version of each relevant package, None if it is not installed.
+        remarks: by package, what to install if the package is missing or its version is untested.
         other_distributions: versions of other distributions that write into the `blockdiag` package.
         features: private interfaces of other packages, and whether they were found.
-        devices: what JAX finds, the default device first.
+        devices: the devices that JAX finds, the default device first.
         implementations: every implementation of every op.
-        torch: None where torch is not installed, or cannot be imported.
+        torch: None if torch is not installed or cannot be imported.
     """
 
     python: str
@@ -111,10 +111,11 @@ def doctor(
 ) -> None:
     """Show devices and versions, and run a small call of each op in each implementation, beside the reference.
 
-    Says of each implementation that it is right and how long the call took, or why it failed or cannot run here. Exits
-    with 1 where one that is available fails or is wrong.
+    For each implementation, print that it is correct and how long the call took, or why it failed or cannot run here.
+    Exits with 1 if an available implementation fails or is wrong.
     """
-    # Progress is not part of the report, and stays on the screen where a kernel takes the whole process down.
+    # Progress goes to stderr, as it is not part of the report. If a kernel crashes the process, the screen still shows
+    # the check that ran last.
     with Console(stderr=True).status("looking at this machine") as status:
         report = inspect_machine(quick=quick, say=status.update)
     if as_json:
@@ -130,7 +131,7 @@ def inspect_machine(*, quick: bool, say: Callable[[str], None]) -> Report:
     packages = {name: installed_version(name) for name in PACKAGES}
     remarks = {name: _remark(name, version) for name, version in packages.items()}
     features, failure = attempt(gather_features)
-    # What cannot be asked here fails in the checks, too, which say why.
+    # Failures here are ignored, because the checks fail for the same reason and report it.
     devices, _ = attempt(jax.devices)
     beside, _ = attempt(_describe_torch)
     return Report(
@@ -159,7 +160,7 @@ def _report_on(check: Check, quick: bool, say: Callable[[str], None]) -> Impleme
 
 
 def _remark(package: str, version: str | None) -> str | None:
-    """Return what to install in place of a package that is missing or that nobody tested; None where all is well."""
+    """Return what to install if a package is missing or its version is untested, or None if all is well."""
     if version is None:
         extra = EXTRAS.get(package)
         if extra is None or (extra == "cuda" and platform.system() != "Linux"):
@@ -205,7 +206,7 @@ def _describe_torch() -> TorchReport | None:
 
 
 def _memory_settings(environment: Mapping[str, str]) -> tuple[bool, float]:
-    """Whether JAX preallocates GPU memory, and which share it may use: the variables that its GPU client reads."""
+    """Return whether JAX preallocates GPU memory and the share it may use, from the variables its GPU client reads."""
     share = environment.get("XLA_CLIENT_MEM_FRACTION") or environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
     pools = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() != "platform"
     wanted = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
@@ -225,7 +226,7 @@ def _print(report: Report) -> None:
 
 
 def _conflict(others: Mapping[str, str]) -> str:
-    """Return what is wrong with other distributions of a package `blockdiag`, and what to do."""
+    """Return a message about other distributions that install a package `blockdiag`, with the remedy."""
     names = " and ".join(f"{name} {version}" for name, version in others.items())
     return (
         f"{names} and {DISTRIBUTION} install a package of the same name, blockdiag, and overwrite each other's files. "
@@ -284,8 +285,8 @@ def _implementations_table(report: Report) -> Table:
 
 
 def _result(outcome: Outcome) -> str:
-    """Return what is known of an implementation, with markup."""
-    # Reasons are other people's text: square brackets in them are no markup.
+    """Return the outcome of a check as text with markup."""
+    # Reasons may quote other packages' messages, so their square brackets must not be parsed as markup.
     if outcome.reason is not None:
         return escape(outcome.reason)
     if outcome.failure is not None:

@@ -1,7 +1,7 @@
-"""The checks of `python -m blockdiag doctor`: one small call of each op by each implementation, beside the reference.
+"""The checks of `python -m blockdiag doctor`: a small call of each op's implementations, compared with the reference.
 
-A `Case` describes an op by its operands and options, for JAX and torch alike. `checks` makes a `Check` of every case
-and implementation, and `examine` runs one. Add an op by adding a case to `CASES`.
+A `Case` describes a call of an op by operands and options, for both JAX and torch. `checks` yields a `Check` for every
+case and implementation, and `examine` runs one. To add an op, add a case to `CASES`.
 """
 
 import contextlib
@@ -60,18 +60,19 @@ class Sizes:
         return -(-self.tokens // self.block_size)
 
 
-# A GPU runs the 16-bit kernels that programs use. Interpreters on a CPU need few tokens; float32 shows more errors.
+# On a GPU, the checks run the 16-bit kernels that programs use. On a CPU, interpreters are slow and need few tokens,
+# and float32 reveals more errors.
 ON_GPU = Sizes("bfloat16", tokens=256, query_heads=4, key_heads=2, head_dim=64, block_size=64)
 ON_CPU = Sizes("float32", tokens=40, query_heads=2, key_heads=1, head_dim=16, block_size=16)
-# The least that the Pallas kernels take.
+# The smallest call that the Pallas kernels accept.
 PALLAS_ON_CPU = Sizes("bfloat16", tokens=64, query_heads=1, key_heads=1, head_dim=64, block_size=64)
 
-# How far results may be from the reference in float32, in parts of its largest element. In bfloat16 that is twice the
-# error of a dense computation, which is about half a unit in the last place, and two units.
+# The largest allowed error against the float32 reference, relative to its largest element. For bfloat16 it is twice the
+# error of a dense computation (about half a unit in the last place), plus two units in the last place.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 3 * 2**-7}
 
-# Ops that are compiled for a GPU where there is none, because interpreters use nothing of the compiler. Block-diagonal
-# attention has plain Triton kernels, MoBA has kernels in Gluon.
+# Ops that are also compiled for a GPU if there is none, because interpreters do not exercise the compiler.
+# Block-diagonal attention covers plain Triton kernels, MoBA covers Gluon kernels.
 COMPILED = ("block_diagonal_attention", "moba_attention")
 
 PAGE_SIZE = 16
@@ -84,13 +85,13 @@ class Case:
 
     Attributes:
         op: name of the public function, in `blockdiag` and in `blockdiag.torch`.
-        implementations: the op's own table; empty where JAX computes the op in one way only.
-        operands: the arrays of a call, by parameter name. Floating ones are rounded to the dtype of the sizes.
-        options: the arguments that are not arrays.
-        differentiable: names of the operands whose gradients are compared, too.
-        kept: names of the floating operands that are float32 whatever the dtype.
-        bind: makes the function of the operands, from the public function and its options.
-        reference: a JAX function of the operands to compare with; None is the op's implementation "reference".
+        implementations: the op's table of implementations; empty if JAX computes the op in one way only.
+        operands: makes the arrays of a call, by parameter name. Floating ones are rounded to the dtype of the sizes.
+        options: returns the arguments that are not arrays.
+        differentiable: names of the operands whose gradients are compared as well.
+        kept: names of floating operands that stay float32 for every dtype.
+        bind: returns the function of the operands, given the public function and its options.
+        reference: JAX function of the operands to compare with; None means the op's implementation "reference".
     """
 
     op: str
@@ -103,7 +104,7 @@ class Case:
     reference: Function | None = None
 
     def arrays(self, sizes: Sizes) -> Arrays:
-        """Return the operands, the same ones with every call, as NumPy arrays of their final dtypes."""
+        """Return the operands as NumPy arrays of their final dtypes; every call returns the same ones."""
         arrays = self.operands(sizes, np.random.default_rng(0))
         return {
             name: array.astype(jnp.dtype(sizes.dtype))
@@ -144,7 +145,7 @@ def _convolution_operands(sizes: Sizes, generator: np.random.Generator) -> Array
 
 
 def _cache(sizes: Sizes, generator: np.random.Generator) -> Arrays:
-    """Two sequences, one of which fills its pages, in a pool with a page that nobody uses."""
+    """Return a cache of two sequences, one of which fills its pages, in a pool with one unused page."""
     max_pages = -(-sizes.tokens // PAGE_SIZE)
     pages = (2 * max_pages + 1, PAGE_SIZE, sizes.key_heads, sizes.head_dim)
     return {
@@ -182,13 +183,13 @@ def _merge_operands(sizes: Sizes, generator: np.random.Generator) -> Arrays:
 
 
 def _merge(outputs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute what `merge_attention_states` means."""
+    """Compute `merge_attention_states` by its definition."""
     weights = jax.nn.softmax(lses, axis=0)
     return (weights[..., None] * outputs).sum(axis=0), jax.nn.logsumexp(lses, axis=0)
 
 
 def _banded_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Compute attention to the keys at a distance below 24, with grouped heads: what `fuse` is tried with."""
+    """Compute causal attention to keys at a distance below 24, with grouped heads; the function given to `fuse`."""
     *_, tokens, heads, head_dim = query.shape
     grouped = query.reshape(*query.shape[:-2], key.shape[-2], heads // key.shape[-2], head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key) * head_dim**-0.5
@@ -198,7 +199,7 @@ def _banded_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax
 
 
 def _exact_banded_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    # GPUs round the factors of float32 products, unless told not to.
+    # By default, GPUs round the operands of float32 products.
     with jax.default_matmul_precision("highest"):
         return _banded_attention(query, key, value)
 
@@ -285,16 +286,16 @@ CASES = (
 
 @dataclass(frozen=True)
 class Check:
-    """Something that doctor tries out.
+    """One check of doctor.
 
     Attributes:
-        framework: who calls the op: "JAX", "torch", or "both" for what crosses between them.
-        op, implementation: names of what is called.
-        runs_on: where it runs in this process.
+        framework: the framework that calls the op: "JAX", "torch", or "both" for conversions between them.
+        op, implementation: names of the op and of the implementation.
+        runs_on: the device that it runs on in this process.
         compute: returns the results, by name.
-        expect: returns what they should be.
-        tolerance: how far floating results may be apart, in parts of the largest expected element.
-        why_unavailable: returns None where it can run in this process, otherwise the reason and the remedy.
+        expect: returns the expected results, by name.
+        tolerance: largest error of floating results, relative to the largest expected element.
+        why_unavailable: returns None if the check can run in this process, otherwise the reason and the remedy.
     """
 
     framework: str
@@ -309,14 +310,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check has shown.
+    """The result of a check.
 
     Attributes:
-        reason: None where the implementation is available, otherwise why it is not.
-        failure: None where nothing went wrong, otherwise what did.
-        seconds: time of the call and of its gradient, compilation included; None where it did not run to its end.
-        error: the largest error of a result, in parts of its largest element; None where none can be given.
-        allowed: how large that may be; None where there are no results.
+        reason: None if the implementation is available, otherwise why it is not.
+        failure: None if the check passed, otherwise what went wrong.
+        seconds: time of the call and its gradient, including compilation; None if it did not finish.
+        error: largest error of a result, relative to its largest expected element; None if there is no finite one.
+        allowed: the tolerance of `error`; None if there are no results.
     """
 
     reason: str | None = None
@@ -327,17 +328,16 @@ class Outcome:
 
 
 def attempt[T](function: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return what a function returns and None, or None and what went wrong."""
+    """Return a function's result and None, or None and a description of its failure."""
     try:
         return function(), None
-    # The one place where any exception is caught: whatever goes wrong is what doctor has to show, beside all else that
-    # it finds out.
+    # The only place that catches every exception: doctor has to report any failure and continue with its other checks.
     except Exception as failure:
         return None, reason_of(failure)
 
 
 def checks() -> Iterator[Check]:
-    """Yield every check; starts JAX's backends, and computes nothing."""
+    """Yield every check. This starts JAX's backends but computes nothing."""
     for framework, list_checks in (("JAX", _checks_in_jax), ("torch", _checks_in_torch), ("both", _checks_of_crossing)):
         found, failure = attempt(lambda list_checks=list_checks: list(list_checks()))
         yield from found or ()
@@ -346,7 +346,7 @@ def checks() -> Iterator[Check]:
 
 
 def _unlisted(framework: str, failure: str) -> Check:
-    """Return a check that fails because a framework cannot even be started."""
+    """Return a check that fails because the checks of a framework cannot even be listed."""
 
     def fail() -> NoReturn:
         raise RuntimeError(failure)
@@ -420,7 +420,7 @@ def _checks_in_torch() -> Iterator[Check]:
     has_gpu = torch.cuda.is_available()
     sizes = _sizes(has_gpu)
     for case in CASES:
-        # Without a name, calls on a CPU go through JAX.
+        # Without an explicit implementation, calls on a CPU go through JAX.
         is_native = has_gpu and bool(case.implementations)
         yield Check(
             framework="torch",
@@ -460,7 +460,7 @@ def _checks_of_crossing() -> Iterator[Check]:
 
 
 def examine(check: Check, *, quick: bool) -> Outcome:
-    """Ask whether an implementation is available and, unless `quick`, run its check."""
+    """Test whether an implementation is available and, unless `quick`, run its check."""
     reason, failure = attempt(check.why_unavailable)
     if quick or reason is not None or failure is not None:
         return Outcome(reason, failure)
@@ -485,7 +485,7 @@ def _run_check(check: Check) -> Outcome:
 
 @contextlib.contextmanager
 def _quick_compilation() -> Iterator[None]:
-    """Leave XLA's optimisations out on a CPU: without them the checks take half the time, and compute the same."""
+    """Disable XLA's optimisations on a CPU: the checks then take half the time and compute the same results."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", before or jax.default_backend() == "cpu")
     try:
@@ -495,7 +495,7 @@ def _quick_compilation() -> Iterator[None]:
 
 
 def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest error in parts of the largest expected element; infinite for NaN and for other integers."""
+    """Return the largest error relative to the largest expected element; infinite for NaN and for unequal integers."""
     if actual.shape != expected.shape:
         raise ValueError(f"the shape of a result is {actual.shape}, that of the reference {expected.shape}")
     if np.issubdtype(expected.dtype, np.integer):
@@ -506,7 +506,7 @@ def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _difference(actual: np.ndarray, error: float) -> str:
-    """Return how a result differs from the reference, in words."""
+    """Describe how a result differs from the reference."""
     if math.isfinite(error):
         return f"differs from the reference by {error:.1e} of its largest element"
     if np.isnan(actual.astype(np.float64)).any():
@@ -529,7 +529,7 @@ def _compile_for_hopper(case: Case) -> Arrays:
 
 
 def _expected(case: Case, sizes: Sizes) -> Arrays:
-    """Compute a case by its reference, in float32 of the same operands."""
+    """Compute a case by its reference, with the same operands converted to float32."""
     arrays = case.arrays(sizes)
     wide = {name: x if np.issubdtype(x.dtype, np.integer) else x.astype(np.float32) for name, x in arrays.items()}
     return _run(_reference(case, sizes), case, wide)
@@ -537,12 +537,15 @@ def _expected(case: Case, sizes: Sizes) -> Arrays:
 
 @functools.cache
 def _reference(case: Case, sizes: Sizes) -> Function:
-    """Return the program of a case's reference, which every check of the case shares."""
+    """Return the jitted reference of a case, which all checks of the case share."""
     return _program(case.reference or case.function(blockdiag, sizes, "reference"), case)
 
 
 def _program(function: Function, case: Case) -> Any:
-    """Return a jitted function from differentiable operands and others to the results, and the gradients of those."""
+    """Return a jitted function of differentiable and other operands that computes results and gradients.
+
+    The gradients are those of the differentiable operands.
+    """
 
     @jax.jit
     def compute(followed: dict[str, jax.Array], others: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
@@ -556,7 +559,7 @@ def _program(function: Function, case: Case) -> Any:
 
 
 def _operands(case: Case, arrays: Arrays) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Return the differentiable operands, and the others."""
+    """Return the differentiable operands and the others."""
     operands = {name: jnp.asarray(array) for name, array in arrays.items()}
     followed = {name: operands.pop(name) for name in case.differentiable}
     return followed, operands
@@ -573,7 +576,7 @@ def _compute_in_torch(case: Case, sizes: Sizes, implementation: str | None, devi
     import blockdiag.torch
 
     def to_tensor(array: np.ndarray) -> torch.Tensor:
-        # torch does not know NumPy's bfloat16.
+        # torch does not accept NumPy arrays of ml_dtypes' bfloat16.
         is_half = array.dtype == jnp.bfloat16
         tensor = torch.from_numpy(array.view(np.int16) if is_half else array).to(device)
         return tensor.view(torch.bfloat16) if is_half else tensor
@@ -593,18 +596,18 @@ def _compute_in_torch(case: Case, sizes: Sizes, implementation: str | None, devi
 
 
 def _cotangent(shape: tuple[int, ...]) -> np.ndarray:
-    """Return the cotangent of a result, the same one with every call."""
+    """Return the cotangent of a result; it depends on the shape only."""
     return np.random.default_rng(1).standard_normal(tuple(shape), np.float32)
 
 
 def _named(results: list[np.ndarray], gradients: Arrays) -> Arrays:
-    """Return results and gradients by the names that a user would call them."""
+    """Return results and gradients by the names that messages use for them."""
     outputs = {f"result {i}" if len(results) > 1 else "the result": x for i, x in enumerate(results, 1)}
     return {**outputs, **{f"the gradient of {name}": x for name, x in gradients.items()}}
 
 
 def _cross(device: str) -> Arrays:
-    """Take a tensor to JAX and back, and differentiate a JAX function in torch."""
+    """Convert a tensor to JAX and back, and differentiate a JAX function in torch."""
     import torch
 
     from blockdiag.interop import to_jax, to_torch, wrap_jax

@@ -1,4 +1,4 @@
-"""Which private interfaces of other packages doctor found, and whether the fast or the slow way is taken."""
+"""Doctor's report on private interfaces of other packages: for each, whether the fast or the slow path is used."""
 
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ from rich.table import Table
 from blockdiag.cli.doctor_checks import attempt
 from blockdiag.common.features import Feature
 
-# The modules that own private names of another package, by that package.
+# For each package, the module that wraps its private names.
 MODULES = {
     "triton": "blockdiag.triton_kernels.launch.private_triton",
     "jaxlib": "blockdiag.interop.jaxlib_launcher",
@@ -18,7 +18,7 @@ MODULES = {
 
 
 def gather_features() -> tuple[Feature, ...]:
-    """Return the features of every module that rests on private interfaces of a package that is installed."""
+    """Return the features of every module that uses private interfaces of an installed package."""
     features: list[Feature] = []
     for package, module in MODULES.items():
         if importlib.util.find_spec(package) is not None:

@@ -1,11 +1,11 @@
-"""The machine's driver, and failures in one line: what `doctor` and the benchmarks of a checkout say of both."""
+"""The machine's driver version, and one-line descriptions of failures, for `doctor` and the benchmarks."""
 
 import shutil
 import subprocess
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version as nvidia-smi reports it, or "none"."""
+    """Return the NVIDIA driver's version as nvidia-smi reports it, "none" without nvidia-smi, or "unknown"."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "none"
@@ -16,6 +16,6 @@ def driver_version() -> str:
 
 
 def reason_of(failure: BaseException) -> str:
-    """One line that says what went wrong: the type and the first lines of the message."""
+    """Return one line that describes a failure: its type and the first 400 characters of its message."""
     message = " ".join(str(failure).split())
     return f"{type(failure).__name__}: {message[:400]}" if message else type(failure).__name__

@@ -1,4 +1,4 @@
-"""Trains the models of the demos under progress bars, draws their losses, and keeps them as CSV files."""
+"""Training of the demos' models with progress bars, and plots and CSV files of their losses."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from blockdiag.demo.records import LossRow, read_table, where_of, write_table
 def train_with_progress(
     console: Console, settings: Settings, make_models: Mapping[str, Callable[[], Any]]
 ) -> dict[str, Training]:
-    """Trains what each function makes, under a progress bar for each."""
+    """Train the model that each function makes, with a progress bar for each."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -46,7 +46,7 @@ def draw_losses(trainings: Mapping[str, Training]) -> Any:
     figure = Figure(figsize=(7.0, 3.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.add_subplot()
-    # The first curve is wide and the second one thin, for curves that agree.
+    # The first curve is wide and the second one thin, so that both stay visible when they coincide.
     for (name, training), width in zip(trainings.items(), (5.0, 1.2), strict=True):
         bits = [loss / math.log(2.0) for loss in training.losses]
         label = f"{name}, {training.tokens_per_second:,.0f} tokens/s"
@@ -59,13 +59,13 @@ def draw_losses(trainings: Mapping[str, Training]) -> Any:
 
 
 def save_plot(trainings: Mapping[str, Training], path: Path) -> None:
-    """Write the picture of `draw_losses`; folders are made."""
+    """Save the plot of `draw_losses`; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_losses(trainings).savefig(path)
 
 
 def write_losses(trainings: Mapping[str, Training], demo: str, device: jax.Device, path: Path) -> None:
-    """Write a row per step of every model over those of the same demo that the file holds."""
+    """Write one row per step of every model; they replace rows of the same demo that the file already holds."""
     columns = [field.name for field in dataclasses.fields(LossRow)]
     kept = [row for row in (read_table(path, columns) if path.exists() else []) if row["demo"] != demo]
     where = where_of(device)

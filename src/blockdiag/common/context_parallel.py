@@ -1,7 +1,7 @@
-"""One sequence over several devices: how its tokens, heads and keys move between them.
+"""Context parallelism: how tokens, heads and keys of one sequence move between several devices.
 
-Every strategy is ordinary code on the parts of one device, between collectives. Where the mesh is not manual already it
-runs inside of `jax.shard_map`.
+Every strategy is ordinary code on one device's shards, between collectives. It runs inside `jax.shard_map`, which is
+added unless the mesh is already manual.
 """
 
 import functools
@@ -28,28 +28,33 @@ type Strategy = Literal["ulysses", "gather", "ring"]
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Tokens of each sequence are divided among the devices along an axis of a mesh, in equal consecutive parts.
+    """Options for sharding the tokens of each sequence over a mesh axis, in equal consecutive parts.
+
+    The strategies:
+
+    - "ulysses", for all operations: devices exchange tokens for heads; each computes whole sequences of its heads.
+    - "gather", for MoBA and `fuse`: each device gathers keys and values and computes its own queries.
+    - "ring", for `fuse`: shards of keys and values travel around the devices, so none ever has all of them.
+
+    "ulysses" needs key heads that the devices divide, or query heads that they divide, with several devices having the
+    same key head; `fuse` supports only the former. "ring" is for sequences whose keys do not fit into the memory of one
+    device: it moves as many bytes as "gather" and is not faster.
 
     Attributes:
-        axis: the mesh's axis that shards the token axis.
-        strategy: "ulysses": devices exchange tokens for heads, and each computes whole sequences of its heads. The
-            devices divide the key heads, or they divide the query heads and several devices have the same key head; for
-            `fuse` only the former. "gather", for MoBA and `fuse`: each device gathers keys and values and computes
-            queries of its own. "ring", for `fuse`: parts of keys and values travel around the devices, so that none
-            ever has them whole; for sequences whose keys do not fit into the memory of a device, since it moves as many
-            bytes as "gather" and is not faster. None chooses "ulysses" where devices divide the key heads, otherwise
-            "gather"; block-diagonal attention communicates only what boundaries within blocks need.
-        mesh: needed where axes are automatic and no `jax.set_mesh` says which mesh there is.
-        batch_axes, head_axes: axes of the mesh that shard batch rows and heads; for automatic axes only, since
-            explicit shardings are parts of types. Batch rows and heads that are sharded over others are gathered. Of
-            `fuse`, batch rows are the first batch axis of the attention, and heads the last one that queries, keys and
-            values share.
+        axis: the mesh axis that shards the token axis.
+        strategy: one of the above. None chooses "ulysses" if the devices divide the key heads, otherwise "gather".
+            With None, block-diagonal attention communicates only the rows of blocks that cross a device boundary.
+        mesh: the mesh; required if its axes are automatic and no `jax.set_mesh` is active.
+        batch_axes, head_axes: mesh axes that shard batch rows and heads. They are for automatic axes only, since
+            explicit shardings are part of array types. Batch rows and heads sharded over other axes are gathered. For
+            `fuse`, batch rows are the first batch axis of the attention, and heads are the last batch axis that
+            queries, keys and values share.
 
     Raises:
-        ValueError: `strategy` is none of these. What a strategy cannot serve is said by the call that uses it.
+        ValueError: `strategy` is none of these. A call that a strategy does not support raises its own error.
 
     References:
-        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023). Keys that travel: Liu et al., "Ring
+        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023). Travelling keys: Liu et al., "Ring
         Attention with Blockwise Transformers for Near-Infinite Context" (2023).
 
     Example:
@@ -81,21 +86,21 @@ class ContextParallel:
 
 
 type Parts = Callable[..., Any]
-"""A computation on the parts of one device."""
+"""A computation on one device's shards."""
 
 
 def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], roles: Sequence[str], result: Any) -> Any:
-    """Compute on each device's part of arrays whose token axis several devices share.
+    """Run a computation on each device's shards of arrays whose token axis is divided.
 
     Args:
-        context: over which axis of which mesh.
-        compute: of the parts, inside of a mesh whose axes are manual.
+        context: names the mesh axis that shards tokens.
+        compute: function of the shards; it runs with manual mesh axes.
         arrays: arrays or None, the query first.
-        roles: the axes of each array, a letter an axis: "b" batch, "t" tokens, "h" heads, "." any other.
+        roles: the axes of each array, one letter per axis: "b" batch, "t" tokens, "h" heads, "." any other.
         result: the roles of the results, a pytree.
 
     Raises:
-        ValueError: there is no such axis, or it does not divide the tokens.
+        ValueError: the mesh has no such axis, or the axis does not divide the tokens.
     """
     kinds = _kinds(jax.sharding.get_abstract_mesh())
     if kinds.get(context.axis) == AxisType.Manual:
@@ -136,19 +141,20 @@ def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], ro
 def exchange(
     axis: str, compute: Parts, query: Array, keys: Sequence[Array], head_axes: Sequence[int] = (2,)
 ) -> tuple[Array, ...]:
-    """Attention over whole sequences of each device's heads, between exchanges of tokens for heads (Ulysses).
+    """Run attention over whole sequences of each device's heads, between exchanges of tokens for heads (Ulysses).
 
-    Heads move in groups: while one group is computed, the next one is on its way to it, and the results of the one
-    before on their way back. A group has key heads and their query heads. Where a device has one key head, a group has
-    query heads alone, and the key head moves with the first group. Several devices have the same key head where there
-    are fewer key heads than devices.
+    Heads move in groups to overlap communication with computation: while one group is computed, the next one arrives
+    and the results of the previous one leave. A group consists of key heads and their query heads. If a device has one
+    key head, a group consists of query heads alone, and the key head moves with the first group. If there are fewer
+    key heads than devices, several devices have the same key head.
 
     Args:
-        axis: of the mesh, manual here.
-        compute: of query [.., T, n, H] and keys [.., T, k, H], heads of the device, to a tuple of results.
+        axis: name of the mesh axis, which must be manual here.
+        compute: maps query [.., T, n, H] and keys [.., T, k, H] with the device's heads to a tuple of results.
         query: [.., t, N, H], the device's tokens.
-        keys: [.., t, K, H] each; K is a multiple or a divisor of the devices, and N a multiple.
-        head_axes: of each result, where its heads are, counted from the last axis as 1; tokens come before them.
+        keys: [.., t, K, H] each. K is a multiple or a divisor of the number of devices, N is a multiple.
+        head_axes: position of the head axis of each result, counted from the end with 1 as the last axis; the token
+            axis comes before it.
 
     Returns:
         The results for the device's tokens and all heads.
@@ -163,17 +169,17 @@ def exchange(
     moving = [query] if has_one_key_head else [query, *keys]
 
     def packed(x: Array, group: int) -> Array:
-        """The group's heads of every device, [devices, .., t, n, H]."""
+        """Return one group's heads for every device, [devices, .., t, n, H]."""
         x = x.reshape(*x.shape[:-2], devices, groups, -1, x.shape[-1])[..., group, :, :]
         return jnp.moveaxis(x, tokens + 1, 0)
 
     def whole_sequences(x: Array) -> Array:
-        """[devices, .., t, n, H] to [.., T, n, H]."""
+        """Reshape [devices, .., t, n, H] to [.., T, n, H]."""
         x = jnp.moveaxis(x, 0, tokens)
         return x.reshape(*x.shape[:tokens], -1, *x.shape[tokens + 2 :])
 
     def parts(x: Array) -> Array:
-        """[.., T, n, ..] to [devices, .., t, n, ..]."""
+        """Reshape [.., T, n, ..] to [devices, .., t, n, ..]."""
         x = x.reshape(*x.shape[:tokens], devices, -1, *x.shape[tokens + 1 :])
         return jnp.moveaxis(x, tokens, 0)
 
@@ -187,9 +193,10 @@ def exchange(
     for group in range(groups):
         here, following = arriving, list[Array]()
         if group + 1 < groups:
-            # XLA would make all exchanges first: the next group's waits until this one is here.
+            # Without the barrier XLA would run all exchanges first. The next group's exchange waits until this group
+            # has arrived.
             here, following = jax.lax.optimization_barrier((here, [packed(x, group + 1) for x in moving]))
-        # The results of the group before leave beside the attention of this one. The backward pass is the mirror image.
+        # The previous group's results leave while this group is computed. The backward pass mirrors this schedule.
         moved = _swap_compiled(axis, [*following, *leaving])
         arriving = moved[: len(following)]
         for own, x in zip(results, moved[len(following) :], strict=False):
@@ -231,13 +238,13 @@ def _repeat_heads(x: Array, count: int) -> Array:
 
 
 def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
-    """Parts of all devices for this one, of arrays [devices, ..] with a part for each device."""
+    """Exchange arrays [devices, ..], which hold one part for each device, by one all-to-all call each."""
     return [jax.lax.all_to_all(x, axis, 0, 0) for x in arrays]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _swap_together(axis: str, arrays: list[Array]) -> list[Array]:
-    """Exchange all arrays by one call of the communication library, and their gradients by another one."""
+    """Exchange all arrays by one call of the communication library, and their gradients by another."""
     return _together(axis, functools.partial(_swap_one_by_one, axis), arrays)
 
 
@@ -255,16 +262,16 @@ def _swap_backward(axis: str, residuals: None, cotangents: list[Any]) -> tuple[l
 
 _swap_together.defvjp(_swap_forward, _swap_backward, symbolic_zeros=True)
 
-# Outside of `jax.jit`, `jax.shard_map` refuses derivatives with symbolic zeros, but not inside of a compiled call.
+# `jax.shard_map` outside `jax.jit` rejects derivatives with symbolic zeros, but accepts them inside a compiled call.
 _swap_compiled = jax.jit(_swap_together, static_argnums=0)
 
 
 def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
-    """Move arrays by one call of the communication library, since XLA runs one call at a time beside kernels."""
-    # XLA for GPUs cannot compile such a call where nothing moves.
+    """Move arrays by one call of the communication library, since XLA overlaps only one call at a time with kernels."""
+    # XLA for GPUs cannot compile such a call if nothing moves.
     if len(arrays) < 2 or jax.lax.axis_size(axis) == 1:
         return move(arrays)
-    # What XLA for GPUs makes of the attribute: a group of NCCL. Elsewhere it says nothing.
+    # XLA for GPUs turns this attribute into an NCCL group. Other platforms ignore it.
     call: Any = xla_metadata_call(move, _collectives_group="", inlineable="false")
     return call(arrays)
 
@@ -272,16 +279,16 @@ def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays:
 def choose_strategy(
     context: ContextParallel, heads: tuple[int, int], devices: int, remedy: str = "use strategy='gather'"
 ) -> Strategy:
-    """Return the strategy of the user, or "ulysses" where the devices divide the key heads and "gather" elsewhere.
+    """Return the user's strategy; by default "ulysses" if the devices divide the key heads, otherwise "gather".
 
     Args:
-        context: of the call.
+        context: the call's `context_parallel`.
         heads: query heads and key heads of each device.
-        devices: along the axis.
-        remedy: what to do where "ulysses" cannot serve.
+        devices: number of devices along the axis.
+        remedy: remedy for the error message if "ulysses" is not possible.
 
     Raises:
-        ValueError: the user asks for "ulysses", which cannot serve; or for "ring".
+        ValueError: the user asks for "ulysses" and the heads do not allow it, or for "ring".
     """
     refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the devices divide the query heads")
     query_heads, key_heads = heads
@@ -297,10 +304,10 @@ def choose_strategy(
 
 
 def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
-    """Refuse the strategy "ring" for an operation that it does not serve.
+    """Reject the strategy "ring" for an operation that does not support it.
 
     Raises:
-        ValueError: that is the strategy.
+        ValueError: the strategy is "ring".
     """
     if context.strategy == "ring":
         raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")
@@ -314,16 +321,16 @@ def check_packing(
     block_size: int = 1,
     operand: str = "query",
 ) -> None:
-    """Check what describes packed tokens against the tokens of all devices.
+    """Check the description of packed tokens against the tokens of all devices.
 
     Args:
-        context: along which axis.
-        tokens_shape: [T] or [B, T], where the axis is manual the device's.
-        sequence_offsets, block_lengths, block_size: of the call.
-        operand: the name of the operand that has these tokens.
+        context: names the mesh axis that shards tokens.
+        tokens_shape: [T] or [B, T]; of one device if the axis is manual, else of all devices.
+        sequence_offsets, block_lengths, block_size: arguments of the call.
+        operand: name of the operand that has these tokens.
 
     Raises:
-        ValueError: there are batch rows, or offsets or lengths do not describe the tokens.
+        ValueError: there are batch rows, or offsets or lengths do not match the tokens.
     """
     is_manual = _kinds(jax.sharding.get_abstract_mesh()).get(context.axis) == AxisType.Manual
     *batch, tokens = tokens_shape
@@ -332,14 +339,14 @@ def check_packing(
 
 
 def roles_of(x: Array, last: str) -> str:
-    """The roles of an array's axes for `on_parts`: batch axes, and then `last`."""
+    """Return the roles of an array's axes for `on_parts`: those of its batch axes, then `last`."""
     batch = x.ndim - len(last)
     return ("b" + "." * (batch - 1) if batch else "") + last
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_tokens(arrays: Sequence[Array], axis: str, tokens: int) -> list[Array]:
-    """The whole of arrays whose axis `tokens` devices share; gradients of all devices are added in float32."""
+    """Gather arrays along the axis `tokens`, which is sharded; gradients are summed over devices in float32."""
 
     def gather(arrays: Sequence[Array]) -> list[Array]:
         return [jax.lax.all_gather(x, axis, axis=tokens, tiled=True) for x in arrays]
@@ -366,14 +373,14 @@ gather_tokens.defvjp(_gather_forward, _gather_backward)
 
 
 def rows_before(x: Array, axis: str, tokens: int, count: int) -> Array:
-    """The last `count` rows of the device before this one, 0 on the first device."""
+    """Return the last `count` rows of the previous device; zeros on the first device."""
     devices = jax.lax.axis_size(axis)
     last = jax.lax.slice_in_dim(x, x.shape[tokens] - count, x.shape[tokens], axis=tokens)
     return jax.lax.ppermute(last, axis, [(device, device + 1) for device in range(devices - 1)])
 
 
 def rows_after(x: Array, axis: str, tokens: int, count: int) -> Array:
-    """The first `count` rows of the device after this one, 0 on the last device."""
+    """Return the first `count` rows of the next device; zeros on the last device."""
     devices = jax.lax.axis_size(axis)
     first = jax.lax.slice_in_dim(x, 0, count, axis=tokens)
     return jax.lax.ppermute(first, axis, [(device + 1, device) for device in range(devices - 1)])
@@ -384,7 +391,7 @@ def _kinds(mesh: Any) -> dict[str, AxisType]:
 
 
 def _warn_of_unnamed_axes(arrays: Sequence[Any], roles: Sequence[str], names: dict[str, tuple[str, ...]]) -> None:
-    """Warn of arrays whose batch rows or heads are gathered; only those outside of `jax.jit` tell."""
+    """Warn about arrays whose batch rows or heads are gathered. Only concrete arrays reveal their sharding."""
     fields = {"b": "batch_axes", "h": "head_axes"}
     for x, axes in zip(arrays, roles, strict=True):
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
@@ -402,7 +409,7 @@ def _warn_of_unnamed_axes(arrays: Sequence[Any], roles: Sequence[str], names: di
 
 
 def _sharded_by(x: Array, roles: str, role: str) -> tuple[str, ...]:
-    """The axes of an explicit mesh that shard the first axis of an array with a role."""
+    """Return the explicit mesh axes that shard the first axis with a given role."""
     spec = tuple(jax.typeof(x).sharding.spec)
     place = roles.find(role)
     entry = spec[place] if 0 <= place < len(spec) else None
@@ -410,5 +417,5 @@ def _sharded_by(x: Array, roles: str, role: str) -> tuple[str, ...]:
 
 
 def _spec(names: dict[str, tuple[str, ...]], roles: str) -> P:
-    """The spec of an array; of several batch axes the first is sharded."""
+    """Return the spec of an array; of several batch axes only the first is sharded."""
     return P(*(names.get(role) or None if roles.index(role) == place else None for place, role in enumerate(roles)))

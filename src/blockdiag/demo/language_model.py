@@ -1,7 +1,7 @@
-"""The demo's job: a small byte-level language model in Flax, trained on text that every CPython has.
+"""The demo's model: a small byte-level language model in Flax, trained on text that is part of every CPython.
 
-The attention function is an argument, so that the same model, with the same initial weights and the same batches, can
-be trained with block-diagonal attention and with `jax.nn.dot_product_attention` under an equal mask.
+The attention function is an argument. So one model, with the same initial weights and batches, can be trained both with
+block-diagonal attention and with `jax.nn.dot_product_attention` under an equivalent mask.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Settings:
         batch_size: sequences in a batch.
         sequence_length: bytes of a sequence that are predicted.
         block_size: tokens in a block of attention.
-        taps: how many earlier tokens each layer's causal convolution reaches; what crosses block borders.
+        taps: number of earlier tokens that each layer's causal convolution reads; only it crosses block boundaries.
         dtype: dtype name of the computation; weights, their updates and the loss are float32.
         evaluation_batches: batches of held-out text that the final loss is averaged over.
     """
@@ -64,10 +64,11 @@ class Settings:
 
 
 def english_text() -> Int[np.ndarray, " bytes"]:
-    """The language reference that Python's own `help("topics")` shows, a few hundred kilobytes of English, as bytes."""
+    """Return a few hundred kilobytes of English as bytes: the language reference shown by Python's `help("topics")`."""
     from pydoc_data import topics
 
-    # Topics repeat each other's paragraphs, differently indented. Each is kept once, so that held-out text is new.
+    # Topics repeat each other's paragraphs with other indentation. Each paragraph is kept once, so that the model has
+    # not seen held-out text in training.
     paragraphs: dict[str, str] = {}
     for topic in topics.topics.values():
         for paragraph in topic.split("\n\n"):
@@ -76,13 +77,13 @@ def english_text() -> Int[np.ndarray, " bytes"]:
 
 
 def split_text(text: Int[np.ndarray, " bytes"]) -> tuple[Int[np.ndarray, " train"], Int[np.ndarray, " held_out"]]:
-    """The first nine tenths for training, the rest for evaluation."""
+    """Split the text: the first nine tenths are for training, the rest for evaluation."""
     border = len(text) * 9 // 10
     return text[:border], text[border:]
 
 
 def batches(text: Int[np.ndarray, " bytes"], settings: Settings, *, count: int, seed: int) -> Iterator[Batch]:
-    """`count` batches int32 [B, T + 1] cut from `text` at random places; the same ones for the same seed."""
+    """Yield `count` batches int32 [B, T + 1] cut from `text` at random positions, which depend only on the seed."""
     generator = np.random.default_rng(seed)
     window = np.arange(settings.sequence_length + 1)
     for _ in range(count):
@@ -91,12 +92,12 @@ def batches(text: Int[np.ndarray, " bytes"], settings: Settings, *, count: int, 
 
 
 def position_tables(settings: Settings) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
-    """Cosine and sine by position within the sequence; attention only sees differences of positions within a block."""
+    """Return cosine and sine by position within the sequence; attention depends on position differences only."""
     return rotary_tables(settings.sequence_length, settings.head_dim, theta=1000.0)
 
 
 def block_attention(settings: Settings, implementation: str | tuple[str, ...] | None) -> AttentionFunction:
-    """Causal block-diagonal attention with fused rotary embedding, as Flax's attention module calls it."""
+    """Return causal block-diagonal attention with fused rotary embedding for Flax's attention module."""
     return attention_fn(
         block_size=settings.block_size,
         rotary=Rotary(*position_tables(settings)),
@@ -106,7 +107,7 @@ def block_attention(settings: Settings, implementation: str | tuple[str, ...] | 
 
 
 def masked_attention(settings: Settings) -> AttentionFunction:
-    """The same attention from JAX alone: rotation, then `jax.nn.dot_product_attention` under the block mask [T, T]."""
+    """Return the attention of `block_attention` in plain JAX: rotation, then masked `jax.nn.dot_product_attention`."""
     cos, sin = (table[:, None, :] for table in position_tables(settings))
     block = np.arange(settings.sequence_length) // settings.block_size
     mask = (block[:, None] == block[None, :]) & np.tri(settings.sequence_length, dtype=bool)
@@ -117,14 +118,14 @@ def masked_attention(settings: Settings) -> AttentionFunction:
         return rotated.astype(array.dtype)
 
     def attend(query: Array, key: Array, value: Array, **flax_arguments: Any) -> Array:
-        del flax_arguments  # This model has no dropout, no mask of its own and no sowing.
+        del flax_arguments  # this model uses no dropout, no mask and no sowing
         return jax.nn.dot_product_attention(rotate(query), rotate(key), value, mask=mask[None, None])
 
     return attend
 
 
 class CausalConvolution(nnx.Module):
-    """Adds to each token a weighted sum, channel by channel, of the few tokens before it: [B, T, width] in and out."""
+    """Adds a per-channel weighted sum of the few preceding tokens to each token: [B, T, width] in and out."""
 
     def __init__(self, settings: Settings, *, rngs: nnx.Rngs) -> None:
         weights = 0.1 * jax.random.normal(rngs.params(), (settings.taps, settings.width), jnp.float32)
@@ -140,7 +141,7 @@ class CausalConvolution(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Convolution across block borders, attention within blocks, feed-forward; all residual."""
+    """Residual layer: convolution across block boundaries, attention within blocks, and feed-forward."""
 
     def __init__(self, settings: Settings, attention_function: AttentionFunction, *, rngs: nnx.Rngs) -> None:
         width, dtype = settings.width, jnp.dtype(settings.dtype)
@@ -160,7 +161,7 @@ class Layer(nnx.Module):
         self.contract = nnx.Linear(4 * width, width, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, inputs: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
-        # The convolution is what carries information from one block to the next: attention alone never would.
+        # Only the convolution carries information from one block to the next.
         tokens = inputs + self.attention(self.convolution(self.attention_norm(inputs)))
         return tokens + self.contract(nnx.gelu(self.expand(self.feed_forward_norm(tokens))))
 
@@ -183,14 +184,14 @@ class LanguageModel(nnx.Module):
 
 
 def loss_of(model: LanguageModel, batch: Int[Array, "B T+1"]) -> Float[Array, ""]:
-    """Mean cross entropy in nats of every byte of `batch` after the first."""
+    """Return the mean cross entropy, in nats, of all bytes of `batch` after the first."""
     losses = optax.softmax_cross_entropy_with_integer_labels(model(batch[:, :-1]), batch[:, 1:])
     return losses.mean()
 
 
 @nnx.jit
 def training_step(model: LanguageModel, optimizer: nnx.Optimizer, batch: Int[Array, "B T+1"]) -> Float[Array, ""]:
-    """One update in place; returns the loss before it."""
+    """Update the model in place and return the loss before the update."""
     loss, gradients = nnx.value_and_grad(loss_of)(model, batch)
     optimizer.update(model, gradients)
     return loss
@@ -201,13 +202,13 @@ evaluation_step = nnx.jit(loss_of)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """What came out of training one model.
+    """The result of training one model.
 
     Attributes:
         model: the trained model.
         losses: mean loss in nats per byte of each step's batch, before its update.
         held_out_loss: mean loss in nats per byte on held-out text, after the last step.
-        tokens_per_second: from the median time of a step, without the first one, which compiles.
+        tokens_per_second: from the median time of a step; the first step, which compiles, is excluded.
     """
 
     model: Any
@@ -226,18 +227,18 @@ def train(
     *,
     on_step: Callable[[float], None] = lambda loss: None,
 ) -> Training:
-    """Trains a new model on the English text and evaluates it on the held-out tenth.
+    """Train a new model on the English text and evaluate it on the held-out tenth.
 
     Args:
         settings: sizes and seed; equal settings give equal initial weights and batches.
-        attention_function: what the attention layers call.
+        attention_function: the function that the attention layers call.
         on_step: called with the loss after every step.
     """
     return train_model(LanguageModel(settings, attention_function), settings, on_step=on_step)
 
 
 def train_model(model: Any, settings: Settings, *, on_step: Callable[[float], None] = lambda loss: None) -> Training:
-    """Trains any model of bytes [B, T] to logits [B, T, 256], in place; otherwise as `train`."""
+    """Train a given model, from bytes [B, T] to logits [B, T, 256], in place, and evaluate it like `train`."""
     training_text, held_out_text = split_text(english_text())
     optimizer = nnx.Optimizer(model, _optimizer(settings), wrt=nnx.Param)
     losses, times = [], []
@@ -255,7 +256,7 @@ def train_model(model: Any, settings: Settings, *, on_step: Callable[[float], No
 
 
 def _optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW after clipping, with a short warm-up and a cosine decay."""
+    """Return AdamW with gradient clipping, a short warm-up and a cosine decay."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=settings.learning_rate,
@@ -267,18 +268,18 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def evaluate(model: LanguageModel, text: Int[np.ndarray, " bytes"], settings: Settings) -> float:
-    """Mean loss in nats per byte over the same few batches of `text` each time."""
+    """Return the mean loss in nats per byte over a few batches of `text`, which are the same in every call."""
     chosen = batches(text, settings, count=settings.evaluation_batches, seed=settings.seed + 1)
     return float(np.mean([float(evaluation_step(model, jnp.asarray(batch))) for batch in chosen]))
 
 
 def with_attention(model: LanguageModel, settings: Settings, attention_function: AttentionFunction) -> LanguageModel:
-    """A model with the weights of `model` that computes its attention with another function."""
+    """Return a model with the weights of `model` and another attention function."""
     return with_weights(model, functools.partial(LanguageModel, settings, attention_function))
 
 
 def with_weights(model: Any, make_model: Callable[[], Any]) -> Any:
-    """What `make_model` makes, with the weights of `model`."""
+    """Return the model that `make_model` makes, with the weights of `model`."""
     weights = nnx.state(model)
     other = nnx.eval_shape(make_model)
     nnx.update(other, weights)

@@ -1,6 +1,6 @@
-"""The model of `demo --attention moba`: the demo's language model with keys that are convolved, and MoBA or dense.
+"""The model of `demo --attention moba`: the demo's language model with a key convolution and MoBA or dense attention.
 
-Both models have the same parameters, key convolution included, and differ in nothing but which keys a query sees.
+Both variants have the same parameters, including the key convolution. They differ only in the keys that a query sees.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ class MoBASettings(Settings):
     """Sizes of the model with MoBA.
 
     Attributes:
-        top_k: blocks that a query sees, its own included.
-        key_taps: tokens that the convolution of keys looks at.
+        top_k: blocks that a query attends to, its own included.
+        key_taps: number of tokens that the key convolution reads.
     """
 
     top_k: int = 4
@@ -38,18 +38,18 @@ class MoBASettings(Settings):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a sequence."""
+        """The number of blocks of a sequence."""
         return -(-self.sequence_length // self.block_size)
 
 
 class Attend(Protocol):
-    """Causal attention of query, key and value [B, T, N, H]."""
+    """A causal attention function of query, key and value [B, T, N, H]."""
 
     def __call__(self, query: Array, key: Array, value: Array, /) -> Array: ...
 
 
 def routed_attention(settings: MoBASettings, implementation: Implementation, *, top_k: int | None = None) -> Attend:
-    """MoBA, with another `top_k` than the settings' if one is given."""
+    """Return MoBA as an attention function; `top_k` overrides the settings."""
     return functools.partial(
         moba_attention,
         block_size=settings.block_size,
@@ -59,12 +59,12 @@ def routed_attention(settings: MoBASettings, implementation: Implementation, *, 
 
 
 def dense_attention(query: Array, key: Array, value: Array) -> Array:
-    """Causal attention to all tokens, by JAX."""
+    """Compute causal attention to all tokens with JAX."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 class Projected(NamedTuple):
-    """What an attention layer attends with, [B, T, N, H] each."""
+    """The operands of an attention layer, [B, T, N, H] each."""
 
     query: Array
     key: Array
@@ -72,7 +72,7 @@ class Projected(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Projection, convolution of the keys, rotary embedding, attention, output projection."""
+    """Attention layer: projection, key convolution, rotary embedding, attention and output projection."""
 
     def __init__(self, settings: MoBASettings, attend: Attend, *, rngs: nnx.Rngs) -> None:
         dtype = jnp.dtype(settings.dtype)
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
         self.attend = attend
 
     def operands(self, inputs: Float[Array, "B T width"]) -> Projected:
-        """Query, convolved key and value."""
+        """Return query and convolved key, both rotated, and value."""
         query, key, value = jnp.moveaxis(self.project(inputs), 2, 0)
         key = key_convolution(key, self.key_weights[...])
         tables = position_tables(self.settings)
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward, both residual."""
+    """Residual layer: attention and feed-forward."""
 
     def __init__(self, settings: MoBASettings, attend: Attend, *, rngs: nnx.Rngs) -> None:
         width, dtype = settings.width, jnp.dtype(settings.dtype)
@@ -129,7 +129,7 @@ class MoBALanguageModel(nnx.Module):
         return self.head(self.norm(hidden)).astype(jnp.float32)
 
     def operands(self, tokens: Int[Array, "B T"]) -> list[Projected]:
-        """What each layer attends with."""
+        """Return the operands of each layer's attention."""
         hidden, found = self.embedding(tokens), []
         for layer in self.layers:
             found.append(layer.attention.operands(layer.attention_norm(hidden)))
@@ -138,21 +138,21 @@ class MoBALanguageModel(nnx.Module):
 
 
 def count_parameters(model: nnx.Module) -> int:
-    """Numbers that are trained."""
+    """Return the number of trainable parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerStatistics:
-    """How one layer routes, averaged over heads, sequences, and the queries that have a choice.
+    """Routing statistics of one layer, averaged over heads, sequences and the queries that have a choice.
 
     Attributes:
-        own_weight: share of the attention weight that lies on the query's own block.
-        own_keys: share of the seen keys that the own block has: what `own_weight` would be of equal weights.
-        distance: blocks between a query's own and a chosen one, 1 for the one before.
-        blind_distance: the same of blocks chosen blindly.
-        distinct: of each head, different blocks chosen by the queries of a sequence's last block.
-        available: how many there are to choose from.
+        own_weight: share of the attention weight on the query's own block.
+        own_keys: the own block's share of the visible keys, which equals `own_weight` under equal weights.
+        distance: distance in blocks from a query's own block to a chosen one; 1 is the preceding block.
+        blind_distance: `distance` for blocks chosen at random.
+        distinct: number of different blocks that the queries of a sequence's last block choose, per head.
+        available: number of blocks that these queries can choose from.
     """
 
     own_weight: float
@@ -166,13 +166,13 @@ class LayerStatistics:
 def routing_statistics(
     model: MoBALanguageModel, tokens: Int[Array, "B T"], settings: MoBASettings, implementation: Implementation
 ) -> list[LayerStatistics]:
-    """How each layer of a model routes on a batch."""
+    """Return the routing statistics of each layer on a batch."""
     operands = nnx.jit(lambda model, tokens: model.operands(tokens))(model, tokens)
     options = {"block_size": settings.block_size, "implementation": implementation}
     statistics = []
     for query, key, value in operands:
         routing = moba_routing(query, key, top_k=settings.top_k, **options)
-        # exp of the difference of two log-sum-exps: of the own block alone, and of all blocks that are seen.
+        # The own block's weight is exp of the difference of two log-sum-exps: own block alone minus all visible blocks.
         log_sums = (
             moba_attention(query, key, value, top_k=top_k, return_residual=True, **options)[1]
             for top_k in (1, settings.top_k)
@@ -183,11 +183,11 @@ def routing_statistics(
 
 
 def _statistics(routing: Routing, own_weight: np.ndarray, settings: MoBASettings) -> LayerStatistics:
-    """Statistics of a routing [B, T, N, k] and of the weights on own blocks [B, T, N]."""
+    """Compute statistics from a routing [B, T, N, k] and the weights of own blocks [B, T, N]."""
     chosen = np.asarray(routing.indices)[..., 1:]
     position = np.arange(chosen.shape[1])
     own = position // settings.block_size
-    # Queries with no more past blocks than they may choose see all of them, whatever the scores.
+    # Queries with at most top_k - 1 past blocks attend to all of them, whatever the scores.
     has_choice = own > settings.top_k - 1
     if not has_choice.any():
         raise ValueError(
@@ -217,7 +217,7 @@ def _statistics(routing: Routing, own_weight: np.ndarray, settings: MoBASettings
 def routing_shares(
     model: MoBALanguageModel, tokens: Int[Array, "1 T"], settings: MoBASettings, implementation: Implementation
 ) -> list[np.ndarray]:
-    """Of the queries of each block, the share that sees each block, per layer, float64 [N, blocks, blocks]."""
+    """Return, for each layer, the share of each block's queries that see each block: float64 [N, blocks, blocks]."""
     operands = nnx.jit(lambda model, tokens: model.operands(tokens))(model, tokens)
     options = {"block_size": settings.block_size, "implementation": implementation}
     shares = []

@@ -1,6 +1,6 @@
-"""Rows that `demo --csv` writes: losses of training, and routing of a trained model.
+"""The rows that `demo --csv` writes: training losses, and the routing of a trained model.
 
-Unlike times, these depend on no GPU: a CPU writes them.
+Unlike timings, these do not depend on a GPU and can be produced on a CPU.
 """
 
 import csv
@@ -17,9 +17,9 @@ class LossRow:
     """Training loss of one step of one model of a demo.
 
     Attributes:
-        demo: which demo, the name of its attention: "block_diagonal" or "moba".
-        attention: what the model attends with.
-        step: from 1.
+        demo: the demo, named by its attention: "block_diagonal" or "moba".
+        attention: the attention function of the model.
+        step: step number, starting from 1.
         loss: mean of the step's batch before its update, nats per byte.
     """
 
@@ -34,13 +34,13 @@ class LossRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRow:
-    """How often the queries of one block see the keys of another, in one held-out sequence of `demo --attention moba`.
+    """How often the queries of a block choose a key block, in one held-out sequence of `demo --attention moba`.
 
     Attributes:
-        layer, head: of the trained model.
-        query_block, key_block: indices of both blocks; there are rows for past blocks and the own one alone.
+        layer, head: indices within the trained model.
+        query_block, key_block: indices of both blocks; there are rows only for past key blocks and a query's own.
         block_size, top_k: keys of a block, and blocks of a query, its own included.
-        share: of the queries of the block, how many chose those keys; 1 of the own block.
+        share: fraction of the block's queries that chose the key block; 1 for the own block.
     """
 
     layer: int
@@ -56,12 +56,12 @@ class RoutingRow:
 
 
 def where_of(device: jax.Device) -> dict[str, str]:
-    """Return the columns that say where a row was made: device, version of JAX, date."""
+    """Return the columns that record a row's origin: device, JAX version, date."""
     return {"device": device.device_kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
 
 
 def write_table(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Write rows as a CSV file with a header, numbers with six significant digits; folders are made."""
+    """Write rows as a CSV file with a header and floats with six significant digits; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(columns), lineterminator="\n")
@@ -71,7 +71,7 @@ def write_table(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, 
 
 
 def read_table(path: Path, columns: Iterable[str]) -> list[dict[str, str]]:
-    """Read the rows of a file that `write_table` wrote, cells as text.
+    """Read the rows of a file written by `write_table`, with cells as text.
 
     Raises:
         ValueError: the file has other columns.

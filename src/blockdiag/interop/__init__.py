@@ -1,4 +1,4 @@
-"""Doors between launch plans and the frameworks that run them, and adapters for libraries around JAX.
+"""Bridges between launch plans and the frameworks that run them, and adapters for libraries around JAX.
 
 Names are resolved on first use: importing this package imports neither triton nor torch.
 """

@@ -1,18 +1,18 @@
-"""When device memory that torch and JAX share may go back to its allocator.
+"""Lifetimes of device memory that torch and JAX share.
 
-Both frameworks hand memory back on the host, as soon as the last reference is gone, while the device may still be
-working on it. Each allocator gives such memory only to work that is ordered behind its own streams, which says nothing
-about the other framework's streams, and DLPack has no event for "no longer used". So this file keeps the owner:
+Both frameworks free memory on the host as soon as the last reference is gone, while the device may still be using it.
+Each allocator reuses freed memory only for work ordered behind its own streams. It knows nothing of the other
+framework's streams, and DLPack has no event for "no longer used". So this module keeps the owner alive:
 
-- JAX's memory that torch reads (`lend`): when the last tensor on it is gone, an event is recorded on the stream that
-  imported it and on the current one, and JAX's array is kept until the events have passed.
-- torch's memory that JAX reads (`borrow`): when JAX has released its array, the storage is kept until a small JAX
-  computation that was started afterwards is ready. XLA runs the computations of one GPU in order, on one stream, so all
-  earlier readers are through by then. One such fence serves many tensors, and little memory does not ask for one.
+- JAX memory that torch reads (`lend`): when the last tensor on it is gone, an event is recorded on the stream that
+  imported it and on the current stream. The JAX array is kept until these events have completed.
+- Torch memory that JAX reads (`borrow`): when JAX has released its array, the storage is kept until a small JAX
+  computation that was started afterwards is ready. XLA runs the computations of one GPU in order on one stream, so all
+  earlier readers have finished by then. One such fence serves many tensors, and small amounts of memory start none.
 
-Nothing here waits. What has passed is released at the next crossing, or by `settle(force=True)`. Host memory needs none
-of this: torch's own operations on the CPU are finished when they return, and XLA's CPU client keeps its arguments until
-it has read them.
+Nothing here waits. Owners whose events have completed are released at the next crossing or by `settle(force=True)`.
+Host memory needs none of this: torch's CPU operations are finished when they return, and XLA's CPU client keeps its
+arguments until it has read them.
 """
 
 import collections
@@ -30,16 +30,16 @@ import torch
 
 from blockdiag.interop import private_torch
 
-# Dropped storages are held without a fence up to this many bytes and this many storages on each device: a fence costs
-# about as much host time as any other small JAX computation.
+# Limits per device below which dropped storages are held without starting a fence. A fence costs about as much host
+# time as any other small JAX computation.
 UNFENCED_BYTES = 1 << 20
 UNFENCED_STORAGES = 32
 
 
 class Limbo:
-    """Owners of memory that a device may still be using, each with a test that tells when it no longer does.
+    """Queues of memory owners, each with a predicate that becomes true when the device no longer uses the memory.
 
-    Owners of one lane pass in the order in which they came, so only the first of each lane is asked.
+    The predicates of one lane become true in insertion order, so only the first owner of each lane is tested.
     """
 
     def __init__(self) -> None:
@@ -52,12 +52,12 @@ class Limbo:
     def keep(
         self, lane: Hashable, owner: object, passed: Callable[[], bool], after: Callable[[], None] = lambda: None
     ) -> None:
-        """Keeps `owner` until `passed()`, then calls `after()`. Takes no lock: finalizers call this at any time."""
+        """Keep `owner` until `passed()` is true, then call `after()`. Finalizers call this, so it takes no lock."""
         self._lanes.setdefault(lane, collections.deque()).append((owner, passed, after))
 
     def release(self) -> None:
-        """Drops the owners that the device has passed."""
-        # Whoever finds the lock taken leaves the work to its holder. A finalizer that runs in here only appends.
+        """Drop the owners whose memory the device no longer uses."""
+        # A thread that finds the lock taken leaves the work to its holder. A finalizer that runs in here only appends.
         if not self._releasing.acquire(blocking=False):
             return
         try:
@@ -69,7 +69,7 @@ class Limbo:
 
 
 class _Watch(weakref.ref):
-    """Calls `release(*payload)` when what it refers to is gone."""
+    """Weak reference that calls `release(*payload)` when its target is gone."""
 
     __slots__ = ("payload", "process", "release")
 
@@ -82,7 +82,7 @@ _watches: dict[int, _Watch] = {}
 
 
 def watch(target: object, release: Callable[..., None], *payload: Any) -> None:
-    """Calls `release(*payload)` once `target` is gone; the payload lives at least until then."""
+    """Call `release(*payload)` once `target` is gone; the payload lives at least until then."""
     entry = _Watch(target, _gone)
     entry.release, entry.payload, entry.process = release, payload, os.getpid()
     _watches[id(entry)] = entry
@@ -90,7 +90,7 @@ def watch(target: object, release: Callable[..., None], *payload: Any) -> None:
 
 def _gone(entry: _Watch) -> None:
     _watches.pop(id(entry), None)
-    # CUDA may be gone while the interpreter ends, and is never usable in a forked child.
+    # CUDA may already be shut down while the interpreter exits, and it is never usable in a forked child.
     if not sys.is_finalizing() and entry.process == os.getpid():
         entry.release(*entry.payload)
 
@@ -104,16 +104,16 @@ _dropped: collections.defaultdict[int, collections.deque[torch.UntypedStorage]] 
 
 
 def lend(tensor: torch.Tensor, array: jax.Array, stream: torch.cuda.Stream) -> None:
-    """Keeps JAX's `array` behind the CUDA `tensor` that was imported on `stream` until torch has read it.
+    """Keep the JAX `array` behind the CUDA `tensor`, imported on `stream`, until torch has read it.
 
-    It is the storage that is watched, so views may outlive the tensor.
+    The tensor's storage is watched, so views may outlive the tensor.
     """
     watch(tensor.untyped_storage(), _returned, array, stream)
 
 
 def _returned(array: jax.Array, stream: torch.cuda.Stream) -> None:
     if torch.cuda.is_current_stream_capturing():
-        # An event recorded now would become part of the graph and could not be asked.
+        # An event recorded now would become part of the graph and could not be queried.
         _unmarked.append((array, stream))
         return
     current = current_stream(stream.device.index)
@@ -124,7 +124,7 @@ def _returned(array: jax.Array, stream: torch.cuda.Stream) -> None:
 
 
 class _Mark:
-    """A point on some streams of one device. Its events are used again, since making one takes the longest."""
+    """A point in time on several streams of one device. Events are reused, since creating them dominates the cost."""
 
     _free: ClassVar[collections.defaultdict[int, list[torch.cuda.Event]]] = collections.defaultdict(list)
 
@@ -134,7 +134,7 @@ class _Mark:
         for stream in streams:
             try:
                 event = self._pool.pop()
-            except IndexError:  # asking first would race with other threads
+            except IndexError:  # testing for emptiness first would race with other threads
                 event = torch.cuda.Event()
             event.record(stream)
             self._events.append(event)
@@ -150,7 +150,7 @@ _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def current_stream(device_index: int) -> torch.cuda.Stream:
-    """torch's current stream of a device. Asks for its handle only: the object takes longer to make."""
+    """Return torch's current stream of a device. Stream objects are cached by handle, as they are slow to create."""
     handle = private_torch.current_stream_handle(device_index)
     stream = _streams.get((device_index, handle))
     if stream is None:
@@ -159,7 +159,7 @@ def current_stream(device_index: int) -> torch.cuda.Stream:
 
 
 class same_device:
-    """Leaves torch's current device as it was: JAX leaves a thread on the GPU that it used last."""
+    """Context manager that restores torch's current device, which JAX leaves at the GPU that it used last."""
 
     __slots__ = ("_device",)
 
@@ -173,17 +173,17 @@ class same_device:
 
 
 def borrow(alias: torch.Tensor, device_index: int) -> None:
-    """Keeps torch's storage behind `alias`, a tensor of which only JAX will hold a reference, until JAX has read it."""
+    """Keep the torch storage behind `alias`, a tensor that only JAX will reference, until JAX has read it."""
     watch(alias, _dropped[device_index].append, alias.untyped_storage())
 
 
 def settle(*, force: bool = False) -> None:
-    """Releases what the devices have passed, and starts fences where enough memory waits for one.
+    """Release the owners that devices no longer use, and start fences where enough memory waits for one.
 
     Args:
         force: start a fence for any memory that waits for one.
     """
-    # Whoever finds the lock taken leaves the work to its holder.
+    # A thread that finds the lock taken leaves the work to its holder.
     if not _settling.acquire(blocking=False):
         return
     try:
@@ -191,7 +191,7 @@ def settle(*, force: bool = False) -> None:
             _returned(*_unmarked.popleft())
         for device_index, storages in list(_dropped.items()):
             if storages and (force or _is_much(storages)):
-                # Only what was dropped before the fence starts is behind it.
+                # The fence covers only storages that were dropped before it starts.
                 batch = [storages.popleft() for _ in range(len(storages))]
                 limbo.keep(("fence", device_index), batch, _start_fence(device_index).is_ready)
         limbo.release()
@@ -210,7 +210,7 @@ def _start_fence(device_index: int) -> Any:
 
 @functools.cache
 def _fence(device_index: int) -> tuple[Any, Any]:
-    # Compiled ahead of time, since a plain jitted call would be staged into the caller's program under a trace.
+    # Compiled ahead of time: under a trace, a plain jitted call would be staged into the caller's program.
     with jax.ensure_compile_time_eval():
         token = jax.device_put(np.zeros((), np.int32), cuda_device(device_index))
         return jax.jit(lambda x: x + 1).lower(token).compile(), token
@@ -218,7 +218,7 @@ def _fence(device_index: int) -> tuple[Any, Any]:
 
 @functools.cache
 def cuda_device(device_index: int) -> jax.Device:
-    """JAX's device that is torch's `cuda:device_index`.
+    """Return the JAX device that is torch's `cuda:device_index`.
 
     Raises:
         ValueError: when JAX has no such device.

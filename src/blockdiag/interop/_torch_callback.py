@@ -182,18 +182,18 @@ class _Callback:
 
 
 def _tensors(arrays: Any, device: torch.device) -> list[torch.Tensor]:
-    """Copies of what a callback was given, which are JAX's read-only arrays."""
+    """Copy a callback's arguments, which are read-only JAX arrays, into tensors on `device`."""
     tensors = []
     for array in arrays:
         copy = np.array(array, copy=True, order="C")
-        # numpy has no dtypes of its own for bfloat16 and float8, so torch takes them as bytes.
+        # numpy has no dtypes of its own for bfloat16 and float8, so torch receives them as bytes.
         flat = torch.from_numpy(copy.reshape(-1).view(np.uint8))
         tensors.append(flat.view(dlpack.TENSOR_DTYPES[copy.dtype]).reshape(copy.shape).to(device))
     return tensors
 
 
 def _checked(tensor: torch.Tensor, expected: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The tensor as a numpy array, where it is what was announced to JAX."""
+    """Return the tensor as a numpy array, after checking it against the shape and dtype announced to JAX."""
     if tuple(tensor.shape) != tuple(expected.shape) or dlpack.DTYPES[tensor.dtype] != expected.dtype:
         raise ValueError(
             f"the torch function returned {tensor.dtype}{list(tensor.shape)}, announced was "

@@ -1,9 +1,9 @@
-"""Torch inside of JAX functions: what is of torch in the line that failed, and what to write in its place.
+"""Error messages for torch objects used inside JAX functions: the offending name, its line and the remedy.
 
-A function that JAX traces fails in many ways where it meets a torch tensor, dtype or function, or where it asks an
-array for a method of tensors: a TypeError of either library, an AttributeError, "Can't call numpy()". None of them says
-that the function runs in JAX. The failing expression does: the traceback knows where it begins and ends, and its names
-have values.
+A traced JAX function that uses a torch tensor, dtype or function fails in many ways, and so does one that calls a
+tensor method on an array: a TypeError of either library, an AttributeError, "Can't call numpy()". None of these
+messages says that the function runs in JAX. This module finds the cause in the failing expression instead: the
+traceback holds its start and end, and the frame holds the values of its names.
 """
 
 import ast
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import torch
 
-# What operations of JAX, numpy and torch raise for arguments of another library.
+# Errors that operations of JAX, numpy and torch raise for arguments of another library.
 _ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 _LIBRARIES = {"blockdiag", "jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "torch", *sys.stdlib_module_names}
@@ -26,14 +26,14 @@ _KEYWORDS = {"dim": "axis", "keepdim": "keepdims"}
 
 
 def explaining(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same JAX function, whose errors name what is of torch where it fails, and the remedy."""
+    """Wrap a JAX function so that its errors name the torch object that caused them, and the remedy."""
 
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except NotImplementedError:
-            # What is refused says why.
+            # Refusals of unsupported calls already say why.
             raise
         except _ERRORS as error:
             message = _explanation(error)
@@ -45,7 +45,7 @@ def explaining(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _explanation(error: Exception) -> str | None:
-    """What is of torch in the expression that raised an error, and what to write; None where nothing is."""
+    """Return a message that names the torch object in the failing expression and the remedy, or None if none is."""
     traceback = _last_of_user(error)
     if traceback is None:
         return None
@@ -74,7 +74,7 @@ def _explanation(error: Exception) -> str | None:
             "it with jax.numpy in the place of numpy"
         )
     for node in ast.walk(expression):
-        # Names of torch's own: no function of jax.numpy takes one.
+        # Keyword names that torch uses and no function of jax.numpy takes.
         if isinstance(node, ast.keyword) and node.arg in _KEYWORDS and f"argument '{node.arg}'" in str(error):
             return (
                 f"`{node.arg}=` {place} is torch's name of an argument, and the function runs in JAX; write "
@@ -84,7 +84,7 @@ def _explanation(error: Exception) -> str | None:
 
 
 def _last_of_user(error: Exception) -> types.TracebackType | None:
-    """The last entry of the traceback that is in no library: the line that a person wrote."""
+    """Return the last traceback entry outside the libraries, which is the user's own line."""
     found, entry = None, error.__traceback__
     while entry is not None:
         if entry.tb_frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
@@ -94,7 +94,7 @@ def _last_of_user(error: Exception) -> types.TracebackType | None:
 
 
 def _failing_expression(traceback: types.TracebackType) -> ast.expr | None:
-    """The expression that was being evaluated; None where there is no source of it."""
+    """Return the expression that was being evaluated, or None if its source is not available."""
     frame = traceback.tb_frame
     positions = list(frame.f_code.co_positions())[traceback.tb_lasti // 2]
     if None in positions:
@@ -114,7 +114,7 @@ def _failing_expression(traceback: types.TracebackType) -> ast.expr | None:
 
 
 def _values(node: ast.AST, frame: types.FrameType) -> Iterator[tuple[str, Any, int]]:
-    """The names in an expression, attributes included, that have a value, with the value and the line within it."""
+    """Yield each name in an expression, attributes included, with its value and its line within the expression."""
     if isinstance(node, ast.Name | ast.Attribute):
         names = ast.unparse(node).split(".")
         known = frame.f_globals | frame.f_locals
@@ -123,7 +123,7 @@ def _values(node: ast.AST, frame: types.FrameType) -> Iterator[tuple[str, Any, i
             try:
                 for count, name in enumerate(names[1:], 1):
                     if isinstance(value, torch.Tensor):
-                        # An attribute or a method of a tensor.
+                        # The rest is an attribute or a method of the tensor, so the tensor itself is reported.
                         yield ".".join(names[:count]), value, node.lineno
                         return
                     value = getattr(value, name)
@@ -142,7 +142,7 @@ def _root(node: ast.AST) -> ast.AST:
 
 
 def _reason(name: str, value: Any, place: str) -> str | None:
-    """Why a value cannot be in a JAX function, and the remedy; None where it may."""
+    """Return why a value cannot be used in a JAX function and the remedy, or None if it can."""
     parts = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else (value,)
     tensor = next((part for part in parts if isinstance(part, torch.Tensor)), None)
     if tensor is not None:

@@ -1,6 +1,6 @@
-"""The two jitted programs of one call of `wrap_jax`, and their way through torch's autograd.
+"""The two jitted programs behind a function wrapped by `wrap_jax`, and their integration into torch's autograd.
 
-One program runs forward and saves the residuals of `jax.vjp`; the other turns cotangents into gradients.
+The forward program saves the residuals of `jax.vjp`. The backward program turns cotangents into gradients.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ from blockdiag.interop._lifetimes import same_device
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _TraceNumber:
-    """Rides along in the result of a jitted function to tell which of its traces it belongs to."""
+    """Static pytree node in a jitted function's result that identifies the trace which produced it."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Trace:
-    """What one trace of the forward function found out.
+    """Results of tracing the forward function once.
 
     Attributes:
-        structure: of what `fn` returned.
-        floating: which of the output leaves carry a gradient.
-        residuals: for each residual of the pull-back, the list that it is found in (operands, outputs, saved or
-            constants) and its place there.
-        pullback: structure of the pull-back, whose leaves are the residuals.
+        structure: tree structure of the value that `fn` returned.
+        floating: for each output leaf, True if it carries a gradient.
+        residuals: for each residual of the pull-back, the list that holds it (operands, outputs, saved or constants)
+            and its index in that list.
+        pullback: tree structure of the pull-back, whose leaves are the residuals.
         constants: residuals that do not depend on the operands.
         outputs: shape and dtype of each output that carries a gradient.
     """
@@ -48,12 +48,12 @@ class _Trace:
 
     @functools.cached_property
     def from_operands(self) -> tuple[int, ...]:
-        """Which operands the pull-back needs."""
+        """Indices of the operands that the pull-back needs."""
         return tuple(sorted({index for source, index in self.residuals if source == "operands"}))
 
     @functools.cached_property
     def from_outputs(self) -> tuple[int, ...]:
-        """Which outputs the pull-back needs."""
+        """Indices of the outputs that the pull-back needs."""
         return tuple(sorted({index for source, index in self.residuals if source == "outputs"}))
 
 
@@ -82,7 +82,8 @@ class Program:
         self._others = [position for position, x in enumerate(operands) if not isinstance(x, torch.Tensor)]
         self._traces: list[_Trace] = []
         self._backwards: dict[Any, Callable[..., Any]] = {}
-        # All operands are waited for, so that one of them can carry the event that orders all (see dlpack.share).
+        # keep_unused makes the program wait for all operands, so one of them can carry the event that orders them all
+        # (see dlpack.share).
         function = self._forward_with_residuals if self._differentiated else self._forward_only
         self._forward = jax.jit(function, keep_unused=True)
         for operand in operands:
@@ -93,7 +94,7 @@ class Program:
             call = _Call(self)
             outputs = _WithGradient.apply(call, *operands)
             return jax.tree_util.tree_unflatten(call.trace.structure, outputs)
-        # Kept until the outputs are received: from then on the current stream waits for whoever reads them.
+        # Inputs are kept until the outputs are received: from then on the current stream waits for all their readers.
         inputs = self.arrays(operands)
         arrays, number = self._forward(*inputs)
         outputs = jax.tree_util.tree_unflatten(self._traces[number.number].structure, dlpack.receive(arrays))
@@ -101,7 +102,7 @@ class Program:
         return outputs
 
     def arrays(self, operands: Sequence[Any]) -> list[jax.Array]:
-        """The operands as JAX arrays: tensors share memory, or are copied where that is impossible."""
+        """Return the operands as JAX arrays. Tensors share memory if possible and are copied otherwise."""
         if not self._others:
             return dlpack.share(map(_shareable, operands), for_one_program=True)
         tensors = (_shareable(x) for x in operands if isinstance(x, torch.Tensor))
@@ -113,7 +114,7 @@ class Program:
         ]
 
     def _evaluate(self, operands: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Leaves and structure of what the function returns for traced operands."""
+        """Evaluate the function on traced operands and return the leaves and structure of its result."""
         leaves = list(self._leaves)
         for place, operand in zip(self._places, operands, strict=True):
             leaves[place] = operand
@@ -127,7 +128,7 @@ class Program:
         return jax.tree_util.tree_flatten(self._fn(*args, **kwargs))
 
     def _remember(self, trace: _Trace) -> _TraceNumber:
-        # Appending is atomic, and traces in other threads may come in between.
+        # Appending is atomic, but other threads may append their traces in between: the index is searched for.
         self._traces.append(trace)
         return _TraceNumber(next(i for i in reversed(range(len(self._traces))) if self._traces[i] is trace))
 
@@ -178,7 +179,7 @@ class Program:
         return results, saved, self._remember(trace)
 
     def run_forward(self, operands: Sequence[Any]) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], _Trace]:
-        """Arrays of the operands, the outputs, the residuals that are neither, and the trace they belong to."""
+        """Run the forward program; return operand arrays, outputs, the other saved residuals and their trace."""
         arrays = self.arrays(operands)
         outputs, saved, number = self._forward(*arrays)
         return arrays, outputs, saved, self._traces[number.number]
@@ -191,14 +192,17 @@ class Program:
         cotangents: Sequence[torch.Tensor | None],
         needed: Sequence[bool],
     ) -> list[torch.Tensor | None]:
-        """The gradient of each operand that is needed, None for the others; `residuals_of` takes the kept as arrays."""
+        """Return the gradient of each needed operand and None for the others.
+
+        `residuals_of` maps the kept tensors, converted to JAX arrays, to the residuals of the pull-back.
+        """
         wanted = tuple(position for position in self._differentiated if needed[position])
         given = [x for x, is_floating in zip(cotangents, trace.floating, strict=True) if is_floating]
         missing = tuple(x is None for x in given)
         gradients: list[torch.Tensor | None] = [None] * len(needed)
         if not wanted or all(missing):
             return gradients
-        # The trace itself is part of the key: it lives as long as the program.
+        # The id is a valid key because the trace lives as long as the program.
         key = id(trace), missing, wanted
         backward = self._backwards.get(key)
         if backward is None:
@@ -236,15 +240,17 @@ def check_operand(operand: Any) -> None:
 
 
 def _shareable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a dense copy where JAX cannot share its memory."""
+    """Return the tensor, or a dense copy if JAX cannot share its memory."""
     if type(tensor) not in dlpack.PLAIN_TYPES or tensor.layout is not torch.strided:
         dlpack.check_tensor(tensor)
     return tensor if dlpack.why_not_shared(tensor) is None else dlpack.dense_copy(tensor)
 
 
 def _distinct(outputs: Sequence[Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Outputs of which none is an operand, a constant or another output: jit may return the buffer of that, and a
-    write to one tensor would change the other."""
+    """Return the outputs with copies of those that are operands, constants or repeated outputs.
+
+    For these, jit may return an existing buffer, and a write to one tensor would change the other.
+    """
     distinct: list[jax.Array] = []
     for output in outputs:
         is_new = isinstance(output, jax.core.Tracer) and all(output is not other for other in (*operands, *distinct))
@@ -271,7 +277,7 @@ def _pull_back(
     residuals: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Gradients of the chosen operands. Cotangents that are missing are zeros, which XLA need not write to memory."""
+    """Return the gradients of the chosen operands. Missing cotangents are zeros that XLA need not materialise."""
     pullback = jax.tree_util.tree_unflatten(trace.pullback, residuals)
     given = iter(cotangents)
     every = [
@@ -279,17 +285,17 @@ def _pull_back(
         for output, is_missing in zip(trace.outputs, missing, strict=True)
     ]
     gradients = pullback(every)
-    # Two gradients may be one array, or a cotangent: tensors of their own all the same.
+    # Two gradients may be the same array, or a cotangent itself, but each tensor needs memory of its own.
     return _distinct([_conjugate(gradients[index]) for index in chosen], cotangents)
 
 
 def _conjugate(x: jax.Array) -> jax.Array:
-    """From torch's convention for complex gradients to JAX's, and back."""
+    """Convert a complex gradient between torch's convention and JAX's, which are conjugates of each other."""
     return jnp.conj(x) if jnp.iscomplexobj(x) else x
 
 
 class _Call:
-    """One call on its way through autograd."""
+    """Holder that passes a program into `_WithGradient` and the trace of its forward run back out."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -297,14 +303,14 @@ class _Call:
 
 
 class _WithGradient(torch.autograd.Function):
-    """The forward program, and the backward program as its gradient."""
+    """Autograd function that runs the forward program, with the backward program as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *operands: Any) -> tuple[torch.Tensor, ...]:
         arrays, outputs, saved, trace = call.program.run_forward(operands)
         tensors = tuple(dlpack.receive(outputs))
         call.trace = trace
-        # Arrays among the operands are no tensors to save, and nobody writes to them.
+        # Operands that are not tensors are kept as arrays: autograd saves only tensors, and arrays are immutable.
         others = {i: arrays[i] for i in trace.from_operands if not isinstance(operands[i], torch.Tensor)}
         ctx.program, ctx.trace, ctx.others = call.program, trace, others
         ctx.operands = [i for i in trace.from_operands if i not in others]
@@ -323,7 +329,7 @@ class _WithGradient(torch.autograd.Function):
         kept = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return None, *_backward(ctx, kept, cotangents)
-        # With create_graph=True: nothing is wrong until somebody differentiates the gradients.
+        # With create_graph=True, the error is deferred until the gradients themselves are differentiated.
         with torch.no_grad():
             gradients = _backward(ctx, kept, cotangents)
         leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
@@ -333,7 +339,7 @@ class _WithGradient(torch.autograd.Function):
 def _backward(
     ctx: Any, kept: tuple[torch.Tensor, ...], cotangents: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Gradients of the operands, None for those that are not asked for."""
+    """Return the gradients of the operands, None for those not requested."""
     dlpack.refuse_several(cotangents)
     trace: _Trace = ctx.trace
     saved: list[jax.Array] = []
@@ -356,10 +362,10 @@ def _backward(
 
 
 def _carrier(saved: list[jax.Array]) -> torch.Tensor:
-    """An empty tensor whose storage holds JAX arrays.
+    """Return an empty tensor whose storage holds JAX arrays.
 
-    Saved as a tensor, they live exactly as long as autograd keeps saved tensors: a backward pass that does not retain
-    the graph frees them, and so does activation checkpointing.
+    Saving this tensor ties the arrays' lifetime to autograd's saved tensors: a backward pass that does not retain the
+    graph frees them, and so does activation checkpointing.
     """
     carrier = torch.empty(0)
     storage: Any = carrier.untyped_storage()
@@ -378,7 +384,7 @@ def _carried(carrier: torch.Tensor) -> list[jax.Array]:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Gradients as they are; differentiating them is an error."""
+    """Identity function on gradients whose differentiation is an error."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -394,6 +400,6 @@ class _NotDifferentiable(torch.autograd.Function):
 
 def _not_differentiable(gradients: list[torch.Tensor | None], sources: list[torch.Tensor]) -> list[torch.Tensor | None]:
     given = [x for x in gradients if x is not None]
-    # The empty tensor makes the gradients require grad in any case, so that nobody takes them for constants.
+    # The empty tensor makes the gradients always require grad, so that autograd never treats them as constants.
     guarded = iter(_NotDifferentiable.apply(len(given), *given, *sources, torch.empty(0, requires_grad=True)))
     return [None if x is None else next(guarded) for x in gradients]

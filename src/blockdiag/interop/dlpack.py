@@ -1,24 +1,24 @@
-"""Tensors of PyTorch as arrays of JAX and back, without a copy.
+"""Conversion between PyTorch tensors and JAX arrays without a copy.
 
 Both directions share memory: `to_jax` and `to_torch` return another view of the same bytes. On a GPU the two frameworks
-work on streams of their own. Each crossing orders them by an event: JAX's readers start after what was queued on the
-current stream of torch, and that stream waits for the computation that makes the JAX array. The host never waits for a
-GPU. On the CPU torch's operations are finished when they return, and `to_torch` waits for JAX's.
+use separate streams, and each crossing orders them with an event. JAX's readers start after the work queued on torch's
+current stream. That stream in turn waits for the computation that produces a JAX array. The host never waits for a GPU.
+On the CPU torch's operations are finished when they return, and `to_torch` waits for JAX's.
 
-Lifetimes on a GPU. Neither framework waits, before it reuses memory, for readers on streams it does not know:
+Lifetimes on a GPU. Before reusing memory, neither framework waits for readers on streams that it does not know:
 
-- `to_torch`: the array is kept after its last tensor is gone, until the stream it was imported on and the one current
-  at that moment have passed that point. A tensor also read on further streams follows torch's usual rule for memory of
-  another stream: the import stream has to wait for them before the tensor is dropped.
-- `to_jax`: the storage is kept after JAX has released its array, until JAX's computations up to then have run.
+- `to_torch`: when the last tensor is gone, the array is kept until the import stream and the stream current at that
+  moment have passed that point. A tensor that is also read on other streams follows torch's usual rule: the import
+  stream has to wait for them before the tensor is dropped.
+- `to_jax`: when JAX has released its array, the storage is kept until all JAX computations started by then have run.
 
-What is kept is released by later crossings, or by `release_finished`. On the CPU nothing is kept.
+Kept memory is released by later crossings or by `release_finished`. On the CPU nothing is kept.
 
-Writes. JAX takes its arrays to be immutable. A torch write into shared memory is seen by the JAX array, also through
-`to_torch`, and is not ordered after JAX computations that still read: import one of their results first (or wait with
-`jax.block_until_ready`), and do not read the JAX array again.
+Writes. JAX assumes that its arrays are immutable. A torch write into shared memory, also through `to_torch`, changes
+the JAX array. It is not ordered after JAX computations that still read the memory: import one of their results first,
+or wait with `jax.block_until_ready`, and do not read the JAX array again.
 
-JAX does not survive a fork: a child forked after a first crossing is refused here, where JAX would wait forever.
+JAX does not survive a fork: a child forked after the first crossing gets an error here, where JAX would wait forever.
 """
 
 import functools
@@ -44,7 +44,7 @@ _SHARED_DTYPES = """
     float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
 """
 
-# Same bits, same meaning, and DLPack has a name for it in both frameworks.
+# Dtypes with the same bits and meaning in both frameworks, and a DLPack name in both.
 DTYPES: dict[torch.dtype, np.dtype] = {
     getattr(torch, name): np.dtype(getattr(jnp, "bool_" if name == "bool" else name)) for name in _SHARED_DTYPES.split()
 }
@@ -56,7 +56,8 @@ _NARROWED = {
     torch.uint64: "uint32",
 }
 
-# What XLA requires of the start of a buffer: its CPU client checks this, its GPU code generator relies on it unchecked.
+# Alignment in bytes that XLA requires of a buffer. Its CPU client checks it; its GPU code generator relies on it
+# without a check.
 _ALIGNMENT = {"cpu": 64, "cuda": 16}
 
 _CPU, _CUDA = 1, 2  # DLDeviceType
@@ -65,31 +66,30 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
-    """The JAX array on the same memory as `tensor`: same shape, dtype and device, no copy.
+    """Return a JAX array on the same memory as `tensor`, with the same shape, dtype and device and without a copy.
 
     Any dense tensor crosses, transposed ones included: `x.transpose(1, 2)` of a [B, N, T, H] tensor arrives as
-    [B, T, N, H] with that layout. A 64-bit dtype crosses where JAX has 64-bit types on (`jax.enable_x64`).
+    [B, T, N, H] with that layout. A 64-bit dtype crosses only if JAX has 64-bit types enabled (`jax.enable_x64`).
 
     Args:
-        tensor: of any shape, on the CPU or a CUDA device, of a dtype that both frameworks have (bool, integers of 8 to
-            64 bits, bfloat16, float16, float32, float64, complex, float8). Must not require grad.
-        copy: allow one copy, row-major and owned by JAX alone, of what cannot be shared: strided slices, broadcast
-            dimensions, conjugate and negative views, and memory that is not aligned. A tensor that can be shared is
-            shared all the same.
+        tensor: tensor of any shape, on the CPU or a CUDA device. Its dtype must exist in both frameworks: bool,
+            integers of 8 to 64 bits, bfloat16, float16, float32, float64, complex, float8. Must not require grad.
+        copy: allow one row-major copy, owned by JAX alone, of a tensor that cannot be shared: strided slices, broadcast
+            dimensions, conjugate and negative views, and unaligned memory. A tensor that can be shared is still shared.
 
     Returns:
-        The array, on the CPU or on JAX's device for the same GPU. Later writes to the tensor are seen by the array, see
-        the top of this module.
+        The array, on the CPU or on JAX's device for the same GPU. Later writes to the tensor change the array, see the
+        top of this module.
 
     Raises:
-        TypeError: when `tensor` is no plain tensor: another type, a FakeTensor or a DTensor, or a tensor inside of a
-            transform of torch.func.
-        ValueError: when it requires grad, is sparse or nested, lies on a device or has a dtype that JAX does not share,
-            has 64 bits while JAX has not, or, without `copy`, cannot be shared. The message says what to do.
+        TypeError: when `tensor` is not a plain tensor: another type, a FakeTensor or a DTensor, or a tensor inside a
+            torch.func transform.
+        ValueError: when it requires grad, is sparse or nested, has a device or dtype that JAX does not share, has a
+            64-bit dtype that JAX has disabled, or, without `copy`, cannot be shared. The message names the remedy.
         RuntimeError: while the current CUDA stream is being captured into a graph, and in a forked process.
 
     References:
-        DLPack, the open structure of tensors in memory (2017).
+        DLPack, the open in-memory tensor structure (2017).
 
     Example:
         >>> import torch
@@ -110,7 +110,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
         tensor = dense_copy(tensor)
     if tensor.device.type == "cpu":
         return share([tensor])[0]
-    # JAX alone holds this alias, so the end of the alias tells when JAX has let go.
+    # JAX holds the only reference to this alias, so the alias dies when JAX releases the array.
     alias = tensor.detach()
     with _lifetimes.same_device():
         array = share([alias])[0]
@@ -119,23 +119,23 @@ def to_jax(tensor: torch.Tensor, *, copy: bool = False) -> jax.Array:
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """The torch tensor on the same memory as `array`: same shape, dtype, device and layout, no copy.
+    """Return a torch tensor on the same memory as `array`, with the same shape, dtype, device and layout.
 
     Args:
-        array: a concrete array of any shape on one device, the CPU or a CUDA GPU, of a dtype that torch has.
+        array: concrete array of any shape on one device, the CPU or a CUDA GPU, with a dtype that torch has.
 
     Returns:
-        The tensor. It does not require grad. JAX takes the memory to be immutable: writing to the tensor changes
-        `array` under JAX's feet, so clone it before.
+        The tensor. It does not require grad. JAX assumes that the memory is immutable, and a write to the tensor would
+        change `array` without JAX's knowledge: clone the tensor before writing to it.
 
     Raises:
-        TypeError: when `array` is no JAX array, is traced (inside of `jax.jit` and other transformations), or has a
+        TypeError: when `array` is not a JAX array, is traced (inside `jax.jit` and other transformations), or has a
             dtype without a torch counterpart.
         ValueError: when it is spread over several devices, deleted, or on a device that torch does not share.
         RuntimeError: while the current CUDA stream is being captured into a graph, and in a forked process.
 
     References:
-        DLPack, the open structure of tensors in memory (2017).
+        DLPack, the open in-memory tensor structure (2017).
 
     Example:
         >>> import jax.numpy as jnp
@@ -152,23 +152,23 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def release_finished() -> None:
-    """Releases shared GPU memory that is kept for the other framework and that no device is reading any more.
+    """Release shared GPU memory that was kept for the other framework and that no device reads any more.
 
-    Every crossing does this too, in passing. Call it where a large tensor was the last to cross. It never waits: what a
-    device has not passed yet stays, until the next call.
+    Every crossing also does this. Call it when a large tensor was the last one to cross. It never waits: memory that a
+    device may still be reading stays until the next call.
 
     Example:
         >>> from blockdiag.interop.dlpack import release_finished
         >>> release_finished() is None
         True
     """
-    # Events cannot be asked during a capture.
+    # Events cannot be queried during a capture.
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         _lifetimes.settle(force=True)
 
 
 def check_tensor(tensor: torch.Tensor) -> None:
-    """Raises what `to_jax` documents, except for what a copy or `detach` would put right."""
+    """Raise the errors that `to_jax` documents, except those that a copy or `detach` would avoid."""
     if isinstance(tensor, torch.Tensor) and tensor.is_nested:
         is_jagged = tensor.layout is torch.jagged
         values = "tensor.values()" if is_jagged else "torch.cat(tensor.unbind())"
@@ -212,7 +212,7 @@ def check_tensor(tensor: torch.Tensor) -> None:
 
 
 def refuse_several(cotangents: Iterable[torch.Tensor | None]) -> None:
-    """Raise what gradients with `is_grads_batched=True` raise: one tensor without memory stands for several."""
+    """Raise NotImplementedError for cotangents of `is_grads_batched=True`, which are batched tensors without memory."""
     if not all(x is None or has_storage(x) for x in cotangents):
         raise NotImplementedError(
             "gradients for several cotangents at once (is_grads_batched=True) are not available; ask for one after "
@@ -221,16 +221,16 @@ def refuse_several(cotangents: Iterable[torch.Tensor | None]) -> None:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory, rather than being traced by a transform."""
+    """Return True if a tensor has memory, False if it is traced by a transform."""
     try:
         tensor.data_ptr()
-    except RuntimeError:  # what torch raises for tensors without storage, and there is no other way to ask
+    except RuntimeError:  # torch raises this for tensors without storage, and there is no other way to ask
         return False
     return True
 
 
 def why_not_shared(tensor: torch.Tensor) -> str | None:
-    """None when JAX can share the memory of this checked tensor, otherwise the reason and a remedy."""
+    """Return None if JAX can share the memory of this checked tensor, otherwise the reason and a remedy."""
     if tensor.is_conj() or tensor.is_neg():
         return "is a lazy conjugate or negative view; pass tensor.resolve_conj().resolve_neg()"
     if not tensor.is_contiguous() and not _is_dense(tensor.shape, tensor.stride()):
@@ -247,7 +247,7 @@ def why_not_shared(tensor: torch.Tensor) -> str | None:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill a stretch of memory, each byte once, in whatever order of the dimensions."""
+    """Return True if the elements fill a contiguous range of memory exactly once, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != expected:
@@ -257,7 +257,7 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A row-major copy; resolves conjugate and negative views in the same pass."""
+    """Return a row-major copy; conjugate and negative views are resolved in the same pass."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
@@ -286,20 +286,20 @@ def _check_array(array: jax.Array) -> None:
         raise ValueError(f"`array` is in {kind} memory of {device}; bring it to a CPU or GPU with jax.device_put")
 
 
-# --- The crossing itself. wrap_jax calls these for all operands at once; they check nothing.
+# --- The crossing itself. wrap_jax calls these functions for all operands at once; they check nothing.
 
 
 def share(tensors: Iterable[torch.Tensor], *, for_one_program: bool = False) -> list[jax.Array]:
-    """JAX arrays on the memory of checked tensors that can be shared.
+    """Return JAX arrays on the memory of tensors that have passed the checks and can be shared.
 
-    One event orders JAX behind torch's current stream, however many tensors there are. The caller has to keep memory of
-    a GPU alive until JAX has read it, or until torch's current stream waits for that: then torch's allocator does not
-    give the memory to anyone else before, whichever stream it belongs to.
+    One event orders JAX behind torch's current stream, for any number of tensors. The caller has to keep GPU memory
+    alive until JAX has read it, or until torch's current stream waits for that read. From then on torch's allocator
+    does not reuse the memory before the read, whichever stream the memory belongs to.
 
     Args:
-        tensors: what to share.
-        for_one_program: the arrays go to one program, which takes all of them: then only the first of each device
-            carries that event, since the program waits for all its operands. Each further event costs host time.
+        tensors: tensors to share.
+        for_one_program: the arrays are all operands of one program. Then only the first array of each device carries
+            the event, since the program waits for all its operands. Each further event costs host time.
     """
     _refuse_fork()
     streams: dict[torch.device, tuple[torch.cuda.Stream, int | None]] = {}
@@ -325,7 +325,7 @@ def share(tensors: Iterable[torch.Tensor], *, for_one_program: bool = False) -> 
 
 
 def receive(arrays: Iterable[jax.Array]) -> list[torch.Tensor]:
-    """Tensors on the memory of concrete arrays on one device each; the memory is kept until torch has read it."""
+    """Return tensors on the memory of concrete single-device arrays; the memory is kept until torch has read it."""
     _refuse_fork()
     streams: dict[jax.Device, torch.cuda.Stream] = {}
     tensors = []
@@ -337,7 +337,7 @@ def receive(arrays: Iterable[jax.Array]) -> list[torch.Tensor]:
         if device not in streams:
             streams[device] = _current_stream(device.local_hardware_id)
         stream = streams[device]
-        # The standard calls CUDA's legacy default stream 1, since 0 would be ambiguous.
+        # The DLPack standard numbers CUDA's legacy default stream 1, since 0 would be ambiguous.
         tensor = tensor_from_capsule(_export(array, "gpu", stream.cuda_stream or 1))
         _lifetimes.lend(tensor, array, stream)
         tensors.append(tensor)
@@ -368,7 +368,7 @@ def _jax_device(device: torch.device) -> jax.Device:
 
 
 def _current_stream(device_index: int) -> torch.cuda.Stream:
-    """torch's current stream of a device."""
+    """Return torch's current stream of a device, or raise RuntimeError during a graph capture."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the current CUDA stream is being captured into a graph, and JAX's work would not be part of it; cross "
@@ -378,12 +378,12 @@ def _current_stream(device_index: int) -> torch.cuda.Stream:
 
 
 class _Ordering(threading.local):
-    """Events and streams that one thread uses again and again; recording an event anew leaves earlier waits alone."""
+    """Events and streams that one thread reuses; recording an event again does not affect earlier waits."""
 
     def __init__(self) -> None:
         self.events: dict[int, torch.cuda.Event] = {}
-        # JAX has a few streams per device that only carry such waits. Keeping to one of them for each of torch's
-        # streams keeps JAX from waiting on a stream that has nothing to do with the tensor at hand.
+        # JAX has a few streams per device that only carry such waits. Each torch stream always uses the same one of
+        # them, so that JAX does not wait for a torch stream unrelated to the tensor.
         self.streams: dict[tuple[int, int], torch.cuda.ExternalStream] = {}
 
 
@@ -391,7 +391,7 @@ _ordering = _Ordering()
 
 
 def _order_jax_behind(current: torch.cuda.Stream) -> int:
-    """Has one of JAX's streams for outside events wait for torch's stream; returns the handle of JAX's."""
+    """Make one of JAX's streams for external events wait for torch's stream, and return the JAX stream's handle."""
     key = current.device.index, current.cuda_stream
     external = _ordering.streams.get(key)
     if external is None:
@@ -410,9 +410,9 @@ def _wait_for_current(external: torch.cuda.Stream, current: torch.cuda.Stream) -
 
 
 class _Exported:
-    """A tensor in the form that `jax.dlpack.from_dlpack` takes.
+    """Wrapper that gives a tensor the DLPack methods which `jax.dlpack.from_dlpack` calls.
 
-    torch's own `__dlpack__` refuses tensors of a GPU other than the current one, and sends pinned host memory to JAX's
+    torch's own `__dlpack__` refuses tensors on a GPU other than the current one, and sends pinned host memory to JAX's
     GPU backend.
     """
 
@@ -431,24 +431,24 @@ class _Exported:
 
 
 def _shortcut(platform: str) -> jaxlib_launcher.Shortcut | None:
-    """Return jaxlib's own functions for arrays of a platform; None where the public ones of JAX serve."""
+    """Return jaxlib's own functions for arrays of a platform, or None if JAX's public ones have to be used."""
     found = jaxlib_launcher.dlpack_shortcut(platform)
     return None if isinstance(found, str) else found
 
 
 def _import(tensor: torch.Tensor, stream: int | None) -> jax.Array:
-    """Return the array on a tensor's memory. Its readers wait for `stream`, one of JAX's, where there is one."""
+    """Return a JAX array on a tensor's memory. If `stream`, a JAX stream, is given, the array's readers wait for it."""
     device = _jax_device(tensor.device)
     shortcut = _shortcut(device.platform)
     if shortcut is not None:
         return shortcut.import_capsule(capsule_of_tensor(tensor), device, stream)
-    # JAX asks for the ordering itself, and would narrow what has 64 bits while it has no such types: the backward pass
-    # of a program with 64-bit types runs on threads of torch, where they are not on.
+    # from_dlpack asks `_Exported` for the ordering. It would narrow 64-bit dtypes while they are disabled: the backward
+    # pass of a program with 64-bit types runs on torch's threads, where they are not enabled.
     with jax.enable_x64(True):
         return jax.dlpack.from_dlpack(_Exported(tensor), copy=False)
 
 
 def _export(array: Any, platform: str, stream: int | None) -> Any:
-    """Return the capsule of an array on a platform, whose next readers are on `stream`."""
+    """Return the DLPack capsule of an array on a platform, to be read next on `stream`."""
     shortcut = _shortcut(platform)
     return array.__dlpack__(stream=stream) if shortcut is None else shortcut.export_array(array, stream)

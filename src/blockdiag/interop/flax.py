@@ -1,6 +1,6 @@
-"""Attention functions that go straight into Flax's multi-head attention modules, linen and nnx.
+"""Attention functions for Flax's multi-head attention modules, linen and nnx.
 
-Flax itself is not imported: what the two modules pass to an `attention_fn` is written down here once.
+Flax itself is not imported: the arguments that the two modules pass to an `attention_fn` are listed here once.
 """
 
 import dataclasses
@@ -30,35 +30,35 @@ def attention_fn(
     is_causal: bool = False,
     implementation: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Float[Array, "*batch T N H"]]:
-    """Block-diagonal attention in the form that Flax's attention modules call.
+    """Return a block-diagonal attention function for Flax's attention modules.
 
-    The result is what `attention_fn=` of `flax.linen.MultiHeadDotProductAttention` and of `flax.nnx.MultiHeadAttention`
-    expects: a function of query [*batch, T, N, H], key and value [*batch, T, K, H], with any number of leading batch
-    axes, that returns [*batch, T, N, H]. Every sequence is cut into blocks of `block_size` tokens, and a token attends
-    within its own block only. The arrays are brought to the module's `dtype` first, or to their common dtype.
+    The result fits `attention_fn=` of `flax.linen.MultiHeadDotProductAttention` and of `flax.nnx.MultiHeadAttention`.
+    It maps query [*batch, T, N, H], key and value [*batch, T, K, H], with any number of leading batch axes, to
+    [*batch, T, N, H]. Every sequence is cut into blocks of `block_size` tokens, and a token attends within its own
+    block only. The arrays are first cast to the module's `dtype`, or to their common dtype.
 
     Args:
         block_size: tokens in a block; the last block of a sequence may be shorter.
-        rotary: rotary embedding fused into the attention. `input_positions` that a nnx module is called with become its
-            positions.
+        rotary: rotary embedding fused into the attention. If a nnx module is called with `input_positions`, they become
+            its positions.
         scale: factor on the scores; 1 / sqrt(H) when None.
-        is_causal: whether a token attends to itself and earlier tokens of its block only. A nnx module called with
-            `is_causal=True` asks for the same.
+        is_causal: True if a token attends only to itself and earlier tokens of its block. Calling a nnx module with
+            `is_causal=True` has the same effect.
         implementation: as for `block_diagonal_attention`.
 
     Returns:
-        The attention function, whose result has the dtype that the arrays are brought to. A mask that leaves in all
-        pairs of tokens that share a block changes nothing and is accepted; this can be checked only of a concrete mask.
+        The attention function, whose result has the dtype that the arrays are cast to. A mask that keeps all pairs of
+        tokens within a block changes nothing and is accepted. This can be checked for concrete masks only.
 
     Raises:
-        NotImplementedError: (when called) it cannot compute what the module asks for; the message says what to do
-            instead. So it is with dropout of attention weights in training, sowing of attention weights, replaced
+        NotImplementedError: (when called) the module requests something that is not supported; the message says what to
+            do instead. This covers dropout of attention weights in training, sowing of attention weights, replaced
             einsums, key and value of another length than query (cross attention, decoding with a cache), a mask that
-            would remove any of the pairs of tokens that share a block, and a mask traced by `jax.jit`.
+            removes pairs of tokens within a block, and a mask traced by `jax.jit`.
         ValueError: (when called) an argument is wrong; the message names it, its value and the remedy.
 
     References:
-        As of `block_diagonal_attention`: Liu et al. (2018) and Meta's ads_model_kernel_library (2026).
+        Those of `block_diagonal_attention`: Liu et al. (2018) and Meta's ads_model_kernel_library (2026).
 
     Example:
         >>> import jax.numpy as jnp
@@ -82,30 +82,30 @@ def moba_attention_fn(
     is_causal: bool = True,
     implementation: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Float[Array, "*batch T N H"]]:
-    """MoBA, mixture of block attention, in the form that Flax's attention modules call.
+    """Return a MoBA (mixture of block attention) function for Flax's attention modules.
 
-    As `attention_fn`, but each query of each head attends to its own block of keys and to those that suit it best; see
-    `blockdiag.moba_attention`.
+    It is used like the result of `attention_fn`, but each query of each head attends to its own block of keys and to
+    the blocks with the highest routing scores; see `blockdiag.moba_attention`.
 
     Args:
         block_size: keys of a block, a multiple of 16 from 16 to 4096.
-        top_k: blocks that a query sees, its own included, 1..64.
-        rotary: rotary embedding of the operands that it names, before blocks are chosen. `input_positions` that a nnx
-            module is called with become its positions.
+        top_k: blocks that a query attends to, its own included, 1..64.
+        rotary: rotary embedding of the operands that it names, applied before blocks are chosen. If a nnx module is
+            called with `input_positions`, they become its positions.
         scale: factor on the scores of the softmax; 1 / sqrt(H) when None.
-        is_causal: whether a token attends to itself and earlier tokens only. Where this is False, a nnx module called
-            with `is_causal=True` asks for it.
+        is_causal: True if a token attends only to itself and earlier tokens. If False, calling a nnx module with
+            `is_causal=True` makes that call causal.
         implementation: as for `moba_attention`.
 
     Returns:
-        The attention function. A mask that depends on keys only, of shape [*batch, 1, 1, S], takes keys out: they are
-        not seen and do not count in choosing blocks; it may be traced. Of other masks a concrete one is accepted that
-        removes nothing (but what `is_causal` removes), and changes nothing.
+        The attention function. A mask that depends on keys only, of shape [*batch, 1, 1, S], removes keys: they receive
+        no attention and do not count in block selection. Such a mask may be traced. Any other mask must be concrete and
+        remove nothing beyond what `is_causal` removes; it then changes nothing.
 
     Raises:
-        NotImplementedError: (when called) it cannot compute what the module asks for; the message says what to do
-            instead. So it is with other masks, dropout of attention weights in training, sowing of attention weights,
-            replaced einsums, and, where it is causal, keys of another length than queries (decoding with a cache).
+        NotImplementedError: (when called) the module requests something that is not supported; the message says what to
+            do instead. This covers other masks, dropout of attention weights in training, sowing of attention weights,
+            replaced einsums, and, with causal attention, keys of another length than queries (decoding with a cache).
         ValueError: (when called) an argument is wrong; the message names it, its value and the remedy.
 
     References:
@@ -127,7 +127,7 @@ def moba_attention_fn(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AttentionFunction:
-    """The options of an attention function, which can be pickled and copied, and is a static value under `jax.jit`."""
+    """Options of an attention function; instances can be pickled and copied, and are static values under `jax.jit`."""
 
     block_size: int
     rotary: Rotary | None
@@ -145,17 +145,18 @@ class _AttentionFunction:
         return hash((type(self), self._options()))
 
     def _options(self) -> tuple[Any, ...]:
-        """All fields but the tables, which have no hash."""
+        """Return all fields except `rotary`, whose tables have no hash."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rotary")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _BlockDiagonalAttention(_AttentionFunction):
-    """What `attention_fn` returns."""
+    """The attention function returned by `attention_fn`."""
 
-    # linen passes only the keywords that it finds in this signature, and nnx passes all of its own, so every keyword of
-    # both is spelled out. Those that are deleted at once cannot change the result: broadcasting of dropout, and asking
-    # for no more precision than the op has anyway (a softmax in float32, full-precision products of float32 arrays).
+    # linen passes only the keywords that it finds in this signature, and nnx passes all of its own, so the signature
+    # lists every keyword of both. The keywords deleted at once cannot change the result: dropout options, which matter
+    # only with dropout, and precision options, which the op already meets (float32 softmax, full-precision products of
+    # float32 arrays).
     def __call__(
         self,
         query: Float[Array, "*batch T N H"],
@@ -198,11 +199,11 @@ class _BlockDiagonalAttention(_AttentionFunction):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _MoBAAttention(_AttentionFunction):
-    """What `moba_attention_fn` returns."""
+    """The attention function returned by `moba_attention_fn`."""
 
     top_k: int
 
-    # The signature for the reasons that `_BlockDiagonalAttention` has.
+    # See `_BlockDiagonalAttention` for the reasons behind this signature.
     def __call__(
         self,
         query: Float[Array, "*batch T N H"],
@@ -252,7 +253,7 @@ def _hashable(implementation: str | Sequence[str] | None) -> str | tuple[str, ..
 
 
 def _is_same_rotary(one: Rotary | None, other: Rotary | None) -> bool:
-    """Return whether two rotary embeddings have the same options, and the same numbers in their tables."""
+    """Return True if two rotary embeddings have equal options and equal tables."""
     if one is None or other is None or one is other:
         return one is other
     arrays = ("cos", "sin", "positions")
@@ -281,7 +282,7 @@ def _refuse_what_needs_weights(
     qk_attn_weights_einsum: Callable[..., Any] | None,
     attn_weights_value_einsum: Callable[..., Any] | None,
 ) -> None:
-    """Raises where a module wants something done to the attention weights, which never exist as an array."""
+    """Raise if a module asks for an operation on the attention weights, which are never materialised."""
     if dropout_rate > 0.0 and not deterministic:
         raise NotImplementedError(
             f"attention weights cannot be dropped out, got dropout_rate={dropout_rate} and deterministic=False; "
@@ -300,7 +301,7 @@ def _refuse_what_needs_weights(
 
 
 def _check_batch_shape(query: Array, key: Array, value: Array) -> None:
-    """Raises unless the three arrays have one batch shape."""
+    """Raise unless the three arrays have the same batch shape."""
     if min(query.ndim, key.ndim, value.ndim) < 3:
         raise ValueError(
             "`query`, `key` and `value` must have shape [*batch, length, heads, head_dim], "
@@ -314,7 +315,7 @@ def _check_batch_shape(query: Array, key: Array, value: Array) -> None:
 
 
 def _check_self_attention(query: Array, key: Array, value: Array) -> None:
-    """Raises unless the three arrays have one batch shape and one length."""
+    """Raise unless the three arrays have the same batch shape and the same length."""
     _check_batch_shape(query, key, value)
     if not query.shape[-3] == key.shape[-3] == value.shape[-3]:
         raise NotImplementedError(
@@ -325,7 +326,7 @@ def _check_self_attention(query: Array, key: Array, value: Array) -> None:
 
 
 def _check_mask(mask: ArrayLike, *, length: int, block_size: int, is_causal: bool) -> None:
-    """Raises unless `mask`, broadcastable to [*batch, N, T, T], is True wherever the blocks let a token attend."""
+    """Raise unless `mask`, broadcastable to [*batch, N, T, T], is True wherever the blocks let a token attend."""
     if isinstance(mask, jax.core.Tracer):
         raise NotImplementedError(
             "`mask` is traced by a transformation such as jax.jit, so it cannot be checked against the blocks; pass "
@@ -350,9 +351,9 @@ def _check_mask(mask: ArrayLike, *, length: int, block_size: int, is_causal: boo
 
 
 def _first_block_cut(allowed: np.ndarray, length: int, block_size: int, is_causal: bool) -> int | None:
-    """First token of the first block in which `allowed` lacks a pair that block-diagonal attention has, if any."""
+    """Return the first token of the first block where `allowed` removes a pair of block-diagonal attention, or None."""
     allowed = np.broadcast_to(allowed, (*allowed.shape[:-2], length, length))
-    # Only the diagonal blocks are looked at: the whole square can be too large to hold.
+    # Only the diagonal blocks are materialised: the whole square can be too large to hold.
     for start in range(0, length, block_size):
         block = allowed[..., start : start + block_size, start : start + block_size]
         needed = np.ones(block.shape[-2:], dtype=bool)
@@ -362,7 +363,7 @@ def _first_block_cut(allowed: np.ndarray, length: int, block_size: int, is_causa
 
 
 def _check_moba_lengths(query: Array, key: Array, is_causal: bool, *, has_rotary: bool) -> None:
-    """Raises where tokens of queries and of keys must be the same and are not."""
+    """Raise if queries and keys have different lengths although causality or rotary needs equal ones."""
     if query.shape[-3] != key.shape[-3] and (is_causal or has_rotary):
         raise NotImplementedError(
             f"`query` and `key` must have one length in causal attention and with a rotary embedding, got "
@@ -374,7 +375,7 @@ def _check_moba_lengths(query: Array, key: Array, is_causal: bool, *, has_rotary
 def _as_key_mask(
     mask: ArrayLike | None, length: int, key_length: int, batch_shape: tuple[int, ...], *, is_causal: bool
 ) -> Array | None:
-    """The keys that `mask`, broadcastable to [*batch, N, T, S], leaves, bool [*batch, S]; None for all of them."""
+    """Return the keys that `mask`, broadcastable to [*batch, N, T, S], keeps: bool [*batch, S], or None for all."""
     if mask is None:
         return None
     shape = np.shape(mask)
@@ -406,7 +407,7 @@ def _as_key_mask(
 
 
 def _rotate(rotary: Rotary | None, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """The operands [B, T, heads, H] with those rotated that `rotary` names."""
+    """Return the operands [B, T, heads, H], after rotating those named in `rotary.apply_to`."""
     if rotary is None:
         return query, key, value
     tokens_shape = query.shape[:-2]
@@ -424,21 +425,21 @@ def _rotate(rotary: Rotary | None, query: Array, key: Array, value: Array) -> tu
 
 
 def _promote(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:
-    """The three arrays in `dtype`, or in their common dtype when it is None."""
+    """Cast the three arrays to `dtype`, or to their common dtype when it is None."""
     if dtype is None:
         dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), value.dtype)
     return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
 def _with_one_batch_axis(array: Array) -> Array:
-    """[*batch, length, heads, head_dim] as [B, length, heads, head_dim]."""
+    """Reshape [*batch, length, heads, head_dim] to [B, length, heads, head_dim]."""
     return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 
 def _at_positions(
     rotary: Rotary | None, input_positions: ArrayLike | None, batch_shape: tuple[int, ...]
 ) -> Rotary | None:
-    """`rotary` with the positions [*batch, T] that a module was called with."""
+    """Return `rotary` with the positions [*batch, T] that a module was called with, if any."""
     if input_positions is None:
         return rotary
     if rotary is None:

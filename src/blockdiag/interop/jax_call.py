@@ -1,8 +1,8 @@
-"""Launch plans from JAX: one primitive that turns into jaxlib's Triton kernel call when it is lowered for CUDA.
+"""Launch plans from JAX: a primitive whose CUDA lowering emits jaxlib's Triton kernel call.
 
-Nothing is compiled, no device is asked and Triton is not imported before lowering, so functions that launch kernels
-trace anywhere, and lower for CUDA on a machine without one inside `compile_target`. Launches that do not wait for each
-other are one call of a second primitive, whose lowering knows them all before the first one is compiled.
+Before lowering, nothing is compiled, no device is queried and Triton is not imported. So functions that launch kernels
+trace anywhere, and inside `compile_target` they lower for CUDA on a machine without a GPU. Independent launches are
+grouped in one call of a second primitive, whose lowering compiles their kernels in parallel.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from blockdiag.interop.targets import overriding_target, session_target
 from blockdiag.triton_kernels.launch.plan import KernelSpec, LaunchPlan, Target, TensorSpec
 
 EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(jaxlib_launcher.CALL_TARGET),)
-"""What `jax.export.export` takes as `disabled_checks=` for functions with a Triton kernel in them.
+"""The value of `disabled_checks=` that `jax.export.export` needs for functions with a Triton kernel.
 
-JAX gives no guarantee for this custom call across its versions: load an exported function with the jaxlib that wrote
-it.
+JAX gives no compatibility guarantee for this custom call: load an exported function with the jaxlib version that
+exported it.
 
 Example:
     >>> import jax, jax.numpy as jnp
@@ -47,10 +47,9 @@ Example:
 
 
 def available() -> str | None:
-    """None when kernels can be compiled and launched from this process in principle; otherwise the reason and the
-    remedy.
+    """Return None if this process can in principle compile and launch kernels, otherwise the reason and the remedy.
 
-    Neither imports triton nor asks for a device, so a machine without a GPU may well get None.
+    It neither imports triton nor queries a device, so a machine without a GPU may well get None.
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install 'blockdiag-attn[cuda]' (Linux only)"
@@ -58,11 +57,11 @@ def available() -> str | None:
 
 
 def launch(spec: KernelSpec, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, ...]:
-    """Launches the kernel of `spec` on `arrays` and returns its outputs.
+    """Launch the kernel of `spec` on `arrays` and return its outputs.
 
     Args:
         spec: a hashable KernelSpec; equal specs share traces and compiled programs.
-        *arrays: one array for each of `spec.inputs`, of exactly its shape and dtype.
+        *arrays: one array for each of `spec.inputs`, with exactly its shape and dtype.
         interpret: run in Triton's interpreter on the host, on any platform: slow, for tests. Otherwise the call
             lowers for CUDA only.
 
@@ -91,17 +90,17 @@ def launch_together(
     group: Hashable = None,
     where: _Where = None,
 ) -> list[tuple[jax.Array, ...]]:
-    """Launches several kernels, none of which reads what another one writes; they are compiled side by side.
+    """Launch several independent kernels, which are compiled in parallel. None may read the output of another.
 
-    A launch none of whose outputs is used is neither compiled nor made. Outside of `jax.jit` launches are compiled one
-    after the other, as JAX then calls them.
+    A launch whose outputs are all unused is neither compiled nor executed. Outside of `jax.jit` JAX runs the launches
+    one by one, so they are compiled one after the other.
 
     Args:
         launches: a spec and its arrays for each kernel, see `launch`.
         interpret: see `launch`.
-        group: what these launches have in common with others that may wait for them, such as those of a derivative.
-            When one of a group is lowered, those that have been traced by then begin to be compiled beside it.
-        where: on which targets these of the group are lowered at all; hashable. None: on all.
+        group: key that these launches share with related ones that may run after them, such as those of a derivative.
+            When a launch of the group is lowered, compilation starts for all launches of the group traced so far.
+        where: predicate of the target that says where these launches are lowered at all; hashable. None: everywhere.
 
     Returns:
         The outputs of each launch, see `launch`.
@@ -130,20 +129,20 @@ def launch_together(
     return [tuple(itertools.islice(outputs, len(spec.outputs))) for spec, _ in launches]
 
 
-# Forgotten groups cost time alone: their launches are compiled when they are lowered, like all others.
+# An evicted group costs only time: its launches are compiled when they are lowered, like all others.
 @functools.lru_cache(maxsize=256)
 def _members(group: Hashable) -> _Members:
-    """The launches of a group that have been traced, and where they are lowered; filled by and by."""
+    """Return the dict of a group's traced launches and the targets they are lowered for. Tracing fills it in place."""
     del group
     return {}
 
 
 @functools.lru_cache(maxsize=1024)
 def _group_of(spec: KernelSpec) -> list[_Members]:
-    """The members of the group in which a launch was traced last, in a list that is empty where it was in none.
+    """Return a list with the members of the group that last traced a launch; empty if it was in no group.
 
-    Programs that are traced anew have groups of their own, so that a program without a derivative meets no members of
-    another one's.
+    Each new trace has its own group. So lowering a program without a derivative never compiles the launches of another
+    program's derivative.
     """
     del spec
     return []
@@ -161,8 +160,10 @@ def _check_arrays(spec: KernelSpec, arrays: Sequence[jax.Array]) -> None:
 
 
 def _vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Marks every array as varying over all manual mesh axes that any of them varies over, as one kernel sees them
-    all."""
+    """Mark every array as varying over the union of the manual mesh axes that the arrays vary over.
+
+    One kernel reads them all, so their varying axes must agree.
+    """
     varying = [_varying_axes(array) for array in arrays]
     union = frozenset().union(*varying)
     return [
@@ -219,7 +220,7 @@ def without_transformations(spec: KernelSpec, arrays: Iterable[jax.Array]) -> li
     return [operand_p.bind(array, spec=spec) for array in arrays]
 
 
-# In front of what devices divide, whose own errors do not say what to do.
+# Applied to the operands of a call divided over a mesh, whose own errors under jvp and vmap do not name a remedy.
 operand_p = jax.extend.core.Primitive("blockdiag_triton_operand")
 operand_p.def_impl(lambda x, spec: x)
 operand_p.def_abstract_eval(lambda x, spec: x)
@@ -234,7 +235,7 @@ def _call_together(*arrays: Any, call_jaxpr: jax.extend.core.ClosedJaxpr) -> lis
 
 together_p = jax.extend.core.Primitive("blockdiag_triton_launches")
 together_p.multiple_results = True
-# Launch by launch: a program of its own for each of these jaxprs would be compiled anew with every call.
+# Evaluated launch by launch: these jaxprs are new objects in every call, so a program for each would never be cached.
 together_p.def_impl(_call_together)
 together_p.def_abstract_eval(lambda *_, call_jaxpr: call_jaxpr.out_avals)
 partial_eval.dce_rules[together_p] = partial_eval.dce_jaxpr_closed_call_rule
@@ -243,7 +244,7 @@ batching.primitive_batchers[together_p] = lambda *_, call_jaxpr: _raise_on_vmap(
 
 
 def _launches(jaxpr: jax.extend.core.ClosedJaxpr) -> list[dict[str, Any]]:
-    """The parameters of its launches."""
+    """Return the parameters of the launches in a jaxpr."""
     return [equation.params for equation in jaxpr.jaxpr.eqns if equation.primitive is launch_p]
 
 
@@ -257,7 +258,7 @@ def _lower_together_cuda(ctx: Any, *operands: Any, call_jaxpr: jax.extend.core.C
     launches = [x for x in _launches(call_jaxpr) if not x["interpret"]]
     targets = [(x["spec"], x["target"] or session_target()) for x in launches]
     is_here = all(x["target"] is None for x in launches)
-    # Each launch, lowered below, finds its kernel among those that this process has compiled.
+    # The lowering of each launch below then finds its kernel in this process's cache.
     compile_together(
         [(spec.plan(target), target) for spec, target in targets], made=_assemble_ahead if is_here else None
     )
@@ -281,7 +282,7 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: KernelSpec, target: Target | Non
 
 
 def _compile_others(spec: KernelSpec, target: Target, made: _Made | None) -> None:
-    """Begins to compile what is in one group with a launch that is about to be compiled."""
+    """Start compiling the other launches of a group when one of them is about to be compiled."""
     from blockdiag.triton_kernels.launch.compile import compile_ahead
 
     others = {
@@ -317,10 +318,9 @@ def _lower_plan(
 
 
 def _say_how_long(result: Any, plan: LaunchPlan, arrays: Sequence[Any]) -> None:
-    """Tell XLA about how long a launch takes, so that transfers between devices are put beside it.
+    """Give XLA an estimate of a launch's duration, so that it overlaps transfers between devices with the launch.
 
-    XLA takes a call of foreign code for one microsecond. It reads this attribute where it plans the order of a program,
-    and nowhere else.
+    XLA assumes one microsecond for a foreign call. It reads this attribute only when it schedules a program.
     """
     moved = sum(x.size * x.dtype.itemsize for x in arrays)
     nanoseconds = 1000 + int(moved / _BYTES_PER_NS + plan.flops / _FLOPS_PER_NS)
@@ -328,16 +328,16 @@ def _say_how_long(result: Any, plan: LaunchPlan, arrays: Sequence[Any]) -> None:
     attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"latency_metadata": str(nanoseconds)})
 
 
-# About what an H100 reaches: 3 TB/s and 400 TFLOP/s.
+# Approximate rates of an H100: 3 TB/s and 400 TFLOP/s.
 _BYTES_PER_NS, _FLOPS_PER_NS = 3e3, 4e5
 
 
 def _assemble_ahead(plan: LaunchPlan, target: Target) -> None:
-    """Begins to assemble a kernel for this process's GPU, which otherwise begins when XLA compiles the whole program.
+    """Start assembling a kernel for this process's GPU, before XLA compiles the whole program.
 
-    jaxlib assembles the kernels of a program one after the other, and keeps what it has assembled in this process. So
-    each is assembled in a thread, beside the compilation of the others, as part of a program that is thrown away. Where
-    JAX keeps whole programs on disk, the one that was asked for may need no kernel.
+    jaxlib assembles the kernels of a program one after the other and caches the results in this process. So each kernel
+    is assembled in a thread of its own, as part of a throwaway program, while the others compile. This is skipped if
+    JAX caches whole programs on disk, since a cached program may need no kernel.
     """
     from blockdiag.triton_kernels.launch.compile import in_background
 
@@ -347,20 +347,20 @@ def _assemble_ahead(plan: LaunchPlan, target: Target) -> None:
 
 def _assemble(plan: LaunchPlan, target: Target) -> None:
     place = SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
-    # Without it, arrays of 64 bits would be taken for others.
+    # Without 64-bit types, JAX would narrow the dtypes of 64-bit arrays.
     with jax.enable_x64(True):
         arrays = [jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(x.dtype), sharding=place) for x in plan.inputs]
         jax.jit(launch_alone(plan, target)).lower(*arrays).compile()
 
 
 def launch_alone(plan: LaunchPlan, target: Target) -> Callable[..., list[jax.Array]]:
-    """A function of a plan's inputs that is its launch and nothing else; it has neither derivatives nor batches."""
+    """Return a function of a plan's inputs that only launches it; it has neither derivatives nor a batching rule."""
     return functools.partial(alone_p.bind, alone=_Alone(plan, target))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Alone:
-    """What is launched; equal to itself only, as plans have no hash."""
+    """A plan and its target as a primitive's parameter; compared by identity, since plans have no hash."""
 
     plan: LaunchPlan
     target: Target
@@ -375,7 +375,7 @@ mlir.register_lowering(
 
 
 def _empty_buffer(ctx: Any, output: int, position: int) -> Any:
-    """A buffer without content for an output; the position keeps two of them from being taken for one value."""
+    """Return an uninitialised buffer for an output; the position keeps XLA from merging two equal buffers."""
     rule = jax.ffi.ffi_lowering(
         jaxlib_launcher.EMPTY_BUFFER_TARGET, api_version=1, backend_config=str(position), has_side_effect=False
     )
@@ -398,7 +398,7 @@ def _lower_interpreted(ctx: Any, *operands: Any, spec: KernelSpec, target: Targe
     del interpret
     name = ctx.module_context.module.operation.attributes["sym_name"].value
     if name == _PARTITIONED_MODULE:
-        # It would be called through a table that this module is not part of: the process would crash.
+        # The callback table of the program does not include this separate module, so a call would crash the process.
         raise NotImplementedError(
             f"kernel {spec.name!r}: Triton's interpreter cannot run where XLA divides a call over the devices of an "
             "automatic mesh; use implementation='xla' on CPUs, a mesh with explicit axes, or jax.shard_map"
@@ -406,7 +406,7 @@ def _lower_interpreted(ctx: Any, *operands: Any, spec: KernelSpec, target: Targe
     return mlir.lower_fun(functools.partial(_call_interpreter, spec, target), multiple_results=True)(ctx, *operands)
 
 
-# What `jax.experimental.custom_partitioning` calls the module that one device's part is lowered into.
+# The name that `jax.experimental.custom_partitioning` gives to the module that holds one device's part.
 _PARTITIONED_MODULE = "tmp_xla_computation"
 
 

@@ -1,12 +1,12 @@
-"""The one module that uses private names of jaxlib: its launcher of Triton kernels, and its functions for DLPack.
+"""The one module that uses private names of jaxlib: its Triton kernel launcher and its DLPack functions.
 
-Each is probed at its first use, by a call of the form that this module relies on. Where the launcher is unknown,
-kernels are not available and XLA computes. Where the functions for DLPack are unknown, those of `jax.dlpack` serve.
+Each is probed at its first use with a call of the form that this module relies on. If the launcher has an unknown form,
+kernels are not available and XLA computes instead. If the DLPack functions do, the ones in `jax.dlpack` are used.
 
-The launcher, as found in jaxlib 0.11.1 to 0.12, is a custom call `triton_kernel_call_ffi` whose attribute `opaque` is a
-zlib-compressed message holding PTX, grid and parameters. The launcher hands one buffer to each array or descriptor
-parameter in turn, first the custom call's operands, then its results, so `lay_out_buffers` decides which array stands
-where, and refuses plans whose parameters cannot be served in that order.
+The launcher of jaxlib 0.11.1 to 0.12 is a custom call `triton_kernel_call_ffi`. Its attribute `opaque` is a
+zlib-compressed message with PTX, grid and parameters. The launcher assigns one buffer to each array or descriptor
+parameter in turn, first the custom call's operands, then its results. So `lay_out_buffers` decides the position of each
+array, and rejects plans whose parameters do not fit that order.
 """
 
 import functools
@@ -28,10 +28,10 @@ from blockdiag.triton_kernels.launch.plan import Constexpr, Descriptor, LaunchPl
 
 CALL_TARGET = "triton_kernel_call_ffi"
 
-# XLA's no-operation whose result is a buffer without content; `jax.lax.empty` is the same on a GPU.
+# XLA's custom call that returns an uninitialised buffer; `jax.lax.empty` lowers to the same on a GPU.
 EMPTY_BUFFER_TARGET = "AllocateBuffer"
 
-# Pointers to scratch memory of the program and of a profiler, which the launcher adds to every kernel's parameters.
+# The launcher appends two pointers to every kernel's parameters: scratch memory of the program and of a profiler.
 _SCRATCH_PARAMETERS = 2
 
 
@@ -40,8 +40,8 @@ class BufferLayout:
     """Order of a plan's arrays in the custom call.
 
     Attributes:
-        operands: what stands at each operand position: an input, maybe at several positions, or an output, meaning a
-            buffer without content that is made for it and that it takes over.
+        operands: the array at each operand position. An input may occur at several positions. An output stands for an
+            uninitialised buffer that is allocated as operand and taken over by the output.
         results: output indices, in result order.
         aliases: operand position to result position of arrays that share one buffer.
     """
@@ -52,21 +52,21 @@ class BufferLayout:
 
 
 def availability() -> str | None:
-    """Return None when the installed jaxlib has a launcher of the known form, otherwise the reason and the remedy.
+    """Return None if the installed jaxlib has a launcher of the known form, otherwise the reason and the remedy.
 
-    Starts no backend.
+    This starts no backend.
     """
     return _plugin_reason() or _launcher_reason()
 
 
 def lay_out_buffers(plan: LaunchPlan) -> BufferLayout:
-    """Decides operands and results such that the launcher's walk over buffers meets the kernel's array parameters.
+    """Choose operands and results so that the launcher's order of buffers matches the kernel's array parameters.
 
-    The parameters up to some point take operands, the others results. An output that is needed before that point,
-    because an input follows or because a second parameter uses it, gets an operand that it shares its buffer with.
+    The parameters before a split point take operands, the others take results. An output that is needed before the
+    split point shares its buffer with an operand. This happens if an input follows it or a second parameter uses it.
 
     Raises:
-        NotImplementedError: when no point will do; the message says how to order the kernel's parameters.
+        NotImplementedError: when no split point works; the message says how to order the kernel's parameters.
     """
     uses: list[tuple[Role, int]] = [
         (argument.role, argument.index)
@@ -90,17 +90,17 @@ def _split_layout(
     shared = dict(plan.aliases)
     sources = {output: source for source, output in plan.aliases}
     results = [index for role, index in second if role == "output"]
-    # Every operand position that shares its buffer with an output, by that output.
+    # Maps each output that shares its buffer with an operand to the position of that operand.
     position_of: dict[int, int] = {}
     for position, (role, index) in enumerate(first):
         output = index if role == "output" else shared.get(index)
         if output in position_of:
-            return None  # of two operands that are one buffer XLA may copy one
+            return None  # XLA may copy one of two operands that share a buffer
         if output is not None:
             position_of[output] = position
     if len(results) < len(second) or len(set(results)) < len(results) or not sources.keys() <= position_of.keys():
         return None
-    # Results that the walk does not reach stand at its end.
+    # Results that no parameter uses come last.
     results += [index for index in range(len(plan.outputs)) if index not in results]
     return BufferLayout(
         operands=tuple(
@@ -113,7 +113,7 @@ def _split_layout(
 
 
 def build_opaque(plan: LaunchPlan, compiled: CompiledLaunch) -> bytes:
-    """The custom call's `opaque` attribute for one launch of `compiled` as `plan` says."""
+    """Return the custom call's `opaque` attribute for a launch of `compiled` according to `plan`."""
     jaxlib_triton = _jaxlib_triton()
     kernel = jaxlib_triton.TritonKernel(
         compiled.name,
@@ -121,7 +121,7 @@ def build_opaque(plan: LaunchPlan, compiled: CompiledLaunch) -> bytes:
         compiled.num_ctas,
         compiled.shared_bytes,
         _without_line_information(compiled.ptx),
-        "",  # ttir: kept by jaxlib, used for nothing
+        "",  # ttir: stored by jaxlib but not used
         compiled.arch,
         compiled.global_scratch_bytes or None,
         compiled.global_scratch_alignment if compiled.global_scratch_bytes else None,
@@ -131,17 +131,17 @@ def build_opaque(plan: LaunchPlan, compiled: CompiledLaunch) -> bytes:
 
 
 def _without_line_information(ptx: str) -> str:
-    """The same code without comments and debug sections.
+    """Return the PTX without comments and debug sections.
 
-    jaxlib's assembler uses neither, while the launcher hashes and copies the text, and source paths in it would make
-    exported programs and XLA's compilation cache depend on where the library is installed.
+    jaxlib's assembler uses neither, but the launcher hashes and copies the text. Source paths in it would make exported
+    programs and XLA's compilation cache depend on the library's install location.
     """
     lines = []
     is_debug = False
     for line in ptx.splitlines():
         code = line.partition("//")[0].rstrip()
         is_debug = is_debug or code.lstrip().startswith(".section")
-        # `.local`, which declares a kernel's own memory, is code.
+        # `.local`, which declares a kernel's local memory, is code, so directives are matched as whole words.
         if code and not is_debug and code.split(maxsplit=1)[0] not in (".loc", ".file"):
             lines.append(code)
         if code.strip() == "}":
@@ -150,14 +150,14 @@ def _without_line_information(ptx: str) -> str:
 
 
 def _parameters(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch) -> list[Any]:
-    """The parameters of the kernel's entry.
+    """Return the parameters of the kernel's entry point.
 
     Raises:
-        NotImplementedError: the entry takes another number of them, which the launcher would not notice.
+        NotImplementedError: the entry point takes another number of parameters, which the launcher does not check.
     """
     taken = _entry_parameters(compiled.ptx) - _SCRATCH_PARAMETERS
     descriptors = sum(isinstance(argument, Descriptor) for argument in plan.arguments.values())
-    # Without TMA, Triton 3.6 and 3.7 pass one flag of a descriptor (padding is NaN), later versions another one too
+    # Without TMA, Triton 3.6 and 3.7 pass one flag per descriptor (padding is NaN); later versions add a second one
     # (round to tf32).
     parameters = _listed(jaxlib_triton, plan, compiled, flags=1)
     if descriptors and not compiled.descriptor_metadata and taken > len(parameters):
@@ -172,16 +172,16 @@ def _parameters(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch) 
 
 
 def _entry_parameters(ptx: str) -> int:
-    """How many parameters the kernel in a PTX module takes."""
+    """Return the number of parameters of the kernel in a PTX module."""
     entry = re.search(r"\.entry[^(]*\(([^)]*)\)", ptx)
     return 0 if entry is None else entry[1].count(".param")
 
 
 def _listed(jaxlib_triton: Any, plan: LaunchPlan, compiled: CompiledLaunch, *, flags: int) -> list[Any]:
-    """The plan's parameters in the order of the kernel's.
+    """Return the plan's parameters in the kernel's order.
 
     Args:
-        flags: of each descriptor on an architecture without TMA.
+        flags: number of flags of each descriptor on an architecture without TMA.
     """
     metadata = iter(compiled.descriptor_metadata)
     parameters: list[Any] = []
@@ -217,7 +217,7 @@ def _descriptor(jaxlib_triton: Any, descriptor: Descriptor, metadata: dict[str, 
 
 
 def _decomposed_descriptor(jaxlib_triton: Any, descriptor: Descriptor, flags: int) -> list[Any]:
-    """A descriptor on an architecture without TMA: Triton rewrites it to a pointer, and keeps its sizes twice."""
+    """Return a descriptor's parameters without TMA: Triton rewrites it to a pointer and passes its sizes twice."""
     return [
         jaxlib_triton.create_array_parameter(0, 16),
         *_sizes(jaxlib_triton, descriptor.shape, "i64"),
@@ -233,7 +233,7 @@ def _sizes(jaxlib_triton: Any, sizes: Sequence[int], dtype: str) -> list[Any]:
 
 
 def _scalar(jaxlib_triton: Any, value: float | bool, dtype: str) -> Any:
-    # jaxlib's overloads are strict about Python types, and numpy scalars are none of them.
+    # jaxlib's overloads are strict about Python types and do not accept numpy scalars.
     cast = {"i1": bool, "i32": int, "i64": int, "fp32": float}[dtype]
     return jaxlib_triton.create_scalar_parameter(cast(value), dtype)
 
@@ -258,7 +258,7 @@ def _plugin_reason() -> str | None:
 
 @functools.cache
 def _launcher_reason() -> str | None:
-    """Return None when jaxlib describes a launch with each kind of parameter, given in the known form."""
+    """Return None if jaxlib accepts a launch with each kind of parameter in the known form, otherwise the reason."""
     try:
         jaxlib_triton: Any = importlib.import_module("jaxlib.gpu_triton")
         kernel = jaxlib_triton.TritonKernel("probe", 4, 1, 0, "", "", 90, 128, 128)
@@ -294,13 +294,13 @@ def _version() -> str:
 
 
 class Shortcut(NamedTuple):
-    """jaxlib's two functions under `jax.dlpack`, which take the device and the stream as they are.
+    """jaxlib's two functions behind `jax.dlpack`, which take the device and the stream directly.
 
-    `jax.dlpack.from_dlpack` spends most of its time looking up the backend and passing the array through
-    `jnp.asarray`: about 50 us a tensor, and 6 us without.
+    `jax.dlpack.from_dlpack` spends most of its time on looking up the backend and on passing the array through
+    `jnp.asarray`: it takes about 50 us per tensor, the function behind it 6 us.
 
     Attributes:
-        import_capsule: takes a capsule, JAX's device, and the stream that readers wait for; returns an array on the
+        import_capsule: takes a capsule, the JAX device, and the stream that readers wait for; returns an array on the
             same memory.
         export_array: takes an array and the stream that reads it; returns a capsule.
     """
@@ -311,9 +311,10 @@ class Shortcut(NamedTuple):
 
 @functools.cache
 def dlpack_shortcut(platform: str) -> Shortcut | str:
-    """Return the functions for arrays of a platform, "cpu" or "gpu", or what is unknown about them.
+    """Return the DLPack functions for a platform, "cpu" or "gpu", or a message that says why they cannot be used.
 
-    They have carried an array of that platform through a capsule and back, to the same memory. Starts JAX's backends.
+    The functions are tested by a round trip of an array through a capsule, which must end at the same memory. This
+    starts JAX's backends.
     """
     try:
         module: Any = importlib.import_module("jaxlib._jax")
@@ -324,7 +325,7 @@ def dlpack_shortcut(platform: str) -> Shortcut | str:
         )
         device = jax.local_devices(backend=platform)[0]
         stream = None if platform == "cpu" else device.get_stream_for_external_ready_events()
-        # Also while the caller is traced.
+        # The array must be concrete even while the caller is traced.
         with jax.ensure_compile_time_eval():
             array = jax.device_put(np.arange(6, dtype=np.int32).reshape(2, 3), device)
         back = shortcut.import_capsule(shortcut.export_array(array, stream), device, stream)
@@ -338,7 +339,7 @@ def dlpack_shortcut(platform: str) -> Shortcut | str:
 
 
 def describe_features() -> tuple[Feature, ...]:
-    """Describe the private features that the package uses in the installed jaxlib. Starts JAX's backends."""
+    """Describe the private features of the installed jaxlib that the package uses. This starts JAX's backends."""
     reason = availability()
     features = [
         Feature("jaxlib: launcher of Triton kernels", reason is None, reason or "kernels are launched on XLA's stream")
@@ -353,5 +354,5 @@ def describe_features() -> tuple[Feature, ...]:
 def _has_devices(platform: str) -> bool:
     try:
         return bool(jax.local_devices(backend=platform))
-    except RuntimeError:  # what JAX raises for a backend that it does not have
+    except RuntimeError:  # JAX raises this for a backend that it does not have
         return False

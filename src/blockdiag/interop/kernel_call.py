@@ -31,11 +31,11 @@ type Grid = int | Sequence[int] | Callable[[Mapping[str, Any]], int | Sequence[i
 
 @dataclass(frozen=True)
 class TensorDescriptor:
-    """Hands an array to a kernel as a host-made TMA descriptor instead of a pointer.
+    """Kernel argument that passes an array as a TMA descriptor made on the host, instead of a pointer.
 
     Attributes:
         array: the described array, of any shape and dtype, dense and row-major.
-        block_shape: the tile that one `load` of the kernel reads, in elements, as many sizes as `array` has axes.
+        block_shape: the tile that one `load` of the kernel reads, in elements; one size for each axis of `array`.
         layout: the shared-memory layout of a Gluon kernel's tile; None for a Triton kernel.
 
     References:
@@ -63,10 +63,10 @@ class TensorDescriptor:
 
 @dataclass(frozen=True)
 class ShardValue:
-    """A number or compile-time value that follows from the sizes of a device's part of the arrays.
+    """A number or compile-time value computed from the sizes of a device's shard of the arrays.
 
     Attributes:
-        function: takes a mapping from each label of `sharding_rule` to how many of its indices the device has.
+        function: takes a mapping from each label of `sharding_rule` to its size on the device.
 
     References:
         The local shapes that `jax.shard_map` shows to a function.
@@ -96,45 +96,45 @@ def triton_call(
     divided_labels: str = "",
     **named: Any,
 ) -> Any:
-    """Calls a `@triton.jit` or `@gluon.jit` kernel on JAX arrays.
+    """Call a `@triton.jit` or `@gluon.jit` kernel on JAX arrays.
 
-    Positional arguments fill the kernel's parameters in order, named ones by name. Parameters that are then still
-    missing receive the outputs, in order. Works under `jax.jit`, `jax.shard_map`, `jax.checkpoint` and `jax.export`
-    (with `blockdiag.interop.EXPORT_DISABLED_CHECKS`); for `grad` and `vmap` wrap the call in `jax.custom_vjp` and
+    Positional arguments fill the kernel's parameters in order, named ones by name. The remaining parameters receive the
+    outputs, in order. The call works under `jax.jit`, `jax.shard_map`, `jax.checkpoint` and `jax.export` (with
+    `blockdiag.interop.EXPORT_DISABLED_CHECKS`). For `grad` and `vmap`, wrap it in `jax.custom_vjp` and
     `jax.custom_batching.custom_vmap`.
 
     The kernel has to be in a Python file, since Triton reads its source.
 
     Args:
-        *args: arrays of any shape and dtype (passed as pointers), or each in a `TensorDescriptor`; scalars; and
-            compile-time values where the kernel says `tl.constexpr`. Python ints become i32, or i64 where they do
-            not fit; Python floats become fp32, never fp64; a `blockdiag.triton_kernels.launch.plan.Scalar` spells a
-            type out. None may stand for an optional pointer.
+        *args: arrays of any shape and dtype, passed as pointers or wrapped in a `TensorDescriptor`; scalars; and
+            compile-time values for parameters annotated `tl.constexpr`. Python ints become i32, or i64 if they do not
+            fit. Python floats become fp32, never fp64. A `blockdiag.triton_kernels.launch.plan.Scalar` states its type
+            explicitly. None may stand for an optional pointer.
         kernel: the kernel.
-        out_shape: pytree of objects with `shape` and `dtype`, the outputs; the result has the same structure.
-        grid: one to three sizes, or a function of a mapping of all compile-time values (and num_warps, num_stages,
-            num_ctas) that returns them.
-        name: what profilers show; the kernel's name when None.
+        out_shape: pytree of objects with `shape` and `dtype`, one per output; the result has the same structure.
+        grid: one to three sizes, or a function that returns them. The function takes a mapping of all compile-time
+            values and of num_warps, num_stages and num_ctas.
+        name: the name that profilers show; the kernel's name when None.
         num_warps, num_stages, num_ctas, maxnreg: options of Triton's compiler.
-        input_output_aliases: maps an array, by parameter name or by its place among the arrays in the kernel's order,
+        input_output_aliases: maps an array, by parameter name or by its index among the arrays in the kernel's order,
             to the index of a flat output that takes over its buffer. Such an output has no parameter of its own.
         interpret: run in Triton's interpreter on the host, on any platform; slow.
-        sharding_rule: how devices of a mesh may divide the call: labels of the axes of every array, in the kernel's
-            order, and of every output, as in `"b t h, b s h -> b t h"`. `(b t)` is an axis that two labels make up,
-            `_` one that is never divided. `out_shape` remains that of all devices; `grid` must be a function, whose
-            mapping then also has the size of each label on one device; values that depend on sizes must be a
-            `ShardValue`. None: automatic meshes gather the arrays, and every device computes everything; on explicit
-            ones call inside `jax.shard_map`.
-        divided_labels: the labels that devices may divide, with spaces between them. No element of an output may need
-            two indices of one of them, but an output that lacks the label: the devices' outputs are then added up.
+        sharding_rule: how a mesh may divide the call: axis labels of every array, in the kernel's order, and of every
+            output, as in `"b t h, b s h -> b t h"`. `(b t)` is one axis composed of two labels; `_` is an axis that is
+            never divided. `out_shape` stays the global shape. `grid` must be a function, whose mapping then also has
+            the size of each label on one device. Values that depend on sizes must be a `ShardValue`. None: automatic
+            meshes gather the arrays and every device computes everything; on explicit meshes call inside
+            `jax.shard_map`.
+        divided_labels: the labels that devices may divide, separated by spaces. Each element of an output may depend on
+            only one index of such a label. An output that lacks the label is the exception: it is summed over devices.
         **named: further arguments by parameter name.
 
     Returns:
         The outputs, in the structure of `out_shape`, with its shapes and dtypes.
 
     Raises:
-        TypeError: for names that are no parameters, missing arguments, or values of unusable types.
-        ValueError: for grids, aliases and sharding rules that make no sense.
+        TypeError: for names that are not parameters, missing arguments, or values of unsupported types.
+        ValueError: for invalid grids, aliases and sharding rules.
 
     References:
         The function of this name in jax-triton (2022).
@@ -190,7 +190,7 @@ def triton_call(
 
 @dataclass(frozen=True, kw_only=True)
 class _Description:
-    """A call as it was made, from which the launch of each device follows."""
+    """The arguments of a `triton_call`, from which the launch on each device is derived."""
 
     name: str
     kernel: Any
@@ -200,11 +200,11 @@ class _Description:
     values: dict[str, Any]
 
     def spec(self, outputs: tuple[TensorSpec, ...], sizes: Mapping[str, int] | None) -> tuple["_CallSpec", dict]:
-        """The launch with these outputs, and its arrays by parameter name.
+        """Return the launch with these outputs, and its arrays by parameter name.
 
         Args:
-            outputs: of one device.
-            sizes: of the labels of the sharding rule, on one device; None where there is no rule.
+            outputs: outputs of one device.
+            sizes: sizes of the sharding rule's labels on one device; None without a rule.
         """
         values = {name: self._resolve(name, value, sizes) for name, value in self.values.items()}
         arrays, arguments = _plan_arguments(self.kernel, values, outputs, self.aliases)
@@ -221,7 +221,7 @@ class _Description:
         return spec, arrays
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> "_Description":
-        """The call of other arrays, by parameter name."""
+        """Return the same call with other arrays, given by parameter name."""
         values = dict(self.values)
         for name, array in arrays.items():
             old = values[name]
@@ -243,7 +243,7 @@ class _Description:
 def _divided(
     description: _Description, outputs: tuple[TensorSpec, ...], text: str, labels: str, interpret: bool
 ) -> Sequence[jax.Array]:
-    """The outputs of a call that devices of a mesh may divide."""
+    """Run a call that devices of a mesh may divide and return its outputs."""
     if not callable(description.grid):
         raise ValueError(
             f"`grid` must be a function of sizes where there is a `sharding_rule`, got {description.grid}: a device "
@@ -291,7 +291,7 @@ def _divided(
 
 @dataclass(frozen=True, kw_only=True)
 class _CallSpec:
-    """A launch that is the same on every target."""
+    """A KernelSpec whose plan is the same on every target."""
 
     name: str
     kernel: Any
@@ -316,7 +316,7 @@ class _CallSpec:
 
 
 def _bind_parameters(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The caller's value of every parameter that has one, by name, in the kernel's order."""
+    """Return the value of every parameter that has an argument or a default, by name, in the kernel's order."""
     if not hasattr(kernel, "params"):
         raise TypeError(
             f"`kernel` must be a @triton.jit or @gluon.jit function, got {type(kernel).__name__}; "
@@ -342,7 +342,7 @@ def _bind_parameters(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) 
 def _plan_arguments(
     kernel: Any, values: dict[str, Any], outputs: tuple[TensorSpec, ...], aliases: dict[int | str, int]
 ) -> tuple[dict[str, Any], dict[str, Argument]]:
-    """The arrays by parameter name, and the plan argument of every parameter."""
+    """Return the arrays by parameter name, and the plan argument of every parameter."""
     waiting = [index for index in range(len(outputs)) if index not in aliases.values()]
     missing = [parameter.name for parameter in kernel.params if parameter.name not in values]
     if any(parameter.is_constexpr for parameter in kernel.params if parameter.name in missing):

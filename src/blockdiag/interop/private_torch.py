@@ -1,7 +1,7 @@
-"""The one module that uses private names of torch, which may change in any version of it.
+"""The one module that uses private names of torch, which may change in any version.
 
-Each name is probed at its first use. Where the installed torch does not have it in the known form, a slower way with
-the same results runs, and `describe_features` says so. This module does not import JAX.
+Each name is probed at its first use. If the installed torch does not have it in the known form, a slower path with the
+same results is used, and `describe_features` reports it. This module does not import JAX.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from blockdiag.common.features import Feature
 
 @functools.cache
 def _flag(name: str) -> Callable[[], int] | None:
-    """Return the function `name` of `torch._C`, which takes nothing and tells how many or whether; None if unknown."""
+    """Return the function `name` of `torch._C`, which takes no arguments and returns an int, or None if unknown."""
     ask = getattr(torch._C, name, None)
     if not callable(ask):
         return None
@@ -41,9 +41,9 @@ def _observer_flags() -> tuple[Callable[[], int], ...] | None:
 
 
 def may_be_observed() -> bool:
-    """Return whether a dispatch mode, a transform of torch.func or a trace may follow what is called now.
+    """Return True if a dispatch mode, a torch.func transform or a trace may observe the current call.
 
-    True where torch cannot be asked: a call then goes through torch's dispatcher, which serves everybody.
+    If torch cannot be queried, this is True: the call then goes through torch's dispatcher, which is always correct.
     """
     flags = _observer_flags()
     if flags is None:
@@ -55,31 +55,31 @@ def may_be_observed() -> bool:
 
 
 def may_have_tangents() -> bool:
-    """Return whether a level of forward-mode derivatives may be active.
+    """Return True if a level of forward-mode derivatives may be active.
 
-    True where torch cannot be asked: callers then look at each operand, with `forward_ad.unpack_dual`.
+    If torch cannot be queried, this is True: callers then test each operand with `forward_ad.unpack_dual`.
     """
     level = getattr(forward_ad, "_current_level", None)
     return not isinstance(level, int) or level >= 0
 
 
 def can_tell_transforms() -> bool:
-    """Return whether torch can be asked for transforms of torch.func; if not, callers look at each operand."""
+    """Return True if torch can be queried for active torch.func transforms; if not, callers test each operand."""
     return _flag("_are_functorch_transforms_active") is not None
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func is active; False where torch cannot be asked."""
+    """Return True if a torch.func transform is active, False if none is or if torch cannot be queried."""
     is_active = _flag("_are_functorch_transforms_active")
     return is_active is not None and bool(is_active())
 
 
 def is_functional(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a wrapper of torch.func.functionalize, which has no memory of its own."""
+    """Return True if a tensor is a wrapper of torch.func.functionalize, which has no memory of its own."""
     ask = getattr(torch, "_is_functional_tensor", None)
     if ask is not None:
         return ask(tensor)
-    # Wrappers say that their data starts at 0. Ordinary tensors do so only where they have no elements.
+    # Wrappers report a data pointer of 0. Ordinary tensors do so only if they have no elements.
     return tensor.numel() > 0 and tensor.data_ptr() == 0
 
 
@@ -88,7 +88,7 @@ def is_functional(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _stream_reader(device_index: int) -> Callable[[int], int] | None:
-    """Return the function that gives the current stream's handle, once it agreed with the public way on a device."""
+    """Return the private reader of the current stream's handle if it agrees with the public API, else None."""
     read = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if not callable(read):
         return None
@@ -102,7 +102,7 @@ def _stream_reader(device_index: int) -> Callable[[int], int] | None:
 def current_stream_handle(device_index: int) -> int:
     """Return the handle of torch's current stream of a CUDA device.
 
-    The public way makes an object for it, which takes longer.
+    The public API creates a stream object for it, which is slower.
     """
     read = _stream_reader(device_index)
     return torch.cuda.current_stream(device_index).cuda_stream if read is None else read(device_index)
@@ -128,13 +128,13 @@ def _fake_tensors() -> tuple[Callable[..., Any], tuple[type[Exception], ...]] | 
 
 @contextlib.contextmanager
 def without_data() -> Iterator[None]:
-    """Run torch on tensors that have shapes and dtypes only. Tensors from outside, such as parameters, may take part.
+    """Run torch on fake tensors, which have shapes and dtypes only. Outside tensors such as parameters may be used.
 
-    Where torch's fake tensors are unknown, the code runs on ordinary tensors: it should make them with
-    `torch.zeros`. Shapes are then those that belong to zeros.
+    If torch's fake tensors are unknown, the code runs on ordinary tensors, which it should create with `torch.zeros`.
+    Data-dependent shapes are then those that zeros produce.
 
     Raises:
-        DataDependentShape: where fake tensors are known, from results whose shape depends on values.
+        DataDependentShape: if fake tensors are known and the shape of a result depends on values.
     """
     found = _fake_tensors()
     if found is None:
@@ -152,12 +152,12 @@ def without_data() -> Iterator[None]:
 
 
 def set_compiler_option(part: str, name: str, value: Any) -> None:
-    """Set an option of a part of torch's compiler, in this process.
+    """Set an option of a component of torch's compiler, in this process.
 
     Args:
         part: "functorch" or "inductor".
-        name: such as "donated_buffer".
-        value: what to set it to.
+        name: name of the option, such as "donated_buffer".
+        value: new value of the option.
 
     Raises:
         NotImplementedError: when the installed torch does not have the option.
@@ -174,11 +174,11 @@ def set_compiler_option(part: str, name: str, value: Any) -> None:
     setattr(config, name, value)
 
 
-# --- What doctor prints
+# --- Report for doctor
 
 
 def describe_features() -> tuple[Feature, ...]:
-    """Describe the private features that the package uses in the installed torch. Starts no device."""
+    """Describe the private features of the installed torch that the package uses. This initialises no device."""
     is_level_known = isinstance(getattr(forward_ad, "_current_level", None), int)
     features = [
         _feature(
@@ -206,7 +206,7 @@ def describe_features() -> tuple[Feature, ...]:
             "wrap_torch finds shapes by a run on zeros",
         ),
     ]
-    # Builds without CUDA have no use for it.
+    # Builds without CUDA have no streams.
     if torch.version.cuda is not None:
         features.append(
             _feature(

@@ -1,6 +1,6 @@
 """Launch plans from PyTorch: the same compiled kernel, launched natively on the current stream.
 
-This is the mechanism only: it knows nothing of autograd or torch.compile, which the registered operators bring.
+This module only launches. Autograd and torch.compile support come with the registered operators.
 """
 
 import contextvars
@@ -26,20 +26,20 @@ from blockdiag.triton_kernels.launch.plan import (
     Target,
 )
 
-# Plans remembered for repeated calls. Kernels are kept apart from them, by compile key, so calls that differ in sizes
-# and scalars only push each other out of this cache and still share their kernel.
+# Number of plans cached for repeated calls. Kernels are cached separately, by compile key: calls that differ only in
+# sizes and scalars may evict each other's plans but still share their kernel.
 _REMEMBERED_PLANS = 512
 
 
 def launch(spec: KernelSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Launches the kernel of `spec` on the tensors' device and its current stream, and returns the outputs.
+    """Launch the kernel of `spec` on the tensors' device and its current stream, and return the outputs.
 
-    Safe under CUDA graph capture once the same spec has been launched outside it (compiling and loading are not).
+    A launch is safe under CUDA graph capture if the same spec has been launched before; compiling and loading are not.
 
     Args:
         spec: a hashable KernelSpec.
-        *tensors: one contiguous, 16-byte aligned CUDA tensor for each of `spec.inputs`, of exactly its shape and dtype,
-            all on one device.
+        *tensors: one contiguous, 16-byte aligned CUDA tensor for each of `spec.inputs`, with exactly its shape and
+            dtype, all on one device.
 
     Returns:
         One tensor for each of `spec.outputs`. An output that the plan aliases to an input is that input tensor, written
@@ -78,16 +78,16 @@ def _common_device(spec: KernelSpec, tensors: tuple[torch.Tensor, ...]) -> torch
 
 @functools.lru_cache(maxsize=_REMEMBERED_PLANS)
 def bound_launch(spec: KernelSpec, device_index: int) -> "_BoundLaunch":
-    """The launch of `spec` on a device, ready to be called with tensors that the caller has checked.
+    """Return the launch of `spec` on a device, ready to be called with tensors that the caller has checked.
 
-    The device must be the current one when it is called.
+    The device must be torch's current one at each call.
     """
     return _BoundLaunch(spec.plan(device_target(device_index)), device_index)
 
 
 @functools.cache
 def device_target(device_index: int) -> Target:
-    """What plans may know of a CUDA device."""
+    """Return the properties of a CUDA device that plans may depend on."""
     properties = torch.cuda.get_device_properties(device_index)
     return Target(properties.major * 10 + properties.minor, properties.multi_processor_count)
 
@@ -97,8 +97,10 @@ _kernels_lock = threading.Lock()
 
 
 def _loaded_kernel(plan: LaunchPlan, device_index: int) -> Any:
-    """Triton's kernel object for the current device: the compiled kernel is shared, its handles belong to one
-    device."""
+    """Return Triton's kernel object for the current device.
+
+    Devices of one architecture share the compiled kernel, but the object's handles belong to one device.
+    """
     target = device_target(device_index)
     key = (device_index, *compile_key(plan, target.arch))
     with _kernels_lock:
@@ -108,9 +110,9 @@ def _loaded_kernel(plan: LaunchPlan, device_index: int) -> Any:
 
 
 class _BoundLaunch:
-    """A plan bound to a loaded kernel: what is left to do for a call is to allocate outputs and list the arguments.
+    """A plan bound to a loaded kernel; a call only allocates the outputs and fills in the arguments.
 
-    Written for little host time: whatever a call does not change is prepared here.
+    To keep host time low, everything that does not change between calls is prepared at construction.
     """
 
     def __init__(self, plan: LaunchPlan, device_index: int) -> None:
@@ -121,7 +123,7 @@ class _BoundLaunch:
         self._outputs = [
             (sources.get(index), spec.shape, _torch_dtype(spec.dtype)) for index, spec in enumerate(plan.outputs)
         ]
-        # Arguments that stay as they are, and where the others come from: (argument, buffer[, how to make it]).
+        # The constant arguments, and the sources of the others: (argument index, buffer index[, descriptor maker]).
         self._template: list[Any] = []
         self._pointers: list[tuple[int, int]] = []
         self._descriptors: list[tuple[int, int, Callable[[torch.Tensor], Any]]] = []
@@ -140,18 +142,18 @@ class _BoundLaunch:
         return outputs
 
     def into(self, tensors: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
-        """The same into outputs that the caller has allocated: contiguous, aligned, of the plan's sizes."""
+        """Launch into outputs that the caller has allocated: contiguous, aligned, of the plan's sizes."""
         self._run(*self._arguments(tensors + outputs))
 
     def prepared(self, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-        """The bare launch on these tensors and outputs made once, for measuring what a launch costs by itself."""
+        """Return the bare launch on these tensors and preallocated outputs, to measure the cost of a launch alone."""
         buffers = tensors + self._allocate(tensors)
         arguments = self._arguments(buffers)
-        # Arguments are mere addresses: the buffers are kept alive here.
+        # Arguments are bare addresses, so the closure keeps the buffers alive.
         return lambda: (self._run(*arguments), buffers)[0]
 
     def prepared_jit(self, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-        """The same through Triton's own `kernel[grid](...)`, which looks the compiled kernel up for every call."""
+        """Return this launch through Triton's own `kernel[grid](...)`, which looks up the compiled kernel each time."""
         buffers = tensors + self._allocate(tensors)
         arguments = self._arguments(buffers)
         for index, position in self._pointers:
@@ -181,7 +183,7 @@ class _BoundLaunch:
 
 
 class _Thread(threading.local):
-    """What a thread has: the devices whose CUDA context it was given."""
+    """Per-thread set of the devices whose CUDA context has been made current."""
 
     def __init__(self) -> None:
         self.devices: set[int] = set()
@@ -191,10 +193,10 @@ _thread = _Thread()
 
 
 def _make_context_current(device_index: int) -> None:
-    """Gives this thread the device's CUDA context, without which no tensor descriptor can be made.
+    """Make the device's CUDA context current in this thread, which creating a tensor descriptor needs.
 
-    A thread gets it with its first call of the CUDA runtime. Autograd's own threads may reach a launch without one:
-    torch's allocator answers from its cache, and Triton looks after the context only when it launches.
+    A thread gets the context with its first call of the CUDA runtime. Autograd's threads may reach a launch without any
+    such call: torch's allocator serves memory from its cache, and Triton sets the context only when it launches.
     """
     if device_index not in _thread.devices:
         torch.cuda.mem_get_info(device_index)
@@ -202,7 +204,7 @@ def _make_context_current(device_index: int) -> None:
 
 
 def _descriptor_maker(plan: LaunchPlan, descriptor: Descriptor) -> Callable[[torch.Tensor], Any]:
-    """A function that makes a host descriptor over a tensor."""
+    """Return a function that makes a host descriptor over a tensor."""
     example = torch.empty(0, dtype=_torch_dtype(buffer_spec(plan, descriptor).dtype))
     return private_triton.descriptor_maker(
         example, descriptor.shape, descriptor.strides, descriptor.block_shape, descriptor.layout
@@ -210,7 +212,7 @@ def _descriptor_maker(plan: LaunchPlan, descriptor: Descriptor) -> Callable[[tor
 
 
 def _with_scratch(kernel: Any, device: torch.device, run: Callable[..., None]) -> Callable[..., None]:
-    """Gives a kernel that makes descriptors on the device the global scratch it needs, from torch's allocator."""
+    """Provide a kernel that makes descriptors on the device with global scratch memory from torch's allocator."""
     if not kernel.metadata.global_scratch_size:
         return run
     import triton
@@ -222,7 +224,7 @@ def _with_scratch(kernel: Any, device: torch.device, run: Callable[..., None]) -
         triton.set_allocator(allocate)
         run(*arguments)
 
-    # Triton's allocator is a context variable: set in a copy, the user's own stays as it is.
+    # Triton's allocator is a context variable. It is set in a copied context, so the user's own stays unchanged.
     return lambda *arguments: contextvars.copy_context().run(run_with_allocator, *arguments)
 
 

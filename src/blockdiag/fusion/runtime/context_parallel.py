@@ -1,12 +1,12 @@
-"""Fused attention of sequences whose tokens several devices share: what moves before a region and after it.
+"""Context parallelism of fused attention: data movement before and after a region whose tokens are sharded.
 
 | strategy | before a region | after it |
 |---|---|---|
-| "ulysses" | devices exchange tokens for a batch axis, such as heads, which divides the region as any other | back |
-| "gather" | rows in zigzag order, where the mask wants that; the region's own code gathers keys and values | back |
-| "ring" | rows and keys in zigzag order, where the mask wants that; the region's own code sends keys around | back |
+| "ulysses" | tokens are exchanged for a batch axis, such as heads, which divides the region as usual | reversed |
+| "gather" | rows are put in zigzag order if the mask needs it; the region's own code gathers keys | reversed |
+| "ring" | rows and keys are put in zigzag order if the mask needs it; the region's own code rotates keys | reversed |
 
-No move changes a value, and their derivatives are JAX's own.
+No movement changes a value, and all derivatives are JAX's own.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ class Sharing:
     """The devices that share the tokens of a call.
 
     Attributes:
-        context: what the user wants.
-        mesh: whose axis it is about.
-        is_explicit: whether shardings along this axis are parts of types.
-        is_manual: whether the call is inside of a `jax.shard_map` over the axis.
+        context: the user's options.
+        mesh: the mesh that has the axis.
+        is_explicit: True if the axis is explicit, so that shardings along it are part of array types.
+        is_manual: True if the call is inside a `jax.shard_map` over the axis.
     """
 
     context: ContextParallel
@@ -51,24 +51,24 @@ class Sharing:
 
     @property
     def axis(self) -> str:
-        """The axis of the mesh."""
+        """The name of the mesh axis."""
         return self.context.axis
 
     @property
     def devices(self) -> int:
-        """The number of devices along it."""
+        """The number of devices along the axis."""
         return self.mesh.shape[self.axis]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The way in which devices work together on one region.
+    """The strategy chosen for one region, with its parameters.
 
     Attributes:
-        strategy: which one.
-        label: of "ulysses", the batch axis that they divide in place of tokens.
-        is_zigzag: of "gather" and "ring", whether rows are in zigzag order.
-        shifts: of "ring", see `Tokens`.
+        strategy: name of the strategy.
+        label: for "ulysses", the batch label that devices divide instead of tokens.
+        is_zigzag: for "gather" and "ring", True if rows are in zigzag order.
+        shifts: for "ring", see `Tokens`.
     """
 
     strategy: Strategy
@@ -77,7 +77,7 @@ class Chosen:
     shifts: tuple[int, ...] = ()
 
     def described(self, sharing: Sharing) -> str:
-        """In words."""
+        """Return a description in words, for reports."""
         if sharing.devices == 1:
             return f"one device along {sharing.axis!r} has all tokens"
         shared = f"{sharing.devices} devices share tokens along {sharing.axis!r}"
@@ -89,19 +89,20 @@ class Chosen:
         return f"{shared}; 'gather': they gather what has keys, and compute {order}"
 
     def tokens(self, devices: int) -> Tokens | None:
-        """How devices share tokens; None where they divide a batch axis instead."""
+        """Return how devices share tokens, or None if they divide a batch axis instead."""
         return None if self.strategy == "ulysses" else Tokens(self.strategy, self.is_zigzag, devices, self.shifts)
 
 
 def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
-    """The devices that share the tokens of a call.
+    """Return the devices that share the tokens of a call.
 
     Args:
-        context: of the call.
-        arrays: its arguments.
+        context: the call's `context_parallel`.
+        arrays: the call's arguments.
 
     Raises:
-        ValueError: there is no such axis, or the call is inside of a `jax.shard_map` over other axes.
+        ValueError: the mesh lacks the axis or mixes kinds of axes, or the call is inside a `jax.shard_map` that leaves
+            axes of the mesh.
     """
     current = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in current.axis_types:
@@ -147,9 +148,9 @@ def _manual_sharing(context: ContextParallel, mesh: Any) -> Sharing:
 
 
 def whole_type(sharing: Sharing, x: Any) -> Any:
-    """The type of an argument as if no token were sharded, with which the function is traced.
+    """Return an argument's type without sharding along tokens; the function is traced with this type.
 
-    A function as written has scores of sharded queries by sharded keys, which explicit types refuse.
+    The function as written multiplies sharded queries by sharded keys, which explicit sharding types reject.
     """
     if not sharing.is_explicit or not isinstance(x, jax.Array):
         return x
@@ -162,10 +163,10 @@ def whole_type(sharing: Sharing, x: Any) -> Any:
 
 
 def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
-    """The result of a region and its log-sum-exp; see `attend`.
+    """Compute the result of a region and its log-sum-exp; see `attend`.
 
     Raises:
-        ValueError: the strategy cannot serve the region, or the devices do not divide its tokens.
+        ValueError: the strategy does not support the region, or the devices do not divide its tokens.
     """
     region, arrays = call.region, [*leaves, value]
     chosen = choose(sharing, region, [jax.typeof(x) for x in arrays])
@@ -183,11 +184,11 @@ def attend_to_shared_tokens(sharing: Sharing, call: Call, leaves: Sequence[Any],
 def choose(
     sharing: Sharing, region: Region, types: Sequence[Any], others: Sequence[Strategy] = ("gather", "ring")
 ) -> Chosen:
-    """Choose the way in which devices work together on a region.
+    """Choose the strategy for a region.
 
     Args:
-        types: of its leaves and values: shapes, dtypes and shardings.
-        others: strategies beside "ulysses" that messages name.
+        types: types of the leaves and values: shapes, dtypes and shardings.
+        others: strategies besides "ulysses" that error messages offer.
 
     Raises:
         ValueError: see `attend_to_shared_tokens`.
@@ -231,7 +232,7 @@ def choose(
 
 
 def _left(sharing: Sharing, region: Region, types: Sequence[Any]) -> dict[str, int]:
-    """Batch labels that devices may divide in place of tokens, and how many indices other devices leave of them."""
+    """Return the batch labels that may be divided instead of tokens, and their sizes after division by other axes."""
     shared = _shared_labels(region)
     if sharing.is_explicit:
         specs = [(x.shape, P(*(_without(e, sharing.axis) or None for e in x.sharding.spec))) for x in types]
@@ -243,7 +244,7 @@ def _left(sharing: Sharing, region: Region, types: Sequence[Any]) -> dict[str, i
 
 
 def _shared_labels(region: Region) -> list[str]:
-    """Batch labels that queries, keys and values have, each as the slowest label of an axis."""
+    """Return the batch labels that queries, keys and values share, each as the slowest label of its axis."""
     products = [leaf.dims for leaf in region.leaves if leaf.role in ("query", "key")]
     arrays = [*products, region.value_dims, region.out_dims]
     return [
@@ -255,7 +256,7 @@ def _shared_labels(region: Region) -> list[str]:
 
 
 def _is_first(region: Region, dims: Sequence[Dim], label: str) -> bool:
-    """Whether a label is the slowest one of an array's axis, so that sharding the axis divides it."""
+    """Return True if a label is the slowest one of an array's axis, so that sharding the axis divides it."""
     for dim in dims:
         if not isinstance(dim, int) and label in dim:
             return all(region.sizes[other] == 1 for other in dim[: dim.index(label)])
@@ -263,7 +264,7 @@ def _is_first(region: Region, dims: Sequence[Dim], label: str) -> bool:
 
 
 def _obstacle(region: Region) -> str | None:
-    """The reason why neither "gather" nor "ring" can serve a region; None where they can."""
+    """Return why a region supports neither "gather" nor "ring", or None if it supports them."""
     if any(leaf.role == "distance" and (DISTANCE,) not in leaf.dims for leaf in region.leaves):
         return "a bias of distances has no axis of these alone"
     for dims in (*(leaf.dims for leaf in region.leaves), region.value_dims, region.out_dims):
@@ -274,14 +275,14 @@ def _obstacle(region: Region) -> str | None:
 
 
 def _names(sharing: Sharing, region: Region, label: str) -> tuple[str, ...]:
-    """The automatic axes of a mesh that the user says shard a label."""
+    """Return the automatic mesh axes that shard a label according to the user's options."""
     if label == region.batch[0] and len(region.batch) > 1:
         return sharing.context.batch_axes
     return sharing.context.head_axes if label == _heads(region) else ()
 
 
 def _heads(region: Region) -> str | None:
-    """The label of heads: the last one after batch rows that queries, keys and values share, or else the last one."""
+    """Return the label of heads: the last one after batch rows that queries, keys and values share, else the last."""
     own = region.batch[1:] or region.batch
     shared = [label for label in own if label in _shared_labels(region)]
     return next(iter(reversed(shared or own)), None)
@@ -289,14 +290,14 @@ def _heads(region: Region) -> str | None:
 
 @dataclass(frozen=True)
 class _Moves:
-    """Moves of arrays before a region and after it."""
+    """Data movement before and after a region."""
 
     sharing: Sharing
     region: Region
     chosen: Chosen
 
     def there(self, x: Any, source: Source, dims: Sequence[Dim]) -> Any:
-        """An operand of the region."""
+        """Return an array as an operand of the region, moved to the layout that the strategy needs."""
         rows, columns = axis_of(dims, ROWS), axis_of(dims, COLUMNS)
         if is_known(source) and (rows is None or self.chosen.strategy == "ulysses"):
             return x
@@ -306,10 +307,10 @@ class _Moves:
             is_divided = tokens is not None and x.shape[tokens] % devices == 0
             if is_divided and heads is not None and _is_first(region, dims, self.chosen.label):
                 return self._exchanged(x, dims, tokens, heads)
-            # Read as a whole, or where its heads are.
+            # Replicated over the shared axis; the region's own division selects the heads, if the array has any.
             return self._placed(x, self._spec(x, dims))
         if rows is None:
-            # Keys are divided where there are as many as queries.
+            # Keys are sharded only if there are as many as queries.
             shared = columns if region.sizes[ROWS] == region.sizes[COLUMNS] else None
             if shared is not None and self.chosen.strategy == "ring" and self.chosen.is_zigzag:
                 return self._reordered(to_zigzag, x, dims, shared)
@@ -322,7 +323,7 @@ class _Moves:
         return self._reordered(to_zigzag, x, dims, rows)
 
     def back(self, x: Any, dims: Sequence[Dim]) -> Any:
-        """A result of the region, its rows sharded in their order."""
+        """Return a result of the region with its rows sharded in natural order."""
         rows = axis_of(dims, ROWS)
         assert rows is not None, "results have rows"
         if self.chosen.label is not None:
@@ -334,9 +335,9 @@ class _Moves:
         return self._placed(x, self._spec(x, dims, rows))
 
     def _exchanged(self, x: Any, dims: Sequence[Dim], before: int, after: int) -> Any:
-        """An array of which the devices share one axis before and another one after."""
+        """Move the sharding of an array from axis `before` to axis `after`."""
         if before == after:
-            # Heads are one axis with tokens, and slower: parts of this axis are heads.
+            # Heads and tokens form one axis with heads slower, so sharding this axis divides heads.
             return self._placed(x, self._spec(x, dims, after))
         exchange = functools.partial(
             jax.lax.all_to_all, axis_name=self.sharing.axis, split_axis=after, concat_axis=before, tiled=True
@@ -344,30 +345,30 @@ class _Moves:
         return self._mapped(exchange, x, self._spec(x, dims, before), self._spec(x, dims, after))
 
     def _reordered(self, order: Callable[..., Any], x: Any, dims: Sequence[Dim], rows: int) -> Any:
-        """An array whose rows, which are sharded, are in another order."""
+        """Reorder the sharded rows of an array."""
         spec = self._spec(x, dims, rows)
         return self._mapped(functools.partial(order, axis=self.sharing.axis, tokens=rows), x, spec, spec)
 
     def _mapped(self, compute: Callable[..., Any], x: Any, before: P, after: P) -> Any:
-        """A function of the part of one device."""
+        """Apply a function to each device's part of an array."""
         mesh = self.sharing.mesh
         if self.sharing.is_explicit:
             x = self._placed(x, before)
         kind = AxisType.Explicit if self.sharing.is_explicit else AxisType.Auto
         manual = {name for name, own in zip(mesh.axis_names, mesh.axis_types, strict=True) if own == kind}
-        # Within `jax.vmap` the axes that a mapped axis is sharded over are not to be named: none given means all.
+        # Under `jax.vmap`, mesh axes that shard the mapped axis must not be named; an empty set means all axes.
         names = manual if len(manual) < len(mesh.axis_names) else set()
         return jax.shard_map(compute, mesh=mesh, in_specs=before, out_specs=after, axis_names=names)(x)
 
     def _placed(self, x: Any, spec: P) -> Any:
-        """An array with a sharding."""
+        """Return the array with the given sharding."""
         sharding = NamedSharding(self.sharing.mesh, spec)
         if self.sharing.is_explicit:
             return jax.sharding.reshard(x, sharding)
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def _spec(self, x: Any, dims: Sequence[Dim], place: int | None = None) -> P:
-        """The spec of an array: one axis, if any, over the devices that share tokens, others as they were."""
+        """Return an array's spec: axis `place`, if any, over the devices that share tokens, other axes unchanged."""
         others = [()] * x.ndim
         if self.sharing.is_explicit:
             given = tuple(jax.typeof(x).sharding.spec)
@@ -382,6 +383,6 @@ class _Moves:
 
 
 def _without(entry: Any, axis: str) -> tuple[str, ...]:
-    """The names of an entry of a spec, but for one."""
+    """Return the mesh axes of a spec's entry, except one."""
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     return tuple(name for name in names if name != axis)

@@ -26,11 +26,11 @@ from blockdiag.fusion.runtime.sharding import as_shares, backward_rule, forward_
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is computed, and who may compute it.
+    """A region and the options of its evaluation.
 
     Attributes:
-        has_log_sum: whether the log-sum-exp is a result, too, with a gradient.
-        tokens: how devices share them; None where devices divide batch axes alone.
+        has_log_sum: True if the log-sum-exp is also a result, with a gradient.
+        tokens: how devices share tokens; None if devices divide only batch axes.
     """
 
     region: Region = dataclasses.field(repr=False)
@@ -40,13 +40,13 @@ class Call:
 
 
 def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
-    """The result of a region, with the axes of the product that it replaces, and its log-sum-exp [batch.., q].
+    """Compute the result of a region, with the axes of the product that it replaces, and its log-sum-exp [batch.., q].
 
-    The log-sum-exp is None where the call has none.
+    The log-sum-exp is None unless `call.has_log_sum`.
 
     Args:
-        leaves: an array for each of the region's leaves, as its source has it.
-        value: the values, as their variable has them.
+        leaves: an array for each of the region's leaves, with the shape and dtype of the leaf's source.
+        value: the values, with the shape and dtype of their variable.
     """
     leaves, value = on_common_axes(tuple(leaves), value)
     floating = [reverse_only(x) for x in _chosen(leaves, _floating(call.region))]
@@ -55,18 +55,20 @@ def attend(call: Call, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
 
 
 def _results(call: Call, *operands: Any) -> list[Any]:
-    """What leaves and values give, as a primitive: one that is mapped and differentiated in either order.
+    """Compute the results through a primitive that can be mapped and differentiated in either order.
 
-    Mapped first, it is another region, which adds up the gradients of what is not mapped. Differentiated first, it is
-    `_attend`, whose gradients are mapped: there each index has its own.
+    If vmap comes first, the primitive binds another region, whose gradients of unmapped operands are summed over the
+    mapped axis. If differentiation comes first, the primitive becomes `_attend`. Mapping its gradients then gives each
+    index gradients of its own.
     """
-    # A function of this call alone: JAX keeps programs of functions that live, and that of `_forward` knows this one.
+    # Traced through a fresh function: JAX keeps a traced program as long as its function lives. `_forward`'s function
+    # lives as long as the region, and its program would keep the region alive.
     program = jax.make_jaxpr(lambda *given: _forward(call)(*given))(*operands)
     return region_p.bind(*operands, call=call, program=program)
 
 
 def _wanted(call: Call, results: Sequence[Any]) -> list[Any]:
-    """Of result and log-sum-exp what a call has."""
+    """Return the results that a call has: the result and, if requested, the log-sum-exp."""
     return list(results[: 2 if call.has_log_sum else 1])
 
 
@@ -109,14 +111,14 @@ mlir.register_lowering(region_p, mlir.lower_fun(_evaluate, multiple_results=True
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, leaves: tuple[Any, ...], value: Any) -> tuple[Any, Any]:
-    """The result, and the log-sum-exp, which the backward pass needs and some functions themselves."""
+    """Return the result and the log-sum-exp. The backward pass needs the latter, and some calls return it."""
     return _forward(call)(*leaves, value)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Constant:
-    """Which of a call's leaves nobody differentiates by."""
+    """Static flags of a call's leaves: True for leaves whose gradient is unused."""
 
     leaves: tuple[bool, ...]
 
@@ -124,7 +126,7 @@ class _Constant:
 def _attend_forward(call: Call, leaves: tuple[Any, ...], value: Any) -> tuple[Any, Any]:
     constant = _Constant(tuple(not x.perturbed for x in leaves))
     arrays = tuple(x.value for x in leaves)
-    # Gradients that are differentiated need these as functions of the arrays.
+    # `_attend`, not `_forward`: for higher derivatives the saved results must be functions of the arrays.
     output, log_sum = _attend(call, arrays, value.value)
     return (output, log_sum), (arrays, value.value, output, log_sum, constant)
 
@@ -147,7 +149,7 @@ def _attend_backward(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tup
 
 
 def _marked(region: Region, constant: Sequence[bool]) -> Region:
-    """The region whose leaves are marked where nobody differentiates by them."""
+    """Return the region with `is_constant` set on the leaves whose gradient is unused."""
     pairs = zip(region.leaves, constant, strict=True)
     return with_leaves(region, {leaf: dataclasses.replace(leaf, is_constant=flag) for leaf, flag in pairs})
 
@@ -156,12 +158,12 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def attend_with_carriers(call: Call, leaves: Sequence[Any], value: Any, carriers: Mapping[int, Any]) -> tuple[Any, Any]:
-    """`attend` on one device, where the gradients of some arrays are those of others, which are wider.
+    """Compute `attend` on one device and pass the gradients of some operands to float32 carrier arrays instead.
 
     Args:
         call, leaves, value: see `attend`.
-        carriers: arrays in float32 that have the gradients of leaves, or of the values, by place; their elements are
-            not read.
+        carriers: float32 arrays that receive the unrounded gradients of leaves, or of the values, by index. Their
+            elements are never read.
     """
     if not carriers:
         return attend(call, leaves, value)
@@ -212,7 +214,7 @@ _attend_carried.defvjp(_carried_forward, _carried_backward, symbolic_zeros=True)
 def _gradients(
     call: Call, leaves: Any, value: Any, output: Any, log_sum: Any, cotangent: Any, log_sum_cotangent: Any
 ) -> tuple[Any, Any]:
-    """The gradients of the leaves that have one, and of the values; the log-sum-exp's cotangent may be None."""
+    """Return the gradients of the leaves that have one, and of the values; `log_sum_cotangent` may be None."""
     more = [] if log_sum_cotangent is None else [log_sum_cotangent]
     *grads, value_grad = _backward(call)(*leaves, value, output, log_sum, cotangent, *more)
     like = _chosen(leaves, _with_gradient(call.region))
@@ -227,9 +229,10 @@ def _gradients_forward(call: Call, *operands: Any) -> tuple[Any, Any]:
 
 
 def _gradients_backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Derivatives of gradients, of any order, by XLA, which then keeps all scores.
+    """Compute higher-order derivatives, of any order, with XLA, which materialises all scores.
 
-    The result and the log-sum-exp follow from leaves and values: what they contribute is in the gradients of these.
+    The result and the log-sum-exp are functions of leaves and values. Their contributions are part of the gradients of
+    leaves and values, so their own gradients are zero.
     """
     leaves, value, output, log_sum, *given = saved
     region = call.region
@@ -262,12 +265,12 @@ _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def _floating(region: Region) -> list[bool]:
-    """Which leaves are made of floating numbers."""
+    """Return a flag for each leaf: True if its dtype is floating."""
     return [bool(jnp.issubdtype(leaf.source.dtype, jnp.floating)) for leaf in region.leaves]
 
 
 def _with_gradient(region: Region) -> list[bool]:
-    """Which leaves have a gradient that is asked for."""
+    """Return a flag for each leaf: True if its gradient is needed."""
     return [leaf.has_gradient for leaf in region.leaves]
 
 
@@ -276,13 +279,13 @@ def _chosen(arrays: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
 
 
 def _replaced(arrays: Sequence[Any], chosen: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    """Arrays with others in the place of those that are chosen."""
+    """Return the arrays with the flagged ones replaced by `chosen`, in order."""
     rest = iter(chosen)
     return [next(rest) if flag else x for x, flag in zip(arrays, flags, strict=True)]
 
 
 def _forward(call: Call) -> Any:
-    """What computes result and log-sum-exp of leaves and values: one function of a region, which JAX traces once."""
+    """Return the forward function; it is memoised in the region, so JAX traces it once."""
     return call.region.once(_forward_function, call.implementations, call.tokens)
 
 
@@ -290,7 +293,7 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, t
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
         if _is_empty(region):
-            # Of no queries there are no results, and of no keys those of queries that see none.
+            # Without queries the results are empty. Without keys they are those of queries that see no key.
             sizes = region.sizes
             output = jnp.zeros(shape_of(region.out_dims, sizes), region.dtype)
             return output, jnp.full([sizes[label] for label in (*region.batch, ROWS)], -jnp.inf, jnp.float32)
@@ -319,7 +322,7 @@ def _forward_function(region: Region, implementations: tuple[str, ...] | None, t
 
 
 def _backward(call: Call) -> Any:
-    """What computes gradients of leaves and values: one function of a region, too."""
+    """Return the backward function, which computes gradients of leaves and values; memoised like `_forward`."""
     return call.region.once(_backward_function, call.implementations, call.tokens)
 
 
@@ -349,14 +352,15 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
             shares = on_device(_own_part(region, tokens))(*operands)
             return tuple(x.array.astype(x.dtype) if isinstance(x, Share) else x for x in shares)
 
-        # Leaves and values, the result, its log-sum-exp and cotangent; the cotangent of the log-sum-exp may follow.
+        # Operands: leaves, values, result, log-sum-exp, cotangent and optionally the log-sum-exp's cotangent.
         has_log_sum_cotangent = len(operands) == count + 4
         rule = region.once(backward_rule, implementations, has_log_sum_cotangent, tokens)
         return tuple(divide(rule, on_device, operands))
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, Any]:
-        # Gradients are mapped, not gradients of what is mapped: each index has its own, whatever is mapped.
+        # This maps gradients, it does not differentiate a mapped region: each index needs gradients of its own, even of
+        # operands that are not mapped. So operands with gradients are broadcast.
         needed = [*_with_gradient(region), True, *[True] * (len(operands) - count)]
         operands = tuple(
             jnp.broadcast_to(x[None], (axis_size, *x.shape)) if is_needed and not flag else x
@@ -371,15 +375,15 @@ def _backward_function(region: Region, implementations: tuple[str, ...] | None, 
 
 
 def results_of(region: Region, implementations: tuple[str, ...] | None) -> Pass:
-    """The forward pass of a region: from leaves and values to the result and its log-sum-exp."""
+    """Return the forward pass of a region, which maps leaves and values to the result and its log-sum-exp."""
     return lambda *x: call_implementation("forward", region, implementations, list(x[:-1]), x[-1])
 
 
 def gradients_of(region: Region, implementations: tuple[str, ...] | None) -> Pass:
-    """The backward pass of a region.
+    """Return the backward pass of a region.
 
-    It takes leaves, values, result, log-sum-exp, cotangent and perhaps the cotangent of the log-sum-exp, and gives the
-    gradients of the leaves that have one, and of the values.
+    It takes leaves, values, result, log-sum-exp, cotangent and optionally the cotangent of the log-sum-exp. It returns
+    the gradients of the leaves that have one, and of the values.
     """
     count = len(region.leaves)
 
@@ -400,19 +404,19 @@ def _own_part(region: Region, tokens: Tokens) -> Part:
 
 
 def _on_device(region: Region, part: Part, tokens: Tokens) -> Rows | Ring:
-    """The part of one of the devices that share tokens."""
+    """Return the computation of one of the devices that share tokens."""
     return (Ring if tokens.strategy == "ring" else Rows)(region, part, tokens)
 
 
 def _apart(region: Region) -> Region:
     """Return a copy of a region for traced programs to hold.
 
-    JAX keeps a traced program as long as the function that was traced, and that function is stored in the region: a
-    program that held the region itself would never be freed.
+    JAX keeps a traced program as long as the traced function, which is stored in the region. A program that held the
+    region itself would form a cycle and never be freed.
     """
     return dataclasses.replace(region)
 
 
 def _is_empty(region: Region) -> bool:
-    """Whether there are no queries, or no keys."""
+    """Return True if any size other than the feature sizes is zero, such as that of queries or of keys."""
     return any(size == 0 for label, size in region.sizes.items() if not label.startswith(FEATURES))

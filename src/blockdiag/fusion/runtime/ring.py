@@ -1,8 +1,8 @@
-"""One device's part of a region whose keys travel around the devices that share tokens, one part at a time (ring).
+"""Ring attention of a region, as computed by one device: shards of the keys travel around the devices.
 
-Of keys, values and other arrays by key a device has two parts at most: the one that it computes with, and the next one
-on its way. The results of parts are merged by their log-sum-exps. Backward, parts travel again, and their gradients
-with them.
+A device holds at most two shards of keys, values and other arrays by key: the one in use and the next one in flight.
+The results of the shards are merged by their log-sum-exps. In the backward pass the shards travel again, together with
+their gradients.
 
 References:
     Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
@@ -39,17 +39,21 @@ from blockdiag.fusion.runtime.sharding import gathered_axes, local_region
 
 @dataclass(frozen=True)
 class Ring:
-    """The rows of one device, and the keys that come by.
+    """The passes of one device, with its own rows and the shards of keys that visit it.
 
-    Arrays that have keys and no rows travel: each device has one part of them at a time. Known numbers, and arrays of
-    rows by keys, stay: a device has all keys of its rows there, and reads those of the part. An array of distances is
-    read from another place for each run of rows and each run of keys. Runs of rows are then a batch axis of the pass,
-    and runs of keys are computed one after the other.
+    | array | where it is |
+    |---|---|
+    | keys without rows | travels: a device holds one shard at a time |
+    | constants, and arrays of rows by keys | stays: a device has all keys of its rows and slices those of the shard |
+    | distances | stays: each run of rows and each run of keys reads it at another offset |
+
+    If the region reads distances, runs of rows become a batch axis of the pass, and runs of keys are computed one after
+    the other.
 
     Attributes:
-        region: of all devices.
-        part: of one device, whose label of rows tells which axes of the mesh share tokens.
-        tokens: how they are shared.
+        region: the region of all devices.
+        part: the part of one device; its label of rows names the mesh axes that share tokens.
+        tokens: how tokens are shared.
     """
 
     region: Region
@@ -60,7 +64,7 @@ class Ring:
         assert self._own * self.tokens.devices == self.region.sizes[ROWS], "each device has an equal part of tokens"
 
     def results(self, results_of: Callable[[Region], Pass]) -> Pass:
-        """The forward pass; `results_of` a region is that of rows of a device, and keys of a part."""
+        """Return the forward pass. `results_of` maps a region of own rows by one shard's keys to its forward pass."""
 
         def compute(*operands: Any) -> Sequence[Any]:
             merged: tuple[Any, Any] | None = None
@@ -80,7 +84,7 @@ class Ring:
         return compute
 
     def gradients(self, gradients_of: Callable[[Region], Pass]) -> Pass:
-        """The backward pass: of leaves, values, result, log-sum-exp and cotangents, to the gradients."""
+        """Return the backward pass, from leaves, values, result, log-sum-exp and cotangents to the gradients."""
         count = len(self.region.leaves) + 1
 
         def compute(*operands: Any) -> Sequence[Any]:
@@ -100,7 +104,7 @@ class Ring:
                 for i in wanted:
                     sums[i] = self._added(i, sums.get(i), operands[i].shape, pieces, [grads[i] for grads in of_leaves])
                 sums, here = self._in_step(sums, following)
-                # Gradients of a part follow it, and after the last step they go home.
+                # Gradients of a shard travel with it. After the last step they return to the shard's own device.
                 sums |= self._moved({i: sums[i] for i in wanted if i in self._places}, self._distance_after(step))
             return [sums[i] for i in with_gradient(self.region, range(count))]
 
@@ -109,29 +113,29 @@ class Ring:
     # The order of steps
 
     def _in_step(self, *arrays: Any) -> Any:
-        """Arrays, none of which is used before all are there."""
-        # Without a barrier XLA would send all parts before it computes any, and merge all results in the end.
+        """Return the arrays behind a barrier: none is used before all are ready."""
+        # Without the barrier XLA would send all shards before computing any, and merge all results at the end.
         return jax.lax.optimization_barrier(arrays)
 
     def _sent_again(self, operands: Any) -> Any:
-        """The operands of the backward pass, which has no part that came by forward."""
-        # Without a barrier XLA may keep such a part, rather than send it again.
+        """Return the operands of the backward pass, which must not reuse shards received in the forward pass."""
+        # Without the barrier XLA may keep such a shard in memory instead of sending it again.
         return jax.lax.optimization_barrier(operands)
 
-    # What a region is on one device, for one piece of keys
+    # The region of one device, for one piece of keys
 
     @property
     def _places(self) -> dict[int, int]:
-        """The axis of keys of each leaf that travels, and of the values, which are counted as the last leaf."""
+        """The key axis of each travelling array by index; the values have the index after the last leaf."""
         return {i: place for i, place in enumerate(gathered_axes(self.region)) if place is not None}
 
     @property
     def _own(self) -> int:
-        """Tokens of a device."""
+        """The number of tokens of a device."""
         return self.part.sizes[ROWS]
 
     def _sizes(self) -> dict[str, int]:
-        """The sizes of labels of a pass."""
+        """Return the sizes of a pass's labels."""
         sizes = {**self.part.sizes, COLUMNS: self._own}
         if has_distances(self.region):
             sizes[ROWS] = sizes[COLUMNS] = self._own // self.tokens.runs
@@ -139,14 +143,14 @@ class Ring:
         return sizes
 
     def piece_region(self, shift: int) -> Region:
-        """The region of a pass; logits without values take part in those of the first step."""
+        """Return the region of a pass. Logits without values are included in the first step only."""
         local = local_region(self.region, self._sizes(), (*self.part.axes, COLUMNS))
         if has_distances(self.region):
             local = mapped_to_runs(self.region, local, self.tokens.runs)
         return local.once(_without_extras) if shift and local.extras else local
 
     def _pieces(self, here: Mapping[int, Any], shift: int) -> list["_Piece"]:
-        """The pieces of the part that is `shift` devices from home, each computed by one pass."""
+        """Return the pieces of the shard from `shift` devices back; each piece is computed by one pass."""
         devices, own = self.tokens.devices, self._own
         number = self.part.starts[ROWS] // own
         starts = self.tokens.run_starts((number + devices - shift) % devices * own, own)
@@ -159,7 +163,7 @@ class Ring:
         ]
 
     def _cut(self, operands: Sequence[Any], piece: "_Piece") -> list[Any]:
-        """Leaves and values of a pass."""
+        """Return the leaves and values of the pass over one piece."""
         found = []
         for i, (dims, x) in enumerate(zip(dims_of(self.region), operands, strict=False)):
             rows, distances = axis_of(dims, ROWS), axis_of(dims, DISTANCE)
@@ -178,20 +182,20 @@ class Ring:
         return found
 
     def _distance_starts(self, piece: "_Piece") -> list[Any]:
-        """Where the distances of each run of rows to a run of keys begin."""
+        """Return the first index into the distances for each run of rows and the piece's run of keys."""
         (first,) = piece.starts
         starts = self.tokens.run_starts(self.part.starts[ROWS], self._own)
         return [start - first + self.region.sizes[COLUMNS] - piece.length for start in starts]
 
     def _columns(self, x: Any, dims: Sequence[Dim], piece: "_Piece") -> Any:
-        """The keys of a piece, of an array that has all keys."""
+        """Return a piece's keys of an array that has all keys."""
         place, shape, axis = _keys_apart(x.shape, dims, self.part.sizes)
         apart = x.reshape(shape)
         parts = [_slice(apart, start, piece.length, axis) for start in piece.starts]
         return jnp.concatenate(parts, axis).reshape(*x.shape[:place], -1, *x.shape[place + 1 :])
 
     def _with_columns(self, total: Any, x: Any, dims: Sequence[Dim], piece: "_Piece") -> Any:
-        """An array that has all keys, with other numbers for those of a piece."""
+        """Return an array that has all keys, with the elements of a piece's keys replaced by `x`."""
         _, shape, axis = _keys_apart(total.shape, dims, self.part.sizes)
         whole = total.reshape(shape)
         parts = jnp.split(x.reshape(*shape[:axis], -1, *shape[axis + 1 :]), len(piece.starts), axis)
@@ -205,50 +209,50 @@ class Ring:
         return {i: operands[i] for i in self._places}
 
     def _distance_after(self, step: int) -> int:
-        """How far parts travel after a step; after the last one they go home."""
+        """Return how many devices shards travel after a step; after the last step they return to their own device."""
         shifts = self.tokens.shifts
         return (shifts[step + 1] if step + 1 < len(shifts) else self.tokens.devices) - shifts[step]
 
     def _sent(self, here: dict[int, Any], step: int) -> dict[int, Any]:
-        """The parts of the next step, on their way; none after the last step."""
+        """Send the shards of the next step; after the last step, return an empty dict."""
         return self._moved(here, self._distance_after(step)) if step + 1 < len(self.tokens.shifts) else {}
 
     def _moved(self, arrays: dict[int, Any], distance: int) -> dict[int, Any]:
-        """Arrays of the device that is so many devices before this one."""
+        """Receive the arrays of the device that is `distance` devices before this one."""
         devices = self.tokens.devices
         if distance % devices == 0:
             return arrays
         pairs = [(device, (device + distance) % devices) for device in range(devices)]
         return {i: jax.lax.ppermute(x, self.part.axes[ROWS], pairs) for i, x in arrays.items()}
 
-    # What passes leave
+    # Merging the results and gradients of passes
 
     def _merged(self, merged: tuple[Any, Any] | None, output: Any, log_sum: Any) -> tuple[Any, Any]:
-        """Result and log-sum-exp of the keys so far, and of others."""
+        """Merge the result and log-sum-exp so far, if any, with those of further keys."""
         if merged is None:
             return output, log_sum
         if self.region.score is None:
             return merged[0] + output, log_sum
         both = jnp.logaddexp(merged[1], log_sum)
-        # Rows that have seen nothing are 0.
+        # The base must be finite, so that rows that have seen no key yet give 0 and not NaN.
         base = jnp.where(jnp.isneginf(both), 0, both)
         shares = [self._of_rows(jnp.exp(x - base)).astype(output.dtype) for x in (merged[1], log_sum)]
         return merged[0] * shares[0] + output * shares[1], both
 
     def _of_rows(self, x: Any) -> Any:
-        """Numbers of rows [batch.., q] in the layout of results."""
+        """Return per-row numbers [batch.., q], broadcast to the layout of results."""
         local = local_region(self.region, self.part.sizes, self.part.axes)
         columns = int(np.prod([local.sizes[label] for label in value_columns(local)], dtype=np.int64))
         return result_array(local, jnp.broadcast_to(x[..., None], (*x.shape, columns)))
 
     def _added(self, i: int, total: Any, shape: Sequence[int], pieces: Sequence["_Piece"], grads: Sequence[Any]) -> Any:
-        """The gradient of a leaf, or of the values, of all steps so far.
+        """Return the gradient of a leaf, or of the values, accumulated up to this step.
 
         Args:
-            i: which leaf.
-            total: of the steps before; None of the first one.
-            shape: of the device's array.
-            pieces, grads: of this step.
+            i: index of the leaf; the values come last.
+            total: gradient of the steps before; None in the first step.
+            shape: shape of the device's array.
+            pieces, grads: pieces of this step and their gradients.
         """
         dims = dims_of(self.region)[i]
         rows, distances = axis_of(dims, ROWS), axis_of(dims, DISTANCE)
@@ -260,7 +264,7 @@ class Ring:
         elif i in self._places:
             grads = [jnp.concatenate(grads, self._places[i])]
         elif axis_of(dims, COLUMNS) is not None:
-            # Each step has keys of its own.
+            # Each step writes its own keys, so nothing is added.
             total = jnp.zeros(shape, grads[0].dtype) if total is None else total
             for piece, x in zip(pieces, grads, strict=True):
                 total = self._with_columns(total, x, dims, piece)
@@ -272,12 +276,12 @@ class Ring:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Keys that one pass computes with.
+    """The keys of one pass.
 
     Attributes:
         starts: the first key of each run.
-        length: keys of a run.
-        travelling: what has these keys and travels, by leaf.
+        length: number of keys of a run.
+        travelling: travelling arrays that have these keys, by index of the leaf.
     """
 
     starts: Sequence[Any]
@@ -286,7 +290,7 @@ class _Piece:
 
 
 def _slice(x: Any, start: Any, size: int, axis: int) -> Any:
-    """Part of an array, from a start that is known while tracing or not."""
+    """Return a slice of an array at a static or traced start."""
     if isinstance(start, int):
         return jax.lax.slice_in_dim(x, start, start + size, axis=axis)
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
@@ -295,10 +299,10 @@ def _slice(x: Any, start: Any, size: int, axis: int) -> Any:
 def _keys_apart(
     shape: Sequence[int], dims: Sequence[Dim], sizes: Mapping[str, int]
 ) -> tuple[int, tuple[int, ...], int]:
-    """The axis of an array that has keys, its shape where labels of this axis are apart, and the axis of keys there.
+    """Return an array's key axis, its shape with that axis split by label, and the key axis in that shape.
 
     Args:
-        sizes: of labels.
+        sizes: sizes of the labels.
     """
     place = axis_of(dims, COLUMNS)
     assert place is not None
@@ -309,7 +313,7 @@ def _keys_apart(
 
 
 def _without_extras(region: Region) -> Region:
-    """The region without logits that have no value."""
+    """Return the region without the logits that have no value."""
     used = leaves_of(region.score, region.weight)
     leaves: dict[Leaf, Leaf] = {
         leaf: leaf if leaf in used else dataclasses.replace(leaf, is_constant=True) for leaf in region.leaves
@@ -318,5 +322,5 @@ def _without_extras(region: Region) -> Region:
 
 
 def _with_wide_result(region: Region) -> Region:
-    """The region with a result that is not rounded before it is merged with others."""
+    """Return the region with a float32 result, so that results are not rounded before they are merged."""
     return dataclasses.replace(region, dtype=np.dtype(np.float32)) if region.dtype.itemsize < 4 else region

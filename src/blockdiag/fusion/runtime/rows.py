@@ -1,6 +1,7 @@
-"""One device's part of a region whose tokens several devices share, each of which computes rows of its own.
+"""The "gather" strategy of a region, as computed by one device, and helpers shared with the ring.
 
-Here each device gathers keys, values and other arrays by key; for keys that travel instead see `ring.py`.
+Each device computes its own rows and gathers keys, values and other arrays by key. For keys that travel instead, see
+`ring.py`.
 """
 
 import functools
@@ -26,12 +27,12 @@ class Tokens:
     """How devices share the tokens of a region.
 
     Attributes:
-        strategy: whether each device gathers the arrays that have keys, or parts of these travel.
-        is_zigzag: whether rows are in zigzag order (see `zigzag_order`), and keys that travel as well.
-        devices: how many share tokens.
-        shifts: of keys that travel: how far each part is from its own device when it is computed, in order from 0.
-        axis: the manual axis of a surrounding `jax.shard_map` along which arrays are parts already; None where they
-            are divided here.
+        strategy: "gather" if each device gathers the arrays that have keys, "ring" if shards of them travel.
+        is_zigzag: True if rows are in zigzag order (see `zigzag_order`); travelling keys then are, too.
+        devices: number of devices that share tokens.
+        shifts: for the ring, the distance of a shard from its own device at each step, ascending from 0.
+        axis: the manual axis of a surrounding `jax.shard_map` over which arrays are already sharded; None if they are
+            divided here.
     """
 
     strategy: Literal["gather", "ring"]
@@ -42,15 +43,15 @@ class Tokens:
 
     @property
     def runs(self) -> int:
-        """Into how many runs of consecutive tokens those of a device fall."""
+        """The number of runs of consecutive tokens on a device."""
         return 2 if self.is_zigzag else 1
 
     def run_starts(self, first: Any, own: int) -> list[Any]:
-        """The first token of each run of a device.
+        """Return the first token of each run of a device.
 
         Args:
-            first: tokens of the devices before it.
-            own: tokens of a device.
+            first: number of tokens on the devices before it.
+            own: number of tokens on a device.
         """
         if not self.is_zigzag:
             return [first]
@@ -59,16 +60,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one device.
+    """The passes of one device over its own rows and gathered keys.
 
-    What has keys is gathered before a pass, and its gradients are added up in float32 after it, each device's part on
-    that device. An array of distances between queries and keys is read from another place for each run of rows: runs
-    are then a batch axis of the pass.
+    Arrays with keys are gathered before a pass. Their gradients are summed in float32 afterwards and scattered, so that
+    each device gets those of its own keys. An array of distances between queries and keys is read at another offset for
+    each run of rows; runs are then a batch axis of the pass.
 
     Attributes:
-        region: of all devices.
-        part: of one device, whose label of rows tells which axes of the mesh share tokens.
-        tokens: how they are shared.
+        region: the region of all devices.
+        part: the part of one device; its label of rows names the mesh axes that share tokens.
+        tokens: how tokens are shared.
     """
 
     region: Region
@@ -76,7 +77,7 @@ class Rows:
     tokens: Tokens
 
     def results(self, results_of: Callable[[Region], Pass]) -> Pass:
-        """The forward pass; `results_of` a region is that of a device that has all keys."""
+        """Return the forward pass. `results_of` maps a region of own rows by all keys to its forward pass."""
 
         def compute(*operands: Any) -> Sequence[Any]:
             own = self._whole(operands)
@@ -87,7 +88,7 @@ class Rows:
         return compute
 
     def gradients(self, gradients_of: Callable[[Region], Pass]) -> Pass:
-        """The backward pass: of leaves, values, result, log-sum-exp and cotangents, to the gradients."""
+        """Return the backward pass, from leaves, values, result, log-sum-exp and cotangents to the gradients."""
         count = len(self.region.leaves) + 1
 
         def compute(*operands: Any) -> Sequence[Any]:
@@ -105,11 +106,11 @@ class Rows:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The axes of the mesh that share tokens."""
+        """The mesh axes that share tokens."""
         return self.part.axes[ROWS]
 
     def _local(self) -> Region:
-        """The region of the device; where distances are read, that of one run of rows."""
+        """Return the region of the device or, if it reads distances, of one run of rows."""
         sizes = dict(self.part.sizes)
         if has_distances(self.region):
             sizes[ROWS] //= self.tokens.runs
@@ -117,17 +118,17 @@ class Rows:
         return local_region(self.region, sizes, self.part.axes)
 
     def _run(self) -> Region:
-        """The region of one run of rows, for all runs of the device."""
+        """Return the region of all runs of the device, with the runs as a batch axis."""
         return mapped_to_runs(self.region, self._local(), self.tokens.runs)
 
     def _whole(self, operands: Sequence[Any]) -> list[Any]:
-        """Leaves and values of all keys."""
+        """Return leaves and values with all keys gathered."""
         gather = functools.partial(jax.lax.all_gather, axis_name=self._names, tiled=True)
         places = gathered_axes(self.region)
         return [x if place is None else gather(x, axis=place) for x, place in zip(operands, places, strict=True)]
 
     def _scattered(self, grads: Sequence[Any]) -> list[Any]:
-        """Gradients of all keys, of one device's rows, as those of one device's keys, of all rows."""
+        """Reduce-scatter gradients: from all keys and one device's rows to one device's keys and all rows."""
         scatter = functools.partial(jax.lax.psum_scatter, axis_name=self._names, tiled=True)
         places = with_gradient(self.region, gathered_axes(self.region))
         return [
@@ -135,11 +136,11 @@ class Rows:
         ]
 
     def _starts(self) -> list[jax.Array]:
-        """The first row of each run."""
+        """Return the first row of each run."""
         return self.tokens.run_starts(self.part.starts[ROWS], self.part.sizes[ROWS])
 
     def _cut(self, operands: Sequence[Any]) -> list[Any]:
-        """Leaves and values, with a leading axis of runs where they differ between these."""
+        """Return leaves and values, with a leading axis of runs for arrays that differ between runs."""
         size = self._local().sizes.get(DISTANCE, 0)
         found = []
         for x, (rows, distances) in zip(operands, run_axes(self.region), strict=True):
@@ -151,7 +152,7 @@ class Rows:
         return found
 
     def _spread(self, x: Any, distances: int) -> Any:
-        """The gradient of all distances, from those of each run [runs, .., distances of a run, ..]."""
+        """Return the gradient of all distances from those of each run, [runs, .., distances of a run, ..]."""
         return spread_runs(x, self._starts(), distances, self.region.sizes[DISTANCE])
 
 
@@ -161,50 +162,50 @@ def dims_of(region: Region) -> list[tuple[Dim, ...]]:
 
 
 def has_distances(region: Region) -> bool:
-    """Return whether the region reads arrays by distance, for which each run of rows is computed by itself."""
+    """Return True if the region reads arrays by distance; each run of rows is then computed separately."""
     return any(leaf.role == "distance" for leaf in region.leaves)
 
 
 def run_axes(region: Region) -> list[tuple[int | None, int | None]]:
-    """The axes of rows and of distances of each leaf, and of the values."""
+    """Return the row axis and the distance axis of each leaf, and then of the values."""
     return [(axis_of(dims, ROWS), axis_of(dims, DISTANCE)) for dims in dims_of(region)]
 
 
 def mapped_to_runs(region: Region, local: Region, runs: int) -> Region:
-    """The region of several runs of rows.
+    """Return the region of several runs of rows, with the runs as a batch axis.
 
     Args:
-        region: of all devices.
-        local: of one run.
+        region: the region of all devices.
+        local: the region of one run.
     """
     return local.once(map_region, runs, tuple(axes != (None, None) for axes in run_axes(region)))
 
 
 def joined_results(region: Region, results: Sequence[Any]) -> list[Any]:
-    """Result and log-sum-exp of runs of rows, as those of rows."""
+    """Join the runs of the result and the log-sum-exp into rows."""
     return [joined_runs(x, rows) for x, rows in zip(results, row_axes_of_results(region), strict=True)]
 
 
 def split_results(region: Region, given: Sequence[Any], runs: int) -> list[Any]:
-    """Result, log-sum-exp and their cotangents in runs of rows."""
+    """Split the result, the log-sum-exp and their cotangents into runs of rows."""
     return [split_runs(x, rows, runs) for x, rows in zip(given, 2 * row_axes_of_results(region), strict=False)]
 
 
 def split_runs(x: Any, rows: int, runs: int) -> Any:
-    """An array [.., rows, ..] as [runs, .., rows of a run, ..]."""
+    """Reshape [.., rows, ..] to [runs, .., rows of a run, ..]."""
     shape = (*x.shape[:rows], runs, x.shape[rows] // runs, *x.shape[rows + 1 :])
     return jnp.moveaxis(x.reshape(shape), rows, 0)
 
 
 def joined_runs(x: Any, rows: int | None) -> Any:
-    """An array [runs, .., rows of a run, ..] as [.., rows, ..]."""
+    """Reshape [runs, .., rows of a run, ..] to [.., rows, ..]."""
     assert rows is not None
     x = jnp.moveaxis(x, 0, rows)
     return x.reshape(*x.shape[:rows], -1, *x.shape[rows + 2 :])
 
 
 def spread_runs(x: Any, starts: Sequence[Any], axis: int, size: int) -> Any:
-    """The sum of runs [runs, .., elements of a run, ..], each from its start on, in an array with so many elements."""
+    """Add runs [runs, .., elements of a run, ..], each at its own start, into an array with `size` elements."""
     total = jnp.zeros((*x.shape[1 : axis + 1], size, *x.shape[axis + 2 :]), x.dtype)
     for part, start in zip(x, starts, strict=True):
         total += jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(total), part, start, axis)
@@ -212,25 +213,25 @@ def spread_runs(x: Any, starts: Sequence[Any], axis: int, size: int) -> Any:
 
 
 def axis_of(dims: Sequence[Dim], label: str) -> int | None:
-    """The axis of an array that has a label."""
+    """Return the axis of an array that has a label, or None."""
     return next((axis for axis, dim in enumerate(dims) if not isinstance(dim, int) and label in dim), None)
 
 
 def row_axes_of_results(region: Region) -> list[int]:
-    """The axes of rows of the result and of its log-sum-exp."""
+    """Return the row axes of the result and of its log-sum-exp."""
     of_output = axis_of(region.out_dims, ROWS)
     assert of_output is not None, "results have rows"
     return [of_output, len(region.batch)]
 
 
 def with_gradient[T](region: Region, of_leaves: Sequence[T]) -> list[T]:
-    """What is known of leaves, and of the values, for those that have a gradient."""
+    """Return the entries of a list by leaf, with the values last, without those of leaves that have no gradient."""
     *leaves, value = of_leaves
     return [*(x for x, leaf in zip(leaves, region.leaves, strict=True) if leaf.has_gradient), value]
 
 
 def results_in_order(region: Region, tokens: Tokens, compute: Pass) -> Pass:
-    """The forward pass of all tokens in the order in which devices share them, by that of their natural order."""
+    """Turn a forward pass in natural token order into one in device order (zigzag, if `tokens.is_zigzag`)."""
 
     def results(*operands: Any) -> list[Any]:
         axes = _token_axes(region, tokens)
@@ -242,7 +243,7 @@ def results_in_order(region: Region, tokens: Tokens, compute: Pass) -> Pass:
 
 
 def gradients_in_order(region: Region, tokens: Tokens, compute: Pass) -> Pass:
-    """The backward pass of all tokens in the order in which devices share them, see `results_in_order`."""
+    """Turn a backward pass in natural token order into one in device order, see `results_in_order`."""
 
     def gradients(*operands: Any) -> list[Any]:
         axes = _token_axes(region, tokens)
@@ -255,7 +256,7 @@ def gradients_in_order(region: Region, tokens: Tokens, compute: Pass) -> Pass:
 
 
 def _token_axes(region: Region, tokens: Tokens) -> list[int | None]:
-    """The axes of leaves and values that are in the order of tokens: rows, or keys that travel."""
+    """Return the axis of each leaf and of the values that follows the token order: rows, or travelling keys."""
     dims = dims_of(region)
     travelling = gathered_axes(region) if tokens.strategy == "ring" else [None] * len(dims)
     rows = (axis_of(each, ROWS) for each in dims)

@@ -1,8 +1,8 @@
-"""How a fused region divides over the devices of a mesh: its batch labels are independent, all else stays whole.
+"""Sharding rules of fused regions: batch labels are independent, and all other labels stay whole.
 
-Where devices share tokens, queries are independent as well. In memory keys then are divided as queries are: rules name
-both by one label, and the code of one device gathers keys before the kernels, and adds up their gradients after them
-(`rows.py`), or sends parts of them around (`ring.py`).
+If devices share tokens, rows (queries) are independent as well. Keys are then sharded like queries, so the rules give
+both the same label. Each device's code either gathers keys before the kernels and sums their gradients afterwards
+(`rows.py`), or passes shards of the keys around (`ring.py`).
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ type Implementations = tuple[str, ...] | None
 
 
 def forward_rule(region: Region, implementations: Implementations, tokens: Hashable | None = None) -> Rule:
-    """The rule of a forward pass: leaves and values to the result and the log-sum-exp.
+    """Return the rule of a forward pass, which maps leaves and values to the result and the log-sum-exp.
 
     Args:
-        tokens: how devices share tokens; None where they do not.
+        tokens: how devices share tokens; None if they do not.
     """
     method = ("forward", implementations, tokens)
     results = (_labels(region.out_dims), _row_labels(region))
@@ -34,9 +34,10 @@ def forward_rule(region: Region, implementations: Implementations, tokens: Hasha
 def backward_rule(
     region: Region, implementations: Implementations, has_log_sum_cotangent: bool, tokens: Hashable | None = None
 ) -> Rule:
-    """The rule of a backward pass: leaves, values, result, log-sum-exp and cotangents to the gradients.
+    """Return the rule of a backward pass, which maps leaves, values, results and cotangents to the gradients.
 
-    A gradient is a sum over the divided labels that its array does not have.
+    The results are the forward pass's result and log-sum-exp. A gradient is summed over the divided labels that its
+    array lacks.
     """
     rows, output = _row_labels(region), _labels(region.out_dims)
     read = _operands(region, tokens is not None)
@@ -47,10 +48,11 @@ def backward_rule(
 
 
 def local_region(region: Region, sizes: Mapping[str, int], summed: Iterable[str] = ()) -> Region:
-    """The region of a part of the work, where labels have these sizes.
+    """Return the region of one device's part of the work, where labels have these sizes.
 
     Args:
-        summed: labels of which there are other parts: gradients of arrays that lack one are shares of sums.
+        summed: labels that are divided over devices. The gradient of an array that lacks one of them is one share of a
+            sum over devices.
     """
     if dict(sizes) == region.sizes:
         return region
@@ -64,14 +66,14 @@ def _local_region(region: Region, sizes: tuple[tuple[str, int], ...], summed: fr
         return not summed.issubset(label for dim in _labels(dims) for label in dim)
 
     def local(source: Source, dims: tuple[Dim, ...]) -> Source:
-        # Axes that stand for one index have no label, and keep their size.
+        # Axes at a fixed index have no label and keep their size.
         shape = tuple(
             size if isinstance(dim, int) else own
             for size, own, dim in zip(source.shape, shape_of(dims, found), dims, strict=True)
         )
         if shape == source.shape:
             return source
-        # Which elements a device has is known where it runs.
+        # Which elements a device has is known only at run time, so the shard gets a key of its own.
         return Source(("local", source.key), shape, source.dtype)
 
     leaves: dict[Leaf, Leaf] = {
@@ -83,7 +85,7 @@ def _local_region(region: Region, sizes: tuple[tuple[str, int], ...], summed: fr
 
 
 def as_shares(region: Region, compute: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
-    """A backward pass of one device, whose gradients that are wider than their arrays are shares of sums."""
+    """Wrap one device's backward pass so that gradients wider than their arrays become `Share`s of sums."""
     dtypes = [*(leaf.source.dtype for leaf in region.leaves if leaf.has_gradient), region.value.dtype]
 
     def gradients(*operands: Any) -> list[Any]:
@@ -94,14 +96,14 @@ def as_shares(region: Region, compute: Callable[..., Sequence[Any]]) -> Callable
 
 
 def is_known(source: Source) -> bool:
-    """Whether every device has all numbers of an array, since they are known while tracing."""
+    """Return True if an array's elements are known while tracing, so that every device has all of them."""
     return source.key is None or source.constant is not None
 
 
 def gathered_axes(region: Region) -> list[int | None]:
-    """The axis of keys that devices share, of each leaf and of the values, None where there is none.
+    """Return the sharded key axis of each leaf and of the values, or None for arrays without one.
 
-    Keys are divided as queries are, so that there must be as many.
+    Keys are sharded like queries, which requires equally many of both; otherwise every entry is None.
     """
     if region.sizes[ROWS] != region.sizes[COLUMNS]:
         return [None] * (len(region.leaves) + 1)
@@ -110,7 +112,7 @@ def gathered_axes(region: Region) -> list[int | None]:
 
 
 def _key_axis(dims: Sequence[Dim]) -> int | None:
-    """The axis of keys of an array that has no rows."""
+    """Return the key axis of an array that has no rows, or None."""
     labels = _labels(dims)
     if any(ROWS in dim for dim in labels):
         return None
@@ -118,7 +120,7 @@ def _key_axis(dims: Sequence[Dim]) -> int | None:
 
 
 def _rule(region: Region, method: Any, operands: Any, results: Any, shares_tokens: bool) -> Rule:
-    # Of a region that cannot be compared with others, no other process has the text.
+    # A region that cannot be compared with others gets a text that no other process has.
     problem = repr((method, region.once(key_of) or uuid.uuid4()))
     independent = frozenset(region.batch)
     if shares_tokens:
@@ -127,7 +129,7 @@ def _rule(region: Region, method: Any, operands: Any, results: Any, shares_token
 
 
 def _operands(region: Region, shares_tokens: bool) -> tuple[tuple[Labels, ...], ...]:
-    """Labels of leaves and values; where devices share tokens, their keys are divided as rows are."""
+    """Return the labels of leaves and values; if devices share tokens, sharded keys take the label of rows."""
     found = [*(_labels(leaf.dims) for leaf in region.leaves), _labels(region.value_dims)]
     for i, place in enumerate(gathered_axes(region) if shares_tokens else ()):
         if place is not None:
@@ -141,5 +143,5 @@ def _labels(dims: Sequence[Dim]) -> tuple[Labels, ...]:
 
 
 def _row_labels(region: Region) -> tuple[Labels, ...]:
-    """The labels of the log-sum-exp."""
+    """Return the labels of the log-sum-exp."""
     return tuple((label,) for label in (*region.batch, ROWS))

@@ -1,9 +1,9 @@
-"""Equations around attention, computed for the tokens of one process out of several that share them.
+"""Equations around attention, evaluated on one process's part of the tokens.
 
-A program is traced with the shapes of whole arrays. Each process binds its equations to its own part of the arrays: the
-axis at which the shape of an operand differs from that of its variable is the axis of tokens. Operands that are whole,
-such as weights or positions that the program counts itself, are cut where they meet such a part. An equation that needs
-tokens of other processes is refused.
+A program is traced with the shapes of whole arrays, and each process binds its equations to its own part. The token
+axis of an operand is the one whose size differs from that of the traced variable. Whole operands, such as weights or
+positions that the program computes itself, are sliced when they are combined with such a part. An equation that needs
+tokens of other processes raises an error.
 """
 
 import math
@@ -24,16 +24,16 @@ from blockdiag.fusion.regions.axis_labels import place_of
 from blockdiag.fusion.runtime.rows import axis_of
 
 type _Axes = Sequence[int | None]
-"""The axis of tokens of each operand, None of one that is whole."""
+"""The token axis of each operand, None for a whole operand."""
 
 
 class _Mixed(Exception):
-    """An equation needs tokens of other processes; the message says why, if more is known than its name."""
+    """An equation needs tokens of other processes; the message gives the reason, if one is known."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The part of one process: the index `rank` of `count` equal consecutive parts of the axis of tokens.
+    """The part of one process: number `rank` of `count` equal consecutive parts of the token axis.
 
     The index may be traced, as that of a device is inside of `jax.shard_map`.
     """
@@ -75,11 +75,11 @@ class Parts:
         return lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
     def smaller(self, sizes: Sequence[int], axis: int) -> tuple[int, ...]:
-        """Return sizes of which one is that of the process's part."""
+        """Return the sizes with that of `axis` reduced to the process's part."""
         return tuple(size // self.count if place == axis else size for place, size in enumerate(sizes))
 
     def cut_like(self, given: Sequence[Any], axes: _Axes) -> tuple[list[Any], int]:
-        """Return operands of one shape, all of them parts along one axis, and this axis; numbers stay."""
+        """Slice the whole operands of an equation like its parts; return them and the token axis. Scalars stay."""
         found = {axis for axis in axes if axis is not None}
         if len(found) > 1:
             raise _Mixed("it takes queries by keys, or two axes of tokens")
@@ -167,12 +167,12 @@ def check_token_axes(region: Region, axes: _Axes) -> None:
 
 
 def token_axis(shape: Sequence[int], x: Any) -> int | None:
-    """Return the axis at which an array is smaller than the whole `shape`, None where it is whole."""
+    """Return the axis at which an array is smaller than the whole `shape`, or None if it is whole."""
     return next((axis for axis, (whole, own) in enumerate(zip(shape, np.shape(x), strict=True)) if whole != own), None)
 
 
 def _bind(equation: core.JaxprEqn, given: Sequence[Any], **params: Any) -> list[Any]:
-    """The results of an equation; `params` replace parameters of it."""
+    """Return the results of an equation, with `params` in place of its own parameters."""
     if params:
         return bind(equation.replace(params={**equation.params, **params}), given)
     return [read_rows(equation, *given)] if reads_rows(equation) else bind(equation, given)
@@ -183,7 +183,7 @@ def _elementwise(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: 
 
 
 def _stays(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
-    """An equation that moves axes only."""
+    """Bind an equation that only moves or removes axes."""
     del parts, axes
     return _bind(equation, given)
 
@@ -197,7 +197,7 @@ def _reshape(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axe
     if equation.params.get("dimensions") is not None:
         raise _Mixed
     before, after, axis = aval_of(equation.invars[0]).shape, equation.params["new_sizes"], _only(axes)
-    # Processes divide an axis into consecutive parts: their index is its slowest digit, and must stay one.
+    # Processes divide an axis into consecutive parts, so the process index is its slowest digit. It must stay one.
     outer = math.prod(before[:axis])
     for place, size in enumerate(after):
         if size > 1 and math.prod(after[:place]) == outer and size % parts.count == 0:
@@ -222,7 +222,7 @@ def _pad(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -
 
 
 def _along(name: str) -> Callable[..., list[Any]]:
-    """An equation that mixes elements along the axes, or the axis, that a parameter names."""
+    """Return the rule of an equation that mixes elements along the axis or axes given by parameter `name`."""
 
     def rule(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes) -> list[Any]:
         given, axis = parts.cut_like(given, axes)
@@ -260,7 +260,7 @@ def _gather(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes
         raise _Mixed
     (of_table, of_indices), whole = axes, aval_of(equation.invars[0]).shape
     if of_table is None:
-        # Rows of a table, for each token.
+        # Each token reads rows of a whole table.
         if of_indices == aval_of(equation.invars[1]).ndim - 1:
             raise _Mixed
         return _bind(equation, given)
@@ -271,7 +271,7 @@ def _gather(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes
 
 
 def _only(axes: _Axes) -> int:
-    """The axis of tokens of an equation with one operand."""
+    """Return the token axis of an equation with a single divided operand."""
     (axis,) = (axis for axis in axes if axis is not None)
     return axis
 

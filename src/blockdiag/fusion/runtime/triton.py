@@ -88,7 +88,7 @@ def supports(region: Region) -> str | None:
 
 
 def _declined_dtype(region: Region) -> str | None:
-    """Which factors of a product have dtypes that the kernels do not multiply, None where all do."""
+    """Return which operands of a product have unsupported dtypes, in words; None if all are supported."""
     if region.value.dtype.name not in KERNEL_FLOATS:
         return f"the Triton kernels take values of {', '.join(KERNEL_FLOATS)}, got {region.value.dtype}"
     for node in nodes_of(region.score, region.weight, *region.extras):

@@ -1,1 +1,1 @@
-"""Triton kernels on the CPU: an extension of Triton's interpreter with the rounding of a GPU."""
+"""Triton kernels on the CPU: an extension of Triton's interpreter that rounds like a GPU."""

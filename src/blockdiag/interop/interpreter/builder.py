@@ -1,4 +1,4 @@
-"""Triton's numpy builder with rounding as on a GPU, arithmetic on bfloat16 and float8, and checked memory."""
+"""Triton's numpy builder, extended by GPU rounding, bfloat16 and float8 arithmetic, and bounds-checked memory."""
 
 import bisect
 import dataclasses
@@ -13,7 +13,7 @@ from blockdiag.triton_kernels.launch import private_triton
 _PARTS = private_triton.interpreter_parts()
 TensorHandle = _PARTS.handle
 
-# Types that numpy lacks are stored as unsigned integers of the same width by Triton's interpreter.
+# Triton's interpreter stores types that numpy lacks as unsigned integers of the same width.
 _EXTENDED = {
     tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
@@ -37,20 +37,20 @@ _NUMPY = {
     **_EXTENDED,
 }
 _STORAGE = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
-# By name, because types of the language take long to hash.
+# Keyed by name, because hashing Triton's types is slow.
 _EXTENDED_BY_NAME = {dtype.name: numbers for dtype, numbers in _EXTENDED.items()}
 _NUMPY_BY_NAME = {dtype.name: numbers for dtype, numbers in _NUMPY.items()}
 
 
 class Memory:
-    """The arrays of a launch, by address."""
+    """Address ranges of the arrays of a launch."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._regions: list[tuple[int, int, bool, str]] = []
 
     def add(self, name: str, array: np.ndarray, *, is_writable: bool) -> None:
-        """Makes an array readable; an array that is added again, for writing, becomes writable."""
+        """Register an array as readable, or also as writable. Adding it again replaces its registration."""
         start = array.ctypes.data
         if array.nbytes == 0:
             return
@@ -61,10 +61,10 @@ class Memory:
         self._regions.insert(position, (start, start + array.nbytes, is_writable, name))
 
     def check(self, addresses: np.ndarray, itemsize: int, *, is_store: bool, program: tuple[int, int, int]) -> None:
-        """Raises IndexError unless every element lies inside one array, a writable one if it is stored."""
+        """Raise IndexError unless every element lies inside one array, which must be writable for a store."""
         if not addresses.size or self._holds(int(addresses.min()), int(addresses.max()) + itemsize, is_store):
             return
-        # The block may reach over several arrays: look at each element.
+        # The block may span several arrays, so each element is checked.
         for address in addresses.reshape(-1).tolist():
             if not self._holds(address, address + itemsize, is_store):
                 raise IndexError(
@@ -89,18 +89,18 @@ class Memory:
 
 
 class Builder(_PARTS.builder):
-    """Numpy in place of MLIR, one program at a time."""
+    """Builder that computes with numpy instead of emitting MLIR, one program at a time."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
-        # Triton's language would compute every sum and product of integers again, wider, for an assertion that is only
-        # made with `debug`.
+        # Otherwise Triton's language recomputes every integer sum and product in a wider type, for an assertion that
+        # exists only with `debug`.
         self.options = dataclasses.replace(self.options, sanitize_overflow=False)
         self._memory = memory
 
     # Memory
 
-    # The arguments that say how caches are used differ by version: they are passed on as they come.
+    # The cache-control arguments differ between Triton versions, so they are passed through unchanged.
 
     def create_masked_load(self, ptrs: Any, mask: Any, *others: Any, **options: Any) -> TensorHandle:
         self._check(ptrs, mask, is_store=False)
@@ -123,7 +123,7 @@ class Builder(_PARTS.builder):
         addresses = ptrs.data if mask is None else ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
         self._memory.check(addresses, max(1, bits // 8), is_store=is_store, program=self.grid_idx)
 
-    # Constants. Triton's own make a table of all types for each of them.
+    # Constants. Triton's own methods build a table of all types for each constant.
 
     def get_null_value(self, type: Any) -> TensorHandle:
         return TensorHandle(np.zeros(1, _storage(type)), type)
@@ -152,8 +152,8 @@ class Builder(_PARTS.builder):
     def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Any) -> TensorHandle:
         return _stored(op(values(lhs), values(rhs), values(other)), other.dtype.scalar)
 
-    # As PTX has them, `max.f32` and `max.NaN.f32`: of a NaN and a number, `tl.maximum` gives the number, unless it is
-    # told to propagate NaN. Triton's own builder propagates always, so that a kernel which loses a NaN on a GPU would
+    # NaN handling follows PTX's `max.f32` and `max.NaN.f32`: of a NaN and a number, `tl.maximum` returns the number
+    # unless told to propagate NaN. Triton's own builder always propagates, so a kernel that loses a NaN on a GPU would
     # keep it here.
 
     # pyrefly: ignore[bad-override-param-name]
@@ -172,11 +172,11 @@ class Builder(_PARTS.builder):
 
     # pyrefly: ignore[bad-override-param-name]
     def create_select(self, cond: TensorHandle, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-        # On stored bits: numpy's `where` need not know the types it moves.
+        # Works on the stored bits: `np.where` only moves them and need not know the types.
         return TensorHandle(np.where(cond.data, lhs.data, rhs.data), rhs.dtype.scalar)
 
     def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
-        # One rounding, as the instruction has: products of float32 are exact in float64.
+        # Rounds once, like the instruction: products of float32 are exact in float64.
         wide = values(x).astype(np.float64) * values(y).astype(np.float64) + values(z).astype(np.float64)
         return _stored(wide, z.dtype.scalar)
 
@@ -190,7 +190,7 @@ class Builder(_PARTS.builder):
 
 
 def _storage(dtype: Any) -> np.dtype:
-    """The numpy type that Triton's interpreter stores elements in."""
+    """Return the numpy type in which Triton's interpreter stores elements."""
     scalar = dtype.scalar
     if scalar.is_ptr():
         return np.dtype(np.uint64)
@@ -199,7 +199,7 @@ def _storage(dtype: Any) -> np.dtype:
 
 
 def values(handle: TensorHandle) -> np.ndarray:
-    """The elements of a handle as numbers that numpy can compute with."""
+    """Return the elements of a handle as an array that numpy can compute with."""
     extended = _EXTENDED_BY_NAME.get(handle.dtype.scalar.name)
     if extended is None or handle.data.dtype == np.bool_:
         return handle.data
@@ -207,7 +207,7 @@ def values(handle: TensorHandle) -> np.ndarray:
 
 
 def handle_of(numbers: np.ndarray, dtype: Any) -> TensorHandle:
-    """A handle over numbers, rounded to `dtype`."""
+    """Return a handle of the numbers, rounded to `dtype`."""
     return _stored(numbers, dtype)
 
 
@@ -229,10 +229,10 @@ def _converted(src: TensorHandle, dtype: Any) -> TensorHandle:
     numbers = values(src)
     wanted = _NUMPY[dtype]
     if dtype in _EXTENDED or src.dtype.scalar in _EXTENDED:
-        # ml_dtypes types convert to and from float32; rounding is to nearest even.
+        # ml_dtypes types convert to and from float32, with rounding to nearest even.
         numbers = numbers.astype(np.float32, copy=False)
     if dtype in _EXTENDED and wanted.itemsize == 1:
-        # Conversions to float8 saturate on the GPU; ml_dtypes would give NaN or infinity.
+        # Conversions to float8 saturate on the GPU; ml_dtypes would return NaN or infinity.
         largest = float(ml_dtypes.finfo(wanted).max)
         numbers = np.clip(numbers, -largest, largest)
     numbers = numbers.astype(wanted)

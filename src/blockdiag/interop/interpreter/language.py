@@ -1,9 +1,9 @@
-"""The Triton language as the interpreter sees it.
+"""The Triton language for the interpreter.
 
-A kernel's functions are run again as plain Python in which `tl` is a stand-in that supplies the interpreter wherever
-the compiler would supply itself. Modules of triton are left alone; only methods of its value types, which cannot be
-replaced by name, are wrapped while a session runs, and the wrappers step aside for a compiler that calls them at the
-same time.
+A kernel's functions are rebuilt as plain Python in which `tl` is a stand-in module. The stand-in passes the
+interpreter's semantic object to builtins, as the compiler would pass its own. Triton's modules are not modified. Only
+the methods of its value types, which cannot be replaced by name, are wrapped while a session runs. These wrappers defer
+to the originals when a compiler calls them at the same time.
 """
 
 import __future__
@@ -39,7 +39,7 @@ _MODULES = (triton, tl, tl.core, tl.math, tl.standard)
 
 
 class Session:
-    """One launch: the numpy builder, and the kernel's functions made into Python that uses it."""
+    """The state of one launch: the numpy builder, and the kernel's functions rebuilt as Python that uses it."""
 
     def __init__(self, grid: tuple[int, int, int], memory: Memory) -> None:
         self.builder = Builder(memory)
@@ -50,14 +50,14 @@ class Session:
         self._stand_ins: dict[types.ModuleType, Any] = {module: _StandIn(module, self) for module in _MODULES}
 
     def interpreted(self, function: JITFunction) -> Callable[..., Any]:
-        """A Python function that does what `function` says."""
+        """Return a plain Python function equivalent to `function`."""
         if function not in self._functions:
-            # Entered before its body runs, so functions may refer to each other.
+            # Stored before the body runs, so functions may refer to each other.
             self._functions[function] = self._rebuild(function)
         return self._functions[function]
 
     def resolve(self, value: Any, name: str) -> Any:
-        """What stands for a global `value` of a kernel's module, or for a member `name` of a triton module."""
+        """Return the replacement of a global `value` of a kernel's module, or of a member `name` of a triton module."""
         if isinstance(value, types.ModuleType):
             return self._stand_ins.get(value, value)
         if name in _REPLACED and getattr(value, "__module__", "").startswith("triton."):
@@ -67,7 +67,7 @@ class Session:
         return value
 
     def supplied(self, builtin: Callable[..., Any]) -> Callable[..., Any]:
-        """A language builtin that gets this session where the compiler would pass itself."""
+        """Wrap a language builtin so that it receives this session's semantic object instead of the compiler's."""
 
         @functools.wraps(builtin)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -77,19 +77,19 @@ class Session:
         return call
 
     def scalar(self, data: np.ndarray, dtype: str) -> Any:
-        """A scalar of the kernel language from an array of one element."""
+        """Return a scalar of the kernel language from an array of one element."""
         scalar_type: Any = tl.str_to_ty(dtype, None)
         return tl.tensor(TensorHandle(data, scalar_type), scalar_type)
 
     def pointer(self, address: int, dtype: str) -> Any:
-        """A pointer of the kernel language."""
+        """Return a pointer of the kernel language."""
         pointer_type: Any = tl.str_to_ty("*" + dtype, None)
         return tl.tensor(TensorHandle(np.array([address], np.uint64), pointer_type), pointer_type)
 
     def descriptor(
         self, pointer: Any, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]
     ) -> Any:
-        """A tensor descriptor as a launch would make it on the host."""
+        """Return a tensor descriptor like the one that a launch makes on the host."""
         return self.semantic.make_tensor_descriptor(
             pointer,
             [self.scalar(np.array([size], np.int32), "i32") for size in shape],
@@ -109,7 +109,7 @@ class Session:
 
 
 class _StandIn:
-    """A triton module whose builtins work in a session."""
+    """Stand-in for a triton module whose builtins work in a session."""
 
     def __init__(self, module: types.ModuleType, session: Session) -> None:
         self._module = module
@@ -122,7 +122,7 @@ class _StandIn:
 
 
 class _Assignments(ast.NodeTransformer):
-    """Makes every assigned value a tensor, as the compiler does; annotated assignments (constexpr) stay as they are."""
+    """Wraps assigned values in a conversion to tensors, as the compiler does, except annotated (constexpr) ones."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
@@ -131,7 +131,7 @@ class _Assignments(ast.NodeTransformer):
 
 
 def _definition_line(function: JITFunction) -> int:
-    """Line of the function's `def`, which its source starts with; the decorators above it are cut off."""
+    """Return the line of the function's `def`, where `function.src` starts: decorators are not part of it."""
     decorators = itertools.takewhile(lambda line: not line.lstrip().startswith("def "), function.raw_src)
     return function.starting_line_number + len(list(decorators))
 
@@ -141,13 +141,13 @@ def _assigning_code(source: str, filename: str, first_line: int) -> types.CodeTy
     tree = _Assignments().visit(ast.parse(source))
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, first_line - 1)
-    # Annotations need not be evaluated, and may name what only a type checker knows.
+    # Annotations are not evaluated, since they may use names that only a type checker knows.
     return compile(tree, filename, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
 
 
 @contextlib.contextmanager
 def lent_to(session: Session) -> Iterator[None]:
-    """Lends the methods of triton's value types to `session`, and gives them back at the end."""
+    """Replace the methods of triton's value types by those of `session`, and restore them at the end."""
     with contextlib.ExitStack() as restore:
         for cls in (tl.tensor, *_classes_below(tl.core.tensor_descriptor_base)):
             for name, member in list(vars(cls).items()):
@@ -214,7 +214,7 @@ def _is_interpreted(tensor: Any) -> bool:
 
 
 def _truth(tensor: Any) -> bool:
-    # Only scalars have a truth value in kernels, and every scalar is an array of one element here.
+    # Only scalars have a truth value in kernels, and every scalar here is an array of one element.
     return not _is_interpreted(tensor) or tensor.handle.data.size != 1 or bool(tensor.handle.data.reshape(-1)[0])
 
 
@@ -243,7 +243,7 @@ _TENSOR_METHODS = {
 
 @functools.lru_cache(maxsize=1024)
 def _language_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """The shape of a tensor as the kernel language has it, and its number of elements; made once, as it takes long."""
+    """Return a tensor's shape and number of elements as kernel language values; cached, as they are slow to create."""
     return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
 
 
@@ -268,7 +268,7 @@ def _initialise_block_type(original: Callable[..., None]) -> Callable[..., None]
 
 
 def _type_of(dtype: Any, original: Callable[..., Any], builder: Any) -> Any:
-    # The compiler's integer types have no sign; numpy's do.
+    # MLIR's integer types have no signedness and numpy's do, so the builder keeps Triton's type.
     return dtype if isinstance(builder, Builder) else original(dtype, builder)
 
 

@@ -1,9 +1,9 @@
-"""Launch plans on the CPU: the kernel's Python runs over numpy arrays, program after program.
+"""Launch plans on the CPU: the kernel's Python code runs over numpy arrays, one program at a time.
 
-It builds on Triton's own interpreter but uses none of its switches: no environment variable is read or written, the
-same `@triton.jit` function may be compiled before, after and meanwhile, and torch is not needed. Every access is
-checked to stay inside the launch's arrays, inputs are read-only, and outputs start as NaN (floats) or a conspicuous
-integer, so that an element that a kernel leaves out is seen.
+This builds on Triton's own interpreter but uses none of its switches: no environment variable is read or written, and
+torch is not needed. The same `@triton.jit` function may be compiled before, after and even during an interpreted run.
+Every access is checked to stay inside the launch's arrays, and inputs are read-only. Outputs start as NaN (floats) or
+as a conspicuous integer, so that elements which a kernel does not write are noticed.
 """
 
 import itertools
@@ -26,27 +26,26 @@ from blockdiag.triton_kernels.launch.plan import (
     Target,
 )
 
-# What the interpreter pretends to be when nobody says: it decides which configuration a spec plans, not what is
-# computed.
+# The target if none is given. It affects which configuration a spec plans, not the results.
 DEFAULT_TARGET = Target(arch=90, num_sms=4)
 
 _POISON_BYTE = 0xA5
 _ALIGNMENT = 128
 _SCALAR_TYPES = {"i1": np.bool_, "i32": np.int32, "i64": np.int64, "fp32": np.float32}
 
-# One launch at a time: the methods of Triton's tensor type are lent to the interpreter while it runs.
+# Allows one launch at a time: the interpreter replaces methods of Triton's tensor type while it runs.
 _lock = threading.RLock()
 
 
 def interpret(spec: KernelSpec, *arrays: np.ndarray, target: Target | None = None) -> tuple[np.ndarray, ...]:
-    """Runs the kernel of `spec` over numpy arrays and returns its outputs.
+    """Run the kernel of `spec` over numpy arrays and return its outputs.
 
     Args:
         spec: the launch; its plan is made for `target`.
-        *arrays: one array for each of `spec.inputs`; bfloat16 and float8 arrays have ml_dtypes types. They are not
-            written.
-        target: whose plan to interpret. None: sm_90 with 4 multiprocessors, so that persistent loops run several
-            rounds.
+        *arrays: one array for each of `spec.inputs`; bfloat16 and float8 arrays have ml_dtypes types. They are never
+            modified.
+        target: the target whose plan is interpreted. None: sm_90 with 4 multiprocessors, so that persistent loops run
+            several iterations.
 
     Returns:
         One array for each of `spec.outputs`.
@@ -60,7 +59,7 @@ def interpret(spec: KernelSpec, *arrays: np.ndarray, target: Target | None = Non
 
 
 def interpret_plan(plan: LaunchPlan, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Runs one launch plan; see `interpret`."""
+    """Run one launch plan; see `interpret`."""
     from blockdiag.interop.interpreter import language
 
     check_plan(plan)
@@ -89,7 +88,7 @@ def interpret_plan(plan: LaunchPlan, *arrays: np.ndarray) -> tuple[np.ndarray, .
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy type of a dtype name, from ml_dtypes where numpy has none."""
+    """Return the numpy dtype of a dtype name, from ml_dtypes if numpy has none."""
     extended = getattr(ml_dtypes, name, None)
     return np.dtype(name if extended is None else extended)
 
@@ -115,7 +114,7 @@ def _fresh_outputs(plan: LaunchPlan, inputs: list[np.ndarray]) -> list[np.ndarra
         output = _aligned_empty(spec.shape, numpy_dtype(spec.dtype))
         if index in sources:
             output[...] = inputs[sources[index]]
-            # The kernel may refer to the shared buffer by its input; both must be the array that is written.
+            # The kernel may access the shared buffer through its input, so the input must be the written array, too.
             inputs[sources[index]] = output
         elif output.dtype == np.bool_:
             output[...] = True

@@ -1,8 +1,8 @@
-"""Operators of interpreted tensors that need no conversion, applied by numpy at once.
+"""Fast paths for operators of interpreted tensors whose operands need no conversion: numpy is called directly.
 
-Triton's language checks the types of every operand, broadcasts it and looks the operation up in the builder, in some
-sixty microseconds of Python. Most operators of a kernel are applied to operands of one type, or to a tensor and a
-number. This module applies them in a few microseconds and leaves all other operands to the language.
+Triton's language checks the types of every operand, broadcasts it and looks up the operation in the builder, which
+takes about sixty microseconds of Python. Most operators of a kernel have operands of one type, or a tensor and a
+number. This module applies these in a few microseconds and leaves all other operands to the language.
 """
 
 import functools
@@ -25,7 +25,7 @@ _LANGUAGE_TYPES = {
     np.dtype(np.float32): tl.float32,
 }
 
-# Operator, numpy's function, and the element types that it is applied to. Division of integers is another function.
+# Operator, numpy function, and the element types of the fast path. Integer division needs another function.
 _OPERATORS: tuple[tuple[str, Callable[..., Any], dict[str, np.dtype]], ...] = (
     ("add", np.add, _NUMBERS),
     ("sub", np.subtract, _NUMBERS),
@@ -48,8 +48,8 @@ def operators(semantic: Any, methods: dict[str, Callable[..., Any]]) -> Iterator
     """Yield the name and the replacement of each operator of `tl.tensor`.
 
     Args:
-        semantic: of the session whose tensors the operators are applied to.
-        methods: the operators of the language by name, for all other operands.
+        semantic: semantic object of the session whose tensors the operators are applied to.
+        methods: the language's operators by name, used for all other operands.
     """
     for name, function, types in _OPERATORS:
         name, reflected = f"__{name}__", f"__r{name}__"
@@ -84,20 +84,20 @@ def _operator(
 
 
 def _operand(left: Any, right: Any, types: dict[str, np.dtype]) -> Any:
-    """The elements of the right operand where the language would convert them as numpy does, else None."""
+    """Return the elements of the right operand if the language converts them as numpy does, else None."""
     dtype = types.get(left.dtype.name)
-    # The builder stores some results of integers in a type of another sign or width.
+    # The builder stores some integer results in a type of another signedness or width.
     if dtype is None or left.handle.data.dtype != dtype:
         return None
     if isinstance(right, tl.tensor):
         other = types.get(right.dtype.name)
-        # Integers of two widths have the wider type in both languages.
+        # Operations on integers of two widths give the wider type in both numpy and Triton.
         is_like = other is dtype or (other is not None and dtype.kind == other.kind == "i")
         return right.handle.data if is_like and right.handle.data.dtype == other else None
     number = right.value if isinstance(right, tl.constexpr) else right
     if type(number) is int and -(2**31) <= number < 2**31 and dtype.kind in "if":
         return dtype.type(number)
-    # The language has numbers beyond float32's range in float64.
+    # The language represents numbers beyond float32's range in float64.
     is_float = type(number) is float and dtype.kind == "f"
     return dtype.type(number) if is_float and (number == 0 or 2**-126 <= abs(number) < 2**127) else None
 
@@ -117,7 +117,7 @@ def _adding_to_pointers(semantic: Any, method: Callable[..., Any]) -> Callable[.
 
 
 def _index(semantic: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Subscripts that add axes, the only ones that the language has."""
+    """Return the fast path for subscripts that add axes, the only ones that the language supports."""
 
     @functools.wraps(method)
     def call(tensor: Any, places: Any, _semantic: Any = None) -> Any:

@@ -1,5 +1,7 @@
-"""Reductions and scans over interpreted tensors: numpy's own where the combination is known, else a fold along the
-axis."""
+"""Reductions and scans over interpreted tensors.
+
+Reductions with a known combine function use numpy's own; all others are folds along the axis.
+"""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from blockdiag.interop.interpreter.builder import TensorHandle, handle_of, value
 
 
 def reduce(session: Any, input: Any, axis: Any, combine_fn: Any, keep_dims: bool = False, **_: Any) -> Any:
-    """`tl.reduce`."""
+    """Implement `tl.reduce`."""
     if not isinstance(input, tuple):
         return reduce(session, (input,), axis, combine_fn, keep_dims)[0]
     keep_dims = bool(_plain(keep_dims))
@@ -31,7 +33,7 @@ def reduce(session: Any, input: Any, axis: Any, combine_fn: Any, keep_dims: bool
 
 
 def reduce_with_indices(session: Any, input: Any, axis: Any, combine_fn: Any, keep_dims: bool = False, **_: Any) -> Any:
-    """`tl.max` and `tl.min` with `return_indices=True`."""
+    """Implement `tl.max` and `tl.min` with `return_indices=True`."""
     axis = _plain(axis)
     shape = [_plain(size) for size in input.shape]
     along = [1] * len(shape)
@@ -41,7 +43,7 @@ def reduce_with_indices(session: Any, input: Any, axis: Any, combine_fn: Any, ke
 
 
 def associative_scan(session: Any, input: Any, axis: Any, combine_fn: Any, reverse: bool = False, **_: Any) -> Any:
-    """`tl.associative_scan`."""
+    """Implement `tl.associative_scan`."""
     if not isinstance(input, tuple):
         return associative_scan(session, (input,), axis, combine_fn, reverse)[0]
     axis = _plain(axis)
@@ -60,7 +62,7 @@ def associative_scan(session: Any, input: Any, axis: Any, combine_fn: Any, rever
 
 
 class _Elements:
-    """The numbers of an interpreted tensor."""
+    """Elements and dtype of an interpreted tensor."""
 
     def __init__(self, tensor: Any) -> None:
         self.numbers = values(tensor.handle)
@@ -91,7 +93,7 @@ def _known_reductions() -> dict[Any, Callable[[np.ndarray, int], np.ndarray]]:
     standard = tl.standard
     return {
         standard._sum_combine: _sum,
-        # A NaN loses against a number in tl.max and tl.min, as it does in fmax and fmin.
+        # tl.max and tl.min ignore a NaN beside a number, as fmax and fmin do.
         standard._elementwise_max: lambda numbers, axis: np.fmax.reduce(_at_least_float32(numbers), axis),
         standard._elementwise_min: lambda numbers, axis: np.fmin.reduce(_at_least_float32(numbers), axis),
         standard._xor_combine: lambda numbers, axis: np.bitwise_xor.reduce(numbers, axis),
@@ -103,8 +105,9 @@ def _sum(numbers: np.ndarray, axis: int) -> np.ndarray:
     wide = _at_least_float32(numbers)
     if wide.dtype.kind in "iub":
         return np.add.reduce(wide, axis, dtype=wide.dtype)
-    # Halves onto each other, as lanes of a warp add: zeros at the end of a longer axis change no bit, which results
-    # that must not depend on the length of a table rely upon. The order that numpy adds in depends on the length.
+    # Adds the two halves repeatedly, as the lanes of a warp do. Zeros at the end of a longer axis then change no bit,
+    # and results that must not depend on the length of a table rely on this. numpy's summation order depends on the
+    # length.
     wide = np.moveaxis(wide, axis, 0)
     while (half := len(wide) // 2) > 0:
         wide = wide[:half] + wide[half:]
@@ -112,7 +115,7 @@ def _sum(numbers: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _at_least_float32(numbers: np.ndarray) -> np.ndarray:
-    # ml_dtypes types are of numpy's kind "V" or "f"; all of them are narrower than four bytes, as is float16.
+    # ml_dtypes types have numpy's kind "V" or "f". All of them are narrower than four bytes, as is float16.
     is_integer = numbers.dtype.kind in "iub"
     return numbers if is_integer or numbers.dtype.itemsize >= 4 else numbers.astype(np.float32)
 
@@ -125,7 +128,7 @@ def _tensor(numbers: Any, dtype: Any) -> Any:
 
 
 def _block(tensor: Any) -> np.ndarray:
-    """The numbers of a result; a scalar's without the axis that stands for it."""
+    """Return the elements of a result; for a scalar, as a 0-d array instead of shape (1,)."""
     numbers = values(tensor.handle)
     return numbers if tensor.type.is_block() else numbers.reshape(())
 

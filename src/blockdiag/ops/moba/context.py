@@ -1,4 +1,4 @@
-"""MoBA over sequences whose tokens several devices share."""
+"""MoBA with context parallelism: sequences whose tokens are sharded over devices."""
 
 import dataclasses
 import functools
@@ -31,12 +31,11 @@ from blockdiag.ops.moba.tables import clip_offsets, moba_tables
 class Passes(NamedTuple):
     """The passes of MoBA on one device.
 
-    Attributes:
-        find_centroids: computes mean keys, of a call, who computes it, keys, key mask and block table.
-        choose: computes which blocks queries choose, of query, shape and dtype of keys, both offsets, key mask and mean
-            keys, and of options by name.
-        attend: computes output and log-sum-exp, of query, key, value, both offsets and key mask, and of options and
-            chosen blocks by name.
+    | pass | arguments | by name | result |
+    |---|---|---|---|
+    | `find_centroids` | problem, implementation, keys, key mask, block table | | mean keys |
+    | `choose` | query, shape and dtype of keys, both offsets, key mask, mean keys | options | chosen blocks |
+    | `attend` | query, key, value, both offsets, key mask | options, chosen blocks | output, log-sum-exp |
     """
 
     find_centroids: Callable[[MoBAProblem, Any, Array, Array | None, Array], Centroids]
@@ -54,25 +53,26 @@ def attend_to_shared_tokens(
     key_mask: Array | None,
     options: dict[str, Any],
 ) -> tuple[Array, Array]:
-    """Compute MoBA's output and log-sum-exp, each device with its tokens.
+    """Compute MoBA's output and log-sum-exp, each device with its own tokens.
 
-    Strategy "gather": every device computes the mean keys of the blocks that begin with its tokens, and mean keys are
-    gathered before keys and values. Queries choose their blocks by mean keys, so that keys and values travel beside the
-    routing. A block is the same block, with the same mean key, as on one device. Of packed sequences a cut may divide a
-    block: the device on which it begins is sent the rest of it, at most `block_size - 1` keys.
+    Strategy "gather": every device computes the mean keys of the blocks that begin among its tokens. Mean keys are
+    gathered before keys and values. Queries choose their blocks by mean keys alone, so the transfer of keys and values
+    overlaps with routing. Blocks and their mean keys are the same as on one device. In packed sequences, the boundary
+    between two devices may divide a block. The device where the block begins then receives the rest of it, at most
+    `block_size - 1` keys.
 
-    Late queries of causal calls choose from more blocks than early ones. So devices choose for queries in zigzag order,
-    where each has some of both. All queries attend to equally many blocks, but for the first few: attention is computed
-    where queries are.
+    In causal calls, late queries choose from more blocks than early ones. So routing runs on queries in zigzag order,
+    which gives each device both early and late ones. All queries except the first few attend to equally many blocks, so
+    attention runs on each device's own consecutive queries.
 
     Args:
-        context: which devices share the tokens, and how they work together.
+        context: the devices that share the tokens, and their strategy.
         passes: the passes of MoBA.
-        query, key, value, sequence_offsets, key_mask: of the call; offsets count through the tokens of all devices.
+        query, key, value, sequence_offsets, key_mask: arguments of the call; offsets count the tokens of all devices.
         options: the other arguments of the call.
 
     Raises:
-        ValueError: the strategy cannot serve.
+        ValueError: the strategy does not support the call.
     """
     if query.shape[:-2] != key.shape[:-2]:
         raise ValueError(
@@ -120,13 +120,13 @@ def _on_device(
     place = jax.lax.axis_index(context.axis).astype(jnp.int32)
 
     def offsets_of(first: Array, count: int) -> tuple[Array, Array]:
-        """Offsets of queries that follow each other, the first of which has this place, and of keys."""
-        # Of a sequence that goes on, the last query stands beside the last key that it may see. Blocks that queries see
-        # have the numbers that they have among all keys.
+        """Return the offsets of `count` consecutive queries that start at position `first`, and those of the keys."""
+        # Causal masks align the last query of a sequence with its last key, so the keys of a sequence that continues
+        # on later devices end at the last query. Keys before the queries stay, so that blocks keep their numbers.
         return jnp.clip(edges - first, 0, count), jnp.minimum(edges, first + count) if is_causal else edges
 
     def choose(query: Array, first: Array) -> Array:
-        """Blocks that queries choose, [.., N, rows, slots]."""
+        """Return the blocks that queries choose, [.., N, rows, slots]."""
         both_offsets = offsets_of(first, query.shape[tokens])
 
         def one_row(query: Array, mask: Array | None, centroids: Centroids) -> Array:
@@ -151,7 +151,7 @@ def _on_device(
     if is_balanced:
         choosing = jnp.split(to_zigzag(jax.lax.stop_gradient(query), context.axis, tokens), 2, axis=tokens)
         starts = [place * (own // 2), (2 * devices - 1 - place) * (own // 2)]
-    # What queries choose by comes first. Then keys and values leave, and are here once all have chosen.
+    # Mean keys and queries arrive first. Then the gather of keys and values starts, and it overlaps with the routing.
     centroids, choosing, key, value = _in_order(centroids, choosing, key, value)
     key, value = gather_tokens([key, value], context.axis, tokens)
     chosen, key, value = _in_order([choose(*each) for each in zip(choosing, starts, strict=True)], key, value)
@@ -169,7 +169,7 @@ def _gather_centroids(
     offsets: Array | None,
     key_mask: Array | None,
 ) -> Centroids | None:
-    """Mean keys of all blocks, [.., num_blocks, K, parts, H], without a gradient; None where no query chooses."""
+    """Return the mean keys of all blocks, [.., num_blocks, K, parts, H], without a gradient; None without routing."""
     devices, tokens = jax.lax.axis_size(context.axis), key.ndim - 3
     own, key = key.shape[tokens], jax.lax.stop_gradient(key)
     whole = [jax.ShapeDtypeStruct((own * devices, *x.shape[tokens + 1 :]), x.dtype) for x in (query, key)]
@@ -204,23 +204,23 @@ def _gather_centroids(
 def _own_blocks(
     context: ContextParallel, blocks: Array, own: int, num_sequences: int, block_size: int
 ) -> tuple[Array, Array]:
-    """The block table of those blocks that begin on this device, and where all blocks are once these are gathered.
+    """Return the table of the blocks that begin on this device, and where each block is once all devices are gathered.
 
     Args:
-        context: along which axis.
+        context: names the mesh axis that shards tokens.
         blocks: the block table of all tokens.
-        own: tokens of a device.
-        num_sequences, block_size: of the call.
+        own: number of tokens of a device.
+        num_sequences, block_size: sizes of the call.
     """
     devices = jax.lax.axis_size(context.axis)
     most = count_packed_blocks(own, num_sequences, block_size)
-    # Unused rows of the table, which come last, begin on no device.
+    # Unused rows of the table come last and are given a start beyond all devices.
     starts = jnp.where(blocks[:, 1] > 0, blocks[:, 0], own * devices)
     firsts = count_below(starts, jnp.arange(devices + 1, dtype=jnp.int32) * own)
     place = jax.lax.axis_index(context.axis).astype(jnp.int32)
     number = firsts[place] + jnp.arange(most, dtype=jnp.int32)
     start, length = jnp.take(blocks, number, axis=0, mode="clip")[:, :2].T
-    # No query of these blocks is asked for.
+    # The query columns stay 0, since only mean keys are computed from this table.
     columns = [start - place * own, length, jnp.zeros_like(start), jnp.zeros_like(start)]
     table = jnp.where((number < firsts[place + 1])[:, None], jnp.stack(columns, axis=1), 0)
     device = jnp.minimum(starts // own, devices - 1)
@@ -229,7 +229,7 @@ def _own_blocks(
 
 
 def _over_rows(compute: Callable[..., Any], batch_axes: int) -> Callable[..., Any]:
-    """Map a function of packed arrays, or None, over batch axes in front of all of them."""
+    """Map a function of packed arrays over leading batch axes that all of them have; arguments may be None."""
 
     def mapped(*arrays: Array | None) -> Any:
         function = compute
@@ -242,7 +242,7 @@ def _over_rows(compute: Callable[..., Any], batch_axes: int) -> Callable[..., An
 
 @jax.custom_vjp
 def _in_order(*arrays: Any) -> Any:
-    """The arrays, none of which is used before all of them are there; gradients do not wait for each other."""
+    """Return the arrays behind a barrier: none is used before all are ready. Gradients do not wait for each other."""
     return jax.lax.optimization_barrier(arrays)
 
 
