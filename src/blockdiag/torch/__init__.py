@@ -1,6 +1,6 @@
 """blockdiag for PyTorch: registered operators that launch the library's kernels, and modules made of them.
 
-Importing this module imports no JAX; calls on the CPU, calls that ask for it, `fuse` and `explain` do.
+Importing this module does not import JAX. Calls on the CPU, calls that request JAX, `fuse` and `explain` import it.
 """
 
 from blockdiag.torch import dtensor_registration

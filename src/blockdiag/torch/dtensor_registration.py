@@ -1,7 +1,7 @@
-"""Registration of the operators' division over DTensors, when the first DTensor is seen.
+"""Registration of the operators' DTensor rules, deferred until the first DTensor is seen.
 
-Importing torch.distributed.tensor takes about as long as a third of torch itself, and whoever holds a DTensor has done
-it already; so nothing here imports it before.
+Importing torch.distributed.tensor takes about a third of the time of importing torch. Code that holds a DTensor has
+imported it already, so nothing here imports it earlier.
 """
 
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def prepare(*operands: Any) -> None:
-    """Make a call possible whose operands may be DTensors."""
+    """Register the operators for DTensors if one of the operands is a DTensor."""
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and any(isinstance(x, distributed.DTensor) for x in operands):
         register()
@@ -22,6 +22,6 @@ def register_where_imported() -> None:
 
 
 def register() -> None:
-    """Tell torch how each operator is called with DTensors."""
-    # A statement that registers, because torch.compile runs imports as they are, and would trace a function.
+    """Register how each operator is called with DTensors."""
+    # Registration is an import, because torch.compile runs imports as they are but would trace a function.
     from blockdiag.torch.dtensor import division  # noqa: F401

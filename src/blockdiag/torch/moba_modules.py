@@ -20,13 +20,13 @@ from blockdiag.torch.self_attention import SelfAttention, positive
 
 
 class MoBASelfAttention(SelfAttention):
-    """Multi-head self-attention to the blocks that suit each query best: projection, MoBA, output projection.
+    """Multi-head self-attention to the best scored blocks of each query: projection, MoBA, output projection.
 
-    The keys may go through a learned convolution over a few tokens first, and queries and keys through a rotary
-    embedding after that, so that scores depend on positions only by their differences.
+    Optionally, a learned convolution mixes each key with the few before it. A rotary embedding of queries and keys may
+    follow, so that scores depend on positions only through their differences.
 
-    Parameters are named and laid out as in `torch.nn.MultiheadAttention`, whose `state_dict` loads directly where all
-    heads have their own key and value, H = embed_dim / num_heads, and keys are not convolved:
+    Parameters are named and laid out as in `torch.nn.MultiheadAttention`. Its `state_dict` loads directly if all heads
+    have their own key and value, H = embed_dim / num_heads, and keys are not convolved:
 
     - `in_proj_weight`: [(N + 2 K) H, embed_dim], rows query, key, value, each head by head;
     - `in_proj_bias`: [(N + 2 K) H], with `bias`;
@@ -34,8 +34,8 @@ class MoBASelfAttention(SelfAttention):
     - `out_proj.weight`: [embed_dim, N H];
     - `out_proj.bias`: [embed_dim], with `bias`.
 
-    Rotary tables are buffers that are not saved. They keep the precision of float32 (float64 in a float64 module)
-    whatever dtype the module is cast to. A module made on the "meta" device gets them when it is moved to a real one.
+    Rotary tables are non-persistent buffers. They keep float32 precision (float64 in a float64 module) whatever dtype
+    the module is cast to. A module made on the "meta" device gets them when it is moved to a real one.
 
     Args:
         embed_dim: D, channels of the tokens.
@@ -44,22 +44,22 @@ class MoBASelfAttention(SelfAttention):
         head_dim: H; embed_dim / num_heads when None.
         block_size: keys of a block, a multiple of 16 from 16 to 4096.
         top_k: blocks that a query sees, its own included, 1..64.
-        key_convolution_size: tokens that the convolution of the keys looks at, 1..8; None for no convolution.
-        rotary_max_position: rows of the rotary tables, the most tokens of a sequence; None for no rotary embedding.
+        key_convolution_size: number of tokens that the key convolution covers, 1..8; None for no convolution.
+        rotary_max_position: rows of the rotary tables, the maximum length of a sequence; None for no rotary embedding.
         rotary_theta: base of the rotary frequencies.
         rotary_interleaved: whether rotated pairs are (2i, 2i + 1); otherwise they are (i, i + H/2).
         is_causal: whether a token attends only to itself and earlier tokens.
         bias: whether both projections have a bias.
         scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
         implementation, via: as for `moba_attention`.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
 
     References:
-        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025); the convolution of the keys: Xiao et
-        al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025). Rotary embedding: Su et al., "RoFormer" (2021).
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Key convolution: Xiao et al.,
+        "Optimizing Mixture of Block Attention" (FlashMoBA, 2025). Rotary embedding: Su et al., "RoFormer" (2021).
 
     Example:
         >>> import torch
@@ -126,8 +126,11 @@ class MoBASelfAttention(SelfAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """New initial values: those of the projections distributed as in `torch.nn.MultiheadAttention`, and a
-        convolution that is 0, so that keys begin as they are."""
+        """Draw new initial values.
+
+        The projections are distributed as in `torch.nn.MultiheadAttention`. The convolution is 0, so keys are initially
+        unchanged.
+        """
         super().reset_parameters()
         if self.key_convolution_weight is not None:
             nn.init.zeros_(self.key_convolution_weight)
@@ -146,14 +149,13 @@ class MoBASelfAttention(SelfAttention):
         Args:
             x: [B, T, embed_dim], or packed [T, embed_dim], in the dtype of the parameters (any under autocast).
             sequence_offsets: int32 [num_sequences + 1], only for a packed `x`.
-            positions: int32 [T] or, for a batched `x`, [T] or [B, T]: the rotary position of each token. None takes its
+            positions: int32 [T] or, for a batched `x`, [T] or [B, T]: the rotary position of each token. None means its
                 position within its sequence.
-            key_mask: bool [B, T] or [T], True for tokens that others may attend to. The convolution of the keys does
-                not look at it.
-            routing: which blocks each query sees, instead of those that suit it best; see `moba_attention`.
+            key_mask: bool [B, T] or [T], True for tokens that others may attend to. The key convolution ignores it.
+            routing: the blocks that each query sees, instead of the best scored ones; see `moba_attention`.
 
         Returns:
-            The shape and dtype of `x` (autocast's dtype under autocast).
+            The attended tokens, in the shape and dtype of `x` (autocast's dtype under autocast).
 
         Raises:
             ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -171,7 +173,7 @@ class MoBASelfAttention(SelfAttention):
         if self.rotary is not None:
             query, key = self.rotary(query, key, sequence_offsets, positions)
         attended = moba_attention(
-            # Once here, not in the forward and again in the backward pass.
+            # Copied once here, instead of in the forward and again in the backward pass.
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
@@ -191,7 +193,7 @@ class MoBASelfAttention(SelfAttention):
         return self._describe(always, ("key_convolution_size", "scale", "implementation", "via"))
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Query, key and value, [B, T, heads, H] or [T, heads, H]."""
+        """Return query, key and value, [B, T, heads, H] or [T, heads, H]."""
         x, weight = _autocast(x, self.in_proj_weight)
         bias = None if self.in_proj_bias is None else _autocast(self.in_proj_bias)[0]
         heads = (self.num_heads, self.num_key_heads, self.num_key_heads)
@@ -201,19 +203,19 @@ class MoBASelfAttention(SelfAttention):
         return buffer.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # With assign=True a module on the meta device gets real parameters in this way, and its tables nothing.
+        # With assign=True a module on the meta device gets real parameters here, but its tables stay without values.
         super()._load_from_state_dict(*args, **kwargs)
         if self.rotary is not None and self.rotary.cos.device != self.in_proj_weight.device:
             self.rotary.make(self.in_proj_weight)
 
 
 class _RotaryTables(nn.Module):
-    """Rotary embedding of queries and keys by tables that are always what they were made as, whatever they are cast to.
+    """Rotary embedding of queries and keys, by tables that keep their dtype when the module is cast.
 
     Args:
         max_position, head_dim, theta: as for `rotary_tables`.
         interleaved: as for `apply_rotary`.
-        like: a parameter of the module, for its dtype and device.
+        like: a parameter of the module, which determines dtype and device of the tables.
     """
 
     cos: torch.Tensor
@@ -230,7 +232,7 @@ class _RotaryTables(nn.Module):
         self.make(like)
 
     def make(self, like: torch.Tensor) -> None:
-        """Tables in float64 if `like` is, else in float32, on the device of `like`."""
+        """Compute the tables on the device of `like`, in float64 if `like` is float64, else in float32."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.cos, self.sin = rotary_tables(self.max_position, self.head_dim, self.theta, dtype, like.device)
 
@@ -241,7 +243,7 @@ class _RotaryTables(nn.Module):
         sequence_offsets: torch.Tensor | None,
         positions: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query and key [B, T, heads, H] or [T, heads, H], rotated."""
+        """Return query and key [B, T, heads, H] or [T, heads, H], rotated."""
         tokens_shape = query.shape[:-2]
         if not torch.compiler.is_compiling():
             longest = tokens_shape[-1]
@@ -256,7 +258,7 @@ class _RotaryTables(nn.Module):
         if positions is None:
             cos, sin = self.cos[: tokens_shape[-1]], self.sin[: tokens_shape[-1]]
         else:
-            # Rows of no sequence have any position; one beyond the tables could not be checked on a GPU.
+            # Rows of no sequence have arbitrary positions, and positions beyond the tables cannot be checked on a GPU.
             positions = positions.clamp(0, self.max_position - 1)
             cos, sin = self.cos[positions], self.sin[positions]
         turn = {"interleaved": self.interleaved}
@@ -266,8 +268,8 @@ class _RotaryTables(nn.Module):
         return f"max_position={self.max_position}, theta={self.theta}, interleaved={self.interleaved}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # Every cast and every move comes through here. Casting would round the tables, and the rounding would stay
-        # when they are cast back; from the meta device, and with `to_empty`, come no values at all.
+        # Every cast and every move goes through this method. A cast would round the tables, and casting them back would
+        # not undo that. A move from the meta device and `to_empty` leave the tables without values.
         super()._apply(fn, recurse)
         self.make(self.cos)
         return self

@@ -15,31 +15,31 @@ from blockdiag.torch.self_attention import SelfAttention, positive
 class BlockDiagonalSelfAttention(SelfAttention):
     """Multi-head self-attention within blocks: projection, optional rotary embedding, attention, output projection.
 
-    Parameters are named and laid out as in `torch.nn.MultiheadAttention`, whose `state_dict` loads directly where all
-    heads have their own key and value and H = embed_dim / num_heads:
+    Parameters are named and laid out as in `torch.nn.MultiheadAttention`. Its `state_dict` loads directly if all heads
+    have their own key and value and H = embed_dim / num_heads:
 
     - `in_proj_weight`: [(N + 2 K) H, embed_dim], rows query, key, value, each head by head;
     - `in_proj_bias`: [(N + 2 K) H], with `bias`;
     - `out_proj.weight`: [embed_dim, N H];
     - `out_proj.bias`: [embed_dim], with `bias`.
 
-    Rotary tables are buffers that are not saved. They keep the precision of float32 (float64 in a float64 module)
-    whatever dtype the module is cast to. A module made on the "meta" device gets them when it is moved to a real one.
+    Rotary tables are non-persistent buffers. They keep float32 precision (float64 in a float64 module) whatever dtype
+    the module is cast to. A module made on the "meta" device gets them when it is moved to a real one.
 
     Args:
         embed_dim: D, channels of the tokens.
         num_heads: N, query heads.
         num_key_heads: K, key and value heads, a divisor of N; N when None.
         head_dim: H; embed_dim / num_heads when None.
-        block_size: rows of a block; with `block_lengths` the most rows of a block.
-        rotary_max_position: rows of the rotary tables, the most tokens of a sequence; None for no rotary embedding.
+        block_size: rows of a block; with `block_lengths` the maximum number of rows of a block.
+        rotary_max_position: rows of the rotary tables, the maximum length of a sequence; None for no rotary embedding.
         rotary_theta: base of the rotary frequencies.
         rotary_interleaved: whether rotated pairs are (2i, 2i + 1); otherwise they are (i, i + H/2).
         rotary_apply_to: which of "query", "key" and "value" are rotated.
         is_causal: whether a token attends only to itself and earlier tokens of its block.
         bias: whether both projections have a bias.
         scale: positive factor on the scores; 1 / sqrt(H) when None.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
         implementation, via: as for `block_diagonal_attention`.
 
     Raises:
@@ -108,7 +108,7 @@ class BlockDiagonalSelfAttention(SelfAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """New initial values, distributed as those of `torch.nn.MultiheadAttention`; rotary tables are made anew."""
+        """Draw new initial values, distributed as in `torch.nn.MultiheadAttention`, and recompute the rotary tables."""
         super().reset_parameters()
         self._make_rotary_tables()
 
@@ -126,11 +126,11 @@ class BlockDiagonalSelfAttention(SelfAttention):
             x: [B, T, embed_dim], or packed [T, embed_dim], in the dtype of the parameters (any under autocast).
             sequence_offsets: int32 [num_sequences + 1], only for a packed `x`.
             block_lengths: int32 [num_blocks], only for a packed `x` and instead of `sequence_offsets`.
-            positions: int32 [T] or, for a batched `x`, [T] or [B, T]: the rotary position of each token. None takes its
-                position within its sequence; with `block_lengths` that is its position within its block.
+            positions: int32 [T] or, for a batched `x`, [T] or [B, T]: the rotary position of each token. None means its
+                position within its sequence, or with `block_lengths` its position within its block.
 
         Returns:
-            The shape and dtype of `x` (autocast's dtype under autocast).
+            The attended tokens, in the shape and dtype of `x` (autocast's dtype under autocast).
 
         Raises:
             ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -187,8 +187,8 @@ class BlockDiagonalSelfAttention(SelfAttention):
         return torch.float64 if self.in_proj_weight.dtype == torch.float64 else torch.float32
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # Every cast and every move comes through here. Casting would round the tables, and the rounding would stay
-        # when the module is cast back; from the meta device come no values at all.
+        # Every cast and every move goes through this method. A cast would round the tables, and casting the module back
+        # would not undo that. A move from the meta device leaves the tables without values.
         before = self.rotary_cos
         super()._apply(fn, recurse)
         after = self.rotary_cos
@@ -199,13 +199,13 @@ class BlockDiagonalSelfAttention(SelfAttention):
         return self
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
-        """As of every module; the rotary tables have their values afterwards, as no checkpoint holds them."""
+        """Move without values, as every module does, but fill the rotary tables, which no checkpoint contains."""
         super().to_empty(device=device, recurse=recurse)
         self._make_rotary_tables()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # With assign=True a module on the meta device gets real parameters in this way, and its tables nothing.
+        # With assign=True a module on the meta device gets real parameters here, but its tables stay without values.
         super()._load_from_state_dict(*args, **kwargs)
         if self.rotary_cos is not None and self.rotary_cos.device != self.in_proj_weight.device:
             self._make_rotary_tables()

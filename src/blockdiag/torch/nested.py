@@ -1,4 +1,4 @@
-"""Nested tensors: jagged ones are packed sequences; others are refused with the lines that convert them."""
+"""Nested tensors: jagged ones are unpacked into packed sequences, and errors for others show the conversion."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 
 
 def unpack(sequence_offsets: Any = None, **given: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The packed tokens of jagged tensors, and the int32 offsets of the sequences in each.
+    """Return the packed tokens of jagged tensors, and the int32 offsets of the sequences in each.
 
     Args:
-        sequence_offsets: offsets, or whatever else describes sequences, that the call was given: there must be none.
-        given: by name, jagged tensors [B, tokens, ...].
+        sequence_offsets: offsets or lengths that were passed to the call, which must be None.
+        given: jagged tensors [B, tokens, ...], by name.
 
     Raises:
         ValueError: one of the tensors is not jagged along its second axis, or offsets are given twice.
@@ -23,21 +23,21 @@ def unpack(sequence_offsets: Any = None, **given: Any) -> tuple[list[torch.Tenso
     for name, tensor in given.items():
         if not tensor.is_nested or tensor.layout is not torch.jagged or tensor.lengths() is not None:
             raise refusal(name, tensor)
-        # The other axes are those of each token only where sequences lie along the second one.
+        # If sequences lie along another axis than the second, the other axes are not those of each token.
         if tensor.values().shape[1:] != tensor.shape[2:]:
             raise refusal(name, tensor)
     return [x.values() for x in given.values()], [x.offsets().int() for x in given.values()]
 
 
 def check_same_sequences(**given: torch.Tensor) -> None:
-    """Jagged tensors must have sequences of the same lengths.
+    """Check that jagged tensors have sequences of the same lengths.
 
     Raises:
-        ValueError: naming the one that has others than the first.
+        ValueError: a tensor has other lengths than the first; the message names it.
     """
     (first, reference), *others = given.items()
     for name, tensor in others:
-        # Torch gives one symbol to all tensors that share their offsets: nobody has to wait for a GPU.
+        # Torch gives all tensors that share their offsets one symbol, so this comparison never waits for a GPU.
         if tensor.shape[1] != reference.shape[1]:
             raise ValueError(
                 f"`{name}` must have the offsets of `{first}`, got a nested tensor with others; make it with\n"
@@ -47,7 +47,7 @@ def check_same_sequences(**given: torch.Tensor) -> None:
 
 
 def repack(output: torch.Tensor, like: Any) -> torch.Tensor:
-    """Packed tokens as a jagged tensor with the offsets of `like`."""
+    """Return packed tokens as a jagged tensor with the offsets of `like`."""
     return torch.nested.nested_tensor_from_jagged(output, offsets=like.offsets())
 
 
@@ -59,7 +59,7 @@ def refuse(**given: Any) -> None:
 
 
 def refusal(name: str, tensor: Any) -> ValueError:
-    """What a nested tensor raises that is not taken, or a plain one next to nested ones."""
+    """Return the error for a nested tensor that is not supported, or for a plain tensor among nested ones."""
     if not tensor.is_nested:
         return ValueError(
             f"`{name}` must be nested as the other tensors are, got a plain tensor of shape {tuple(tensor.shape)}; "

@@ -1,4 +1,4 @@
-"""Rotary embedding in torch: the tables that an attention call fuses, and the same rotation in plain torch."""
+"""Rotary embedding in torch: tables to fuse into an attention call, and the same rotation in plain torch."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -15,29 +15,29 @@ LETTERS: dict[str, Operand] = {"q": "query", "k": "key", "v": "value"}
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Rotary embedding to fuse into an attention call: `blockdiag.Rotary` with tensors.
+    """A rotary embedding to fuse into an attention call: `blockdiag.Rotary` with tensors.
 
     A pair (x0, x1) of a row becomes (x0 cos - x1 sin, x1 cos + x0 sin), computed in float32 and rounded once to the
-    dtype of the rotated tensor. Gradients use the exact transpose of that. The tables get no gradient.
+    dtype of the rotated tensor. Gradients use the exact transpose of this rotation. The tables get no gradient.
 
     Attributes:
         cos, sin: floating tables of one shape and dtype on the device of the operands. Without `per_token`, [P, H/2]
             with one row per position. With `per_token`, [T, H/2] with one row per token (shared by all batch rows of a
             [B, T, N, H] query) or [B, T, H/2].
-        positions: int32 [T] or, for a batched query, [T] or [B, T]: the table row of each token, in [0, P). None takes
-            a token's position within its sequence; with `block_lengths` that is its position within its block. Rows
-            outside the table are refused where the tensor is on the CPU, and clamped on a GPU.
+        positions: int32 [T] or, for a batched query, [T] or [B, T]: the table row of each token, in [0, P). None means
+            a token's position within its sequence, or with `block_lengths` its position within its block. Rows outside
+            the table raise an error for a tensor on the CPU, and are clamped on a GPU.
         per_token: whether the tables hold one row per token rather than one per position.
         interleaved: whether pairs are (2i, 2i + 1); otherwise they are (i, i + H/2).
         apply_to: which of "query", "key" and "value" are rotated. A rotated value is not rotated back in the output.
 
     Raises:
-        ValueError: a table is no tensor, or `apply_to` is empty or names something else. Shapes, dtypes and devices are
-            checked by the call that uses the tables.
+        ValueError: a table is not a tensor, or `apply_to` is empty or has another name. The call that uses the tables
+            checks shapes, dtypes and devices.
 
     References:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), whose pairs are
-        `interleaved`; pairs of the two halves as in GPT-NeoX (2022).
+        `interleaved`; pairs of the two halves: GPT-NeoX (2022).
 
     Example:
         >>> import torch
@@ -55,7 +55,7 @@ class Rotary:
     per_token: bool = False
     interleaved: bool = False
     apply_to: Sequence[Operand] = ("query", "key")
-    # The options as the operators take them: q k v for what is rotated, i interleaved, t per token.
+    # The options in the operators' form: q, k and v for rotated operands, i for interleaved, t for per token.
     letters: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,17 +73,17 @@ class Rotary:
     def from_letters(
         cls, letters: str, cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor | None
     ) -> "Rotary | None":
-        """The embedding that the arguments of an operator stand for.
+        """Return the embedding that the arguments of an operator encode.
 
         Args:
-            letters: of "qkv" what is rotated, "i" where pairs are interleaved, "t" where tables are per token.
-            cos, sin, positions: see `Rotary`; None for none.
+            letters: those of "qkv" that are rotated, "i" if pairs are interleaved, "t" if tables are per token.
+            cos, sin, positions: see `Rotary`; None without an embedding.
 
         Returns:
-            The embedding, None for none.
+            The embedding, or None without one.
 
         Raises:
-            ValueError: tables that are given are no tensors.
+            ValueError: given tables are not tensors.
         """
         if not letters or cos is None or sin is None:
             return None
@@ -98,10 +98,10 @@ class Rotary:
 
 
 def rotary_of(rotary: Any) -> tuple[tuple[Any, Any, Any], str]:
-    """Tensors (cos, sin, positions) and letters of a `rotary` argument, as operators take them.
+    """Return the tensors (cos, sin, positions) and the letters of a `rotary` argument, as operators take them.
 
     Raises:
-        ValueError: it is neither a Rotary nor None.
+        ValueError: it is neither a `Rotary` nor None.
     """
     if rotary is None:
         return (None, None, None), ""
@@ -119,13 +119,13 @@ def rotary_tables(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The usual cosine and sine tables: angle position * theta ** (-2i / H) for pair i, computed in float64.
+    """Return the usual cosine and sine tables: angle position * theta ** (-2i / H) for pair i, computed in float64.
 
     Args:
         max_position: rows P of the tables, at least 1.
         head_dim: H, even.
         theta: base of the frequencies, positive; angles are in radians.
-        dtype, device: of the tables.
+        dtype, device: dtype and device of the tables.
 
     Returns:
         cos and sin, each [P, H/2] in `dtype`.
@@ -149,7 +149,7 @@ def rotary_tables(
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """Rotate every head of every token by that token's row of the tables, without any attention.
 
-    This is what an attention call with a `Rotary` does to its operands before the scores.
+    This is the rotation that an attention call with a `Rotary` applies to its operands before the scores.
 
     Args:
         x: floating [*batch, T, heads, H] with H even.
@@ -157,14 +157,14 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inter
         interleaved: whether pairs are (2i, 2i + 1); otherwise they are (i, i + H/2).
 
     Returns:
-        The rotated tensor, of the shape and dtype of `x`, rounded once from float32 (float64 for float64).
+        The rotated tensor, in the shape and dtype of `x`, rounded once from float32 (float64 for float64).
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes do not match.
 
     References:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), whose pairs are
-        `interleaved`; pairs of the two halves as in GPT-NeoX (2022).
+        `interleaved`; pairs of the two halves: GPT-NeoX (2022).
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What the self-attention modules share: projections in and out, and the checks of their options."""
+"""Base of the self-attention modules: projections in and out, and checks of their options."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from blockdiag.common import validation
 
 
 class SelfAttention(nn.Module):
-    """Options and projections of multi-head self-attention; a subclass attends, and calls `reset_parameters`."""
+    """Options and projections of multi-head self-attention; a subclass attends and calls `reset_parameters`."""
 
     in_proj_bias: nn.Parameter | None
 
@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, **options)
 
     def reset_parameters(self) -> None:
-        """New initial values, distributed as those of `torch.nn.MultiheadAttention`."""
+        """Draw new initial values, distributed as in `torch.nn.MultiheadAttention`."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
             )
 
     def _describe(self, always: Sequence[str], where_given: Sequence[str]) -> str:
-        """Options for `extra_repr`: some always, others where they are not None."""
+        """Return options for `extra_repr`: those in `always`, and those in `where_given` that are not None."""
         sizes = ("embed_dim", "num_heads", "num_key_heads", "head_dim")
         given = [name for name in where_given if getattr(self, name) is not None]
         options = [f"{name}={getattr(self, name)!r}" for name in (*sizes, *always, *given)]
@@ -87,10 +87,10 @@ class SelfAttention(nn.Module):
 
 
 def positive(name: str, value: Any) -> int:
-    """`value`, if it is a positive integer.
+    """Return `value` if it is a positive integer.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not a positive integer.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"`{name}` must be a positive integer, got {value!r}; pass a whole number of at least 1")

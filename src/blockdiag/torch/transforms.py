@@ -1,9 +1,9 @@
 """Derivatives of the registered operators, for autograd and for the transforms of `torch.func`.
 
-`torch.library.register_autograd` serves autograd alone: the autograd function that it makes has no `setup_context`,
-without which grad, vjp, jacrev and vmap(grad) raise. Here each operator has a second one that `torch.func` can take
-apart. The dispatcher calls it while a transform is active, and at no other time, so that ordinary calls and
-`torch.compile` are not touched.
+`torch.library.register_autograd` only serves autograd: its autograd function has no `setup_context`, without which
+grad, vjp, jacrev and vmap(grad) raise. Here each operator also gets an autograd function that `torch.func` can
+transform. The dispatcher calls it only while a transform is active, so ordinary calls and `torch.compile` are
+unaffected.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 
 from blockdiag.interop.private_torch import is_functional
 
-# The dispatch key that all operators meet first while a transform of torch.func is active.
+# The dispatch key that comes first for all operators while a transform of torch.func is active.
 _WHILE_TRANSFORMED = "FuncTorchDynamicLayerFrontMode"
 
 
@@ -23,20 +23,20 @@ def register_derivative(
     derivative: Callable[..., Any],
     remember: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
 ) -> None:
-    """Register the reverse-mode derivative of an operator of this library, also under transforms of `torch.func`.
+    """Register the reverse-mode derivative of an operator, for autograd and for transforms of `torch.func`.
 
     Args:
-        library: which defines the operator.
-        name: of the operator, without its namespace.
-        derivative: from a context and the cotangents of all results to the gradients of all arguments.
-        remember: saves what `derivative` needs: from the context, all arguments and the result.
+        library: the library that defines the operator.
+        name: the name of the operator, without its namespace.
+        derivative: maps a context and the cotangents of all results to the gradients of all arguments.
+        remember: saves what `derivative` needs, from the context, all arguments and the result.
     """
     torch.library.register_autograd(f"blockdiag::{name}", derivative, setup_context=remember, lib=library)
     _register_transforms(library, name, derivative, remember or _remember_nothing)
 
 
 def register_constant(library: torch.library.Library, name: str) -> None:
-    """Register an operator whose results are constant to differentiation under transforms of `torch.func`."""
+    """Register an operator whose results are constant under differentiation, for transforms of `torch.func`."""
     _register_transforms(library, name, _no_derivative, _mark_constant)
 
 
@@ -46,7 +46,7 @@ def _register_transforms(
     operator = getattr(torch.ops.blockdiag, name).default
 
     class Transformed(torch.autograd.Function):
-        """The operator as `torch.func` takes it apart: one transform after the other, the operator itself at last."""
+        """The operator in a form from which `torch.func` removes transforms one by one before it calls the operator."""
 
         @staticmethod
         def forward(*arguments: Any) -> Any:
@@ -92,7 +92,7 @@ def _register_transforms(
 
 
 def _row(arguments: Sequence[Any], in_dims: Sequence[int | None], index: int) -> list[Any]:
-    """The arguments of one of the calls that a mapped call stands for."""
+    """Return the arguments of one of the calls that a mapped call stands for."""
     return [x if dim is None else x.select(dim, index) for x, dim in zip(arguments, in_dims, strict=True)]
 
 

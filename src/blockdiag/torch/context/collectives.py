@@ -1,8 +1,8 @@
 """Differentiable transfers between the processes that share tokens, by public functions of torch.distributed.
 
-Gradients take the way back: of an exchange an exchange, of a gather a sum that leaves each process its part. A transfer
-may be under way while kernels run, in both passes: `Transfer.start` and `Transfer.wait` are one operation of autograd
-each, so that the gradient leaves in the backward of the one and is awaited in that of the other.
+Gradients take the reverse path: the gradient of an exchange is an exchange, and that of a gather is a reduce-scatter.
+A transfer may run beside kernels in both passes: `Transfer.start` and `Transfer.wait` are two operations of autograd.
+The gradient is sent in the backward of `wait` and awaited in the backward of `start`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Transfer:
 
     Args:
         group: the processes.
-        send, receive: rows for and from each of them; None for equal parts.
+        send, receive: number of rows for and from each process; None for equal parts.
     """
 
     def __init__(self, group: Any, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> None:
@@ -27,7 +27,7 @@ class Transfer:
         self._work: Any = None
 
     def start(self, x: torch.Tensor) -> torch.Tensor:
-        """Send rows; what is returned may be given to `wait` and to nothing else."""
+        """Start sending rows; the result may only be passed to `wait`."""
         return _Start.apply(x, self)
 
     def wait(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,18 +35,18 @@ class Transfer:
         return _Wait.apply(x, self)
 
     def issue(self, x: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
-        """Send rows outside of autograd; `finish` makes the result ready."""
+        """Start sending rows outside of autograd; `finish` makes the result ready."""
         send, receive = (self._receive, self._send) if is_backward else (self._send, self._receive)
         rows = x.shape[0] if receive is None else sum(receive)
         received = x.new_empty(rows, *x.shape[1:])
         self._work = dist.all_to_all_single(received, x.contiguous(), receive, send, group=self._group, async_op=True)
         if torch.is_anomaly_enabled():
-            # It looks for NaN in gradients as soon as a function of autograd returns them.
+            # Anomaly detection checks gradients for NaN as soon as an autograd function returns them.
             self.finish()
         return received
 
     def finish(self) -> None:
-        """Let the current stream wait for what `issue` sent last."""
+        """Make the current stream wait for the last transfer that `issue` started."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -77,7 +77,7 @@ class _Wait(torch.autograd.Function):
 
 
 def send_rows(context: ContextParallel, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-    """Return rows of other processes in the order of their ranks, of an x [rows, ..] whose rows are sorted by rank."""
+    """Exchange rows: `x` [rows, ..] is sorted by the rank of the receiver, the result by the rank of the sender."""
     transfer = Transfer(context.group, send, receive)
     return transfer.wait(transfer.start(x))
 
@@ -102,19 +102,19 @@ class _Uses(torch.autograd.Function):
 
 
 class Gather:
-    """A gather of the axis `tokens` of a tensor, without a gradient, which runs beside kernels until it is awaited."""
+    """A non-differentiable gather of the axis `tokens` of a tensor, which runs beside kernels until it is awaited."""
 
     def __init__(self, context: ContextParallel, x: torch.Tensor, tokens: int) -> None:
         self.context, self.tokens = context, tokens
         self._found = x.new_empty(context.size, *x.shape)
-        # Kept until it has been sent.
+        # Kept alive until it has been sent.
         self._sent = x.detach().contiguous()
         self._work: Any = dist.all_gather_into_tensor(
             self._found.flatten(0, 1), self._sent, group=context.group, async_op=True
         )
 
     def wait(self) -> torch.Tensor:
-        """Return the tensors of all processes, one after the other, ready for use on the current stream."""
+        """Return the concatenation of all processes' tensors, ready for use on the current stream."""
         self._work.wait()
         return self._found.movedim(0, self.tokens).flatten(self.tokens, self.tokens + 1)
 
@@ -131,20 +131,21 @@ def gather_tokens(context: ContextParallel, x: torch.Tensor, tokens: int, gather
 
     Args:
         context, x, tokens: the processes, the process's part, and its axis of tokens.
-        gather: the gather of `x`, where it is under way.
+        gather: the gather of `x`, if it has been started already.
     """
     return _Gathered.apply(x, gather or Gather(context, x, tokens))
 
 
 def gather_with_carrier(x: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the whole of a tensor, without a gradient, and a carrier of its gradient.
+    """Return the whole of a tensor without a gradient, and a carrier that receives its gradient.
 
-    Autograd rounds gradients to the dtype of their tensor. The carrier is float32, so that each process's share of the
-    gradient is rounded only after all shares are added up. It has the shape of the whole, and the memory of one number.
+    Autograd rounds gradients to the dtype of their tensor. The carrier is float32, so each process's share of the
+    gradient is rounded only after all shares are added. It has the shape of the whole tensor and the memory of one
+    number.
 
     Args:
         x: the process's part.
-        gather: of `x`, under way.
+        gather: the gather of `x`, already started.
     """
     return _Carried.apply(x, gather)
 
@@ -187,13 +188,14 @@ def _own_sum(context: ContextParallel, x: torch.Tensor, tokens: int) -> torch.Te
 def with_neighbours(
     context: ContextParallel, tensors: Sequence[torch.Tensor], tokens: int, before: int, after: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return tensors with rows of the processes beside this one, which one exchange moves for all of them.
+    """Extend tensors by rows of the neighbouring processes, with one exchange for all of them.
 
     Args:
         context: the processes.
-        tensors: of one dtype, with as many tokens each.
+        tensors: tensors of one dtype with equal numbers of tokens.
         tokens: the axis of tokens.
-        before, after: rows of the process before this one and after it, which have as many; 0 where there is none.
+        before, after: number of rows from the previous and from the next process; rows beyond the first and last
+            process are 0.
     """
     return _Neighbours.apply(context, tokens, before, after, *tensors)
 
@@ -227,7 +229,7 @@ class _Neighbours(torch.autograd.Function):
 
 
 class _Halo:
-    """Exchanges of rows with the processes beside this one.
+    """Exchanges of rows with the neighbouring processes.
 
     Args:
         context, tokens, before, after: see `with_neighbours`.
@@ -239,11 +241,11 @@ class _Halo:
     def swap(
         self, first: Sequence[torch.Tensor], last: Sequence[torch.Tensor], before: int, after: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Send rows to both sides, and return the rows of both, 0 where there is no process.
+        """Send rows to both neighbours, and return the rows of both, 0 where there is no process.
 
         Args:
-            first, last: rows for the process before this one and for the one after it.
-            before, after: the numbers of rows that these send.
+            first, last: rows for the previous and for the next process.
+            before, after: number of rows that the previous and the next process send.
         """
         rank, size = self._context.rank, self._context.size
         send, receive = [0] * size, [0] * size
@@ -264,12 +266,12 @@ class _Halo:
         return self._parted(earlier, first), self._parted(later, first)
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows of all tensors side by side, [rows, elements]."""
+        """Concatenate the rows of all tensors, [rows, elements]."""
         rows = [x.movedim(self.tokens, 0) for x in tensors]
         return torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in rows], 1)
 
     def _parted(self, joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The rows of each tensor."""
+        """Split joined rows into the rows of each tensor."""
         shapes = [x.movedim(self.tokens, 0).shape[1:] for x in like]
         parts = joined.split([shape.numel() for shape in shapes], 1)
         rows = [x.reshape(x.shape[0], *shape) for x, shape in zip(parts, shapes, strict=True)]
@@ -277,7 +279,7 @@ class _Halo:
 
 
 def sorted_sizes(size: int, rows: int, ranks: Sequence[int]) -> list[int]:
-    """Return how many rows each of `size` processes is sent, where parts of `rows` rows go to `ranks`."""
+    """Return the number of rows for each of `size` processes, if parts of `rows` rows go to `ranks`."""
     sizes = [0] * size
     for rank in ranks:
         sizes[rank] += rows

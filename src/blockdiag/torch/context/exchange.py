@@ -1,4 +1,4 @@
-"""Exchanges of tokens for heads (Ulysses), and of consecutive tokens for those in zigzag order."""
+"""Exchanges of tokens for heads (Ulysses), and of consecutive tokens for tokens in zigzag order."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,17 +18,19 @@ def exchange(
 ) -> tuple[torch.Tensor, ...]:
     """Compute attention over whole sequences of each process's heads, between exchanges of tokens for heads.
 
-    Heads move in groups: while one group is computed, the next one is on its way to it, and the results of the one
-    before on their way back. In the backward pass gradients travel beside the kernels in the same way. A group has
-    key heads and their query heads. Where a process has one key head, a group has query heads alone, and the key head
-    moves with the first group. Several processes have the same key head where there are fewer key heads than processes.
+    Heads move in groups. While one group is computed, the next one and the results of the previous one are in flight.
+    In the backward pass gradients overlap with kernels in the same way.
+
+    A group has key heads and their query heads. If a process has a single key head, groups have only query heads, and
+    the key head moves with the first group. If there are fewer key heads than processes, several processes have the
+    same key head.
 
     Args:
         context: the processes.
-        compute: of query [.., T, n, H] and keys [.., T, k, H], heads of the process, to a tuple of results.
+        compute: maps query [.., T, n, H] and keys [.., T, k, H], the heads of the process, to a tuple of results.
         query: [.., t, N, H], the process's tokens.
-        keys: [.., t, K, H] each; K is a multiple or a divisor of the processes, and N a multiple.
-        head_axes: of each result, where its heads are, counted from the last axis as 1; tokens come before them.
+        keys: [.., t, K, H] each; K is a multiple or a divisor of the number of processes, and N is a multiple.
+        head_axes: for each result, the axis of its heads, counted from the last axis as 1; tokens come before them.
 
     Returns:
         The results for the process's tokens and all heads.
@@ -40,16 +42,16 @@ def exchange(
     moving = (query,) if has_one_key_head else (query, *keys)
 
     def packed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The heads of every process, [devices, .., t, n, H] of each group."""
-        # One function of autograd cuts all groups, so that one adds up all gradients.
+        """Split heads by process and group: [devices, .., t, n, H] of each group."""
+        # A single autograd function cuts all groups, so it adds all gradients at once.
         return x.unflatten(-2, (size, groups, -1)).movedim(tokens + 1, 0).unbind(tokens + 2)
 
     def whole_sequences(x: torch.Tensor) -> torch.Tensor:
-        """[devices, .., t, n, H] to [.., T, n, H]."""
+        """Concatenate tokens: [devices, .., t, n, H] to [.., T, n, H]."""
         return x.movedim(0, tokens).flatten(tokens, tokens + 1)
 
     def parts(x: torch.Tensor) -> torch.Tensor:
-        """[.., T, n, ..] to [devices, .., t, n, ..]."""
+        """Split tokens by process: [.., T, n, ..] to [devices, .., t, n, ..]."""
         return x.unflatten(tokens, (size, -1)).movedim(tokens, 0)
 
     def start(tensors: Sequence[torch.Tensor]) -> list[tuple[Transfer, torch.Tensor]]:
@@ -84,20 +86,20 @@ def _repeat_heads(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def to_zigzag(context: ContextParallel, x: torch.Tensor) -> torch.Tensor:
-    """Return a process's consecutive part [rows, ..] as its part in zigzag order, by one exchange of halves."""
+    """Exchange a process's consecutive part [rows, ..] for its part in zigzag order, by one exchange of halves."""
     half, (send, receive) = x.shape[0] // 2, _zigzag_sizes(context, x.shape[0] // 2)
     return send_rows(context, x.roll(half, 0) if _is_late(context) else x, send, receive)
 
 
 def from_zigzag(context: ContextParallel, x: torch.Tensor) -> torch.Tensor:
-    """Return a process's part in zigzag order as its consecutive part; see `to_zigzag`."""
+    """Exchange a process's part in zigzag order for its consecutive part; see `to_zigzag`."""
     half, (send, receive) = x.shape[0] // 2, _zigzag_sizes(context, x.shape[0] // 2)
     found = send_rows(context, x, receive, send)
     return found.roll(half, 0) if _is_late(context) else found
 
 
 def _zigzag_sizes(context: ContextParallel, half: int) -> tuple[list[int], list[int]]:
-    """Rows for each process, and from each process, on the way to zigzag order.
+    """Return the numbers of rows for and from each process, on the way to zigzag order.
 
     Process d has the consecutive parts 2 d and 2 d + 1, and in zigzag order parts d and 2 size - 1 - d.
     """
@@ -108,5 +110,5 @@ def _zigzag_sizes(context: ContextParallel, half: int) -> tuple[list[int], list[
 
 
 def _is_late(context: ContextParallel) -> bool:
-    """Whether both parts of this process are of the second half, of which later parts go to lower ranks."""
+    """Return whether this process's parts are in the second half, whose later parts go to lower ranks."""
     return 2 * context.rank >= context.size

@@ -1,4 +1,4 @@
-"""The argument `context_parallel` of torch functions: which processes share the tokens of each sequence, and how."""
+"""The argument `context_parallel` of torch functions: the processes that share tokens, and their strategy."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,30 +13,30 @@ type Strategy = Literal["ulysses", "gather", "ring"]
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Tokens of each sequence are divided among the processes of a group, in equal consecutive parts.
+    """Division of the tokens of each sequence among the processes of a group, in equal consecutive parts.
 
     Operands and results are plain tensors: each process passes its own tokens, and the parts follow each other in the
-    order of ranks. Offsets of packed sequences, lengths of blocks and rotary tables that are read by position are those
-    of all tokens, the same in every process. Every process of the group makes the same calls, and differentiates by the
-    same operands. Otherwise processes wait for each other.
+    order of ranks. Offsets of packed sequences, lengths of blocks and rotary tables indexed by position are those of
+    all tokens, the same in every process. Every process of the group must make the same calls and differentiate with
+    respect to the same operands, or processes wait for each other forever.
 
     Attributes:
         group: the processes, as `torch.distributed.new_group` returns them, or a DeviceMesh of one axis.
-        strategy: "ulysses": processes exchange tokens for heads, and each computes whole sequences of its heads. The
-            processes divide the key heads, or they divide the query heads and several processes have the same key head;
-            for `fuse` only the former. "gather", for MoBA and `fuse`: each process gathers keys and values and computes
-            queries of its own. "ring", for `fuse`: parts of keys and values travel around the processes, so that none
-            ever has them whole; for sequences whose keys do not fit into the memory of a device, since it moves as many
-            bytes as "gather". None chooses "ulysses" where processes divide the key heads, otherwise "gather";
-            block-diagonal attention communicates only what boundaries within blocks need.
+        strategy: "ulysses" exchanges tokens for heads, and each process computes whole sequences of its heads. The
+            number of processes divides the key heads; or it divides the query heads, and several processes have the
+            same key head (not with `fuse`). "gather", for MoBA and `fuse`: each process gathers keys and values and
+            computes its own queries. "ring", for `fuse`: parts of keys and values travel around the processes, so that
+            none ever has them whole. It moves as many bytes as "gather", so it is for keys that do not fit into the
+            memory of a device. None chooses "ulysses" if the number of processes divides the key heads, otherwise
+            "gather". Block-diagonal attention only communicates the rows that boundaries within blocks need.
 
     Raises:
-        ValueError: `strategy` is none of these, or this process is not part of the group. What a strategy cannot serve
-            is said by the call that uses it.
+        ValueError: `strategy` is none of these, or this process is not part of the group. The call that uses a strategy
+            raises if the strategy does not support it.
 
     References:
-        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023). Keys that travel: Liu et al., "Ring
-        Attention with Blockwise Transformers for Near-Infinite Context" (2023).
+        Exchange of tokens for heads: Jacobs et al., "DeepSpeed Ulysses" (2023). Ring: Liu et al., "Ring Attention with
+        Blockwise Transformers for Near-Infinite Context" (2023).
 
     Example:
         >>> import torch
@@ -53,7 +53,7 @@ class ContextParallel:
 
     group: Any
     strategy: Strategy | None = None
-    # Devices on which the processes' numbers of tokens have been compared.
+    # Device types on which the processes' numbers of tokens have been compared.
     _compared: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
-        """The place of this process's part among those of all processes."""
+        """The index of this process's part among the parts of all processes."""
         return dist.get_rank(self.group)
 
     @property
@@ -106,7 +106,7 @@ def check_plain(context: Any, **operands: torch.Tensor) -> None:
     """Check the types of `context_parallel` and of operands.
 
     Raises:
-        ValueError: `context_parallel` is something else, or an operand is a DTensor or a nested tensor.
+        ValueError: `context_parallel` has the wrong type, or an operand is a DTensor or a nested tensor.
     """
     if not isinstance(context, ContextParallel):
         raise ValueError(
@@ -129,12 +129,12 @@ def check_parts(
     block_lengths: torch.Tensor | None = None,
     block_size: int = 1,
 ) -> None:
-    """Check a process's operands, and what describes the tokens of all processes.
+    """Check a process's operands, and the offsets or lengths of the tokens of all processes.
 
     Args:
         context: the processes.
-        operands: by name, [.., T, heads, H]; the first one decides about tokens.
-        sequence_offsets, block_lengths, block_size: of the call.
+        operands: operands [.., T, heads, H] by name; the first one determines the number of tokens.
+        sequence_offsets, block_lengths, block_size: as for the call.
 
     Raises:
         ValueError: processes have different numbers of tokens, or offsets or lengths do not describe the tokens.
@@ -146,15 +146,15 @@ def check_parts(
 
 
 def compare_tokens(context: ContextParallel, tokens: dict[str, int], device: torch.device) -> None:
-    """Check that all processes have as many tokens.
+    """Check that all processes have equally many tokens.
 
-    Numbers of tokens are compared in every call on CPUs. On a GPU that waits for the device, so that only the first
-    call with a `ContextParallel` object compares them there.
+    On CPUs the numbers are compared in every call. On a GPU the comparison waits for the device, so only the first call
+    with a `ContextParallel` object compares them.
 
     Args:
         context: the processes.
-        tokens: how many this process has of each operand, by name.
-        device: of the operands.
+        tokens: number of tokens of each operand in this process, by name.
+        device: the device of the operands.
 
     Raises:
         ValueError: processes have different numbers of tokens.
@@ -177,15 +177,15 @@ def compare_tokens(context: ContextParallel, tokens: dict[str, int], device: tor
 def choose_strategy(
     context: ContextParallel, heads: tuple[int, int], remedy: str = "use strategy='gather'"
 ) -> Strategy:
-    """Return the strategy of the user, or "ulysses" where processes divide the key heads and "gather" elsewhere.
+    """Return the requested strategy, or by default "ulysses" if processes divide the key heads, else "gather".
 
     Args:
-        context: of the call.
-        heads: query heads and key heads.
-        remedy: what to do where "ulysses" cannot serve.
+        context: the argument of the call.
+        heads: numbers of query heads and key heads.
+        remedy: the advice if "ulysses" does not support the heads.
 
     Raises:
-        ValueError: the user asks for "ulysses", which cannot serve; or for "ring".
+        ValueError: the strategy is "ulysses", which does not support the heads; or it is "ring".
     """
     refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the processes divide the query heads")
     query_heads, key_heads = heads
@@ -204,7 +204,7 @@ def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
     """Refuse the strategy "ring" for an operation that it does not serve.
 
     Raises:
-        ValueError: that is the strategy.
+        ValueError: the strategy is "ring".
     """
     if context.strategy == "ring":
         raise ValueError(f"strategy 'ring' serves `fuse` alone, not {operation}; {remedy}")

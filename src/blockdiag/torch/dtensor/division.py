@@ -1,11 +1,14 @@
-"""Calls of the operators on DTensors: each process computes its own part, as the rule of the operator says.
+"""Calls of the operators on DTensors: each process computes its own part, according to the rule of the operator.
 
-A call runs in four steps. The rule and the placements of the operands say how labels are divided (`division_of`, which
-JAX's meshes use, too). Operands that lie otherwise are redistributed. What no placement can say is cut out on each
-process: the key heads that it needs, where there are fewer of them than processes. The operator runs on plain tensors,
-and its results become DTensors; those that lack a divided label are `Partial`.
+A call takes four steps:
 
-Importing this module registers all that.
+1. The rule and the placements of the operands determine how labels are divided (`division_of`, as on JAX's meshes).
+2. Operands that are placed differently are redistributed.
+3. Each process cuts out parts that placements cannot express: the key heads that it needs, if there are fewer key
+   heads than processes.
+4. The operator runs on plain tensors, and its results become DTensors. Results without a divided label are `Partial`.
+
+Importing this module registers these calls.
 """
 
 import dataclasses
@@ -31,8 +34,8 @@ class Mesh(NamedTuple):
     """Facts about a mesh that a division depends on.
 
     Attributes:
-        shape: its sizes.
-        coordinate: where this process is in it.
+        shape: the sizes of its axes.
+        coordinate: the position of this process.
     """
 
     shape: tuple[int, ...]
@@ -41,12 +44,12 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of one axis that a process needs, where placements cannot say so.
+    """The part of one axis that a process needs, if placements cannot express it.
 
     Attributes:
-        axis: of the tensor.
-        sizes: the sizes of the labels that the axis has.
-        parts: start and length along each of them.
+        axis: the axis of the tensor.
+        sizes: the sizes of the labels of the axis.
+        parts: start and length along each label.
     """
 
     axis: int
@@ -54,14 +57,14 @@ class Cut:
     parts: tuple[tuple[int, int], ...]
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The part."""
+        """Return the part of a tensor."""
         x = x.unflatten(self.axis, self.sizes)
         for place, (start, length) in enumerate(self.parts):
             x = x.narrow(self.axis + place, start, length)
         return x.flatten(self.axis, self.axis + len(self.sizes) - 1)
 
     def fill(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole axis from the part, 0 elsewhere."""
+        """Return the whole axis from the part, with 0 elsewhere."""
         x = x.unflatten(self.axis, [length for _, length in self.parts])
         padding = [0, 0] * (x.ndim - self.axis - len(self.parts))
         for size, (start, length) in zip(reversed(self.sizes), reversed(self.parts), strict=True):
@@ -75,9 +78,9 @@ class Result:
     """Placements and sizes with which a result becomes a DTensor.
 
     Attributes:
-        placements: how it lies.
-        fills: axes that a process has parts of, which no placement can say.
-        sizes: of the axes that are sharded, as pairs; the others are what a process has.
+        placements: the placements of the DTensor.
+        fills: axes of which a process has a part that no placement can express.
+        sizes: pairs (axis, size) of the sharded axes; other axes have the local size.
     """
 
     placements: Placements
@@ -90,8 +93,8 @@ class Plan:
     """The division of a call.
 
     Attributes:
-        placements: how the operands must lie.
-        cuts: what is cut out of each operand then.
+        placements: the placements that the operands must have.
+        cuts: the cuts of each operand after redistribution.
         results: how each result becomes a DTensor.
     """
 
@@ -104,16 +107,16 @@ def call(rule_of: RuleOf, operator: Any, arguments: Sequence[Any]) -> Any:
     """Call an operator with DTensors among its arguments.
 
     Args:
-        rule_of: from the arguments to the operator's rule.
+        rule_of: maps the arguments to the operator's rule.
         operator: an overload, such as `torch.ops.blockdiag.moba_lists.default`.
-        arguments: all of them, in the order of the schema.
+        arguments: all arguments, in the order of the schema.
 
     Returns:
         The results as DTensors.
 
     Raises:
-        ValueError: operands are on different meshes, plain tensors that each process might have a part of, or a cache
-            that does not lie as the call needs it.
+        ValueError: operands are on different meshes, a plain tensor might be a part in each process, or a cache is not
+            placed as the call needs it.
     """
     described = tuple(Operand(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments)
     tensors = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments, strict=True)}
@@ -130,7 +133,7 @@ def call(rule_of: RuleOf, operator: Any, arguments: Sequence[Any]) -> Any:
     place = Mesh(tuple(mesh.shape), tuple(coordinate))
     given = tuple(tuple(x.placements) if isinstance(x, DTensor) else None for x in tensors.values())
     sizes = [size for x in described if isinstance(x, Operand) for size in x.shape]
-    # Symbols of a trace cannot be kept.
+    # The symbols of a trace must not be cached.
     plan_of = _plan if all(type(size) is int for size in sizes) else _plan.__wrapped__
     plan = plan_of(rule_of, place, tuple(tensors), described, given)
     with torch.no_grad():
@@ -145,7 +148,7 @@ def call(rule_of: RuleOf, operator: Any, arguments: Sequence[Any]) -> Any:
 
 
 def _own(plan: Plan, mesh: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands of this process."""
+    """Return the local operands of this process."""
     found = []
     for x, placements, cuts in zip(tensors, plan.placements, plan.cuts, strict=True):
         if not isinstance(x, DTensor):
@@ -154,7 +157,7 @@ def _own(plan: Plan, mesh: Any, tensors: Sequence[torch.Tensor]) -> list[torch.T
                 continue
             x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
         if x.placements != placements:
-            # Detached: the operators are below autograd, and `redistribute` is not.
+            # Detached, because the operators run below autograd and `redistribute` is differentiable.
             detached: Any = x.detach()
             x = detached.redistribute(placements=placements)
         own = x.to_local()
@@ -165,7 +168,7 @@ def _own(plan: Plan, mesh: Any, tensors: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def _placed(x: torch.Tensor, how: Result, mesh: Any) -> torch.Tensor:
-    """A result of this process as a DTensor."""
+    """Return a local result as a DTensor."""
     for cut in how.fills:
         x = cut.fill(x)
     shape = list(x.shape)
@@ -184,14 +187,14 @@ def _plan(
     arguments: tuple[Any, ...],
     given: tuple[Placements | None, ...],
 ) -> Plan:
-    """The plan of a call.
+    """Return the plan of a call.
 
     Args:
-        rule_of: from the arguments to the operator's rule.
+        rule_of: maps the arguments to the operator's rule.
         mesh: the mesh.
-        names: those of the operands.
-        arguments: what describes the call.
-        given: how the operands lie; None for plain tensors.
+        names: the names of the operands.
+        arguments: the arguments, with descriptions in place of tensors.
+        given: the placements of the operands; None for plain tensors.
     """
     found = rule_of(*arguments)
     shapes = [x.shape for x in arguments if isinstance(x, Operand)]
@@ -226,8 +229,8 @@ class _Division:
     Args:
         found: the rule.
         mesh: the mesh.
-        shapes: of the operands.
-        given: how the operands lie.
+        shapes: the shapes of the operands.
+        given: the placements of the operands.
     """
 
     def __init__(
@@ -235,10 +238,10 @@ class _Division:
     ) -> None:
         self._mesh, self.given = mesh, given
         self._rule = found.rule
-        # Axes of one process divide nothing.
+        # Axes with a single process divide nothing.
         self._axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
         self._sizes = {str(axis): mesh.shape[axis] for axis in self._axes}
-        # Placements divide batch rows into parts of unequal lengths, too.
+        # Placements may divide batch rows unevenly, so their label counts as divisible by any mesh.
         even = {found.rows: math.prod(mesh.shape)} if found.rows is not None else {}
         sizes = tuple((label, even.get(label, size)) for label, size in found.rule.sizes)
         self._even: Rule = dataclasses.replace(found.rule, sizes=sizes)
@@ -247,7 +250,7 @@ class _Division:
         self._alone = self._find_alone(shapes)
 
     def of_operand(self, number: int, dims: Sequence[Dim]) -> tuple[Placements, tuple[Cut, ...]]:
-        """The placements that an operand must have, and what is cut out of it then."""
+        """Return the placements that an operand must have, and the parts that are then cut out of it."""
         placements, cuts = self._placements(dims)
         for axis in range(len(placements)):
             if axis not in self._axes:
@@ -255,7 +258,7 @@ class _Division:
         return tuple(placements), tuple(cuts)
 
     def of_result(self, dims: Sequence[Dim], *, is_sum: bool) -> Result:
-        """Placements of a result; `is_sum` if it is a sum over labels that it lacks."""
+        """Return the placements of a result; `is_sum` if it is a sum over labels that it lacks."""
         placements, cuts = self._placements(dims)
         own = {label for dim in dims for label in dim}
         cut_labels = {label for cut in cuts for label in dims[cut.axis]}
@@ -274,7 +277,7 @@ class _Division:
         )
 
     def warn(self, number: int, dims: Sequence[Dim], wanted: Placements) -> None:
-        """Warn where an operand is gathered."""
+        """Warn if an operand is gathered."""
         for axis in self._axes:
             one = self.given[number][axis]
             if isinstance(one, Shard) and wanted[axis] != one:
@@ -287,17 +290,17 @@ class _Division:
                 )
 
     def _spec(self, placements: Placements, ndim: int) -> list[tuple[str, ...] | None]:
-        """The axes of the mesh that shard each axis of a tensor, as `division_of` takes them."""
+        """Return the axes of the mesh that shard each axis of a tensor, as `division_of` takes them."""
         names: list[list[str]] = [[] for _ in range(ndim)]
         for axis in self._axes:
             one = placements[axis]
-            # Subclasses place elements in other orders.
+            # Subclasses of Shard order elements differently.
             if type(one) is Shard:
                 names[one.dim].append(str(axis))
         return [tuple(each) or None for each in names]
 
     def _placements(self, dims: Sequence[Dim]) -> tuple[list[Placement], list[Cut]]:
-        """Placements of a tensor with these labels, and the parts that placements cannot say."""
+        """Return placements for a tensor with these labels, and cuts for parts that placements cannot express."""
         placements: list[Placement] = [Replicate()] * len(self._mesh.shape)
         cuts = []
         for place, entry in enumerate(tuple(spec_of(self._even, self._division, self._sizes, dims))):
@@ -322,7 +325,7 @@ class _Division:
         return Cut(axis, tuple(sizes[label] for label in dim), tuple(parts))
 
     def _find_alone(self, shapes: Sequence[tuple[Any, ...]]) -> Mapping[int, str]:
-        """The labels that axes of one process divide, by name only: results lie as operands do."""
+        """Return labels that mesh axes of one process divide in name only, so that results are placed like operands."""
         rule, found = self._rule, {}
         order = sorted(range(len(shapes)), key=lambda i: (i not in rule.anchors, -math.prod(shapes[i])))
         for axis in set(range(len(self._mesh.shape))) - set(self._axes):
@@ -336,7 +339,7 @@ class _Division:
 
 
 def _dispatched(rule_of: RuleOf, _: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Call the rule's operator; torch calls this in its place where an argument is a DTensor."""
+    """Call the rule's operator; torch calls this function instead if an argument is a DTensor."""
     del types
     names = [argument.name for argument in operator._schema.arguments[len(args) :]]
     return call(rule_of, operator, (*args, *((kwargs or {})[name] for name in names)))

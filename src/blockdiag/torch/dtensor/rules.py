@@ -1,7 +1,7 @@
-"""The rules by which each torch operator divides over the devices of a mesh: those of `blockdiag.sharding`.
+"""Rules by which each torch operator divides over the devices of a mesh, from those of `blockdiag.ops.<op>.sharding`.
 
-The rules of `blockdiag.sharding` describe canonical calls, whose batch rows and tokens are one axis. Operators have
-them as two. So nothing but the place of labels changes here, but for the tables of MoBA (see `_list_labels`).
+The rules there describe canonical calls, which flatten batch rows and tokens into one axis. Operators have two axes.
+Only the placement of labels changes here, except for the tables of MoBA (see `_list_labels`).
 """
 
 import dataclasses
@@ -50,15 +50,15 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class OperatorRule:
-    """The rule of an operator's call, and more that placements need.
+    """The rule of an operator's call, and additional facts that placements need.
 
     Attributes:
-        rule: operands are the tensors that are given, in the order of the schema, and results those of the schema.
+        rule: its operands are the given tensors in the order of the schema, and its results those of the schema.
             Operands that are anchors are neither moved nor cut.
-        shared: numbers of the operands that may be plain tensors, which each process then has in full.
-        rows: the label of batch rows, which need not divide evenly; None where there is none.
-        remedy: what to do if an anchor does not lie as the call needs it.
-        alike: numbers of the results that are no sums over the labels that they lack: all processes have the same.
+        shared: indices of the operands that may be plain tensors, which each process then has in full.
+        rows: the label of batch rows, which need not divide evenly; None without batch rows.
+        remedy: the advice if an anchor is not placed as the call needs it.
+        alike: indices of the results that are equal in all processes, rather than sums over the labels that they lack.
     """
 
     rule: Rule
@@ -69,7 +69,7 @@ class OperatorRule:
 
 
 type RuleOf = Callable[..., OperatorRule]
-"""From the arguments of an operator, with operands in place of tensors, to its rule."""
+"""Maps the arguments of an operator, with operands in place of tensors, to its rule."""
 
 _ROWS = "sequences"
 _CACHE = (
@@ -147,7 +147,7 @@ def _key_convolution(method: str, *values: Any) -> OperatorRule:
         num_tiles=0,
     )
     rule = key_convolution.rule(problem, None, method, (key, weights, None, *cotangent))
-    # The canonical call has weights for each of several groups.
+    # The canonical call has weights for several groups.
     key_dims, (_, *of_weights), *others = rule.operands
     weight_dims = tuple(of_weights)
     results = (key_dims, weight_dims)[: len(rule.results)]
@@ -157,16 +157,16 @@ def _key_convolution(method: str, *values: Any) -> OperatorRule:
     return _operator_rule(rule, labels, given, {"sequence_offsets": _WHOLE}, is_batched=key.ndim == 4)
 
 
-# The tables of MoBA say where blocks and tokens lie, and in torch count within what a process holds, as lists do: they
-# are sharded with the batch rows. The rule of JAX has them whole and counts through all sequences, because its arrays
-# have one meaning for all devices; here nobody reads them but the operators that attend.
+# The tables of MoBA hold positions of blocks and tokens. In torch, tables and lists count within the local part of a
+# process, so they are sharded with the batch rows. In JAX the rule keeps them whole and counts through all sequences,
+# because an array has one meaning for all devices. Here only the operators that attend read them.
 
 _LIST_FIELDS = ("blocks", "queries", "offsets", "counts", "entries", "degrees", "own")
 _RESULTS = ("output", "log_sum", "output_cotangent", "log_sum_cotangent")
 
 
 def _moba_rule(query: Operand, key: Operand, method: str, operands: tuple[Any, ...], **sizes: Any) -> Rule:
-    """The canonical rule; `operands` say which there are, and `sizes` how many blocks and slots."""
+    """Return the canonical rule; `operands` tell which are present, and `sizes` the numbers of blocks and slots."""
     problem = MoBAProblem(
         query_tokens=math.prod(query.shape[:-2]),
         key_tokens=math.prod(key.shape[:-2]),
@@ -184,13 +184,13 @@ def _moba_rule(query: Operand, key: Operand, method: str, operands: tuple[Any, .
 
 
 def _list_labels(rule: Rule) -> dict[str, tuple[Dim, ...]]:
-    """The labels of tables and lists, from the canonical rule of a forward call with all operands."""
+    """Return the labels of tables and lists, from the canonical rule of a forward call with all operands."""
     labels = dict(zip(_LIST_FIELDS, rule.operands[4:11], strict=True))
     return labels | {"blocks": (labels["offsets"][1], ()), "queries": (labels["degrees"][1], ())}
 
 
 def _moba_choice(method: str, *values: Any) -> OperatorRule:
-    """The rule of `moba_routing` and `moba_lists`."""
+    """Return the rule of `moba_routing` and `moba_lists`."""
     without_routing: Any = (*values[:5], None, 0, 0, *values[5:])
     arguments: Any = ListArguments(*(values if method == "lists" else without_routing))
     query, key, key_mask, _, _, indices = arguments[:6]
@@ -262,8 +262,8 @@ def _paged(*values: Any) -> OperatorRule:
     found = _pool_rule(_given(PagedArguments._fields, values), functools.partial(paged.rule, problem, None, ""))
     if arguments.query_offsets is None:
         return found
-    # Packed queries have no axis of batch rows. Devices with some of the rows would give parts of a sum, of which a
-    # log-sum-exp is none.
+    # Packed queries have no axis of batch rows. Devices with some of the rows would give partial sums, and a
+    # log-sum-exp cannot be summed.
     rule = dataclasses.replace(found.rule, independent=found.rule.independent - {"rows"})
     return dataclasses.replace(found, rule=rule)
 
@@ -302,12 +302,12 @@ def _append(*values: Any) -> OperatorRule:
         block_size=None if arguments.key_centroids is None else 0,
     )
     found = _pool_rule(_given(AppendArguments._fields, values), functools.partial(append.rule, problem, None))
-    # The operator writes where it is told to and returns nothing.
+    # The operator writes in place and returns nothing.
     return dataclasses.replace(found, rule=dataclasses.replace(found.rule, results=()))
 
 
 def _pool_rule(given: Mapping[str, Operand], rule_of: Callable[[Mapping[str, Operand]], Rule]) -> OperatorRule:
-    """The rule of a call that reads or writes a cache, whose tensors are as in JAX; a cache never moves."""
+    """Return the rule of a call that reads or writes a cache, with tensors as in JAX; a cache never moves."""
     order = append.OPERANDS if "value" in given else paged.OPERANDS
     by_name = {name.removesuffix("_pages") if "scale" in name else name: x for name, x in given.items()}
     rule = rule_of({name: by_name[name] for name in order if name in by_name})
@@ -332,13 +332,13 @@ def _operator_rule(
     *,
     is_batched: bool,
 ) -> OperatorRule:
-    """The rule of a call of an operator, from that of the canonical one.
+    """Return the rule of an operator's call from the rule of the canonical call.
 
     Args:
-        rule: of the canonical call.
-        labels: those of its operands.
+        rule: the rule of the canonical call.
+        labels: the labels of its operands, by name.
         given: the operands of the operator, in the order of its schema.
-        fixed: labels of operands that are not those of the canonical call.
+        fixed: labels of operands that differ from those of the canonical call.
         is_batched: whether there is an axis of batch rows.
     """
     operands = [
@@ -354,21 +354,21 @@ def _operator_rule(
 
 
 def _given(names: Sequence[str], values: Sequence[Any]) -> dict[str, Operand]:
-    """The operands among the arguments, by name."""
+    """Return the operands among the arguments, by name."""
     return {name: x for name, x in zip(names, values, strict=True) if isinstance(x, Operand)}
 
 
 def _apart(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """The labels of an array whose batch rows have an axis of their own."""
+    """Return the labels of an array after batch rows get an axis of their own."""
     first = dims[0]
     return (first[:1], first[1:], *dims[1:]) if first[:1] == (_ROWS,) else dims
 
 
 def _stored(dims: tuple[Dim, ...], x: Operand) -> tuple[Dim, ...]:
-    """The labels of a tensor of a call with batch rows, of which `dims` are the labels in a canonical call."""
+    """Return the labels of an operand with a batch axis from `dims`, its labels in the canonical call."""
     if x.ndim > len(dims):
         return _apart(dims)
-    # Tables and positions without an axis of batch rows serve all of them.
+    # Tables and positions without a batch axis serve all batch rows.
     return (tuple(label for label in dims[0] if label != _ROWS), *dims[1:])
 
 
@@ -386,4 +386,4 @@ RULES: Mapping[str, RuleOf] = {
     "moba_paged_attention": _moba_paged,
     "append_to_pages": _append,
 }
-"""By the name of an operator, from its arguments to its rule."""
+"""For each operator, the function from its arguments to its rule."""

@@ -1,4 +1,4 @@
-"""`fuse` for torch: an attention variant written in plain jax.numpy as generated kernels that torch launches."""
+"""`fuse` for torch: an attention variant written in plain jax.numpy becomes generated kernels that torch launches."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,54 +21,57 @@ def fuse(
     context_parallel: ContextParallel | None = None,
     token_axes: Any = None,
 ) -> Callable[..., Any]:
-    """A function of tensors that computes what a JAX function computes, its attention by fused kernels, with autograd.
+    """Return a function of tensors that computes what a JAX function computes, with fused attention and autograd.
 
-    The torch twin of `blockdiag.fuse`: `function` is written in plain jax.numpy, and is called with tensors. On CUDA
-    the generated kernels are launched on the current stream, forward and backward. Views, casts, sums and factors next
-    to them are torch's own, and what is left is a jitted JAX function on the same memory (see `wrap_jax`): attention
-    whose query, key and value are arguments needs no JAX after its first call. `scan`, `cond` and `jax.checkpoint` with
-    attention inside are run by torch, one step after the other. On the CPU all is JAX's, unless "triton" is asked for.
+    This is the PyTorch version of `blockdiag.fuse`: `function` is written in plain jax.numpy and called with tensors.
+    On CUDA the generated kernels are launched on the current stream, forward and backward. Views, casts, sums and
+    factors next to them run in torch. The rest is a jitted JAX function on the same memory (see `wrap_jax`), so
+    attention whose query, key and value are arguments needs no JAX after its first call.
+
+    Torch runs `scan`, `cond` and `jax.checkpoint` that contain attention, one step after the other. On the CPU
+    everything runs in JAX unless "triton" is requested.
 
     The function is traced once for each structure of the arguments, shapes and dtypes of their arrays, and values of
-    everything else; what depends on no argument is computed then, and kept. Gradients are those of all floating tensors
-    that require grad; a second derivative raises NotImplementedError. 64-bit tensors need 64-bit types in JAX
-    (`jax.enable_x64`). Results are new tensors. Under `torch.func` a gradient computes the function again, and a mapped
-    call is a loop. Under `torch.compile` the call is a graph break. A CUDA graph can capture calls that need no JAX,
-    once the same call, and its backward pass, has run outside of the capture.
+    everything else. Whatever depends on no argument is computed then, and kept. All floating tensors that require grad
+    get gradients; a second derivative raises NotImplementedError. 64-bit tensors need 64-bit types in JAX
+    (`jax.enable_x64`). Results are new tensors.
+
+    Under `torch.func` a gradient recomputes the function, and a mapped call is a loop. Under `torch.compile` the call
+    is a graph break. A CUDA graph can capture calls that need no JAX, once the same call and its backward pass have run
+    outside of the capture.
 
     Args:
-        function: of arrays, in pytrees: tensors, and arrays and numbers of JAX and numpy, which get no gradient. Other
-            arguments are handed on as they are, and must be hashable. It must be pure; what it uses of tensors,
-            parameters of a module among them, must be an argument.
-        implementation: None: the Triton kernels on CUDA where they can compute the function, otherwise the way through
-            JAX; "triton", which on the CPU runs in Triton's interpreter, slowly; "xla"; or a sequence of them: the
-            first that can. "reference" is the function as it stands.
-        fallback: run the function as it stands where it is not fusible; `fused.fallbacks` then has the reasons.
-        via: "jax" computes everything in JAX, on CUDA too.
-        context_parallel: the processes of a group share the tokens of each sequence; see `ContextParallel`. The
+        function: a function of arrays in pytrees. Calls pass tensors, and arrays and numbers of JAX and numpy, which
+            get no gradient. Other arguments are passed unchanged and must be hashable. The function must be pure.
+            Tensors that it uses, such as the parameters of a module, must be arguments.
+        implementation: who computes it. None means the Triton kernels on CUDA where they can compute the function,
+            otherwise JAX. "triton" means the kernels, which run in a slow interpreter on the CPU. "xla" means JAX. A
+            sequence means the first that can compute the function. "reference" means the unfused function.
+        fallback: whether to run the unfused function if it is not fusible; `fused.fallbacks` then lists the reasons.
+        via: "jax" to compute everything in JAX, on CUDA too.
+        context_parallel: the processes of a group that share the tokens of each sequence; see `ContextParallel`. The
             function is written for whole sequences, with masks and positions of all tokens. Calls take and return the
             tokens of this process.
         token_axes: with `context_parallel`, the axes of arguments along which processes share tokens: one number for
-            all arrays, or a tuple as `in_axes` of `jax.vmap` with a number, None or a pytree of these for each argument
-            in order. Arrays of None are whole, and the same in every process. The axes must become the queries and the
-            keys of the attention; a call raises otherwise.
-
+            all arrays, or a tuple like `in_axes` of `jax.vmap`, with a number, None or a pytree of these for each
+            argument in order. Arrays with None are whole, and the same in every process. The axes must become the
+            queries and the keys of the attention; otherwise a call raises.
     Returns:
-        A function of the same arguments. Its `cache_clear()` forgets what was traced.
+        A function of the same arguments. Its `cache_clear()` drops what was traced.
 
     Raises:
-        ValueError: `implementation` or `via` has an unknown name, or `context_parallel` does not go with `token_axes`,
-            `fallback` or "reference"; and, from calls, for tensors of several devices, for tensors that JAX cannot
-            share, and, with `context_parallel`, where the strategy cannot serve, where processes do not divide the
-            tokens, or where the function mixes tokens outside of attention. The message has the remedy.
-        NotFusible: (when called) there is no attention in it, or one that breaks a rule; the message names the rule and
-            the line.
+        ValueError: `implementation` or `via` has an unknown name, or `context_parallel` is combined with no
+            `token_axes`, with `fallback` or with "reference". (When called) tensors are on several devices, or JAX
+            cannot share them. (When called, with `context_parallel`) the strategy does not support the call, processes
+            do not divide the tokens, or the function mixes tokens outside of attention. The message has the remedy.
+        NotFusible: (when called) the function has no attention, or one that breaks a rule; the message names the rule
+            and the line.
         NotImplementedError: (when called) none of the implementations asked for can compute it; the message says why.
         TypeError: (when called) an argument is neither an array nor hashable.
 
     References:
         Attention by tiles: FlashAttention of Dao et al. (2022). Variants as programs: FlexAttention of Dong et al.
-        (2024). Finding them in the equations of a function: Flashlight of You et al. (2025), for PyTorch.
+        (2024). Detection of attention in the equations of a function: Flashlight of You et al. (2025), for PyTorch.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch
@@ -101,24 +104,24 @@ def fuse(
 
 
 def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
-    """A function of tensors that says what `fuse` makes of the call, and runs nothing of it but masks.
+    """Return a function of tensors that explains what `fuse` makes of a call, which only evaluates masks.
 
-    The torch twin of `blockdiag.explain`.
+    This is the PyTorch version of `blockdiag.explain`.
 
     Args:
-        function: of arrays, in jax.numpy, or what `fuse` made of it. Tensors on the meta device stand for shapes and
-            dtypes; then it is not known which tiles a mask that depends on them leaves out. Of a function that `fuse`
-            made with `context_parallel` the call is explained as that of all processes, of shapes and dtypes alone.
+        function: a function of arrays in jax.numpy, or the result of `fuse`. Tensors on the meta device give shapes and
+            dtypes only; it is then unknown which tiles are skipped by a mask that depends on them. A function fused
+            with `context_parallel` is explained as the call of all processes, from shapes and dtypes alone.
 
     Returns:
         A function of the same arguments that returns a `blockdiag.fusion.explain.Explanation`.
 
     Raises:
-        Exception: (when called) what `function` itself raises, and `blockdiag.interop.to_jax` of its tensors. A
-            `NotFusible` is the `reason` of the explanation.
+        Exception: (when called) errors of `function` itself and of `blockdiag.interop.to_jax`. A `NotFusible` becomes
+            the `reason` of the explanation.
 
     References:
-        FlashAttention of Dao et al. (2022), whose tiles are what is counted and drawn.
+        FlashAttention of Dao et al. (2022), whose tiles are counted and drawn.
 
     Example:
         >>> import jax, torch

@@ -1,4 +1,4 @@
-"""Calls of a fused function from torch: who computes them, and programs kept from earlier ones like them."""
+"""Calls of a fused function from torch: choice of the implementation, and a cache of programs by kind of call."""
 
 import collections
 import contextlib
@@ -38,15 +38,15 @@ from blockdiag.torch.fusion.ring import Passes, RingRegion
 from blockdiag.torch.ops.paged.call import check_via
 from blockdiag.triton_kernels.launch.plan import KernelSpec
 
-# Kinds of calls that are remembered; the least recently used one goes first.
+# Number of programs that are cached; the least recently used one is dropped first.
 _REMEMBERED_PROGRAMS = 128
 
 
 class FusedFunction:
-    """What `blockdiag.torch.fuse` makes of a function; see there.
+    """The implementation of a function returned by `blockdiag.torch.fuse`; see there.
 
     Attributes:
-        fallbacks: why calls were not fusible and ran as they stand.
+        fallbacks: reasons for which calls were not fusible and ran unfused.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class FusedFunction:
         self._names: tuple[str, ...] | None = None
         if implementation != "reference":
             self._names = normalise_implementation(implementation, FUSE)
-        # The first of a sequence that can compute the call: the kernels may, natively, where they are asked for first.
+        # The first name of a sequence that can compute the call wins, so native kernels run only if they come first.
         self._may_be_native = via is None and implementation != "reference"
         in_jax = fuse(function, implementation=implementation, fallback=fallback)
         self.fallbacks: list[str] = getattr(in_jax, "fallbacks", [])
         self._through_jax = wrap_jax(in_jax, max_compiled=_REMEMBERED_PROGRAMS)
-        # None for calls that JAX computes.
+        # Programs by kind of call; None where JAX computes the call.
         self._programs: collections.OrderedDict[Any, TorchProgram | None] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -111,13 +111,13 @@ class FusedFunction:
             return program([x if isinstance(x, torch.Tensor) else _as_tensor(x, device) for x in operands])
 
     def cache_clear(self) -> None:
-        """Forget all programs."""
+        """Drop all programs."""
         with self._lock:
             self._programs.clear()
             self._through_jax.cache_clear()  # pyrefly: ignore[missing-attribute]
 
     def _is_native(self, device: torch.device) -> bool:
-        """Whether kernels are the first to be asked."""
+        """Return whether the kernels come first among the implementations."""
         if not self._may_be_native:
             return False
         return device.type == "cuda" if self._names is None else self._names[0] == "triton"
@@ -157,14 +157,14 @@ class FusedFunction:
         device: torch.device,
         has_gradient: bool,
     ) -> TorchProgram | None:
-        """The program of a call, None where JAX computes it.
+        """Return the program of a call; None if JAX computes it.
 
         Args:
-            axes: at which leaves are parts, where processes share tokens.
+            axes: for each leaf, the axis of which it is a part, with context parallelism.
 
         Raises:
-            NotFusible: there is no attention in it, or one that breaks a rule.
-            NotImplementedError: the kernels, which alone may, cannot compute it.
+            NotFusible: the function has no attention, or one that breaks a rule.
+            NotImplementedError: only the kernels are allowed, and they cannot compute it.
         """
         for x in filter(_is_operand, leaves):
             check_operand(x)
@@ -192,7 +192,7 @@ class FusedFunction:
     def _launch_region(
         self, device: torch.device, has_gradient: bool, local: LocalRegion | RingRegion
     ) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-        """What computes a region of one process: kernels where they are the first to be asked, or JAX."""
+        """Return a function that computes one process's region, by kernels if they come first, else by JAX."""
         if isinstance(local, RingRegion):
             make = functools.partial(TorchProgram, device=device, bind=_binding(device), has_gradient=False)
             return local.bound(self._passes(device, local), make)
@@ -211,7 +211,7 @@ class FusedFunction:
         return lambda tensors: in_jax(*tensors)
 
     def _passes(self, device: torch.device, ring: RingRegion) -> Passes:
-        """The passes of a ring over one part of keys, by kernels or by JAX."""
+        """Return the passes of a ring over one part of keys, by kernels or by JAX."""
         if self._is_native(device):
             reason = _why_no_kernels([ring.piece])
             if reason is None:
@@ -226,22 +226,22 @@ class FusedFunction:
         )
 
     def _refuse_jax(self, reason: str) -> None:
-        """Check that JAX may compute what the kernels cannot.
+        """Check that JAX may compute a call that the kernels cannot.
 
         Raises:
-            NotImplementedError: the kernels alone may.
+            NotImplementedError: only the kernels are allowed.
         """
         if self._names == ("triton",):
             raise NotImplementedError(f"implementation='triton' cannot compute this call: {reason}")
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself of one that is fused already, of tensors or of arrays: its kernels are chosen anew."""
+    """Return the unfused function if it is fused already, so that its implementation is chosen again."""
     return function.__wrapped__ if is_fused(function) else function  # pyrefly: ignore[missing-attribute]
 
 
 def as_array(leaf: Any) -> Any:
-    """What stands for a tensor in JAX: an array on its memory, and its shape and dtype where it has none."""
+    """Return an array that shares a tensor's memory, or its shape and dtype on the meta device; others unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_meta:
@@ -250,7 +250,7 @@ def as_array(leaf: Any) -> Any:
 
 
 def whole_types(context: ContextParallel, token_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return (args, kwargs) with shapes and dtypes of whole arrays in place of the parts that a process has."""
+    """Return (args, kwargs) with shapes and dtypes of whole arrays in place of the process's parts."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     axes = shared_axes(context, token_axes, args, kwargs)
     own = map(_described, leaves)
@@ -263,10 +263,10 @@ def _is_operand(leaf: Any) -> bool:
 
 
 def _device_of(leaves: Sequence[Any]) -> torch.device | None:
-    """The device of all tensors, None without any."""
+    """Return the device of all tensors, None without tensors."""
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     for x in tensors:
-        # Torch's own error, when such a tensor is asked for its shape, asks for a report to torch.
+        # Reading the shape of a nested tensor raises an error that asks users to report a bug to torch.
         if x.is_nested:
             check_tensor(x)
     devices = {x.device for x in tensors}
@@ -277,7 +277,7 @@ def _device_of(leaves: Sequence[Any]) -> torch.device | None:
 
 
 def _check_operands(operands: Sequence[Any]) -> None:
-    """What is not a matter of shapes and dtypes: whether tensors have memory and no one follows them but autograd."""
+    """Check properties that signatures do not cover: tensors have memory, and nothing but autograd tracks them."""
     is_followed = private_torch.may_have_tangents() or not private_torch.can_tell_transforms()
     for x in operands:
         if isinstance(x, jax.core.Tracer):
@@ -290,7 +290,7 @@ def _check_operands(operands: Sequence[Any]) -> None:
 
 
 def _described(leaf: Any) -> Any:
-    """What stands for an array while tracing."""
+    """Return the abstract value of an array for tracing, and other leaves unchanged."""
     if not _is_operand(leaf):
         return leaf
     dtype = DTYPES[leaf.dtype] if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf).dtype
@@ -302,10 +302,10 @@ def _as_tensor(array: Any, device: torch.device) -> torch.Tensor:
 
 
 def _why_not(program: Program) -> str | None:
-    """Why torch and the kernels cannot compute a program; None where they can."""
+    """Return why torch and the kernels cannot compute a program; None if they can."""
     effect = next(filter(has_effects, program.jaxpr.jaxpr.eqns), None)
     if effect is not None:
-        # Torch asks for results alone, in parts, so that writes would be lost, and prints out of order.
+        # Torch runs the program in parts and asks for results only: writes would be lost, and prints out of order.
         return (
             f"`{effect.primitive.name}` {place_of(effect)} does more than compute its results, which takes one program "
             'of JAX; pass via="jax"'
@@ -314,19 +314,19 @@ def _why_not(program: Program) -> str | None:
 
 
 def _why_no_kernels(regions: Sequence[Region]) -> str | None:
-    """Why the kernels cannot compute regions; None where they can."""
+    """Return why the kernels cannot compute regions; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install 'blockdiag-attn[cuda]' (Linux only)"
     return next((reason for region in regions if (reason := triton_fused.supports(region)) is not None), None)
 
 
 def _binding(device: torch.device) -> Bind:
-    """What makes launches ready on a device."""
+    """Return the function that binds launches to a device."""
     return _interpreted if device.type == "cpu" else functools.partial(_bound, device)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes a device the current one."""
+    """Return a context manager that makes a device the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -341,14 +341,14 @@ def _refuse_capture(device: torch.device) -> None:
 
 
 def _bound(device: torch.device, spec: KernelSpec) -> Callable[[Tensors], Tensors]:
-    """A launch on a CUDA device, which is the current one."""
+    """Bind a launch to a CUDA device, which must be the current one."""
     _refuse_capture(device)
     assert device.index is not None
     return bound_launch(spec, device.index)
 
 
 def _interpreted(spec: KernelSpec) -> Callable[[Tensors], Tensors]:
-    """A launch in Triton's interpreter, on the CPU."""
+    """Bind a launch to Triton's interpreter on the CPU."""
     from blockdiag.interop.interpreter.launch import interpret
 
     def launch(tensors: Tensors) -> Tensors:

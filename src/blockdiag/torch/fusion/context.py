@@ -1,14 +1,14 @@
-"""Fused functions over sequences whose tokens several processes share.
+"""Context-parallel fused functions: the tokens of each sequence are divided over processes.
 
 A function is traced with the shapes of whole arrays. Around attention each process computes its own tokens
 (`blockdiag/fusion/runtime/token_parts.py`). A region becomes transfers between the processes, and a smaller region
-between these:
+between these transfers:
 
 | strategy | before the region | after it |
 |---|---|---|
-| "ulysses" | processes exchange tokens for a batch axis, such as key heads | back |
-| "gather" | rows in zigzag order, where the mask wants that; whatever has keys is gathered | rows back |
-| "ring" | rows and keys in zigzag order, where the mask wants that; the region itself sends keys around | rows back |
+| "ulysses" | processes exchange tokens for a batch axis, such as key heads | the reverse exchange |
+| "gather" | rows move to zigzag order if the mask favours it; arrays with keys are gathered | rows move back |
+| "ring" | rows and keys move to zigzag order if the mask favours it; the region sends keys around | rows move back |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +40,9 @@ from blockdiag.triton_kernels.launch.plan import TensorSpec
 
 type Tensors = Sequence[torch.Tensor]
 type Launch = Callable[["LocalRegion | RingRegion"], Callable[[Tensors], Tensors]]
-"""Makes a region ready to be computed by one process."""
+"""Makes a region callable in one process."""
 
-# The name of the axis in messages of JAX's strategies.
+# The name of the axis in error messages of JAX's strategies.
 _AXIS = "group"
 
 
@@ -53,17 +53,17 @@ def as_axis(context: ContextParallel) -> Axis:
 
 
 class SharedProgram:
-    """A traced call as one process evaluates it; see `TorchProgram` for what reads it.
+    """A traced call as one process evaluates it, with the interface that `TorchProgram` reads.
 
     Args:
-        program: traced with the shapes of whole arrays.
+        program: a program traced with the shapes of whole arrays.
         context: the processes.
         arguments: the shapes and dtypes of the process's own arrays.
-        launch: makes regions ready.
+        launch: makes regions callable.
 
     Attributes:
-        arguments: the shapes and dtypes of the process's arrays.
-        structure: of the results.
+        arguments: the shapes and dtypes of the process's own arrays.
+        structure: the structure of the results.
 
     Raises:
         ValueError: the processes cannot share the tokens of the call.
@@ -78,7 +78,7 @@ class SharedProgram:
         self.arguments, self.structure = arguments, program.structure
 
     def evaluate(self, arrays: Sequence[Any], compute: Any) -> list[Any]:
-        """Return the process's part of the results as a flat list; `compute` is not used: regions are shared."""
+        """Return the process's part of the results as a flat list; `compute` is unused, as regions are shared."""
         del compute
         parts = Parts(self._context.rank, self._context.size)
         results = self._program.evaluate(arrays, self._attend, parts.bind)
@@ -86,7 +86,7 @@ class SharedProgram:
         return results
 
     def _attend(self, region: Region, has_log_sum: bool, leaves: Sequence[Any], value: Any) -> tuple[Any, Any]:
-        """The process's rows of the result of a region, and of its log-sum-exp."""
+        """Return the process's rows of the result of a region, and of its log-sum-exp."""
         arrays = [*leaves, value]
         axes = tuple(token_axis(source.shape, x) for source, x in zip(region.sources, arrays, strict=True))
         shared = SharedRegion(self._context, region, axes, has_log_sum, self._launch)
@@ -96,7 +96,7 @@ class SharedProgram:
 
 
 def _dims_of(region: Region) -> list[tuple[Dim, ...]]:
-    """The labels of the axes of each leaf, and of the values."""
+    """Return the labels of the axes of each leaf, and of the values."""
     return [*(leaf.dims for leaf in region.leaves), region.value_dims]
 
 
@@ -105,10 +105,10 @@ class LocalRegion:
     """A region between transfers, as a program whose arguments are the arrays that move; see `TorchProgram`.
 
     Attributes:
-        region: of one process.
-        has_log_sum: whether the log-sum-exp is a result, too.
-        constants: leaves and values that no argument has a part in, by place.
-        carried: places of leaves and values whose gradients have carriers, see `gather_with_carrier`.
+        region: the region of one process.
+        has_log_sum: whether the log-sum-exp is also a result.
+        constants: leaves and values that depend on no argument, by index.
+        carried: indices of leaves and values whose gradients have carriers, see `gather_with_carrier`.
     """
 
     region: Region
@@ -118,7 +118,7 @@ class LocalRegion:
 
     @property
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the other leaves and values, and then of the carriers."""
+        """The shapes and dtypes of the other leaves and values, followed by those of the carriers."""
         sources = self.region.sources
         given = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for place, x in enumerate(sources) if place not in self.constants
@@ -131,7 +131,7 @@ class LocalRegion:
         return jax.tree.structure([0, 0] if self.has_log_sum else [0])
 
     def evaluate(self, arrays: Sequence[Any], compute: Callable[..., tuple[Any, Any]]) -> list[Any]:
-        """Return the result, and the log-sum-exp where that is one, which `compute` gives."""
+        """Return the result, and the log-sum-exp if that is a result, as computed by `compute`."""
         given = iter(arrays)
         *leaves, value = (
             jnp.asarray(self.constants[place]) if place in self.constants else next(given)
@@ -143,21 +143,21 @@ class LocalRegion:
 
 
 class SharedRegion:
-    """A region whose tokens processes share.
+    """A region whose tokens are divided over processes.
 
     Args:
         context: the processes.
-        region: of all tokens.
-        axes: the axis at which the process has a part of each leaf, and of the values; None of whole ones.
-        has_log_sum: whether the log-sum-exp is a result, too.
-        launch: makes the process's region ready.
+        region: the region of all tokens.
+        axes: for each leaf, and for the values, the axis of which the process has a part; None for whole arrays.
+        has_log_sum: whether the log-sum-exp is also a result.
+        launch: makes the process's region callable.
 
     Attributes:
-        results: what it gives, the rows of the process.
+        results: shapes and dtypes of the results, for the rows of the process.
         chosen: the strategy.
 
     Raises:
-        ValueError: tokens are not the rows or the keys of the attention, or the strategy cannot serve.
+        ValueError: tokens are not the rows or the keys of the attention, or the strategy does not support the region.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class SharedRegion:
         axis = as_axis(context)
         self.chosen: Chosen = choose(Sharing(axis, axis.mesh, is_explicit=False), region, ())
         is_ring = self.chosen.strategy == "ring"
-        # The axis of keys of what travels.
+        # The key axis of each array that travels around the ring.
         self._travelling = gathered_axes(region) if is_ring else [None] * (len(region.leaves) + 1)
         sizes = region.sizes | {ROWS: region.sizes[ROWS] // context.size}
         output = TensorSpec(shape_of(region.out_dims, sizes), region.dtype.name)
@@ -182,7 +182,7 @@ class SharedRegion:
         self.results = (output, log_sum) if has_log_sum else (output,)
 
     def bound(self, *_: Any) -> Callable[..., Tensors]:
-        """Return what computes the results of the leaves and values that are not known; see `BoundRegion`."""
+        """Return a function from leaves and values that are not constant to the results; see `BoundRegion`."""
         constants: dict[int, np.ndarray] = {}
         for place, (source, dims) in enumerate(zip(self._region.sources, _dims_of(self._region), strict=True)):
             if is_known(source):
@@ -199,7 +199,7 @@ class SharedRegion:
         compute = self._launch(self._between(constants, carried))
 
         def attend(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            # All transfers are on their way before the first is awaited.
+            # All transfers start before the first one is awaited.
             coming = [
                 self._moving(x, place, dims, axis, has_carrier=place in carried)
                 for x, (place, dims, axis) in zip(tensors, moved, strict=True)
@@ -213,18 +213,18 @@ class SharedRegion:
 
     @property
     def _runs(self) -> int:
-        """Into how many runs of consecutive rows the process's rows fall."""
+        """Number of runs of consecutive rows that make up the process's rows."""
         return 2 if self.chosen.is_zigzag else 1
 
     @property
     def _has_runs(self) -> bool:
-        """Whether runs are a batch axis: an array by distance is read from another place for each of them."""
+        """Whether runs are a batch axis, because an array by distance is read at a different offset for each run."""
         if self.chosen.strategy == "ring":
             return False
         return self.chosen.label is None and any(leaf.role == "distance" for leaf in self._region.leaves)
 
     def _between(self, constants: Mapping[int, np.ndarray], carried: Sequence[int]) -> "LocalRegion | RingRegion":
-        """What is computed between transfers; see `LocalRegion` for the arguments."""
+        """Return the region between transfers; see `LocalRegion` for the arguments."""
         region = self._region
         tokens = self.chosen.tokens(self._context.size)
         if tokens is None or tokens.strategy == "gather":
@@ -238,7 +238,7 @@ class SharedRegion:
         return RingRegion(self._context, region, tokens, self._has_log_sum, constants, types)
 
     def _local(self) -> Region:
-        """The region between transfers."""
+        """Return the smaller region that one process computes between transfers."""
         region, size, sizes = self._region, self._context.size, dict(self._region.sizes)
         label = self.chosen.label
         if label is not None:
@@ -254,14 +254,14 @@ class SharedRegion:
     def _moving(
         self, x: torch.Tensor, place: int, dims: tuple[Dim, ...], axis: int | None, *, has_carrier: bool
     ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Send a leaf, or the values; what is returned gives it as the region between transfers reads it.
+        """Start sending a leaf, or the values; return a function that waits and returns them as the local region needs.
 
         Args:
-            x: the process's part, or the whole.
-            place: among the leaves and values.
+            x: the process's part, or the whole array.
+            place: the index among the leaves and values.
             dims: the labels of its axes.
-            axis: at which it is a part.
-            has_carrier: whether a carrier of its gradient follows it.
+            axis: the axis of which `x` is a part; None for a whole array.
+            has_carrier: whether to also return a carrier of its gradient.
         """
         context, rows, keys = self._context, axis_of(dims, ROWS), self._travelling[place]
         heads = self._exchanged_axis(dims, axis)
@@ -283,23 +283,23 @@ class SharedRegion:
         return lambda: (found,)
 
     def _in_order(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The process's part of an array in the order in which it computes."""
+        """Return the process's part of an array in the order in which the process computes."""
         return _reordered(to_zigzag, self._context, x, tokens) if self.chosen.is_zigzag else x
 
     def _own_parts(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The same of a whole array."""
+        """Return the process's part of a whole array in the order in which the process computes."""
         size, rank, runs = self._context.size, self._context.rank, 2 if self.chosen.is_zigzag else 1
         parts = x.unflatten(tokens, (size * runs, -1)).unbind(tokens)
         return torch.cat([parts[number] for number in (rank, 2 * size - 1 - rank)[:runs]], tokens)
 
     def _exchanged_axis(self, dims: tuple[Dim, ...], axis: int | None) -> int | None:
-        """The axis that processes share after an exchange; None of what is not exchanged."""
+        """Return the axis that processes share after an exchange; None for arrays that are not exchanged."""
         label = self.chosen.label
         heads = None if label is None or axis is None else axis_of(dims, label)
         return heads if label is not None and heads is not None and self._is_slowest(dims[heads], label) else None
 
     def _is_gathered(self, dims: tuple[Dim, ...], axis: int | None) -> bool:
-        """Whether all parts of an array are gathered."""
+        """Return whether all parts of an array are gathered."""
         if axis is None or self._exchanged_axis(dims, axis) is not None:
             return False
         if self.chosen.strategy == "ring":
@@ -307,13 +307,13 @@ class SharedRegion:
         return self.chosen.label is not None or axis_of(dims, ROWS) is None
 
     def _has_carrier(self, place: int, dims: tuple[Dim, ...], axis: int | None) -> bool:
-        """Whether the gradient of a leaf, or of the values, is a sum over processes of what its dtype would round."""
+        """Return whether a gradient summed over processes needs a float32 carrier, because its dtype is narrower."""
         dtype = self._region.sources[place].dtype
         is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
         return is_narrow and self._is_gathered(dims, axis)
 
     def _whole_moved(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
-        """A whole leaf, or whole values, as the region between transfers reads it."""
+        """Return a whole leaf, or whole values, as the region between transfers reads it."""
         label, rows = self.chosen.label, axis_of(dims, ROWS)
         if label is not None:
             heads = axis_of(dims, label)
@@ -323,23 +323,23 @@ class SharedRegion:
         return self._in_runs(self._own_parts(x, rows), rows)
 
     def _in_runs(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """The process's rows, with a leading axis of runs where these are a batch axis."""
+        """Return the process's rows, with a leading axis of runs if runs are a batch axis."""
         return x.unflatten(rows, (self._runs, -1)).movedim(rows, 0) if self._has_runs else x
 
     def _by_runs(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
-        """An array without rows; one by distance with a leading axis of runs."""
+        """Return an array without rows; an array by distance gets a leading axis of runs."""
         place = axis_of(dims, DISTANCE)
         if place is None or self.chosen.strategy == "ring":
             return x
         own, total = self._region.sizes[ROWS] // self._context.size, self._region.sizes[ROWS]
         count, first = own // self._runs, self._context.rank * (own // self._runs)
         starts = (first, total - count - first)[: self._runs]
-        # The distances of row q and key k are at q - k + keys - 1.
+        # The distance of row q and key k has index q - k + keys - 1.
         size = count + self._region.sizes[COLUMNS] - 1
         return torch.stack([x.narrow(place, start, size) for start in starts])
 
     def _returned(self, x: torch.Tensor, dims: tuple[Dim, ...]) -> torch.Tensor:
-        """The process's rows of a result of the region between transfers."""
+        """Return the process's rows of a result of the region between transfers."""
         rows = axis_of(dims, ROWS)
         assert rows is not None, "results have rows"
         if self.chosen.label is not None:
@@ -351,12 +351,12 @@ class SharedRegion:
         return _reordered(from_zigzag, self._context, x, rows) if self.chosen.is_zigzag else x
 
     def _is_slowest(self, dim: Dim, label: str) -> bool:
-        """Whether parts of an axis are parts of a label."""
+        """Return whether consecutive parts of an axis are parts of a label."""
         assert isinstance(dim, tuple)
         return all(self._region.sizes[other] == 1 for other in dim[: dim.index(label)])
 
     def _cut(self, x: torch.Tensor, dim: Dim, axis: int, label: str) -> torch.Tensor:
-        """The process's part of a label of an axis."""
+        """Return the process's part of one label of an axis."""
         assert isinstance(dim, tuple)
         sizes = [self._region.sizes[other] for other in dim]
         own = self._region.sizes[label] // self._context.size
@@ -366,7 +366,7 @@ class SharedRegion:
 
 
 def start_exchange(context: ContextParallel, x: torch.Tensor, before: int, after: int) -> Callable[[], torch.Tensor]:
-    """Exchange parts of a tensor of which processes share the axis `before`, so that they share the axis `after`.
+    """Exchange parts of a tensor whose axis `before` processes share, so that they share the axis `after` instead.
 
     Returns:
         A function that waits for the exchange and returns the process's part.
@@ -385,15 +385,15 @@ def start_exchange(context: ContextParallel, x: torch.Tensor, before: int, after
 def _reordered(
     order: Callable[..., torch.Tensor], context: ContextParallel, x: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """A tensor whose rows are in another order."""
+    """Return a tensor with its rows in another order."""
     return _as_before(order(context, _as_numbers(x.movedim(rows, 0))), x).movedim(0, rows)
 
 
 def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """A tensor to be sent, of which truths are numbers: not all backends send truths."""
+    """View booleans as bytes, because not all backends send booleans."""
     return x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x
 
 
 def _as_before(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What `_as_numbers` was given, after it was sent."""
+    """Invert `_as_numbers` after a transfer."""
     return x.view(torch.bool) if like.dtype == torch.bool else x

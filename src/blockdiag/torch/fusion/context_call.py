@@ -1,4 +1,4 @@
-"""Arguments of a fused function whose tokens several processes share: which of their axes are divided."""
+"""Arguments of fused functions with context parallelism: the axes that processes share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from blockdiag.torch.context.parallel import ContextParallel, check_plain, compa
 def check_shared_call(
     context: ContextParallel, token_axes: Any, implementation: str | Sequence[str] | None, fallback: bool
 ) -> None:
-    """Check what does not depend on the arguments of a call.
+    """Check the options that do not depend on the arguments of a call.
 
     Raises:
-        ValueError: `context_parallel` is something else, or does not go with the other options.
+        ValueError: `context_parallel` has the wrong type, or cannot be combined with the other options.
     """
     check_plain(context)
     if implementation == "reference":
@@ -36,7 +36,7 @@ def check_shared_call(
 def shared_axes(
     context: ContextParallel, token_axes: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[int | None]:
-    """Return the axis of tokens of each leaf of (args, kwargs), None of those that are whole.
+    """Return the token axis of each leaf of (args, kwargs), None for leaves that are whole.
 
     Raises:
         ValueError: `token_axes` does not fit the arguments, or an argument is a DTensor or a nested tensor.
@@ -58,9 +58,9 @@ def compare_parts(
 
     Args:
         context: the processes.
-        axes: of `shared_axes`.
-        args, kwargs: of the call.
-        device: of its tensors.
+        axes: the result of `shared_axes`.
+        args, kwargs: the arguments of the call.
+        device: the device of its tensors.
 
     Raises:
         ValueError: there is no tensor, or processes have different numbers of tokens.
@@ -72,6 +72,6 @@ def compare_parts(
 
 
 def whole_type(own: jax.ShapeDtypeStruct, axis: int, count: int) -> jax.ShapeDtypeStruct:
-    """Return the type of a whole array, from that of the part of one of `count` processes."""
+    """Return the type of a whole array from the type of one of `count` parts."""
     shape = tuple(size * count if place == axis else size for place, size in enumerate(own.shape))
     return jax.ShapeDtypeStruct(shape, own.dtype)

@@ -1,6 +1,6 @@
-"""Equations of a JAX program that torch computes itself, because a call of JAX would cost more: views, casts, sums.
+"""Views, casts and sums of a JAX program that torch computes itself, because a call of JAX would cost more.
 
-Each gives the same numbers as in JAX, on tensors with autograd.
+Each computes the same numbers as JAX, on tensors with autograd.
 """
 
 import operator
@@ -16,11 +16,11 @@ from blockdiag.interop.dlpack import TENSOR_DTYPES
 from blockdiag.torch.fusion.random_keys import is_key
 
 type Computation = Callable[..., Any]
-"""From a tensor for each operand that is no number to a tensor for each result."""
+"""Maps a tensor for each operand that is not a literal to a tensor for each result."""
 
 
 def computation_of(equation: core.JaxprEqn) -> Computation | None:
-    """How torch computes an equation; None where that is left to JAX."""
+    """Return the torch function that computes an equation; None if JAX computes it."""
     name = equation.primitive.name
     if any(is_key(aval_of(x)) for x in (*equation.invars, *equation.outvars)):
         return None
@@ -35,7 +35,7 @@ def computation_of(equation: core.JaxprEqn) -> Computation | None:
 
 
 def is_view(equation: core.JaxprEqn) -> bool:
-    """Whether what torch computes may share memory with the operand."""
+    """Return whether torch's result may share memory with the operand."""
     return equation.primitive.name in _VIEWS
 
 
@@ -90,7 +90,7 @@ def _stop_gradient(equation: core.JaxprEqn) -> Computation:
 def _convert(equation: core.JaxprEqn) -> Computation | None:
     given, wanted = (aval_of(x[0]).dtype for x in (equation.invars, equation.outvars))
     kinds = _kind(given), _kind(wanted)
-    # From floats to integers JAX saturates, and torch does what the processor does.
+    # In casts from float to integer JAX saturates, while torch's result depends on the processor.
     if "other" in kinds or (kinds[0] == "float" and kinds[1] != "float") or wanted not in TENSOR_DTYPES:
         return None
     if given == np.bool_ and wanted == np.int8:
@@ -100,18 +100,18 @@ def _convert(equation: core.JaxprEqn) -> Computation | None:
 
 
 def _kind(dtype: Any) -> str:
-    """ "float", "whole" or "other"."""
+    """Return "float", "whole" or "other"."""
     if dtype not in TENSOR_DTYPES:
         return "other"
     tensor_dtype = TENSOR_DTYPES[dtype]
-    # Floats of eight bits round otherwise in JAX.
+    # JAX rounds 8-bit floats differently.
     if tensor_dtype.is_floating_point:
         return "float" if tensor_dtype.itemsize > 1 else "other"
     return "other" if tensor_dtype.is_complex else "whole"
 
 
 def _arithmetic(equation: core.JaxprEqn, operation: Callable[..., Any]) -> Computation | None:
-    # Integers wrap around in both, but torch has not all of their dtypes.
+    # Integers wrap around in both, but torch does not have all of JAX's integer dtypes.
     if _kind(aval_of(equation.outvars[0]).dtype) != "float":
         return None
     numbers = [_number(x) if isinstance(x, core.Literal) else None for x in equation.invars]
@@ -124,7 +124,7 @@ def _arithmetic(equation: core.JaxprEqn, operation: Callable[..., Any]) -> Compu
 
 
 def _clamp(equation: core.JaxprEqn) -> Computation | None:
-    """Of whole numbers between two that are known, as `cond` does to its index."""
+    """Return the clamp of an integer between two literals, as `cond` applies it to its index."""
     least, x, most = equation.invars
     is_whole = np.issubdtype(aval_of(x).dtype, np.integer) and aval_of(x).dtype in TENSOR_DTYPES
     if isinstance(x, core.Literal) or not (isinstance(least, core.Literal) and isinstance(most, core.Literal)):
@@ -134,7 +134,7 @@ def _clamp(equation: core.JaxprEqn) -> Computation | None:
 
 
 def _number(literal: core.Literal) -> float:
-    """A number as its dtype rounds it."""
+    """Return a literal rounded to its dtype."""
     return float(np.asarray(literal.val).astype(aval_of(literal).dtype))
 
 

@@ -1,6 +1,6 @@
-"""Equations with regions inside, as torch runs them: loops, branches, and what is computed again for gradients.
+"""Equations with regions inside, as torch runs them: loops, branches, and checkpointed parts.
 
-Their programs are split and made ready once (`program.py`), however often they run.
+Their programs are split and prepared once (`program.py`), however often they run.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Body(Protocol):
     """A program within an equation.
 
     Attributes:
-        shared: which results may lie in the memory of an operand, of a constant or of an earlier result.
+        shared: for each result, whether it may share memory with an operand, a constant or an earlier result.
     """
 
     shared: list[bool]
@@ -31,7 +31,7 @@ class Body(Protocol):
 
 
 def is_launched(equation: core.JaxprEqn) -> bool:
-    """Whether torch runs an equation itself, as it is a region or has one inside."""
+    """Return whether torch runs an equation itself, because it is a region or contains one."""
     if equation.primitive.name not in OPENED:
         return equation.primitive is region_p
     bodies, *_ = bodies_of(equation)
@@ -39,10 +39,10 @@ def is_launched(equation: core.JaxprEqn) -> bool:
 
 
 def inner_of(equation: core.JaxprEqn, bodies: Sequence[Body], device: torch.device) -> Body:
-    """What an equation with regions inside computes.
+    """Return the function that computes an equation with regions inside.
 
     Args:
-        bodies: its programs.
+        bodies: the programs of the equation.
     """
     name = equation.primitive.name
     if name == "scan":
@@ -51,7 +51,7 @@ def inner_of(equation: core.JaxprEqn, bodies: Sequence[Body], device: torch.devi
 
 
 class _Loop:
-    """`scan`: a step after the other, with autograd through all of them."""
+    """`scan`: a loop over the steps, with autograd through all of them."""
 
     def __init__(self, scan: core.JaxprEqn, body: Body, device: torch.device) -> None:
         _, fixed, _ = bodies_of(scan)
@@ -60,7 +60,7 @@ class _Loop:
         self._fixed, self._count = len(fixed), carried(scan)
         self._length, self._is_reverse = scan.params["length"], scan.params["reverse"]
         self._stacked = [data_type(aval_of(var)) for var in scan.outvars[self._count :]]
-        # What has a part for each step is written anew.
+        # Stacked results are always new tensors.
         own = [flag or not self._length for flag in body.shared[: self._count]]
         self.shared = [*own, *(False for _ in self._stacked)]
 
@@ -83,7 +83,7 @@ class _Loop:
 
 
 class _Branches:
-    """`cond`: the host reads which one it is, and runs only that."""
+    """`cond`: the host reads the predicate and runs only that branch."""
 
     def __init__(self, branches: Sequence[Body]) -> None:
         self._branches = branches
@@ -100,7 +100,7 @@ class _Branches:
 
 
 class _Recomputed:
-    """`jax.checkpoint`: what it computes is not kept, and computed again when gradients need it."""
+    """`jax.checkpoint`: intermediate results are not kept, and are recomputed for gradients."""
 
     def __init__(self, equation: core.JaxprEqn, body: Body) -> None:
         assert equation.primitive.name in CHECKPOINTS
@@ -114,11 +114,11 @@ class _Recomputed:
         has_wide_types = jax.config.jax_enable_x64
 
         def compute(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            # The second time is on a thread of autograd's, where the caller's `jax.enable_x64` is not in force.
+            # Recomputation runs on a thread of autograd, where the caller's `jax.enable_x64` is not in force.
             with jax.enable_x64(has_wide_types):
                 return self._body(*tensors)
 
-        # There are no random numbers of torch inside.
+        # The body draws no random numbers from torch.
         results = checkpoint(compute, *operands, use_reentrant=False, preserve_rng_state=False)
         assert results is not None
         return results

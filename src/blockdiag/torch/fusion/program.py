@@ -1,4 +1,4 @@
-"""A traced function as steps on tensors: regions as launches, and JAX where there is more to compute around them."""
+"""A traced function as steps on tensors: launches of regions, and JAX for other computations around them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ class Traced(Protocol):
 
     Attributes:
         arguments: the shapes and dtypes of its arrays.
-        structure: of its results.
+        structure: the structure of its results.
     """
 
     @property
@@ -37,19 +37,19 @@ class Traced(Protocol):
     @property
     def structure(self) -> Any: ...
     def evaluate(self, arguments: Sequence[Any], compute: Callable[..., tuple[Any, Any]], /) -> list[Any]:
-        """Return the results as a flat list; `compute` gives those of regions, and their log-sum-exp.
+        """Return the results as a flat list; `compute` returns the results and log-sum-exps of regions.
 
-        It takes a region, whether the log-sum-exp is wanted, leaves, values and, by place, carriers of gradients, see
-        `mark`.
+        Its arguments are a region, whether the log-sum-exp is wanted, leaves, values and, by index, carriers of
+        gradients; see `mark`.
         """
         ...
 
 
 def marked(program: Traced, *, has_gradient: bool) -> core.ClosedJaxpr:
-    """The program with `region_p` in place of regions; flat.
+    """Return the flat program with `region_p` in place of regions.
 
     Args:
-        has_gradient: whether backward kernels are wanted.
+        has_gradient: whether to generate backward kernels.
     """
 
     def with_marks(*arrays: Any) -> list[Any]:
@@ -72,9 +72,9 @@ class TorchProgram:
 
     Args:
         program: a traced call.
-        device: of all tensors.
-        bind: makes a launch ready.
-        has_gradient: whether gradients will be asked for.
+        device: the device of all tensors.
+        bind: binds a launch.
+        has_gradient: whether gradients may be requested.
     """
 
     def __init__(self, program: Traced, device: torch.device, bind: Bind, *, has_gradient: bool) -> None:
@@ -86,10 +86,10 @@ class TorchProgram:
         self._steps = _Steps(jaxpr, device, bind, target)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The results, as the function returns them: tensors of their own.
+        """Return the results with the structure of the function's results, as tensors that share no memory.
 
         Args:
-            tensors: the arguments that are arrays.
+            tensors: the array arguments.
         """
         results = self._steps(*tensors)
         own = [x.clone() if is_shared else x for x, is_shared in zip(results, self._steps.shared, strict=True)]
@@ -101,19 +101,19 @@ class _Steps:
 
     Args:
         program: the program.
-        device: of all tensors.
-        bind: makes a launch ready.
+        device: the device of all tensors.
+        bind: binds a launch.
         target: the GPU, None for the interpreter.
 
     Attributes:
-        shared: which results may lie in the memory of an argument, of a constant or of an earlier result.
+        shared: for each result, whether it may share memory with an argument, a constant or an earlier result.
     """
 
     def __init__(self, program: core.ClosedJaxpr, device: torch.device, bind: Bind, target: Target | None) -> None:
         self._device, self._bind, self._target = device, bind, target
         split = Split(program)
         results = program.jaxpr.outvars
-        # A call's values lie in a list: arguments, constants, and what the steps make, in order.
+        # All values of a call lie in one list: arguments, constants, and results of steps, in order.
         self._slots: dict[Any, int] = {}
         self._make_slots(program.jaxpr.invars)
         self._known = dict(split.constants)
@@ -124,7 +124,7 @@ class _Steps:
         self._make_slots(self._known)
         self._constants = [to_torch(data_of(jnp.asarray(x))).to(device, copy=True) for x in self._known.values()]
         self._steps: list[tuple[Compute, tuple[int, ...]]] = []
-        # Results of loops and the like that may be what these were given.
+        # Results of loops, branches and checkpoints that may alias their operands.
         self._borrowed: set[core.Var] = set()
         for part in split.parts:
             self._add(part)
@@ -141,7 +141,7 @@ class _Steps:
         return [values[slot] for slot in self._results]
 
     def _find_ended(self) -> list[list[int]]:
-        """The values that no step after each step reads, so that their memory is free."""
+        """Return, for each step, the values that no later step reads, whose memory can be freed."""
         last = {slot: number for number, (_, given) in enumerate(self._steps) for slot in given}
         ended: list[list[int]] = [[] for _ in self._steps]
         for slot, number in last.items():
@@ -175,18 +175,18 @@ class _Steps:
             compute, outputs = inner, part.outvars
             self._borrowed |= {var for var, is_shared in zip(outputs, inner.shared, strict=True) if is_shared}
         else:
-            # Numbers are a part of what is computed.
+            # Literals are part of the computation.
             inputs, outputs, compute = variables_of(part.invars), part.outvars, computation_of(part)
         assert compute is not None
         self._steps.append((compute, tuple(self._slots[_key(x)] for x in inputs)))
         self._make_slots(outputs)
 
     def _inner(self, equation: core.JaxprEqn) -> tuple[Body, Sequence[Any]]:
-        """What an equation with regions inside computes, and of which operands."""
+        """Return the function of an equation that contains regions, and its operands."""
         bodies, *_ = bodies_of(equation)
         index = self._known.get(_key(equation.invars[0])) if equation.primitive.name == "cond" else None
         if index is not None:
-            # Which branch it is depends on no argument.
+            # The predicate depends on no argument, so the branch is known.
             return self._within(bodies[int(index)]), equation.invars[1:]
         return inner_of(equation, list(map(self._within, bodies)), self._device), equation.invars
 
@@ -196,12 +196,12 @@ class _Steps:
 
 
 def _key(x: Any) -> Any:
-    """What stands for an operand where values are looked up: numbers are no keys."""
+    """Return the key by which a value is looked up; literals are not hashable and use their identity."""
     return id(x) if isinstance(x, core.Literal) else x
 
 
 class _InJax:
-    """A segment as a function of tensors, with autograd."""
+    """A segment as a differentiable function of tensors."""
 
     def __init__(self, segment: Segment) -> None:
         has_gradient = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in segment.outputs)

@@ -1,4 +1,4 @@
-"""Keys of random numbers between the parts of a program: torch has no such dtype, so that tensors are their data."""
+"""Random keys between the parts of a program: torch has no key dtype, so tensors hold the keys' data."""
 
 import functools
 from typing import Any
@@ -8,29 +8,29 @@ import jax.numpy as jnp
 
 
 def is_key(x: Any) -> bool:
-    """Whether an array, or what describes one, is of keys."""
+    """Return whether an array, or its description, has a key dtype."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def data_of(x: Any) -> Any:
-    """An array that torch can have: of keys their data."""
+    """Return an array that torch can represent: the data of keys, and other arrays unchanged."""
     return jax.random.key_data(x) if is_key(x) else x
 
 
 def data_type(aval: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that `data_of` gives."""
+    """Return the shape and dtype of `data_of` for an array of this type."""
     return jax.eval_shape(data_of, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
 def from_data(x: Any, aval: Any) -> Any:
-    """What `data_of` was given."""
+    """Invert `data_of`."""
     return jax.random.wrap_key_data(x, impl=_kind(aval.dtype)) if is_key(aval) else x
 
 
 @functools.cache
 def _kind(dtype: Any) -> Any:
-    """What makes numbers of keys of a dtype."""
+    """Return the random number implementation of a key dtype."""
     found = []
-    # Only arrays are asked for it.
+    # Only arrays have an implementation, so one is traced.
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
     return found[0]

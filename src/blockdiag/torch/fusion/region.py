@@ -1,4 +1,4 @@
-"""A fused region in torch: its generated kernels as launches, and their derivative."""
+"""A fused region in torch: launches of its generated kernels, and its derivative."""
 
 import functools
 import itertools
@@ -32,20 +32,20 @@ from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
 
 type Tensors = tuple[torch.Tensor, ...]
 type Bind = Callable[[KernelSpec], Callable[[Tensors], Tensors]]
-"""Makes a launch ready to be called with dense tensors."""
+"""Binds a launch, so that it can be called with dense tensors."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """How the gradient of an operand follows from what a kernel wrote.
+    """Conversion of a kernel's output to the gradient of an operand.
 
     Attributes:
-        operand: its place.
-        dims: what the axes of the written array stand for.
-        sizes: of the labels of `dims`.
-        target: what the axes of the operand stand for.
-        shape: of the operand.
-        dtype: of the operand.
+        operand: index of the operand.
+        dims: labels of the axes of the written array.
+        sizes: sizes of the labels in `dims`.
+        target: labels of the axes of the operand.
+        shape: shape of the operand.
+        dtype: dtype of the operand.
     """
 
     operand: int
@@ -56,7 +56,7 @@ class Gradient:
     dtype: torch.dtype
 
     def finished(self, written: torch.Tensor) -> torch.Tensor:
-        """The gradient: sums of parts, in the place that the region reads."""
+        """Return the gradient: partial results are summed and placed where the region reads the operand."""
         if self.dims == self.target:
             return written.to(self.dtype)
         dims = self.dims
@@ -73,14 +73,14 @@ class Gradient:
         index = tuple(dim if isinstance(dim, int) else slice(None) for dim in self.target)
         if not any(isinstance(dim, int) for dim in self.target):
             return parts.reshape(self.shape)
-        # The region reads one index of some axes.
+        # The region reads a single index of some axes, so the gradient is 0 elsewhere.
         whole = parts.new_zeros(self.shape)
         whole[index] = parts.reshape(whole[index].shape)
         return whole
 
 
 def _by_distance(parts: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
-    """The gradient by distance from what a kernel wrote, as `fusion.diagonals.distance_gradient` has it."""
+    """Return the gradient by distance from a kernel's output, as `fusion.diagonals.distance_gradient` does."""
     size = parts.shape[-1] // 2
     parts = parts.sum(-3)
     low, high = (
@@ -97,10 +97,10 @@ def _labels(dims: Sequence[Dim]) -> list[str]:
 
 @dataclass(frozen=True)
 class DeltaLaunch:
-    """The launch that makes "delta"; a KernelSpec.
+    """The launch that computes delta, rowsum(O * dO); a KernelSpec.
 
     Attributes:
-        output: of the result and of its cotangent.
+        output: shape and dtype of the result and of its cotangent.
     """
 
     source: Source
@@ -108,21 +108,21 @@ class DeltaLaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name that profilers show."""
         return self.source.name
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The result and its cotangent."""
+        """Shapes and dtypes of the result and its cotangent."""
         return (self.output, self.output)
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch writes."""
+        """Shapes and dtypes of the arrays that the launch writes."""
         return tuple(TensorSpec(x.shape, x.dtype) for x in self.source.outputs)
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch on `target`."""
+        """Return the launch plan, which is the same for every target."""
         del target
         arguments = {f"p_{name}": Pointer("input", i) for i, name in enumerate(self.source.inputs)}
         arguments |= {f"p_{x.name}": Pointer("output", i) for i, x in enumerate(self.source.outputs)}
@@ -142,10 +142,9 @@ class Step:
 
     Attributes:
         launch: its kernel and arrays.
-        inputs: places among the operands, and names of what the region itself makes: "output", "log_sum", "cotangent"
-            and "delta".
-        gradients: of each array that it writes; None where that is no gradient of an operand.
-        has_delta: whether it makes "delta" itself, as the last array that it writes, for the launches after it.
+        inputs: indices of operands, and names of the region's own arrays: "output", "log_sum", "cotangent" and "delta".
+        gradients: one for each array that it writes; None if the array is no gradient of an operand.
+        has_delta: whether the last array that it writes is "delta", for the launches after it.
     """
 
     launch: KernelSpec
@@ -160,12 +159,12 @@ class Steps:
 
     Attributes:
         forward: writes the result and the log-sum-exp.
-        delta: makes "delta", where a backward launch reads it.
-        backward: write gradients; none where they were not asked for.
-        on_hopper: in the place of `backward` there, where the gradient of a bias is needed that stays in shared memory.
+        delta: computes "delta", if a backward launch reads it.
+        backward: launches that write gradients; empty if gradients were not requested.
+        on_hopper: replaces `backward` on Hopper if the gradient of a bias that stays in shared memory is needed.
         cotangent: dtype of the cotangent that backward launches read.
-        has_log_sum: whether the log-sum-exp is a result, too.
-        carriers: how many operands, the last ones, no launch reads: each has the gradient of another operand.
+        has_log_sum: whether the log-sum-exp is also a result.
+        carriers: number of trailing operands that no launch reads; each receives the gradient of another operand.
     """
 
     forward: Step
@@ -178,7 +177,7 @@ class Steps:
 
     @property
     def results(self) -> tuple[TensorSpec, ...]:
-        """The result, and the log-sum-exp where that is one."""
+        """Shapes and dtypes of the result, and of the log-sum-exp if that is a result."""
         return self.forward.launch.outputs[: 2 if self.has_log_sum else 1]
 
     def bound(self, bind: Bind, target: Target | None) -> "BoundRegion":
@@ -188,29 +187,29 @@ class Steps:
 
 @dataclass(frozen=True, eq=False)
 class TorchStep:
-    """A function of tensors in the place of a region.
+    """A function of tensors that takes the place of a region.
 
     Attributes:
         compute: the function.
-        results: what it gives.
+        results: shapes and dtypes of its results.
     """
 
     compute: Callable[..., Sequence[torch.Tensor]]
     results: tuple[TensorSpec, ...]
 
     def bound(self, *_: Any) -> Callable[..., Sequence[torch.Tensor]]:
-        """The function; see `BoundRegion`."""
+        """Return the function; see `BoundRegion`."""
         return self.compute
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardSteps:
-    """The launches of a backward pass in the place of a region, without a gradient.
+    """The launches of a backward pass in place of a region, not differentiable.
 
     Attributes:
-        launches: each with its inputs: places among the operands, or "delta".
-        delta: the launch that makes "delta", if any launch reads it, with the places of its inputs.
-        log_sum_cotangent: the place of the log-sum-exp's cotangent, None where that is 0.
+        launches: each with its inputs: indices of operands, or "delta".
+        delta: the launch that computes "delta" with the indices of its inputs, if any launch reads it.
+        log_sum_cotangent: index of the log-sum-exp's cotangent, None if that is 0.
     """
 
     launches: tuple[tuple[KernelSpec, tuple[int | str, ...]], ...]
@@ -219,11 +218,11 @@ class BackwardSteps:
 
     @property
     def results(self) -> tuple[TensorSpec, ...]:
-        """What the launches write, one after the other."""
+        """Shapes and dtypes of the arrays that the launches write, in order."""
         return tuple(spec for launch, _ in self.launches for spec in launch.outputs)
 
     def bound(self, bind: Bind, target: Target | None) -> Callable[..., Sequence[torch.Tensor]]:
-        """The launches on one device, each made ready when it first runs."""
+        """Return a function that runs the launches on one device; each is bound when it first runs."""
         del target
         ready = functools.cache(bind)
 
@@ -240,7 +239,7 @@ class BackwardSteps:
 
 
 region_p = core.Primitive("blockdiag_fused_region")
-"""Stands for a region in a program that is split, never run: its operands are the arrays that its kernels read."""
+"""Placeholder for a region in a program that is split and never run; its operands are the arrays of its kernels."""
 region_p.multiple_results = True
 
 
@@ -259,12 +258,12 @@ def mark(
     has_log_sum: bool,
     carriers: Mapping[int, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """The result of a region as `region_p` of its arranged arrays and its lists of tiles; to be traced.
+    """Trace a region as `region_p` of its arranged arrays and its lists of tiles; return its results.
 
     Args:
-        has_gradient: whether backward kernels are wanted.
-        has_log_sum: whether the log-sum-exp [batch.., q] is wanted, too; else None is in its place.
-        carriers: arrays in float32 that have the gradients of some leaves, or of the values, in their place.
+        has_gradient: whether to generate backward kernels.
+        has_log_sum: whether to return the log-sum-exp [batch.., q] too; None takes its place otherwise.
+        carriers: float32 arrays that receive the gradients of some leaves, or of the values, instead of these.
     """
     carriers = carriers if carriers and has_gradient else {}
     inner, change = arranged(region)
@@ -285,7 +284,7 @@ def mark(
         inputs: list[int | str] = []
         for name in kernel.source.inputs:
             if name in kernel.live:
-                # Kernels of equal tiles have the same lists.
+                # Kernels with equal tiles share their lists of tiles.
                 found = [i for i, x in enumerate(arguments) if x is kernel.live[name]]
                 inputs.append(found[0] if found else len(arguments))
                 arguments += [] if found else [kernel.live[name]]
@@ -324,12 +323,12 @@ def mark_gradients(
     cotangent: Any,
     log_sum_cotangent: Any = None,
 ) -> list[Any]:
-    """The gradients of the leaves that have one, and of the values, as one `region_p`; to be traced.
+    """Trace the gradients of the leaves that have one, and of the values, as one `region_p`.
 
     Args:
-        output, log_sum: of the forward pass, perhaps with more keys than this region has.
-        cotangent: of the result.
-        log_sum_cotangent: of the log-sum-exp; None where it is 0.
+        output, log_sum: results of the forward pass, which may have covered more keys than this region.
+        cotangent: cotangent of the result.
+        log_sum_cotangent: cotangent of the log-sum-exp; None if it is 0.
     """
     inner, change = arranged(region)
     arrays = arrays_by_name(change, leaves, value)
@@ -363,7 +362,7 @@ def mark_gradients(
 
 
 def _made(forward: Kernel, value_dtype: Any) -> dict[str, TensorSpec]:
-    """Of what the region makes itself."""
+    """Return shapes and dtypes of the arrays that the region itself makes."""
     output, log_sum = (TensorSpec(x.shape, x.dtype) for x in forward.source.outputs)
     cotangent = TensorSpec(output.shape, jnp.dtype(value_dtype).name)
     return {"output": output, "log_sum": log_sum, "delta": log_sum, "cotangent": cotangent}
@@ -378,16 +377,16 @@ def _tensor_dtype(dtype: Any) -> torch.dtype:
 
 
 def _gradient(inner: Region, written: Output, places: Mapping[str, int], count: int) -> Gradient | None:
-    """How the gradient of an operand follows from what a kernel wrote; None where it is that of no operand.
+    """Return how a kernel's output becomes the gradient of an operand; None if it belongs to no operand.
 
     Args:
-        places: of operands, by name, or of the carriers of their gradients.
-        count: operands before the carriers.
+        places: indices of operands, or of the carriers of their gradients, by name.
+        count: number of operands before the carriers.
     """
     name = written.name.removeprefix("grad").removeprefix("_")
     name = f"leaf{name}" if name.isdigit() else name
     if name not in places:
-        # The result, and gradients of what is no array: positions.
+        # The results, and gradients of positions, which are no arrays.
         return None
     source, target = inner.value, inner.value_dims
     if name != "value":
@@ -396,7 +395,7 @@ def _gradient(inner: Region, written: Output, places: Mapping[str, int], count: 
     sizes = dict(inner.sizes)
     for dim, size in zip(written.dims, written.shape, strict=True):
         if isinstance(dim, tuple) and len(dim) == 1:
-            # Numbers of tiles are known here only.
+            # The numbers of tiles are only known from the written arrays.
             sizes[dim[0]] = size
     place = places[name]
     dtype = _tensor_dtype(source.dtype) if place < count else torch.float32
@@ -407,7 +406,7 @@ class BoundRegion:
     """The launches of a region on one device.
 
     Args:
-        bind: makes a launch ready; called for each launch when it first runs.
+        bind: binds a launch; called for each launch when it first runs.
         target: the GPU, None for the interpreter.
     """
 
@@ -418,7 +417,7 @@ class BoundRegion:
         self._bound: dict[int, Callable[[Tensors], Tensors]] = {}
 
     def __call__(self, *operands: torch.Tensor) -> Tensors:
-        """The results."""
+        """Return the results."""
         count = len(operands) - self.steps.carriers
         operands = (*[dense(x) for x in operands[:count]], *operands[count:])
         if torch.is_grad_enabled() and any([x.requires_grad for x in operands]):
@@ -426,7 +425,7 @@ class BoundRegion:
         return self.run(self.steps.forward, operands, {})[: len(self.steps.results)]
 
     def run(self, step: Step, operands: Tensors, made: Mapping[str, torch.Tensor]) -> Tensors:
-        """What one launch writes."""
+        """Run one launch and return the arrays that it writes."""
         launch = self._bound.get(id(step))
         if launch is None:
             launch = self._bound[id(step)] = self._bind(step.launch)
@@ -441,11 +440,11 @@ class BoundRegion:
         log_sum_cotangent: torch.Tensor | None,
         needed: Any,
     ) -> list[torch.Tensor | None]:
-        """The gradient of each operand that is needed, None of others; a cotangent that is None is 0."""
+        """Return the gradient of each operand that needs one, None for others; a cotangent of None is 0."""
         steps = self.steps
         cotangent = torch.zeros_like(output) if cotangent is None else dense(cotangent)
         made = {"output": output, "log_sum": log_sum, "cotangent": cotangent}
-        # The joint launch makes its delta of what it knows.
+        # The joint launch computes delta itself, and so cannot subtract the cotangent of the log-sum-exp.
         launches = self.backward_steps(needed) if log_sum_cotangent is None else steps.backward
         if steps.delta is not None and not launches[0].has_delta:
             (made["delta"],) = self.run(steps.delta, (), made)
@@ -466,7 +465,7 @@ class BoundRegion:
         return found
 
     def backward_steps(self, needed: Any) -> tuple[Step, ...]:
-        """The launches for the gradients that are needed: a joint one does not pay where half of what it makes is."""
+        """Return the backward launches; the joint one only pays if all gradients that it writes are needed."""
         steps = self.steps.on_hopper
         if not steps or self._target is None or not has_hopper_kernels(self._target.arch):
             return self.steps.backward
@@ -475,7 +474,7 @@ class BoundRegion:
 
 
 class _Region(torch.autograd.Function):
-    """A region, and its backward launches as its gradient."""
+    """A region whose gradient is computed by its backward launches."""
 
     @staticmethod
     def forward(ctx: Any, region: BoundRegion, *operands: torch.Tensor) -> Tensors:
@@ -498,7 +497,7 @@ class _Region(torch.autograd.Function):
 
 
 class _RegionGradient(torch.autograd.Function):
-    """Gradients with `create_graph=True`: nothing is wrong until somebody differentiates them."""
+    """Gradients with `create_graph=True`, which raise only if they are differentiated."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor | None, ...]:

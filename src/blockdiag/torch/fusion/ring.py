@@ -1,7 +1,7 @@
-"""Fused attention whose keys travel around the processes that share tokens, one part at a time (ring).
+"""Ring attention for fused functions: keys travel around the processes that share tokens, one part at a time.
 
-The passes are those of JAX (`blockdiag/fusion/runtime/ring.py`), traced for one process. Transfers between processes,
-and merges of results, are steps of torch in the traced programs.
+The passes are those of JAX (`blockdiag/fusion/runtime/ring.py`), traced for one process. Transfers between processes
+and merges of results are torch steps in the traced programs.
 """
 
 import dataclasses
@@ -32,11 +32,12 @@ type Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Passes:
-    """How the passes over one part of keys are computed.
+    """The functions that compute the passes over one part of keys.
 
     Attributes:
-        results: from a region to its forward pass.
-        gradients: from a region to its backward pass, of the leaves that have a gradient and of the values.
+        results: maps a region to its forward pass.
+        gradients: maps a region to its backward pass, which returns gradients of the leaves that have one and of the
+            values.
     """
 
     results: Callable[[Region], Pass]
@@ -59,14 +60,14 @@ class _TorchRing(Ring):
         return {i: self._travelled(x, distance) for i, x in arrays.items()}
 
     def _travelled(self, x: Any, distance: int) -> Any:
-        """An array of the process that is so many processes before this one, in two steps: it is sent and awaited."""
+        """Receive an array from the process `distance` ranks before this one, in two steps: start and finish."""
         size, rank, count = self.context.size, self.context.rank, math.prod(x.shape)
         send, receive = [0] * size, [0] * size
         send[(rank + distance) % size] = receive[(rank - distance) % size] = count
         transfer = Transfer(self.context.group, send, receive)
 
         def start(x: torch.Tensor) -> Tensors:
-            # Not all backends send truths.
+            # Not all backends send booleans.
             numbers = x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x
             return [transfer.issue(numbers.reshape(-1)).view(x.dtype).reshape(x.shape)]
 
@@ -78,12 +79,12 @@ class _TorchRing(Ring):
         return _step(finish, specs, *_step(start, specs, x))[0]
 
     def _in_step(self, *arrays: Any) -> Any:
-        # What one step leaves is computed before the next step, so that no more than that is kept.
+        # A step forces its inputs to be computed before the next step, which limits peak memory to one step.
         leaves, structure = jax.tree.flatten(arrays)
         return jax.tree.unflatten(structure, _step(lambda *x: x, list(map(_spec, leaves)), *leaves))
 
     def _sent_again(self, operands: Any) -> Any:
-        # Each pass is a program of its own here, which keeps no part of the other one.
+        # Each pass is its own program here and keeps no parts of the other one, so operands are unchanged.
         return operands
 
     def _merged(self, merged: tuple[Any, Any] | None, output: Any, log_sum: Any) -> tuple[Any, Any]:
@@ -95,7 +96,7 @@ class _TorchRing(Ring):
 
 
 def _step(compute: Callable[..., Tensors], results: Sequence[TensorSpec], *arrays: Any) -> list[Any]:
-    """What a function of tensors gives, in a program that is traced."""
+    """Trace a step that calls a function of tensors, and return its results."""
     return region_p.bind(*arrays, steps=TorchStep(compute, tuple(results)))
 
 
@@ -111,9 +112,9 @@ def _merge(
     output: torch.Tensor,
     log_sum: torch.Tensor,
 ) -> Tensors:
-    """Result and log-sum-exp of all keys, from those of two parts of the keys."""
+    """Merge results and log-sum-exps of two parts of the keys into those of all keys."""
     both = torch.logaddexp(earlier_sum, log_sum)
-    # Rows that have seen nothing are 0.
+    # Rows that have seen no key give 0.
     base = both.masked_fill(both.isneginf(), 0)
     labels = [label for dim in region.out_dims if isinstance(dim, tuple) for label in dim]
     rows = (*region.batch, ROWS)
@@ -127,14 +128,14 @@ def _merge(
 
 @dataclass(frozen=True, eq=False)
 class RingRegion:
-    """A region whose keys travel, between the moves of rows; what it takes has one process's rows and keys.
+    """A region whose keys travel around the ring; its operands hold one process's rows and keys.
 
     Attributes:
         context: the processes.
-        region: of all processes.
-        tokens: how they share tokens.
-        has_log_sum: whether the log-sum-exp is a result, too.
-        constants: leaves and values that no argument has a part in, by place.
+        region: the region of all processes.
+        tokens: how the processes share tokens.
+        has_log_sum: whether the log-sum-exp is also a result.
+        constants: leaves and values that depend on no argument, by index.
         types: the shapes and dtypes of the other leaves and values.
     """
 
@@ -146,10 +147,10 @@ class RingRegion:
     types: Sequence[jax.ShapeDtypeStruct]
 
     def ring(self, constant: Sequence[bool] | None = None) -> _TorchRing:
-        """The ring of this process.
+        """Return the ring of this process.
 
         Args:
-            constant: which leaves nobody differentiates by; None: as they are marked.
+            constant: for each leaf, whether it needs no gradient; None for the flags of the region.
         """
         region, own = self.region, self.region.sizes[ROWS] // self.context.size
         if constant is not None:
@@ -157,7 +158,7 @@ class RingRegion:
             marked: dict[Leaf, Leaf] = {leaf: dataclasses.replace(leaf, is_constant=flag) for leaf, flag in pairs}
             region = with_leaves(region, marked)
         starts: Any = {ROWS: self.context.rank * own}
-        # The name of the axis is not read: no collective of JAX is in the passes.
+        # The name of the axis is not read, because the passes contain no JAX collective.
         part = Part(region.sizes | {ROWS: own}, starts, {ROWS: ("group",)})
         return _TorchRing(region, part, self.tokens, self.context)
 
@@ -167,7 +168,7 @@ class RingRegion:
         return self.ring().piece_region(0)
 
     def operands(self, arrays: Sequence[Any]) -> list[Any]:
-        """All leaves and the values, of those that are not constant."""
+        """Return all leaves and the values, from the arrays that are not constant."""
         given = iter(arrays)
         return [
             jnp.asarray(self.constants[place]) if place in self.constants else next(given)
@@ -176,17 +177,17 @@ class RingRegion:
 
     @property
     def given(self) -> list[int]:
-        """The places of leaves and values that are arguments."""
+        """The indices of leaves and values that are arguments."""
         return [place for place in range(len(self.region.leaves) + 1) if place not in self.constants]
 
     def bound(
         self, passes: Passes, make: Callable[[Any], Callable[[Tensors], list[torch.Tensor]]]
     ) -> Callable[[Tensors], Tensors]:
-        """Return what computes the region, with a gradient.
+        """Return a differentiable function that computes the region.
 
         Args:
-            passes: how each step is computed.
-            make: makes a traced program ready; see `TorchProgram`.
+            passes: the functions that compute each pass.
+            make: makes a traced program callable; see `TorchProgram`.
         """
         call = _RingCall(self, passes, make)
 
@@ -207,16 +208,16 @@ class _Traced:
     function: Callable[..., Sequence[Any]]
 
     def evaluate(self, arrays: Sequence[Any], compute: Any) -> list[Any]:
-        """The results; `compute` is not used: the passes are known."""
+        """Return the results; `compute` is unused, because the passes are already bound."""
         del compute
         return list(self.function(*arrays))
 
 
 class _RingCall:
-    """The programs of a region: one forward, and one backward for each choice of operands that have a gradient.
+    """The programs of a region: one forward, and one backward for each set of operands that need gradients.
 
     Attributes:
-        has_log_sum: whether the log-sum-exp is a result of the call, too.
+        has_log_sum: whether the log-sum-exp is also a result of the call.
     """
 
     def __init__(self, region: RingRegion, passes: Passes, make: Callable[[Any], Any]) -> None:
@@ -228,13 +229,13 @@ class _RingCall:
         self._backward: dict[Any, tuple[Any, list[int]]] = {}
 
     def forward(self, tensors: Tensors) -> list[torch.Tensor]:
-        """The result and the log-sum-exp."""
+        """Return the result and the log-sum-exp."""
         return self._forward(tensors)
 
     def backward(
         self, tensors: Tensors, results: Tensors, cotangents: Sequence[torch.Tensor | None], needed: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """The gradients of tensors that are needed, None of others; a cotangent that is None, or is left out, is 0."""
+        """Return the gradients of the tensors that need one, None for others; a missing or None cotangent is 0."""
         cotangent, log_sum_cotangent = (*cotangents, None)[:2]
         cotangent = torch.zeros_like(results[0]) if cotangent is None else cotangent
         more = [] if log_sum_cotangent is None else [log_sum_cotangent]
@@ -247,7 +248,7 @@ class _RingCall:
         return [grads[place].to(x.dtype) if flag else None for place, x, flag in pairs]
 
     def _new_backward(self, rest: Tensors, needed: Sequence[bool]) -> tuple[Any, list[int]]:
-        """A backward program, and the places of the leaves, and of the values, whose gradients it gives."""
+        """Return a backward program, and the indices of the leaves and values whose gradients it returns."""
         region, count = self._region, len(self._region.types)
         flags = dict(zip(region.given, needed, strict=True))
         ring = region.ring([not flags.get(place, False) for place in range(len(region.region.leaves))])
@@ -267,7 +268,7 @@ def _type_of(x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 
 class _RingFunction(torch.autograd.Function):
-    """A region whose keys travel, and its backward pass, in which they travel again."""
+    """A region whose keys travel around the ring, in the forward and again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, call: _RingCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,10 +1,15 @@
-"""Which equations of a program are JAX's, and when: the program of a fused function as parts in order.
+"""Split the program of a fused function into ordered parts for JAX and torch.
 
-What depends on no argument is computed once. Views, casts and sums next to a region are torch's. Loops, branches and
-recomputed parts with regions inside count as regions, and have parts of their own. The rest becomes segments for JAX:
-one before the first regions, one between these and regions that need their results, and so on, and one for the results.
-An equation belongs to the latest segment that serves all who need it: a gate is computed after the attention, next to
-the product with it.
+| equations | computed by |
+|---|---|
+| independent of all arguments | JAX, once |
+| views, casts and sums next to a region | torch |
+| regions, and loops, branches and checkpointed parts that contain one (with parts of their own) | torch |
+| everything else | JAX, in segments |
+
+There is one segment before the first regions, one before each further level of regions that needs their results, and
+one for the results. An equation belongs to the latest segment that serves all its uses: a gate is computed after the
+attention, next to the product with it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,11 +30,11 @@ type Home = Literal["argument", "constant", "region", "torch", "jax"]
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Equations that are one JAX function.
+    """Equations that form one JAX function.
 
     Attributes:
-        inputs, outputs: what it takes and gives.
-        function: from arrays to a list of arrays; keys of random numbers are their data in both.
+        inputs, outputs: the variables that it takes and returns.
+        function: maps arrays to a list of arrays; random keys are represented by their data in both.
     """
 
     inputs: tuple[core.Var, ...]
@@ -38,14 +43,14 @@ class Segment:
 
 
 class Split:
-    """A program's parts.
+    """The parts of a program.
 
     Args:
-        program: flat, with `region_p`.
+        program: a flat program with `region_p`.
 
     Attributes:
-        parts: segments; and equations, of regions, of what holds regions, and of what torch computes; in order.
-        constants: arrays that parts and results read and that no argument has a part in.
+        parts: in order, segments and equations: regions, equations that contain regions, and those that torch computes.
+        constants: arrays that parts and results read and that depend on no argument.
     """
 
     def __init__(self, program: core.ClosedJaxpr) -> None:
@@ -57,13 +62,13 @@ class Split:
             self._homes[var] = "argument"
         for var in self._jaxpr.constvars:
             self._homes[var] = "constant"
-        # How many regions one after the other a value waits for; of a region's equation, before it.
+        # The number of consecutive regions that a value depends on; for a region's equation, the number before it.
         self._levels: dict[core.Var, int] = dict.fromkeys(self._homes, 0)
         self._region_levels: dict[int, int] = {}
         for equation in self._jaxpr.eqns:
             self._find_home(equation)
         self._count = 1 + max(self._region_levels.values(), default=-1)
-        # Which segment computes each value of JAX's.
+        # The segment that computes each value of JAX's.
         self._stages = self._find_stages()
         self.parts: list[Segment | core.JaxprEqn] = []
         self._emitted: set[core.Var] = set()
@@ -78,17 +83,17 @@ class Split:
         self.constants = self._constants()
 
     def owner_of(self, result: core.Var) -> core.Var:
-        """What owns the memory of a value: what torch's views make it of, or itself."""
+        """Return the value that owns a value's memory: the source of torch's views, or the value itself."""
         while self._homes[result] == "torch" and is_view(self._producers[result]):
             (result,) = variables_of(self._producers[result].invars)
         return result
 
     def region_operands(self) -> list[Sequence[Any]]:
-        """What each region takes, and each equation that holds one."""
+        """Return the operands of each region, and of each equation that contains one."""
         return [x.invars for x in self.parts if isinstance(x, core.JaxprEqn) and id(x) in self._region_levels]
 
     def is_new(self, var: core.Var) -> bool:
-        """Whether each call makes a value anew."""
+        """Return whether each call computes a value, rather than reads an argument or a constant."""
         return self._homes[var] not in ("argument", "constant")
 
     def _find_home(self, equation: core.JaxprEqn) -> None:
@@ -108,7 +113,7 @@ class Split:
             self._homes[var], self._levels[var] = home, level
 
     def _find_stages(self) -> dict[core.Var, int]:
-        """Of each value of JAX's that is needed the segment that computes it."""
+        """Return the segment that computes each needed value of JAX's."""
         stages: dict[core.Var, int] = {}
 
         def ask(operands: Iterable[Any], stage: int) -> None:
@@ -128,7 +133,7 @@ class Split:
         return stages
 
     def _add_segment(self, stage: int) -> None:
-        # Results, regions and later segments need what is computed here.
+        # Outputs are the values that results, regions and later segments read.
         asked = set(variables_of(self._jaxpr.outvars))
         for equation in self._jaxpr.eqns:
             stages = [self._stages[var] for var in equation.outvars if var in self._stages]
@@ -145,7 +150,7 @@ class Split:
         self.parts.append(self._segment(outputs, is_input))
 
     def _segment(self, outputs: tuple[core.Var, ...], is_input: Callable[[core.Var], bool]) -> Segment:
-        """The equations that lead from inputs to outputs as a function."""
+        """Return the equations between inputs and outputs as a function."""
         equations: list[core.JaxprEqn] = []
         needed = set(outputs)
         for equation in reversed(self._jaxpr.eqns):
@@ -166,7 +171,7 @@ class Split:
         return Segment(inputs, outputs, compute)
 
     def _add_views(self, operands: Iterable[Any]) -> None:
-        """What torch computes for some operands, each value once."""
+        """Add the equations that torch computes for some operands, each once."""
         for var in variables_of(operands):
             if self._homes[var] == "constant":
                 self._wanted_constants[var] = None
@@ -185,5 +190,5 @@ class Split:
 
 
 def variables_of(operands: Iterable[Any]) -> list[core.Var]:
-    """Those of some operands that are no numbers."""
+    """Return the operands that are variables rather than literals."""
     return [x for x in operands if isinstance(x, core.Var)]

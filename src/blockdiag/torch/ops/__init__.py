@@ -1,1 +1,1 @@
-"""The registered torch operators, one package an operation."""
+"""The registered torch operators, one package per operation."""

@@ -21,7 +21,7 @@ from blockdiag.torch.ops.paged.call import (
 from blockdiag.torch.rotary import Rotary, rotary_of
 from blockdiag.triton_kernels.append.plans import takes_rows
 
-# What options of calls are that can be told from each other without being checked first.
+# Types of options that are safe in a cache key before they are checked.
 _PLAIN_OPTIONS = {int, str, type(None)}
 
 
@@ -45,52 +45,55 @@ def append_to_pages(
 ) -> tuple[torch.Tensor, ...]:
     """Write the keys and values of new tokens into the pages that `paged_attention` reads, in place.
 
-    The torch twin of `blockdiag.append_to_pages`: the same arguments and meaning, on CUDA the very same Triton kernel,
-    launched on the current stream without JAX and without ever waiting for the device. Where the JAX function returns
-    new arrays, this one changes the tensors, and returns them. It is a registered operator, which says what it changes:
-    `torch.compile` with full graphs and dynamic shapes and CUDA graphs work. Through JAX, and so on the CPU, arrays are
-    computed anew and copied into the tensors, which takes time in proportion to the pool.
+    This is the PyTorch version of `blockdiag.append_to_pages`, with the same arguments and meaning. On CUDA it launches
+    the same Triton kernel on the current stream, without JAX, and never waits for the device. The JAX function returns
+    new arrays, while this one changes the tensors and returns them.
+
+    It is a registered operator that declares its mutations, so `torch.compile` with full graphs and dynamic shapes and
+    CUDA graphs work. Through JAX, and therefore on the CPU, new arrays are computed and copied into the tensors, which
+    takes time proportional to the pool.
 
     Token t of the q new ones of sequence b goes to position ``kv_lengths[b] - q + t``, which is row
     ``position % page_size`` of page ``page_table[b, position // page_size]``. Nothing else changes. Two tokens must not
-    have one place.
+    go to the same place.
 
-    For inference: a tensor that autograd follows raises a TypeError at once. Of DTensors, heads may be sharded, and
-    batch rows of a contiguous cache. Each process writes to what it holds; new tokens that lie otherwise are gathered.
+    This function is for inference: a tensor that autograd tracks raises a TypeError at once. DTensors may be sharded
+    over heads, and over the batch rows of a contiguous cache. Each process writes to its own shard, and new tokens that
+    are placed differently are gathered.
 
     Args:
         key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and
-            [rows, K, V] with `query_offsets`. Of one dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
-            float8_e5m2. Copied where they are not contiguous (or not aligned to 16 bytes).
-        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous, each of the dtype
-            of `key`, or of eight bits.
-        page_table: int32 [B, max_pages], numbers of pages. Checked on the CPU; on a GPU nothing is written where they
-            lie outside [0, P). None for a contiguous cache, [B, S, K, H].
-        kv_lengths: int32 [B], keys of each sequence once the new ones are there. Checked on the CPU; on a GPU tokens
-            before position 0 or after the last page are not written.
-        query_lengths: int32 [B], how many of the T tokens each sequence has, the first ones; all when None.
+            [rows, K, V] with `query_offsets`. Both of one dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
+            float8_e5m2. Copied where they are not contiguous or not aligned to 16 bytes.
+        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous, each in the dtype
+            of `key` or in an 8-bit dtype.
+        page_table: int32 [B, max_pages], page numbers. Checked on the CPU; on a GPU nothing is written for page numbers
+            outside [0, P). None for a contiguous cache, [B, S, K, H].
+        kv_lengths: int32 [B], number of keys of each sequence, including the new ones. Checked on the CPU; on a GPU
+            tokens before position 0 or after the last page are not written.
+        query_lengths: int32 [B], how many of the T tokens each sequence has, counted from the first; all when None.
         query_offsets: int32 [B + 1], for packed tokens: sequence b has rows [offsets[b], offsets[b + 1]).
         rotary: rotary embedding of the key; its `positions` are those of the tokens in their sequences unless given.
-        key_scale, value_scale: a number, or float32 of shape [] or [B, K]: what each key or value is divided by. Or
-            contiguous pages of scales, float32 [P, page_size, K], beside pages of eight bits: then the scale of each
-            new token and head is computed and written to its place.
-        key_centroids: float32 [B, max_blocks, K, H], contiguous, the mean key of each block of a sequence: those of
-            blocks whose last key is new are written.
+        key_scale, value_scale: divisors of keys and values: a number, or float32 of shape [] or [B, K]. Or contiguous
+            pages of scales, float32 [P, page_size, K], beside 8-bit pages: then the scale of each new token and head is
+            computed and written to its place.
+        key_centroids: float32 [B, max_blocks, K, H], contiguous, the mean key of each block of a sequence. The mean
+            keys of blocks whose last key is new are written.
         block_size: keys of a block; with `key_centroids`.
         implementation, via: who computes it, see `paged_attention`.
 
     Returns:
         Every tensor that was written, in the order of the arguments: key_pages, value_pages, then key_scale and
-        value_scale where they are pages, then key_centroids where they were given.
+        value_scale if they are pages, then key_centroids if given.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
-        TypeError: autograd follows one of the tensors.
+        TypeError: autograd tracks one of the tensors.
 
     References:
         Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
-        Caches of eight bits: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+        8-bit caches: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 
     Example:
         >>> import torch
@@ -116,7 +119,7 @@ def append_to_pages(
     refuse_tangents("append_to_pages", arguments.tensors)
     if wants_gradient(arguments.tensors):
         raise inference_error("append_to_pages")
-    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
     is_native = via is None and (not names or names[0] == "triton")
     if not torch.compiler.is_compiling():
         if is_native and isinstance(key, torch.Tensor) and key.is_cuda and _append_natively(arguments):
@@ -134,12 +137,12 @@ def append_to_pages(
 
 
 def _apart(scale: Any) -> tuple[Any, Any]:
-    """A scale as one that is given, and one that is computed: pages."""
+    """Split a scale into a given scale and pages of scales to be computed, one of which is None."""
     return (None, scale) if isinstance(scale, torch.Tensor) and scale.ndim == 3 else (scale, None)
 
 
 def _append_natively(arguments: AppendArguments) -> bool:
-    """The call without the dispatcher, for plain CUDA tensors in eager mode; False where it is not for this path."""
+    """Run the call on plain eager CUDA tensors without the dispatcher; False if this path does not apply."""
     from blockdiag.torch.ops.append import native
 
     tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
@@ -150,14 +153,14 @@ def _append_natively(arguments: AppendArguments) -> bool:
     except native.Unsupported:
         return False
     except RuntimeError:
-        # Of nested tensors without the jagged layout torch has no shape.
+        # Reading the shape of a nested tensor without the jagged layout raises a RuntimeError.
         nested.refuse(key=arguments.key, value=arguments.value)
         raise
     return True
 
 
 def _checked(arguments: AppendArguments, implementation: str | Sequence[str] | None) -> AppendArguments:
-    """The arguments in types that the operators' schemas know."""
+    """Check the arguments and convert the options to the types of the operator's schema."""
     if implementation is not None and arguments.implementation != "triton":
         from blockdiag.common.dispatch import normalise_implementation
         from blockdiag.ops.append.problem import APPEND
@@ -168,7 +171,7 @@ def _checked(arguments: AppendArguments, implementation: str | Sequence[str] | N
 
 
 def _takes(arguments: AppendArguments) -> bool:
-    """Whether the kernel takes these dtypes and head sizes."""
+    """Return whether the kernel supports these dtypes and head dimensions."""
     tensors = {name: getattr(arguments, name) for name in ("key", "key_pages", "value_pages")}
     dtypes = {name: _dtype_name(tensor) for name, tensor in tensors.items()}
     table = None if arguments.cos is None else _dtype_name(arguments.cos)
@@ -188,7 +191,7 @@ _SCHEMA = (
     "str rotary, int? block_size, str implementation) -> ()"
 )
 
-# Kept alive: an operator is gone with its library.
+# Module-level, because deleting a library removes its operators.
 _library = torch.library.Library("blockdiag", "FRAGMENT")
 
 
@@ -213,7 +216,7 @@ def _fake(*values: Any) -> None:
 
 
 def _define(name: str, tags: Sequence[torch.Tag], cuda: Callable[..., None]) -> None:
-    """There is no derivative: the public function refuses tensors that autograd follows."""
+    """Define an operator without a derivative: the public function refuses tensors that autograd tracks."""
     _library.define(name + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, _through_jax, "CPU")
     _library.impl(name, cuda, "CUDA")

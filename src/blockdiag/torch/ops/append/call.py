@@ -1,4 +1,4 @@
-"""Calls of the registered operator that appends to a paged cache: its arguments, and the description they stand for."""
+"""Arguments of the registered operator that appends to a paged cache, and the problem that they describe."""
 
 from typing import Any, NamedTuple
 
@@ -10,18 +10,18 @@ from blockdiag.torch.ops.paged.call import check_devices, check_layout, check_te
 from blockdiag.torch.rotary import Rotary
 
 TENSORS = 16
-"""The first arguments of the operators are tensors."""
+"""Number of leading tensor arguments of the operators."""
 
 
 class AppendArguments(NamedTuple):
-    """What the operators take, by name; see `append_to_pages`.
+    """The arguments of the operators, by name; see `append_to_pages`.
 
     Attributes:
         cos, sin, positions: the tensors of a rotary embedding.
-        key_scale, value_scale: scales that are given: tensors, or, for the native path and for checks, numbers.
-        key_scale_pages, value_scale_pages: scales that are computed and written.
-        rotary: the options of a rotary embedding as letters (see `Rotary.letters`); empty without.
-        implementation: names as for JAX with commas between them, empty for None.
+        key_scale, value_scale: given scales: tensors; also numbers on the native path and in checks.
+        key_scale_pages, value_scale_pages: pages of scales, which are computed and written.
+        rotary: the options of a rotary embedding as letters (see `Rotary.letters`); empty without one.
+        implementation: comma-separated names as for JAX, empty for None.
     """
 
     key: torch.Tensor
@@ -45,24 +45,24 @@ class AppendArguments(NamedTuple):
     implementation: str
 
     def key_of_call(self) -> tuple[Any, ...]:
-        """What decides about checks and launches: everything but the tensors' elements."""
+        """Return a cache key with everything that checks and launches depend on: all but the tensors' elements."""
         options = self[TENSORS:]
-        # True is 1 to a dictionary.
+        # Types are part of the key, because True and 1 are equal keys of a dictionary.
         return (*describe_tensors(self[:TENSORS]), *options, *map(type, options))
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The tensors, None for those that are not given, and numbers for scales that are."""
+        """The tensor arguments; None if absent, and a number for a scale that is given as one."""
         return self[:TENSORS]
 
     @property
     def written(self) -> tuple[torch.Tensor, ...]:
-        """Those that the call changes."""
+        """The tensors that the call mutates."""
         given = self.key_pages, self.value_pages, self.key_scale_pages, self.value_scale_pages, self.key_centroids
         return tuple([one for one in given if one is not None])
 
     def to_rotary(self) -> Rotary | None:
-        """The rotary embedding that the arguments stand for."""
+        """Return the rotary embedding that the arguments encode."""
         return Rotary.from_letters(self.rotary, self.cos, self.sin, self.positions)
 
 

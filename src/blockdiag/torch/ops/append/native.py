@@ -28,17 +28,17 @@ class _Prepared:
         self._launch = Launches([AppendLaunch(problem)], arguments.key.device.index)
 
     def append(self, arguments: AppendArguments) -> None:
-        """Write what is new."""
+        """Write the new tokens, scales and mean keys."""
         if self._is_empty:
             return
         written = dict(zip(self._problem.written, arguments.written, strict=True))
         check_pages(written)
         self._launch(self._read(arguments) | written)
-        # Autograd asks whether tensors that it saved are what they were; those of inference mode it never saves.
+        # Autograd compares versions of tensors that it saved. It never saves inference tensors, which have no version.
         torch.autograd.graph.increment_version([x for x in written.values() if not x.is_inference()])
 
     def _read(self, arguments: AppendArguments) -> dict[str, Any]:
-        """The arrays that the launch only reads, by name."""
+        """Return the arrays that the launch only reads, by name."""
         problem = self._problem
         arrays: dict[str, Any] = {
             "key": dense(arguments.key),
@@ -66,7 +66,7 @@ class _Prepared:
 
 
 def _positions(problem: AppendProblem, arguments: AppendArguments, cos: torch.Tensor) -> torch.Tensor:
-    """The row of the tables of each token, int32 [tokens]."""
+    """Return the row of the rotary tables for each token, int32 [tokens]."""
     positions = arguments.positions
     if positions is None:
         positions = torch.arange(cos.shape[:-1].numel(), dtype=torch.int32, device=cos.device).view(cos.shape[:-1])
@@ -79,7 +79,7 @@ _prepared: Remembered[AppendArguments, _Prepared] = Remembered(_Prepared)
 
 
 def append(arguments: AppendArguments) -> None:
-    """Write what is new, on the current stream.
+    """Write the new tokens, scales and mean keys on the current stream.
 
     Raises:
         ValueError: an argument is wrong.
@@ -87,6 +87,6 @@ def append(arguments: AppendArguments) -> None:
     """
     if arguments.key.get_device() == torch.cuda.current_device():
         return _prepared(arguments).append(arguments)
-    # Kernels are loaded into the context of the device that is current, and run there.
+    # Kernels are loaded into the context of the current device and run there.
     with torch.cuda.device(arguments.key.device):
         return _prepared(arguments).append(arguments)

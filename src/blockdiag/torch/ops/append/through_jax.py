@@ -1,4 +1,4 @@
-"""Appending to a paged cache of torch tensors through DLPack and JAX: on the CPU, and where JAX is asked for."""
+"""Appending to a paged cache of torch tensors through DLPack and JAX, used on the CPU and where JAX is requested."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from blockdiag.torch.ops.paged.through_jax import given_names, precision, refuse
 
 
 def append(arguments: AppendArguments) -> None:
-    """Write what is new: JAX's new arrays, copied into the tensors."""
+    """Compute new arrays in JAX and copy them into the tensors."""
     with same_device(), precision(arguments.key, arguments.cos):
-        # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
+        # Checks see tensors, so they never wait for values on a GPU and messages name what the caller passed.
         problem = describe(arguments)
         names = normalise_implementation(given_names(arguments.implementation), APPEND)
         resolve(problem, names)
@@ -26,7 +26,7 @@ def append(arguments: AppendArguments) -> None:
 
 
 def _arrays(arguments: AppendArguments) -> dict[str, Any]:
-    """What the JAX function takes, by name."""
+    """Return the arguments of the JAX function by name."""
     arrays = to_arrays(dict(zip(AppendArguments._fields, arguments.tensors, strict=False)))
     for name in ("key_scale", "value_scale"):
         pages = arrays.pop(f"{name}_pages")

@@ -32,36 +32,40 @@ def block_diagonal_attention(
     via: Literal["jax"] | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> torch.Tensor:
-    """Self-attention in which every token attends within its own fixed-size block of its own sequence.
+    """Attend from every token to its own fixed-size block of its own sequence.
 
-    The torch twin of `blockdiag.block_diagonal_attention`: the same arguments and meaning, on CUDA the very same Triton
-    kernels, launched on the current stream without JAX. (Blocks of more than 256 rows are walked in chunks by the
-    kernels of smaller ones; `via="jax"` has the kernels of fused attention, as JAX.) It is a registered operator:
-    autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast, activation checkpointing and
-    DTensors sharded over batch or heads all work. Only query, key and value are kept for the backward pass. Repeatable
-    bit by bit. Second derivatives raise a NotImplementedError.
+    This is the PyTorch version of `blockdiag.block_diagonal_attention`, with the same arguments and meaning. On CUDA it
+    launches the same Triton kernels on the current stream, without JAX. Blocks of more than 256 rows are an exception:
+    here the kernels of smaller blocks walk them in chunks, while JAX and `via="jax"` use the kernels of fused
+    attention.
+
+    It is a registered operator. Autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast,
+    activation checkpointing, and DTensors sharded over batch or heads all work. Only query, key and value are kept for
+    the backward pass. Results are bitwise repeatable. Second derivatives raise a NotImplementedError.
 
     Args:
-        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
-            `block_lengths` describe; or a jagged nested tensor, as are key and value then. float16, bfloat16, float32
-            or float64, on a CPU or a CUDA device. Tensors that are not contiguous (or not aligned to 16 bytes) are
-            copied, in the forward and again in the backward pass.
+        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or those that `sequence_offsets`
+            or `block_lengths` describe; or a jagged nested tensor, as key and value are then. float16, bfloat16,
+            float32 or float64, on a CPU or a CUDA device. Tensors that are not contiguous or not aligned to 16 bytes
+            are copied, in the forward and again in the backward pass.
         key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
-        block_size: rows of a block, any positive number; with `block_lengths` the most rows of a block.
+        block_size: rows of a block, any positive number; with `block_lengths` the maximum number of rows of a block.
         sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked
-            on the CPU; on a GPU that would wait for the device, and they are taken as JAX takes traced ones.
+            on the CPU. On a GPU a check would wait for the device, so they are handled as JAX handles traced ones.
         block_lengths: int32 [num_blocks], only for packed tensors and instead of `sequence_offsets`.
-        rotary: rotary embedding of query and key (or as it says), fused into both directions.
+        rotary: rotary embedding of query and key (or as `Rotary.apply_to` says), fused into the forward and backward
+            pass.
         scale: positive factor on the scores; 1 / sqrt(H) when None.
         is_causal: whether a token attends only to itself and earlier tokens of its block.
-        implementation: None for the native kernels on CUDA and "xla" through JAX elsewhere (and where the kernels do
-            not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference", "xla"
-            or "pallas" for JAX's implementation of that name; a sequence for the first that supports the call.
+        implementation: who computes it. None means the native kernels on CUDA where they support the call, and "xla"
+            through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU. "reference",
+            "xla" or "pallas" means JAX's implementation of that name. A sequence means the first that supports the
+            call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
-        context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Operands are then
-            plain tensors of the process's tokens, and so are tables of tokens and positions in `rotary`; offsets,
-            lengths and tables of positions are those of all tokens. Nothing is communicated where cuts lie between
-            blocks. `torch.compile` runs such a call as it is, between graphs, and refuses it where `fullgraph=True`.
+        context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Operands, and the
+            per-token tables and positions of `rotary`, are then plain tensors of the process's tokens. Offsets, lengths
+            and tables indexed by position are those of all tokens. Nothing is communicated where cuts lie between
+            blocks. `torch.compile` runs such a call eagerly between graphs, and refuses it with `fullgraph=True`.
 
     Under autocast, query, key and value are cast to its dtype first.
 
@@ -75,8 +79,8 @@ def block_diagonal_attention(
     References:
         Attention within blocks of tokens: the local attention of Liu et al., "Generating Wikipedia by Summarizing Long
         Sequences" (2018). Fixed blocks of packed sequences, with the rotary embedding fused: the block attention of
-        Meta's ads_model_kernel_library (2026). Blocks of more than 256 rows: FlashAttention of Dao et al. (2022). Fewer
-        key heads: Ainslie et al., "GQA" (2023).
+        Meta's ads_model_kernel_library (2026). Blocks of more than 256 rows: FlashAttention of Dao et al. (2022).
+        Grouped key heads: Ainslie et al., "GQA" (2023).
 
     Example:
         >>> import torch
@@ -91,7 +95,7 @@ def block_diagonal_attention(
         check_plain(context_parallel, query=query, key=key, value=value)
         validation.check_operands(query, key, value)
         rotary_of(rotary)
-        # Only here, because it imports the compiler of torch, to keep out of its graphs.
+        # Imported lazily: the module is kept out of graphs by `torch.compiler.disable`, which imports torch's compiler.
         from blockdiag.torch.ops.block_diagonal.context import attend_to_shared_tokens
 
         attend = functools.partial(
@@ -117,10 +121,10 @@ def block_diagonal_attention_bhsd(
     implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
 ) -> torch.Tensor:
-    """`block_diagonal_attention` in the layout of `torch.nn.functional.scaled_dot_product_attention`.
+    """Compute `block_diagonal_attention` in the layout of `torch.nn.functional.scaled_dot_product_attention`.
 
-    Nothing is copied where the tensors are transposed views of [B, T, N, H], and, if key has as many heads as query,
-    where they are contiguous themselves (each head is then a sequence of its own). Other tensors are copied once.
+    Nothing is copied if the tensors are transposed views of [B, T, N, H]. If key has as many heads as query, nothing is
+    copied for contiguous tensors either: each head is then a sequence of its own. Other tensors are copied once.
 
     Args:
         query: [B, N, T, H]. float16, bfloat16, float32 or float64, on a CPU or a CUDA device.
@@ -128,7 +132,7 @@ def block_diagonal_attention_bhsd(
         block_size, rotary, scale, is_causal, implementation, via: as for `block_diagonal_attention`.
 
     Returns:
-        [B, N, T, H] in the dtype of `query`: contiguous where the operands are, else a transposed view of a contiguous
+        [B, N, T, H] in the dtype of `query`: contiguous if the operands are, else a transposed view of a contiguous
         [B, T, N, H].
 
     Raises:
@@ -136,7 +140,7 @@ def block_diagonal_attention_bhsd(
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
 
     References:
-        As of `block_diagonal_attention`: Liu et al. (2018) and Meta's ads_model_kernel_library (2026).
+        See `block_diagonal_attention`: Liu et al. (2018) and Meta's ads_model_kernel_library (2026).
 
     Example:
         >>> import torch
@@ -186,12 +190,12 @@ def fused_qkv_block_attention(
     """Project tokens to query, key and value by one matrix product, then attend within blocks.
 
     Equal to `block_diagonal_attention` on the three parts of `x @ w_qkv + bias`. The kernels read the projected buffer
-    where it lies, and write the three gradients side by side into one buffer of its shape, so that nothing is copied
-    between the products and the attention.
+    in place and write the three gradients into one buffer of its shape, so nothing is copied between the matrix
+    products and the attention.
 
     Args:
         x: [B, T, D], or packed [T, D]. float16, bfloat16, float32 or float64, on a CPU or a CUDA device.
-        w_qkv: [D, (N + 2 K) H] in the dtype of `x`, columns query | key | value, each head by head.
+        w_qkv: [D, (N + 2 K) H] in the dtype of `x`; columns are query | key | value, each grouped by head.
         bias: [(N + 2 K) H] in the dtype of `x`, or None.
         query_heads: N, a multiple of `key_heads`.
         key_heads: K.
@@ -207,8 +211,8 @@ def fused_qkv_block_attention(
         NotImplementedError: none of the implementations asked for can compute this call; the message says why.
 
     References:
-        The projections of multi-head attention as one matrix: Vaswani et al., "Attention Is All You Need" (2017), laid
-        out as `in_proj_weight` of `torch.nn.MultiheadAttention` (transposed). The attention: see
+        Multi-head projections as one matrix: Vaswani et al., "Attention Is All You Need" (2017), in the layout of
+        `in_proj_weight` of `torch.nn.MultiheadAttention` (transposed). For the attention see
         `block_diagonal_attention`.
 
     Example:
@@ -237,7 +241,7 @@ def fused_qkv_block_attention(
 
 
 def _options(block_size: int, scale: float | None, is_causal: bool) -> tuple[int, float | None, bool]:
-    """The options as the operators take them: their schema knows no other types."""
+    """Check the options and convert them to the types of the operators' schema."""
     if torch.compiler.is_compiling():
         return block_size, scale, is_causal
     if scale is not None:
@@ -263,12 +267,12 @@ def _call(
         from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
 
         normalise_implementation(implementation, BLOCK_DIAGONAL)
-    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
     is_native = via is None and (not names or names[0] == "triton")
     if not operands[0].is_cuda:
         is_native = is_native and len(names) < 2
     elif is_native and torch.compiler.is_compiling():
-        # Eager calls find out when they are prepared; a compiled one must be tagged for CUDA graphs beforehand.
+        # Eager calls find out while they are prepared, but a compiled call must choose the operator's tags beforehand.
         is_native = takes_operands(str(operands[0].dtype).removeprefix("torch."), operands[0].shape[-1]) is None
     if may_have_tangents():
         _refuse_tangents(operands)
@@ -287,7 +291,7 @@ def _call(
             except native.Unsupported:
                 return torch.ops.blockdiag.block_diagonal_forward_through_jax(*arguments)
             except RuntimeError:
-                # Of nested tensors without the jagged layout torch has no shape.
+                # Reading the shape of a nested tensor without the jagged layout raises a RuntimeError.
                 nested.refuse(query=arguments.query, key=arguments.key, value=arguments.value)
                 raise
     if any(tensor is not None and tensor.is_nested for tensor in operands):
@@ -300,7 +304,7 @@ def _call(
         output = _call(packed, key_heads, offsets, None, rotary, options, implementation, via)
         return nested.repack(output, operands[0])
     for name, tensor in (("sequence_offsets", sequence_offsets), ("block_lengths", block_lengths)):
-        # The schema would refuse it in words of its own.
+        # The schema would reject it with a generic message.
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise ValueError(f"`{name}` must be a tensor, got {type(tensor)}; convert it with torch.as_tensor")
     if is_native:
@@ -309,7 +313,7 @@ def _call(
 
 
 def _refuse_tangents(operands: Sequence[torch.Tensor | None]) -> None:
-    """An operator in Python would drop them without a word, and give a derivative of 0."""
+    """Refuse forward-mode tangents: a Python operator would silently drop them and give a derivative of 0."""
     for operand in operands:
         if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
             raise NotImplementedError(
@@ -319,7 +323,7 @@ def _refuse_tangents(operands: Sequence[torch.Tensor | None]) -> None:
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The operands in autocast's dtype where it is on; float64 stays what it is, as elsewhere in torch."""
+    """Cast the operands to autocast's dtype where autocast is on; float64 is kept, as elsewhere in torch."""
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         found = [type(tensor).__name__ for tensor in tensors]
         raise ValueError(f"operands must be torch tensors, got {found}; convert them with torch.as_tensor")

@@ -1,4 +1,4 @@
-"""One call of the registered operators: its arguments, and the static description they stand for."""
+"""Arguments of the registered operators of block-diagonal attention, and the problem that they describe."""
 
 from typing import Any, NamedTuple
 
@@ -11,16 +11,17 @@ from blockdiag.torch.rotary import Rotary
 
 
 class Arguments(NamedTuple):
-    """What the operators take, by name.
+    """The arguments of the operators, by name.
 
     Attributes:
-        query: [B, T, N, H] or [T, N, H]; where key and value are None one tensor of N + 2K heads that holds all three.
+        query: [B, T, N, H] or [T, N, H]; if key and value are None, one packed tensor of N + 2K heads that holds all
+            three.
         key, value: [B, T, K, H] or [T, K, H], or None.
         sequence_offsets, block_lengths: int32 [num_sequences + 1] and int32 [num_blocks]; at most one is given.
         cos, sin, positions: the tensors of a rotary embedding; see `Rotary`.
-        key_heads: K of a packed query, 0 where there is a key.
-        rotary: the options of a rotary embedding as letters (see `Rotary.letters`); empty without.
-        implementation: names as for JAX with commas between them, empty for None.
+        key_heads: K for a packed query, 0 if there is a key.
+        rotary: the options of a rotary embedding as letters (see `Rotary.letters`); empty without one.
+        implementation: comma-separated names as for JAX, empty for None.
     """
 
     query: torch.Tensor
@@ -39,29 +40,29 @@ class Arguments(NamedTuple):
     implementation: str
 
     def key_of_call(self) -> tuple[Any, ...]:
-        """What decides about checks and launches: everything but the tensors' elements."""
+        """Return a cache key with everything that checks and launches depend on: all but the tensors' elements."""
         tensors = [None if one is None else (one.shape, one.dtype, one.device.index) for one in self[:8]]
         return (*tensors, *self[8:])
 
     def output_shape(self) -> tuple[int, ...]:
-        """Shape of the output: that of query, without the heads of key and value in a packed one."""
+        """Return the shape of the output: that of query, without the heads of key and value of a packed one."""
         *lead, heads, head_dim = self.query.shape
         return (*lead, heads - 2 * self.key_heads, head_dim)
 
     def to_rotary(self) -> Rotary | None:
-        """The rotary embedding that the operators' arguments stand for."""
+        """Return the rotary embedding that the arguments encode."""
         return Rotary.from_letters(self.rotary, self.cos, self.sin, self.positions)
 
 
 class _Shape(NamedTuple):
-    """Shape and dtype of an operand that is part of a packed one."""
+    """Shape and dtype of an operand that is part of a packed tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def operand_shapes(arguments: Arguments) -> tuple[Any, Any]:
-    """Query and key of a call, or what stands for them in a packed one."""
+    """Return query and key of a call, or their shapes and dtypes if they are packed."""
     query = arguments.query
     if arguments.key is not None:
         return query, arguments.key
@@ -72,10 +73,10 @@ def operand_shapes(arguments: Arguments) -> tuple[Any, Any]:
 
 
 def check_devices(arguments: Arguments) -> None:
-    """All tensors must be on one device.
+    """Check that all tensors are on one device.
 
     Raises:
-        ValueError: naming the one that is not.
+        ValueError: a tensor is on another device; the message names it.
     """
     query = arguments.query
     for name, tensor in zip(Arguments._fields[1:8], arguments[1:8], strict=True):
@@ -86,10 +87,10 @@ def check_devices(arguments: Arguments) -> None:
 
 
 def check_tensors(arguments: Arguments) -> None:
-    """Shapes and dtypes of the operands, and that all tensors are on one device.
+    """Check shapes and dtypes of the operands, and that all tensors are on one device.
 
     Raises:
-        ValueError: naming what is wrong and the remedy.
+        ValueError: an argument is wrong; the message names it and the remedy.
     """
     query, key, value = arguments[:3]
     if (key is None) != (value is None):

@@ -1,4 +1,4 @@
-"""Block-diagonal attention over sequences whose tokens several processes share."""
+"""Context-parallel block-diagonal attention: the tokens of each sequence are divided over processes."""
 
 import dataclasses
 import functools
@@ -32,18 +32,19 @@ def attend_to_shared_tokens(
 ) -> torch.Tensor:
     """Return the output for the tokens of this process.
 
-    Batched sequences whose cuts lie between blocks need nothing of each other. Of blocks that a cut divides, a process
-    is sent the rows that the processes beside it have: at most `block_size - 1` on each side, and none of later rows
-    where attention is causal. Where a process has fewer rows than that, tokens are exchanged for heads.
+    Batched sequences whose cuts lie between blocks need no communication. If a cut divides a block, a process receives
+    the block's rows from its neighbours: at most `block_size - 1` on each side, and no later rows in causal attention.
+    If a process has fewer rows than that, tokens are exchanged for heads.
 
     Args:
-        context: which processes share the tokens.
-        attend: `block_diagonal_attention` with everything but these tensors.
-        query, key, value, sequence_offsets, block_lengths, rotary, block_size, is_causal: of the call; offsets, lengths
-            and tables of positions are those of all tokens, tables of tokens and positions those of the process's.
+        context: the processes that share the tokens, and their strategy.
+        attend: `block_diagonal_attention` with all other arguments bound.
+        query, key, value, sequence_offsets, block_lengths, rotary, block_size, is_causal: as for the call. Offsets,
+            lengths and tables indexed by position cover all tokens; per-token tables and positions cover the process's
+            tokens.
 
     Raises:
-        ValueError: the strategy cannot serve.
+        ValueError: the strategy does not support the call.
     """
     refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
     if context.strategy == "gather":
@@ -81,14 +82,15 @@ def attend_to_shared_tokens(
 
 
 def _whole(context: ContextParallel, x: torch.Tensor, from_last: int) -> torch.Tensor:
-    """A table of all tokens; its tokens are axis -`from_last`."""
+    """Gather the table of all tokens, whose tokens are axis -`from_last`."""
     return gather_whole(context, x, x.ndim - from_last)
 
 
 def _mapped(rotary: Rotary, function: Callable[[torch.Tensor, int], torch.Tensor]) -> Rotary:
-    """A rotary embedding, with a function of each table of tokens, and of where its tokens are, counted from the last.
+    """Apply a function to each per-token table of a rotary embedding.
 
-    Tables that are read by position stay as they are.
+    The function also takes the position of the token axis, counted from the last axis. Tables that are indexed by
+    position stay as they are.
     """
     changed: dict[str, Any] = {}
     if rotary.per_token:
@@ -109,7 +111,7 @@ def _attend_to_rows(
     rotary: Rotary | None,
     block_size: int,
 ) -> torch.Tensor:
-    """The output of a process that is sent rows of its neighbours."""
+    """Return the output of a process that receives rows of its neighbours."""
     offsets = sequence_offsets if block_lengths is None else _edges(block_lengths)
     if offsets is None:
         total = rows.own * rows.context.size
@@ -124,20 +126,20 @@ def _attend_to_rows(
     output = rows.own_rows(output)
     if block_lengths is None:
         return output
-    # Rows of a block beyond `block_size` belong to no block.
+    # Rows of a block beyond `block_size` are outside of the attention and give 0.
     is_inside = places[rows.before : rows.before + rows.own] < block_size
     return torch.where(is_inside[:, None, None], output, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """A process's rows with those of its neighbours that its blocks reach.
+    """The rows of a process, extended by the neighbours' rows that its blocks reach.
 
     Attributes:
         context: the processes.
-        own: rows of the process.
-        before, after: rows of the process before it and after it.
-        batch: sizes of the batch axes of operands. Batch rows lie one after the other, as packed sequences.
+        own: number of rows of the process.
+        before, after: number of rows from the previous and from the next process.
+        batch: sizes of the batch axes of operands. Batch rows lie back to back, as packed sequences.
     """
 
     context: ContextParallel
@@ -152,39 +154,39 @@ class _Rows:
 
     @property
     def first(self) -> int:
-        """The place of the first row among those of all processes; below 0 in the first process."""
+        """Global index of the first extended row; negative in the first process."""
         return self.context.rank * self.own - self.before
 
     def longer(self, tensors: list[torch.Tensor], from_last: int) -> list[torch.Tensor]:
-        """Tensors [.., own, ..] as [rows, ..], with neighbours' rows; their tokens are axis -`from_last`."""
+        """Extend tensors [.., own, ..] by neighbours' rows to [rows, ..]; tokens are axis -`from_last`."""
         found = with_neighbours(self.context, tensors, tensors[0].ndim - from_last, self.before, self.after)
         return [self.flat(x, from_last) for x in found]
 
     def flat(self, x: torch.Tensor, from_last: int) -> torch.Tensor:
-        """[.., length, ..] as [rows, ..], the same for all batch rows where it has none."""
+        """Flatten [.., length, ..] to [rows, ..]; a tensor without batch axes is broadcast to all batch rows."""
         rest = x.shape[x.ndim - from_last :]
         return x.expand(*self.batch, *rest).reshape(-1, *rest[1:])
 
     def own_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, ..] as [.., own, ..]."""
+        """Extract the process's own rows: [rows, ..] to [.., own, ..]."""
         x = x.unflatten(0, (*self.batch, self.length))
         return x.narrow(len(self.batch), self.before, self.own).contiguous()
 
     def offsets(self, offsets: torch.Tensor, block_size: int) -> torch.Tensor:
-        """Offsets of the sequences in these rows, so that blocks lie where they lie among all rows."""
+        """Return the offsets of the sequences in these rows, keeping blocks where they lie among all rows."""
         first = self.first
-        # A sequence that began before these rows goes on with its first block that begins within them.
+        # A sequence that began before these rows continues with its first block that begins within them.
         begun = offsets + -((offsets - first) // block_size) * block_size
         ends = torch.cat([offsets[1:], offsets[-1:]]).clamp(min=first)
         starts = torch.where(offsets < first, torch.minimum(begun, ends), offsets)
         starts = (starts - first).clamp(0, self.length).int()
         count = math.prod(self.batch)
         rows = torch.arange(count, dtype=torch.int32, device=offsets.device)[:, None] * self.length
-        # Rows before the first block are a sequence that nobody asks for: offsets begin with 0.
+        # Offsets begin with 0: rows before the first block form a sequence whose output is dropped.
         return torch.nn.functional.pad((rows + starts).flatten(), (1, 0))
 
     def places(self, offsets: torch.Tensor) -> torch.Tensor:
-        """int32 [length]: the place of each row in its sequence; 0 for rows of none."""
+        """Return the position of each row in its sequence, int32 [length]; 0 for rows of no sequence."""
         first = self.first
         rows = torch.arange(first, first + self.length, dtype=torch.int32, device=offsets.device)
         sequence = torch.searchsorted(offsets, rows, right=True) - 1
@@ -193,5 +195,5 @@ class _Rows:
 
 
 def _edges(block_lengths: torch.Tensor) -> torch.Tensor:
-    """Offsets of blocks that lie one after the other, each as a sequence of its own."""
+    """Return the offsets of consecutive blocks, which become sequences of their own."""
     return torch.nn.functional.pad(block_lengths.cumsum(0, dtype=torch.int32), (1, 0))

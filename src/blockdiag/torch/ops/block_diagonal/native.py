@@ -13,7 +13,7 @@ from blockdiag.torch.ops.block_diagonal.call import Arguments, describe
 from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch, backward_kinds, supports
 from blockdiag.triton_kernels.parts.tile_table import TileTableLaunch
 
-# Calls of a model repeat a few shapes; what is kept for each is small, and kernels are shared beyond this.
+# A model repeats a few shapes, entries are small, and compiled kernels are shared by entries.
 _REMEMBERED_CALLS = 1024
 
 type Tensors = tuple[torch.Tensor, ...]
@@ -33,7 +33,7 @@ class _Prepared:
             raise Unsupported(reason)
         self._device = arguments.query.device
         self._target = device_target(self._device.index)
-        # Nothing is launched for no tokens, and there are no descriptors of empty arrays.
+        # Without tokens nothing is launched, and descriptors of empty arrays cannot be made.
         self._tile_table = self._bind_tile_table(arguments) if self.problem.tokens else None
         self._forward: Any = self._bind("forward") if self.problem.tokens else None
         self._backward: list[Any] = []
@@ -55,7 +55,7 @@ class _Prepared:
         return bound_launch(launch, self._device.index)
 
     def forward(self, arguments: Arguments) -> torch.Tensor:
-        """Output of the shape that `Arguments.output_shape` says."""
+        """Return the output, whose shape is `Arguments.output_shape`."""
         operands = _operands(arguments)
         query = operands[0]
         output = query.new_empty(arguments.output_shape()) if self.problem.is_packed else torch.empty_like(query)
@@ -63,7 +63,7 @@ class _Prepared:
         return output
 
     def backward(self, arguments: Arguments, output_cotangent: torch.Tensor) -> Tensors:
-        """dQ, dK and dV; of a packed query one gradient."""
+        """Return dQ, dK and dV, or one gradient for a packed query."""
         if not self._backward:
             self._backward = [self._bind(kind) for kind in backward_kinds(self.problem, self._target)]
         operands = _operands(arguments)
@@ -82,7 +82,7 @@ class _Prepared:
         return tuple(reshaped(gradient, one.shape) for gradient, one in zip(gradients, operands, strict=True))
 
     def _tables(self, arguments: Arguments) -> Tensors:
-        """The optional inputs there are, in the order the launches take them."""
+        """Return the optional inputs that the call has, in the order that the launches take them."""
         if self.problem.rotary is None and self._tile_table is None:
             return ()
         tables: list[torch.Tensor] = []
@@ -101,16 +101,16 @@ class _Prepared:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where a kernel can read it, row-major and 16-byte aligned; else a copy that it can."""
+    """Return the tensor if a kernel can read it (row-major and 16-byte aligned), else a copy that it can read."""
     if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and not tensor.is_neg():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def reshaped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor that a launch made, itself in another shape of as many elements.
+    """Change the shape of a launch's result in place, to one with as many elements.
 
-    Not a view of it: autograd refuses to write to views that an operator returns.
+    The result is not a view, because autograd refuses in-place writes to views that an operator returns.
     """
     return tensor.resize_(shape)
 
@@ -125,7 +125,7 @@ _prepared: OrderedDict[tuple[Any, ...], _Prepared] = OrderedDict()
 
 
 def prepare(arguments: Arguments) -> _Prepared:
-    """The launches of a call, from memory where one like it came before.
+    """Return the launches of a call, cached by `key_of_call`.
 
     Raises:
         ValueError: an argument is wrong.
@@ -134,7 +134,7 @@ def prepare(arguments: Arguments) -> _Prepared:
     key = arguments.key_of_call()
     prepared = _prepared.get(key)
     if prepared is None:
-        # Kernels are loaded into the context of the device that is current.
+        # Kernels are loaded into the context of the current device.
         with torch.cuda.device(arguments.query.device):
             prepared = _Prepared(arguments)
         _prepared[key] = prepared
@@ -144,7 +144,7 @@ def prepare(arguments: Arguments) -> _Prepared:
 
 
 def forward(arguments: Arguments, prepared: _Prepared | None = None) -> torch.Tensor:
-    """Output of the shape that `Arguments.output_shape` says, on the current stream."""
+    """Compute the output on the current stream; its shape is `Arguments.output_shape`."""
     prepared = prepared or prepare(arguments)
     if arguments.query.numel() == 0:
         return arguments.query.new_empty(arguments.output_shape())
@@ -155,7 +155,7 @@ def forward(arguments: Arguments, prepared: _Prepared | None = None) -> torch.Te
 
 
 def backward(arguments: Arguments, output_cotangent: torch.Tensor, prepared: _Prepared | None = None) -> Tensors:
-    """Gradients of query, key and value; of a packed query one."""
+    """Return the gradients of query, key and value, or one gradient for a packed query."""
     prepared = prepared or prepare(arguments)
     if arguments.query.numel() == 0:
         operands = (one for one in (arguments.query, arguments.key, arguments.value) if one is not None)
@@ -167,15 +167,17 @@ def backward(arguments: Arguments, output_cotangent: torch.Tensor, prepared: _Pr
 
 
 class NativeAttention(torch.autograd.Function):
-    """The derivative of native calls that need no dispatcher: the same as the registered operator's, with less host
-    time (see `attend`)."""
+    """Autograd rule of native calls that bypass the dispatcher.
+
+    It computes the same gradients as the registered operator with less host time (see `attend`).
+    """
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Arguments, _Prepared], *tensors: torch.Tensor) -> torch.Tensor:
-        """`tensors` are those that `call` has, once more: autograd sees only what is passed as such."""
+        """Compute the output; `tensors` repeats those in `call`, because autograd only sees direct arguments."""
         arguments, prepared = call
         ctx.save_for_backward(*tensors)
-        # Without its tensors, which autograd would not know of.
+        # Only places and options are kept, because tensors held in `ctx` are invisible to autograd.
         ctx.places = [index for index in range(8) if arguments[index] is not None]
         ctx.options = arguments[8:]
         ctx.prepared = prepared
@@ -183,8 +185,11 @@ class NativeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_cotangent: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        """Through the registered operator where a second derivative may follow, which that one refuses, and where
-        somebody watches or maps the backward pass alone."""
+        """Compute the gradients, through the registered operator if a second derivative may follow.
+
+        That operator refuses second derivatives. It also serves calls where the backward pass itself is observed or
+        mapped.
+        """
         tensors: list[torch.Tensor | None] = [None] * 8
         saved = ctx.saved_tensors
         for index, tensor in zip(ctx.places, saved, strict=True):
@@ -202,10 +207,10 @@ class NativeAttention(torch.autograd.Function):
 
 
 def attend(arguments: Arguments) -> torch.Tensor:
-    """The call without the dispatcher, for plain CUDA tensors in eager mode.
+    """Run the call without the dispatcher, on plain CUDA tensors in eager mode.
 
-    On the host of an H200 the dispatcher adds 10 us to a forward of 37, and 164 us to a forward and backward of 292
-    with the autograd rule that torch makes for an operator (benchmarks/results/torch_host.csv).
+    On the host of an H200 the dispatcher adds 10 us to a forward pass of 37 us. With the autograd rule that torch makes
+    for an operator it adds 164 us to a forward and backward pass of 292 us (benchmarks/results/torch_host.csv).
     """
     prepared = prepare(arguments)
     query, key, value = arguments[:3]
@@ -218,9 +223,9 @@ def attend(arguments: Arguments) -> torch.Tensor:
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether these are ordinary CUDA tensors, and nobody watches or transforms what is done with them.
+    """Return whether these are ordinary CUDA tensors that no mode or transform observes.
 
-    Not to be asked while compiling.
+    Must not be called while compiling.
     """
     return (
         all([tensor is None or (type(tensor) in _PLAIN and tensor.is_cuda) for tensor in tensors])

@@ -1,7 +1,7 @@
 """The registered operators: `torch.ops.blockdiag.*`, with fake kernels and derivatives.
 
-Each exists twice, natively and through JAX (on the CPU both go through JAX), because tags are fixed when an operator is
-defined and a CUDA graph may hold the one and not the other.
+Each operator exists twice, native and through JAX, because tags are fixed when an operator is defined and a CUDA graph
+may only capture the native one. On the CPU both go through JAX.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _SCHEMAS = {
 }
 _NO_GRADIENTS = (None,) * (len(Arguments._fields) - 3)
 
-# Kept alive: an operator is gone with its library.
+# Module-level, because deleting a library removes its operators.
 _library = torch.library.Library("blockdiag", "DEF")
 
 
@@ -62,7 +62,7 @@ def _jax_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.T
 
 def _fake_forward(*values: Any) -> torch.Tensor:
     arguments = Arguments(*values)
-    # Of several devices the meta device answers: with memory that nobody has written to, if it were allowed to.
+    # One meta argument among others selects this kernel, which would return uninitialised memory: check the devices.
     check_devices(arguments)
     return arguments.query.new_empty(arguments.output_shape())
 
@@ -78,12 +78,12 @@ def _fake_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.
 
 
 def _one(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    """The same with its only result on its own."""
+    """Wrap a function with a single result so that it returns that result itself."""
     return lambda *values: function(*values)[0]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """What the backward needs are the arguments: no output, no statistics."""
+    """Save the arguments for the backward pass, which needs neither the output nor softmax statistics."""
     del output
     ctx.save_for_backward(*inputs[:8])
     ctx.options = inputs[8:]
@@ -110,7 +110,7 @@ def _refuse_second_derivative(ctx: Any, *cotangents: torch.Tensor) -> None:
 
 
 def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[..., Any]]) -> None:
-    """Define forward and both backwards with implementations for CUDA and, through JAX, for the CPU."""
+    """Define the forward and both backward operators for CUDA and, through JAX, for the CPU."""
     cpu = {"forward": _jax_forward, "backward": _jax_backward, "packed_backward": _one(_jax_backward)}
     fake = {"forward": _fake_forward, "backward": _fake_backward, "packed_backward": _one(_fake_backward)}
     for method, schema in _SCHEMAS.items():

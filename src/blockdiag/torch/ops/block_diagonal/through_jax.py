@@ -1,4 +1,4 @@
-"""Block-diagonal attention on torch tensors through DLPack and JAX: on the CPU, and where JAX is asked for."""
+"""Block-diagonal attention on torch tensors through DLPack and JAX, used on the CPU and where JAX is requested."""
 
 import contextlib
 import functools
@@ -17,14 +17,14 @@ from blockdiag.torch.ops.block_diagonal.call import Arguments, describe
 
 
 def forward(arguments: Arguments) -> torch.Tensor:
-    """Output of the shape that `Arguments.output_shape` says."""
+    """Return the output, whose shape is `Arguments.output_shape`."""
     with same_device(), _precision(arguments):
         call, arrays = _prepare(arguments)
         return to_torch(_forward(call, arrays))
 
 
 def backward(arguments: Arguments, output_cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, key and value; of a packed query one."""
+    """Return the gradients of query, key and value, or one gradient for a packed query."""
     with same_device(), _precision(arguments):
         call, arrays = _prepare(arguments)
         gradients = _backward(call, arrays, _to_jax(output_cotangent))
@@ -32,8 +32,8 @@ def backward(arguments: Arguments, output_cotangent: torch.Tensor) -> tuple[torc
 
 
 def _prepare(arguments: Arguments) -> tuple[Call, tuple[Any, ...]]:
-    """The call, and its arrays: query, key, value, offsets, lengths, rotary."""
-    # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
+    """Return the call and its arrays: query, key, value, offsets, lengths, rotary."""
+    # Checks see tensors, so they never wait for values on a GPU and messages name what the caller passed.
     problem = describe(arguments)
     names = normalise_implementation(
         tuple(arguments.implementation.split(",")) if arguments.implementation else None, BLOCK_DIAGONAL
@@ -60,7 +60,7 @@ def _prepare(arguments: Arguments) -> tuple[Call, tuple[Any, ...]]:
 def _forward(call: Call, arrays: tuple[Any, ...]) -> jax.Array:
     query, key, value, tables = _canonical(call, arrays)
     output = differentiable_attention(call, query, key, value, tables)
-    # Here and not in torch: autograd refuses to write to a view that an operator returns.
+    # Reshaped here because autograd refuses in-place writes to views that an operator returns.
     return output.reshape(*arrays[0].shape[:-2], *output.shape[-2:])
 
 
@@ -77,7 +77,7 @@ def _backward(call: Call, arrays: tuple[Any, ...], output_cotangent: jax.Array) 
 
 
 def _canonical(call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operands with one token axis, and the call's tables."""
+    """Return the operands with one token axis, and the call's tables."""
     *operands, sequence_offsets, block_lengths, rotary = arrays
     tables = canonical_tables(call, operands[0].shape[:-2], sequence_offsets, block_lengths, rotary)
     flat = (None if one is None else one.reshape(-1, *one.shape[-2:]) for one in operands)
@@ -85,7 +85,7 @@ def _canonical(call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _to_jax(tensor: torch.Tensor) -> jax.Array:
-    """The tensor as an array, copied where DLPack cannot describe it to JAX."""
+    """Return the tensor as an array, copied if JAX cannot import it through DLPack."""
     return to_jax(tensor.detach(), copy=True)
 
 
@@ -94,7 +94,7 @@ def _to_jax_or_none(tensor: torch.Tensor | None) -> jax.Array | None:
 
 
 def _precision(arguments: Arguments) -> Any:
-    """JAX narrows float64 unless told not to."""
+    """Enable 64-bit types for float64 operands, which JAX would otherwise narrow to float32."""
     is_wide = torch.float64 in (arguments.query.dtype, None if arguments.cos is None else arguments.cos.dtype)
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 

@@ -1,7 +1,7 @@
 """Key convolution for torch: the public function and the registered operators that it calls.
 
-Each operator exists twice, natively and through JAX (on the CPU both go through JAX), because tags are fixed when an
-operator is defined and a CUDA graph may hold the one and not the other.
+Each operator exists twice, native and through JAX, because tags are fixed when an operator is defined and a CUDA graph
+may only capture the native one. On the CPU both go through JAX.
 """
 
 import functools
@@ -33,34 +33,34 @@ def key_convolution(
     via: Literal["jax"] | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> torch.Tensor:
-    """Mix each key with the few keys before it: a short causal convolution, for every channel of every head by itself.
+    """Mix each key with the few keys before it, by a short causal convolution for every channel of every head.
 
-    The torch twin of `blockdiag.key_convolution`: the same arguments and meaning, on CUDA the very same Triton kernels,
-    launched on the current stream without JAX. It is a registered operator: autograd, `torch.compile` with full graphs
-    and dynamic shapes, CUDA graphs, autocast, activation checkpointing and DTensors sharded over batch or heads work.
-    Only key and weights are kept for the backward pass. Repeatable bit by bit. Second derivatives raise a
-    NotImplementedError.
+    This is the PyTorch version of `blockdiag.key_convolution`, with the same arguments and meaning. On CUDA it launches
+    the same Triton kernels on the current stream, without JAX. It is a registered operator. Autograd, `torch.compile`
+    with full graphs and dynamic shapes, CUDA graphs, autocast, activation checkpointing, and DTensors sharded over
+    batch or heads work. Only `key` and `weights` are kept for the backward pass. Results are bitwise repeatable.
+    Second derivatives raise a NotImplementedError.
 
     Args:
-        key: [B, T, K, H], B sequences of T tokens; or packed [T, K, H], one sequence or what `sequence_offsets`
-            describes. float16, bfloat16, float32 or float64, on a CPU or a CUDA device. A tensor that is not
-            contiguous (or not aligned to 16 bytes) is copied.
+        key: [B, T, K, H], B sequences of T tokens; or packed [T, K, H], one sequence or those that `sequence_offsets`
+            describes. float16, bfloat16, float32 or float64, on a CPU or a CUDA device. A tensor that is not contiguous
+            or not aligned to 16 bytes is copied.
         weights: [size, K, H] with size 1..8, in the dtype of `key` or in float32; the last row multiplies the current
             token.
         sequence_offsets: int32 [num_sequences + 1], only for packed keys; see the JAX function. Values are checked on
-            the CPU; on a GPU that would wait for the device, and they are taken as JAX takes traced ones.
-        activation: "silu" or None, what the weighted sum goes through.
+            the CPU. On a GPU a check would wait for the device, so they are handled as JAX handles traced ones.
+        activation: "silu" or None, applied to the weighted sum.
         residual: whether the key itself is added, after the activation.
-        implementation: None for the native kernels on CUDA and "xla" through JAX elsewhere (and where the kernels do
-            not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference" or
-            "xla" for JAX's implementation of that name; a sequence for the first that supports the call.
+        implementation: who computes it. None means the native kernels on CUDA where they support the call, and "xla"
+            through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU. "reference" or
+            "xla" means JAX's implementation of that name. A sequence means the first that supports the call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
-        context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Each is sent the
-            last size - 1 keys of the one before it, whatever the strategy. `key` is then a plain tensor of the
-            process's tokens, and `sequence_offsets` those of all tokens. The gradient of `weights` is that of the
-            process's tokens, as it is for every other parameter: add it up over the group. DDP and FSDP do so, and
-            divide by the number of processes. `torch.compile` runs such a call as it is, between graphs, and refuses it
-            where `fullgraph=True`.
+        context_parallel: the processes that share the tokens of each sequence; see `ContextParallel`. Each process
+            receives the last size - 1 keys of the one before it, whatever the strategy. `key` is then a plain tensor of
+            the process's tokens, and `sequence_offsets` those of all tokens. The gradient of `weights` covers the
+            process's tokens only, as for every other parameter: sum it over the group. DDP and FSDP do so, and divide
+            by the number of processes. `torch.compile` runs such a call eagerly between graphs, and refuses it with
+            `fullgraph=True`.
 
     Under autocast `key` is cast to its dtype first, and so are weights that are not float32.
 
@@ -89,7 +89,7 @@ def key_convolution(
     if context_parallel is not None:
         check_plain(context_parallel, key=key, weights=weights)
         describe_key_convolution(key, weights, sequence_offsets=None, activation=activation, residual=residual)
-        # Only here, because it imports the compiler of torch, to keep out of its graphs.
+        # Imported lazily: the module is kept out of graphs by `torch.compiler.disable`, which imports torch's compiler.
         from blockdiag.torch.ops.key_convolution.context import convolve_shared_tokens
 
         convolve = functools.partial(
@@ -106,7 +106,7 @@ def key_convolution(
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
     arguments = Arguments(key, weights, sequence_offsets, activation, residual, ",".join(names))
     if not torch.compiler.is_compiling():
-        # Here rather than in the operator, whose schema would refuse other types in words of its own.
+        # Checked before the operator, whose schema would reject other types with a generic message.
         describe(arguments)
         arguments = arguments._replace(residual=bool(residual))
         if implementation is not None and names != ("triton",):
@@ -118,7 +118,7 @@ def key_convolution(
         _refuse_tangents(key, weights)
     if type(key) is not torch.Tensor:
         dtensor_registration.prepare(key)
-    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
     is_native = via is None and (not names or names[0] == "triton")
     if key.is_cuda:
         is_native = is_native and takes_key(str(key.dtype).removeprefix("torch.")) is None
@@ -128,7 +128,7 @@ def key_convolution(
 
 
 def _refuse_tangents(*operands: torch.Tensor) -> None:
-    """An operator in Python would drop them without a word, and give a derivative of 0."""
+    """Refuse forward-mode tangents: a Python operator would silently drop them and give a derivative of 0."""
     if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
         raise NotImplementedError(
             "forward-mode derivatives of key convolution are not available in torch; use reverse mode, or "
@@ -137,7 +137,7 @@ def _refuse_tangents(*operands: torch.Tensor) -> None:
 
 
 def _autocast(key: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operands in autocast's dtype where it is on; float64 and the kernels' float32 weights stay what they are."""
+    """Cast the operands to autocast's dtype where autocast is on; keep float64, and weights in float32."""
     device_type = key.device.type
     # There is no autocast on the meta device, and asking for it is an error.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -158,7 +158,7 @@ _SCHEMAS = {
     "backward": f"(Tensor output_cotangent, {_ARGUMENTS}) -> (Tensor, Tensor)",
 }
 
-# Kept alive: an operator is gone with its library.
+# Module-level, because deleting a library removes its operators.
 _library = torch.library.Library("blockdiag", "FRAGMENT")
 
 
@@ -196,7 +196,7 @@ def _jax_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.T
 
 def _fake_forward(*values: Any) -> torch.Tensor:
     arguments = Arguments(*values)
-    # Of several devices the meta device answers: with memory that nobody has written to, if it were allowed to.
+    # One meta argument among others selects this kernel, which would return uninitialised memory: check the devices.
     check_devices(arguments.key, weights=arguments.weights, sequence_offsets=arguments.sequence_offsets)
     return arguments.key.new_empty(arguments.key.shape)
 
@@ -208,7 +208,7 @@ def _fake_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """What the backward needs are the arguments: no output, no sums."""
+    """Save the arguments for the backward pass, which needs neither the output nor intermediate sums."""
     del output
     ctx.save_for_backward(*inputs[:3])
     ctx.options = inputs[3:]

@@ -1,4 +1,4 @@
-"""Calls of the registered operators of key convolution: their arguments, and the description they stand for."""
+"""Arguments of the registered operators of key convolution, and the problem that they describe."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ from blockdiag.ops.key_convolution.problem import Activation, KeyConvolutionProb
 
 
 class Arguments(NamedTuple):
-    """What the operators take, by name; see `key_convolution`.
+    """The arguments of the operators, by name; see `key_convolution`.
 
     Attributes:
-        implementation: names as for JAX with commas between them, empty for None.
+        implementation: comma-separated names as for JAX, empty for None.
     """
 
     key: torch.Tensor
@@ -23,16 +23,16 @@ class Arguments(NamedTuple):
     implementation: str
 
     def key_of_call(self) -> tuple[Any, ...]:
-        """What decides about checks and launches: everything but the tensors' elements."""
+        """Return a cache key with everything that checks and launches depend on: all but the tensors' elements."""
         tensors = [None if one is None else (one.shape, one.dtype, one.device.index) for one in self[:3]]
         return (*tensors, *self[3:])
 
 
 def check_devices(key: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """All tensors must be on the device of `key`.
+    """Check that all tensors are on the device of `key`.
 
     Raises:
-        ValueError: naming the one that is not.
+        ValueError: a tensor is on another device; the message names it.
     """
     for name, tensor in others.items():
         if tensor is not None and tensor.device != key.device:

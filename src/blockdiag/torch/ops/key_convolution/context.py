@@ -1,4 +1,4 @@
-"""Key convolution over sequences whose tokens several processes share."""
+"""Context-parallel key convolution: the tokens of each sequence are divided over processes."""
 
 from collections.abc import Callable
 
@@ -17,12 +17,12 @@ def convolve_shared_tokens(
     weights: torch.Tensor,
     sequence_offsets: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the convolved keys of this process, which is sent the few keys before its own.
+    """Return the convolved keys of this process, which receives the few keys before its own.
 
     Args:
         context: which processes share the tokens.
-        convolve: `key_convolution` with everything but these tensors.
-        key, weights, sequence_offsets: of the call; offsets count through the tokens of all processes.
+        convolve: `key_convolution` with all other arguments bound.
+        key, weights, sequence_offsets: as for the call; offsets count through the tokens of all processes.
 
     Raises:
         ValueError: a process has fewer tokens than it sends, or the strategy is "ring".
@@ -36,11 +36,11 @@ def convolve_shared_tokens(
             f"`weights` of {before + 1} rows need at least {before} tokens in each process, got {own}; pad them, to "
             f"{before * context.size} in all"
         )
-    # In the first process they are 0, as keys before a sequence are.
+    # The first process receives zeros, the value of keys before a sequence.
     longer = with_neighbours(context, [key], tokens, before, 0)[0] if before else key
     offsets = None
     if sequence_offsets is not None:
         first = context.rank * own - before
-        # Keys before the first sequence are one that nobody asks for: offsets begin with 0.
+        # Offsets begin with 0: keys before the first sequence form one whose results are dropped.
         offsets = torch.nn.functional.pad((sequence_offsets - first).clamp(0, own + before), (1, 0))
     return convolve(longer, weights, sequence_offsets=offsets).narrow(tokens, before, own).contiguous()

@@ -14,7 +14,7 @@ from blockdiag.triton_kernels.parts.tile_table import TileTableLaunch
 
 __all__ = ["Unsupported", "backward", "forward"]
 
-# Calls of a model repeat a few shapes; what is kept for each is small, and kernels are shared beyond this.
+# A model repeats a few shapes, entries are small, and compiled kernels are shared by entries.
 _REMEMBERED_CALLS = 256
 
 type Tensors = tuple[torch.Tensor, ...]
@@ -49,13 +49,13 @@ class _Prepared:
         return bound_launch(launch, self._device_index)
 
     def forward(self, arguments: Arguments) -> torch.Tensor:
-        """The output, in the shape of the key."""
+        """Return the output in the shape of the key."""
         inputs = (dense(arguments.key), dense(arguments.weights), *self._tables(arguments))
         (output,) = self._forward(inputs)
         return reshaped(output, arguments.key.shape)
 
     def backward(self, arguments: Arguments, output_cotangent: torch.Tensor) -> Tensors:
-        """Gradients of key and weights."""
+        """Return the gradients of key and weights."""
         if not self._backward:
             self._backward = (self._bind("backward"), self._bind("weights_gradient"))
         inputs = (dense(arguments.key), dense(arguments.weights), dense(output_cotangent), *self._tables(arguments))
@@ -73,7 +73,7 @@ _prepared: OrderedDict[tuple[Any, ...], _Prepared] = OrderedDict()
 
 
 def _prepare(arguments: Arguments) -> _Prepared:
-    """The launches of a call, from memory where one like it came before; its device must be the current one.
+    """Return the launches of a call, cached by `key_of_call`; the call's device must be the current one.
 
     Raises:
         ValueError: an argument is wrong.
@@ -89,17 +89,17 @@ def _prepare(arguments: Arguments) -> _Prepared:
 
 
 def forward(arguments: Arguments) -> torch.Tensor:
-    """Output in the shape of the key, on the current stream."""
+    """Return the output in the shape of the key, on the current stream."""
     if arguments.key.numel() == 0:
         describe(arguments)
         return arguments.key.new_empty(arguments.key.shape)
-    # Kernels are loaded into the context of the device that is current, and run there.
+    # Kernels are loaded into the context of the current device and run there.
     with torch.cuda.device(arguments.key.device):
         return _prepare(arguments).forward(arguments)
 
 
 def backward(arguments: Arguments, output_cotangent: torch.Tensor) -> Tensors:
-    """Gradients of key and weights, on the current stream."""
+    """Return the gradients of key and weights, on the current stream."""
     if arguments.key.numel() == 0:
         return torch.zeros_like(arguments.key), torch.zeros_like(arguments.weights)
     with torch.cuda.device(arguments.key.device):

@@ -1,4 +1,4 @@
-"""Key convolution on torch tensors through DLPack and JAX: on the CPU, and where JAX is asked for."""
+"""Key convolution on torch tensors through DLPack and JAX, used on the CPU and where JAX is requested."""
 
 import contextlib
 import functools
@@ -20,22 +20,22 @@ from blockdiag.torch.ops.key_convolution.call import Arguments, describe
 
 
 def forward(arguments: Arguments) -> torch.Tensor:
-    """Output in the shape of the key."""
+    """Return the output in the shape of the key."""
     with same_device(), _precision(arguments):
         call, arrays = _prepare(arguments)
         return to_torch(_forward(call, *arrays))
 
 
 def backward(arguments: Arguments, output_cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Gradients of key and weights."""
+    """Return the gradients of key and weights."""
     with same_device(), _precision(arguments):
         call, arrays = _prepare(arguments)
         return tuple(map(to_torch, _backward(call, *arrays, _to_jax(output_cotangent))))
 
 
 def _prepare(arguments: Arguments) -> tuple[Call, tuple[jax.Array, jax.Array, jax.Array | None]]:
-    """The call and its arrays: key, weights, offsets."""
-    # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
+    """Return the call and its arrays: key, weights, offsets."""
+    # Checks see tensors, so they never wait for values on a GPU and messages name what the caller passed.
     problem = describe(arguments)
     call = prepare_call(problem, tuple(arguments.implementation.split(",")) if arguments.implementation else None)
     if arguments.key.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -70,10 +70,10 @@ def _backward(
 
 
 def _to_jax(tensor: torch.Tensor) -> jax.Array:
-    """The tensor as an array, copied where DLPack cannot describe it to JAX."""
+    """Return the tensor as an array, copied if JAX cannot import it through DLPack."""
     return to_jax(tensor.detach(), copy=True)
 
 
 def _precision(arguments: Arguments) -> Any:
-    """JAX narrows float64 unless told not to."""
+    """Enable 64-bit types for float64 operands, which JAX would otherwise narrow to float32."""
     return jax.enable_x64(True) if arguments.key.dtype == torch.float64 else contextlib.nullcontext()

@@ -64,47 +64,49 @@ def moba_attention(
     context_parallel: ContextParallel | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Mixture of block attention: each query of each head attends to its own block and to those that suit it best.
+    """Attend from each query of each head to its own block and to the blocks with the best centroid scores.
 
-    The torch twin of `blockdiag.moba_attention`: the same arguments and meaning, on CUDA the very same Triton kernels,
-    launched on the current stream without JAX and without ever waiting for the device. It is made of registered
-    operators: autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast, activation
-    checkpointing and DTensors sharded over batch or heads work. Gradients hold the routing constant. Kept for the
-    backward pass are the arguments, the output, its log-sum-exp, and the routing as lists. Repeatable bit by bit.
-    Second derivatives raise a NotImplementedError.
+    This is the PyTorch version of `blockdiag.moba_attention`, with the same arguments and meaning. On CUDA it launches
+    the same Triton kernels on the current stream, without JAX, and never waits for the device. It consists of
+    registered operators. Autograd, `torch.compile` with full graphs and dynamic shapes, CUDA graphs, autocast,
+    activation checkpointing, and DTensors sharded over batch or heads work.
+
+    Gradients treat the routing as constant. The backward pass keeps the arguments, the output, its log-sum-exp, and the
+    routing as lists. Results are bitwise repeatable. Second derivatives raise a NotImplementedError.
 
     Args:
-        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets`
-            describes; or a jagged nested tensor, as are key and value then. float16, bfloat16, float32 or float64, on a
-            CPU or a CUDA device. Tensors that are not contiguous (or not aligned to 16 bytes) are copied.
+        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or those that
+            `sequence_offsets` describes; or a jagged nested tensor, as key and value are then. float16, bfloat16,
+            float32 or float64, on a CPU or a CUDA device. Tensors that are not contiguous or not aligned to 16 bytes
+            are copied.
         key, value: [B, S, K, H] or [S, K, H] in the dtype of `query`, N a multiple of K. Where S differs from T, the
-            last query has the position of the last key; a query before the first key sees nothing and gives 0.
+            last query has the position of the last key, and a query before the first key sees nothing and gives 0.
         block_size: keys of a block, a multiple of 16 from 16 to 4096.
         top_k: blocks that a query sees, its own included, 1..64.
         scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None.
         is_causal: whether a token attends only to itself and earlier tokens.
         sequence_offsets: int32 [num_sequences + 1], only for packed tensors; see the JAX function. Values are checked
-            on the CPU; on a GPU that would wait for the device, and they are taken as JAX takes traced ones.
+            on the CPU. On a GPU a check would wait for the device, so they are handled as JAX handles traced ones.
         key_sequence_offsets: int32 [num_sequences + 1], the same for rows of `key` and `value`; `sequence_offsets` when
             None.
-        routing: which blocks each query sees, instead of those that suit it best, from `moba_routing` or made or edited
-            by hand; with indices [B, T, N, top_k] or [T, N, top_k]. See `Routing`.
-        key_mask: bool [B, S] or [S], True for keys that take part. Others are not seen and do not count in the mean key
-            of their block; blocks without keys are not chosen.
-        implementation: None for the native kernels on CUDA and "xla" through JAX elsewhere (and where the kernels do
-            not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference" or
-            "xla" for JAX's implementation of that name; a sequence for the first that supports the call.
+        routing: the blocks that each query sees, instead of the best scored ones; from `moba_routing`, or made or
+            edited by hand. Its indices are [B, T, N, top_k] or [T, N, top_k]. See `Routing`.
+        key_mask: bool [B, S] or [S], True for keys that take part. Other keys are not seen and do not count in the mean
+            key of their block. Blocks without keys are not chosen.
+        implementation: who computes it. None means the native kernels on CUDA where they support the call, and "xla"
+            through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU. "reference" or
+            "xla" means JAX's implementation of that name. A sequence means the first that supports the call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
-        context_parallel: the processes that share the tokens of each sequence, and how they work together; see
+        context_parallel: the processes that share the tokens of each sequence, and their strategy; see
             `ContextParallel`. Operands and `key_mask` are then plain tensors of the process's tokens, and
-            `sequence_offsets` those of all tokens. `torch.compile` runs such a call as it is, between graphs, and
-            refuses it where `fullgraph=True`.
+            `sequence_offsets` those of all tokens. `torch.compile` runs such a call eagerly between graphs, and refuses
+            it with `fullgraph=True`.
         return_residual: whether to return the log-sum-exp too.
 
     Under autocast, query, key and value are cast to its dtype first.
 
     Returns:
-        The attention output, contiguous, in the shape and dtype of `query`; with `return_residual` also the natural
+        The attention output, contiguous, in the shape and dtype of `query`. With `return_residual` also the natural
         logarithm of the sum of the exponentials of the scaled scores seen, float32 [B, T, N] or [T, N] (float64 for
         float64 tensors; -inf where a query sees nothing). Both are differentiable.
 
@@ -129,7 +131,7 @@ def moba_attention(
             raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
         check_plain(context_parallel, query=query, key=key, value=value)
         check_moba_operands(query, key, value)
-        # Only here, because it imports the compiler of torch, to keep out of its graphs.
+        # Imported lazily: the module is kept out of graphs by `torch.compiler.disable`, which imports torch's compiler.
         from blockdiag.torch.ops.moba.context import attend_to_shared_tokens
         from blockdiag.torch.ops.moba.passes import Who
 
@@ -160,7 +162,7 @@ def moba_attention(
             )
         _check_tensors({"routing.indices": routing.indices})
         given = (routing.indices, routing.block_size, routing.num_blocks)
-    # The routing is constant to differentiation.
+    # The operands are detached because the routing is constant under differentiation.
     arguments = ListArguments(
         query.detach(), key.detach(), key_mask, sequence_offsets, key_sequence_offsets, *given,
         block_size, top_k, is_causal, names,
@@ -187,7 +189,7 @@ def _attend_jagged(
     return_residual: bool,
     options: dict[str, Any],
 ) -> Any:
-    """`moba_attention` of jagged tensors, by that of their packed tokens."""
+    """Compute `moba_attention` of jagged tensors from their packed tokens."""
     given = key_sequence_offsets if sequence_offsets is None else sequence_offsets
     values, (offsets, key_offsets, _) = nested.unpack(given, query=query, key=key, value=value)
     nested.check_same_sequences(key=key, value=value)
@@ -211,19 +213,19 @@ def moba_routing(
     implementation: str | Sequence[str] | None = None,
     via: Literal["jax"] | None = None,
 ) -> Routing:
-    """The blocks that each query of each head sees in `moba_attention` with the same arguments.
+    """Return the blocks that each query of each head sees in `moba_attention` with the same arguments.
 
-    The result can be looked at, converted, edited, and given to `moba_attention`, of several layers too. It is constant
-    to differentiation.
+    The result can be inspected, converted, edited, and passed to `moba_attention`, also in several layers. It is
+    constant under differentiation.
 
     Args:
         query, key, block_size, top_k, is_causal, sequence_offsets, key_sequence_offsets, key_mask, implementation, via:
             see `moba_attention`.
 
     Returns:
-        A `Routing` with indices int32 [B, T, N, top_k] or [T, N, top_k]: numbers of blocks within the sequence; first
-        the query's own block, in causal calls, then the others by falling score, of equal scores the later block first;
-        then -1.
+        A `Routing` with indices int32 [B, T, N, top_k] or [T, N, top_k], which number blocks within the sequence. In
+        causal calls the query's own block comes first. The other blocks follow by falling score, the later block first
+        where scores are equal, and then -1.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -239,7 +241,7 @@ def moba_routing(
         torch.Size([100, 4, 3])
     """
     query, key = _autocast(query=query, key=key)
-    # The routing of packed tokens is one of packed tokens, too: the caller has to know.
+    # Jagged tensors are refused: the routing would index packed tokens, and the caller has to know that.
     nested.refuse(query=query, key=key)
     names, is_native = _who_computes(query, implementation, via)
     arguments = ListArguments(
@@ -257,10 +259,10 @@ def moba_routing(
 def _checked(
     arguments: ListArguments, value: torch.Tensor | None = None, scale: float | None = None
 ) -> tuple[ListArguments, float | None]:
-    """The arguments and the scale in types that the operators' schemas know.
+    """Check the arguments and convert options and scale to the types of the operators' schemas.
 
-    Checked here rather than in the operators alone, whose schemas would refuse other types in words of their own; in a
-    compiled call the operators check, when they run.
+    Checked before the operators, whose schemas would reject other types with a generic message. In a compiled call the
+    operators check when they run.
     """
     names = ("key_mask", "sequence_offsets", "key_sequence_offsets")
     _check_tensors({name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None})
@@ -276,7 +278,7 @@ def _checked(
 def _who_computes(
     query: torch.Tensor, implementation: str | Sequence[str] | None, via: Literal["jax"] | None
 ) -> tuple[str, bool]:
-    """Names of implementations with commas between them, and whether the native operators take the call."""
+    """Return comma-separated names of implementations, and whether the native operators take the call."""
     if via not in (None, "jax"):
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
@@ -285,7 +287,7 @@ def _who_computes(
         from blockdiag.ops.moba.problem import MOBA
 
         normalise_implementation(implementation, MOBA)
-    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
     is_native = via is None and (not names or names[0] == "triton")
     if query.is_cuda and query.ndim > 0:
         is_native = is_native and takes_operands(str(query.dtype).removeprefix("torch."), query.shape[-1]) is None
@@ -299,7 +301,7 @@ def _check_tensors(given: dict[str, Any]) -> None:
 
 
 def _refuse_tangents(*operands: torch.Tensor) -> None:
-    """An operator in Python would drop them without a word, and give a derivative of 0."""
+    """Refuse forward-mode tangents: a Python operator would silently drop them and give a derivative of 0."""
     if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
         raise NotImplementedError(
             "forward-mode derivatives of MoBA are not available in torch; use reverse mode, or "
@@ -308,7 +310,7 @@ def _refuse_tangents(*operands: torch.Tensor) -> None:
 
 
 def _autocast(**tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The operands in autocast's dtype where it is on; float64 stays what it is, as elsewhere in torch."""
+    """Cast the operands to autocast's dtype where autocast is on; float64 is kept, as elsewhere in torch."""
     _check_tensors(tensors)
     device_type = tensors["query"].device.type
     # There is no autocast on the meta device, and asking for it is an error.

@@ -1,4 +1,4 @@
-"""Calls of the registered operators of MoBA: their arguments, and the static description they stand for."""
+"""Arguments and results of the registered operators of MoBA, and the problem that they describe."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,16 +11,16 @@ from blockdiag.ops.moba.problem import MoBAProblem
 
 
 class ListArguments(NamedTuple):
-    """What the operators that route take, by name.
+    """The arguments of the operators that route, by name.
 
     Attributes:
         query: [B, T, N, H] or [T, N, H].
         key: [B, S, K, H] or [S, K, H].
         key_mask: bool [B, S] or [S], or None.
         sequence_offsets, key_sequence_offsets: int32 [num_sequences + 1] or None.
-        indices: of a given routing, int32 [B, T, N, k] or [T, N, k], or None.
-        given_block_size, given_num_blocks: the rest of a given routing, 0 without.
-        implementation: names as for JAX with commas between them, empty for None.
+        indices: the indices of a given routing, int32 [B, T, N, k] or [T, N, k], or None.
+        given_block_size, given_num_blocks: the other attributes of a given routing, 0 without one.
+        implementation: comma-separated names as for JAX, empty for None.
     """
 
     query: torch.Tensor
@@ -38,16 +38,16 @@ class ListArguments(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        """Batch rows; of a packed call, which has offsets, 1."""
+        """Number of batch rows; 1 for a packed call, whose sequences follow from offsets."""
         return math.prod(self.query.shape[:-3])
 
 
 class AttentionArguments(NamedTuple):
-    """What the operators that attend take, by name: operands and what `ListResults` holds.
+    """The arguments of the operators that attend, by name: operands and the fields of `ListResults`.
 
     Attributes:
-        own: bool [N, query_tokens], which queries see their own block; None where all do or none has one.
-        has_padding: whether there may be rows that lie in no block, as after packed sequences.
+        own: bool [N, query_tokens], True for queries that see their own block; None where all do or none has one.
+        has_padding: whether rows may belong to no block, such as those after packed sequences.
     """
 
     query: torch.Tensor
@@ -69,7 +69,7 @@ class AttentionArguments(NamedTuple):
 
 
 class ListResults(NamedTuple):
-    """What routing hands on to attention: the tables (see `moba_tables`), the lists (see `Lists`), and own blocks.
+    """Results of routing that attention reads: tables (see `moba_tables`), lists (see `Lists`), and own blocks.
 
     Attributes:
         own: bool [N, query_tokens] in causal calls with a given routing, else empty.
@@ -96,8 +96,8 @@ def describe_lists(arguments: ListArguments, value: Any = None, scale: float | N
     """Check the arguments and describe the call.
 
     Args:
-        arguments: what the operator takes.
-        value, scale: of attention, which are checked too where they are known already.
+        arguments: the arguments of the operator.
+        value, scale: arguments of attention, checked too if they are already known.
 
     Raises:
         ValueError: an argument is wrong; the same as the JAX function raises.
@@ -131,10 +131,10 @@ def describe_lists(arguments: ListArguments, value: Any = None, scale: float | N
 
 
 def describe_attention(arguments: AttentionArguments) -> MoBAProblem:
-    """Check the shapes of tables and lists, which follow from a call that was checked, and describe it.
+    """Check the shapes of tables and lists, which follow from a checked call, and describe the call.
 
     Raises:
-        ValueError: a tensor has not the shape or dtype that the others ask for.
+        ValueError: a tensor does not have the shape or dtype that the others imply.
     """
     query, key = arguments.query, arguments.key
     check_devices(query, **{name: getattr(arguments, name) for name in AttentionArguments._fields[1:11]})
@@ -178,10 +178,10 @@ def describe_attention(arguments: AttentionArguments) -> MoBAProblem:
 
 
 def check_devices(query: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """All tensors must be on the device of `query`.
+    """Check that all tensors are on the device of `query`.
 
     Raises:
-        ValueError: naming the one that is not.
+        ValueError: a tensor is on another device; the message names it.
     """
     for name, tensor in others.items():
         if tensor is not None and tensor.device != query.device:
@@ -191,19 +191,19 @@ def check_devices(query: torch.Tensor, **others: torch.Tensor | None) -> None:
 
 
 def is_empty(problem: MoBAProblem) -> bool:
-    """Whether there is no query, or no block for one to see."""
+    """Return whether there are no queries or no blocks."""
     return problem.query_tokens == 0 or problem.num_blocks == 0
 
 
 def no_lists(problem: MoBAProblem, device: torch.device) -> Lists:
-    """The lists where nothing is chosen."""
+    """Return lists without entries, for calls in which queries choose no block."""
     heads, tokens = problem.query_heads, problem.query_tokens
     shapes = (heads, problem.num_blocks), (heads, problem.num_blocks), (heads, tokens * problem.slots), (heads, tokens)
     return Lists(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
 
 
 def no_results(problem: MoBAProblem, arguments: ListArguments) -> ListResults:
-    """What `moba_lists` returns for an empty call."""
+    """Return the results of `moba_lists` for an empty call."""
     device = arguments.query.device
     blocks = torch.zeros((problem.num_blocks, 4), dtype=torch.int32, device=device)
     queries = torch.zeros((problem.query_tokens, 4), dtype=torch.int32, device=device)
@@ -213,5 +213,5 @@ def no_results(problem: MoBAProblem, arguments: ListArguments) -> ListResults:
 
 
 def own_shape(problem: MoBAProblem, has_own: bool) -> tuple[int, ...]:
-    """Shape of `ListResults.own`."""
+    """Return the shape of `ListResults.own`."""
     return (problem.query_heads, problem.query_tokens) if has_own else (0,)

@@ -1,4 +1,4 @@
-"""MoBA over sequences whose tokens several processes share."""
+"""Context-parallel MoBA: the tokens of each sequence are divided over processes."""
 
 import dataclasses
 import math
@@ -33,23 +33,23 @@ def attend_to_shared_tokens(
     *,
     return_residual: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return MoBA's output for the tokens of this process, and its log-sum-exp if asked for.
+    """Return MoBA's output for the tokens of this process, and with `return_residual` its log-sum-exp.
 
-    Strategy "gather": every process computes the mean keys of the blocks that begin with its tokens, and mean keys are
-    gathered before keys and values. Queries choose their blocks by mean keys while keys and values are on their way. A
-    block is the same block, with the same mean key, as in one process. Of packed sequences a cut may divide a block:
-    the process in which it begins is sent the rest of it, at most `block_size - 1` keys.
+    Strategy "gather": every process computes the mean keys of the blocks that begin with its tokens. Mean keys are
+    gathered first, so queries choose their blocks while keys and values are still in flight. Blocks and their mean keys
+    are the same as in one process. In packed sequences a cut may divide a block: the process in which it begins then
+    receives the rest of it, at most `block_size - 1` keys.
 
     Args:
-        context: which processes share the tokens, and how they work together.
-        attend: `moba_attention` with everything but these tensors, and with its residual.
-        who: who computes the passes of MoBA.
-        query, key, value, sequence_offsets, key_mask, return_residual: of the call; offsets count through the tokens of
-            all processes.
+        context: the processes that share the tokens, and their strategy.
+        attend: `moba_attention` with all other arguments bound, and with its residual.
+        who: the implementations of MoBA's passes.
+        query, key, value, sequence_offsets, key_mask, return_residual: as for the call; offsets count through the
+            tokens of all processes.
         options: the other arguments of the call, `block_size`, `top_k`, `scale` and `is_causal`.
 
     Raises:
-        ValueError: the strategy cannot serve.
+        ValueError: the strategy does not support the call.
     """
     block_size = check_moba_block_size(options["block_size"])
     check_parts(context, {"query": query, "key": key, "value": value}, sequence_offsets)
@@ -87,14 +87,14 @@ def _attend_to_gathered(
     whole_mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of this process's queries, and of the keys of all processes."""
+    """Return output and log-sum-exp of this process's queries over the keys of all processes."""
     tokens, own, batch = query.ndim - 3, query.shape[-3], query.shape[:-3]
     rows, total, is_causal = math.prod(batch), own * context.size, options["is_causal"]
     edges = sequence_offsets
     if edges is None:
         edges = torch.arange(2, dtype=torch.int32, device=query.device) * total
     mask = None if whole_mask is None else whole_mask.reshape(-1)
-    # Keys that are on their way: their shape is known.
+    # A placeholder for keys in flight, of which only the shape is read.
     coming = key.new_empty(1).expand(rows * total, *key.shape[-2:])
     _, all_offsets = _packed_offsets(edges, 0, total, total, rows, is_causal=False)
     problem = describe_moba_call(
@@ -104,7 +104,7 @@ def _attend_to_gathered(
     centroids = _gather_centroids(context, who, problem, key, sequence_offsets, whole_mask)
 
     def arguments_of(query: torch.Tensor, first: int) -> ListArguments:
-        """The call of queries that follow each other, the first of which has this place."""
+        """Return the arguments of a call for consecutive queries, where `first` is the position of the first one."""
         offsets, key_offsets = _packed_offsets(edges, first, query.shape[tokens], total, rows, is_causal=is_causal)
         return ListArguments(
             query.detach().flatten(0, tokens), coming, mask, offsets, key_offsets, None, 0, 0,
@@ -118,7 +118,7 @@ def _attend_to_gathered(
 
     is_balanced = centroids is not None and is_causal and own % (2 * problem.block_size) == 0
     choosing = to_zigzag(context, query.detach().movedim(tokens, 0)).movedim(0, tokens) if is_balanced else query
-    # They are on their way while queries choose.
+    # These transfers are in flight while queries choose.
     gathers = [Gather(context, x, tokens) for x in (key, value)]
     chosen = None
     if centroids is not None:
@@ -147,12 +147,12 @@ def _gather_centroids(
     sequence_offsets: torch.Tensor | None,
     whole_mask: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Return mean keys of all blocks, [num_blocks, K, parts, H]; None where no query chooses.
+    """Return the mean keys of all blocks, [num_blocks, K, parts, H]; None where no query chooses.
 
     Args:
-        context, who, key, sequence_offsets: of the call.
-        problem: the call of all keys, batch rows one after the other.
-        whole_mask: [.., T] of the keys of all processes.
+        context, who, key, sequence_offsets: as for the call.
+        problem: the call over all keys, with batch rows back to back.
+        whole_mask: [.., T], the mask of the keys of all processes.
     """
     if problem.slots == 0:
         return None
@@ -184,13 +184,13 @@ def _gather_centroids(
 def _own_blocks(
     context: ContextParallel, blocks: torch.Tensor, own: int, num_sequences: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the table of the blocks that begin in this process, and where all blocks are once these are gathered.
+    """Return the table of the blocks that begin in this process, and the row of every block in the gathered tables.
 
     Args:
         context: the processes.
         blocks: the block table of all tokens.
         own: tokens of a process.
-        num_sequences, block_size: of the call.
+        num_sequences, block_size: as for the call.
     """
     size, device = context.size, blocks.device
     most = count_packed_blocks(own, num_sequences, block_size)
@@ -199,7 +199,7 @@ def _own_blocks(
     firsts = torch.searchsorted(starts, torch.arange(size + 1, dtype=starts.dtype, device=device) * own)
     number = firsts[context.rank] + torch.arange(most, device=device)
     table = blocks[number.clamp(max=blocks.shape[0] - 1)]
-    # No query of these blocks is asked for.
+    # The query columns stay 0: only mean keys are computed from this table.
     start, length, nothing = table[:, 0] - context.rank * own, table[:, 1], torch.zeros_like(table[:, 0])
     table = torch.stack([start, length, nothing, nothing], 1)
     table = torch.where((number < firsts[context.rank + 1])[:, None], table, 0)
@@ -210,17 +210,17 @@ def _own_blocks(
 def _packed_offsets(
     edges: torch.Tensor, first: int, count: int, total: int, batch: int, *, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return offsets of queries and of keys, where batch rows lie one after the other.
+    """Return offsets of queries and of keys for batch rows that lie back to back.
 
     Args:
         edges: int32 offsets of the sequences of one batch row.
-        first, count: the place of the first query, and the number of queries.
+        first, count: the position of the first query, and the number of queries.
         total: the number of keys of a batch row.
         batch: the number of batch rows.
-        is_causal: whether the last query of a sequence stands beside the last key that it may see.
+        is_causal: whether keys end at the last query, so that the last queries and keys of a sequence align.
     """
     queries = (edges - first).clamp(0, count)
     keys = edges.clamp(max=first + count) if is_causal else edges
     rows = torch.arange(batch, dtype=edges.dtype, device=edges.device)[:, None]
-    # Keys behind the last one that a batch row sees are a sequence without queries.
+    # Keys after the last one that a batch row sees form a sequence without queries.
     return (queries + rows * count).flatten(), (keys + rows * total).flatten()

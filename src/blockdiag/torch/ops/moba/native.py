@@ -35,7 +35,7 @@ from blockdiag.triton_kernels.moba.steps import (
 
 __all__ = ["Unsupported", "attend", "choose", "differentiate", "find_centroids", "make_lists", "route"]
 
-# Calls of a model repeat a few shapes; what is kept for each is small, and kernels are shared beyond this.
+# A model repeats a few shapes, entries are small, and compiled kernels are shared by entries.
 _REMEMBERED_PASSES = 1024
 
 type Pass = Literal["route", "centroids", "choose", "list", "forward", "backward"]
@@ -51,7 +51,7 @@ _RESULTS: Mapping[Pass, Sequence[str]] = {
 
 
 def route(arguments: ListArguments) -> torch.Tensor:
-    """The routing as `Routing.indices` has it."""
+    """Return the indices of the routing, see `Routing.indices`."""
     problem = describe_lists(arguments)
     shape = (*arguments.query.shape[:-1], arguments.top_k)
     if is_empty(problem):
@@ -66,7 +66,7 @@ def route(arguments: ListArguments) -> torch.Tensor:
 def find_centroids(
     problem: MoBAProblem, key: torch.Tensor, key_mask: torch.Tensor | None, blocks: torch.Tensor
 ) -> torch.Tensor:
-    """Mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
+    """Return the mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
     _check_support(problem)
     with torch.cuda.device(key.device):
         arrays = {"key": dense(key), "blocks": blocks}
@@ -75,7 +75,7 @@ def find_centroids(
 
 
 def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
-    """Blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
+    """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
     problem = describe_lists(arguments)
     _check_support(problem)
     with torch.cuda.device(arguments.query.device):
@@ -86,7 +86,7 @@ def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> ListResults:
-    """Tables, lists and own blocks of a call; where it is known what queries choose, keys are not read."""
+    """Return the tables, lists and own blocks of a call; keys are not read if `chosen` or a routing is given."""
     problem = describe_lists(arguments)
     if is_empty(problem):
         return no_results(problem, arguments)
@@ -107,7 +107,7 @@ def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> 
 
 
 def attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, in the shapes of query and of its tokens and heads."""
+    """Return the output in the shape of `query`, and the log-sum-exp in that shape without its last axis."""
     problem, query = describe_attention(arguments), arguments.query
     if is_empty(problem):
         return query.new_zeros(query.shape), query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -124,7 +124,7 @@ def differentiate(
     output_cotangent: torch.Tensor,
     log_sum_cotangent: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     problem = describe_attention(arguments)
     operands = arguments[:3]
     if is_empty(problem):
@@ -138,7 +138,7 @@ def differentiate(
             "log_sum_cotangent": dense(log_sum_cotangent),
         }
         if problem.has_padding:
-            # No kernel writes the rows that lie in no block.
+            # No kernel writes rows that belong to no block.
             names = {"d_key": arguments.key, "d_value": arguments.value}
             arrays |= {
                 name: torch.zeros_like(one, memory_format=torch.contiguous_format) for name, one in names.items()
@@ -161,7 +161,7 @@ def _tables(problem: MoBAProblem, arguments: ListArguments) -> tuple[torch.Tenso
 def _choose(
     problem: MoBAProblem, arguments: ListArguments, blocks: torch.Tensor, queries: torch.Tensor
 ) -> torch.Tensor:
-    """Global numbers of the blocks that each query chooses, int32 [N, query_tokens, slots]."""
+    """Return the global numbers of the blocks that each query chooses, int32 [N, query_tokens, slots]."""
     if problem.slots == 0:
         shape = (problem.query_heads, problem.query_tokens, 0)
         return torch.empty(shape, dtype=torch.int32, device=arguments.query.device)
@@ -171,26 +171,26 @@ def _choose(
 
 
 def _list_choices(problem: MoBAProblem, chosen: torch.Tensor) -> Lists:
-    """The queries that chose each block."""
+    """Return the list of queries that chose each block."""
     if problem.slots == 0:
         return no_lists(problem, chosen.device)
     return Lists(*_run("list", problem, {"chosen": chosen}))
 
 
 def _arrays(arguments: AttentionArguments) -> dict[str, torch.Tensor]:
-    """The arrays of attention by the names that launches know them by."""
+    """Return the arrays of attention by their names in the launches."""
     names = ("query", "key", "value", "blocks", "queries", *Lists._fields)
     arrays = {name: dense(getattr(arguments, name)) for name in names}
     return arrays | _flags(mask=arguments.key_mask, own=arguments.own)
 
 
 def _flags(**given: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Those bool tensors that there are, as the int8 that kernels read."""
+    """View the given bool tensors as int8, which the kernels read; absent ones are left out."""
     return {name: dense(tensor).view(torch.int8) for name, tensor in given.items() if tensor is not None}
 
 
 def _run(name: Pass, problem: MoBAProblem, arrays: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The results of a pass; its device is the current one."""
+    """Run a pass on the current device and return its results."""
     launches = _launches(name, problem, "own" in arrays, torch.cuda.current_device())
     for launch, input_names, output_names, unneeded in launches:
         results = launch(tuple(arrays[name] for name in input_names))
@@ -206,7 +206,7 @@ type _Launch = tuple[
 
 
 def _needed(later: Sequence[MoBALaunch], results: set[str]) -> set[str]:
-    """Arrays that later launches read as they are now, not only after one of them has written another of that name."""
+    """Return the arrays whose current value a later launch reads, before a launch overwrites that name."""
     needed: set[str] = set()
     replaced: set[str] = set()
     for spec in later:
@@ -217,10 +217,10 @@ def _needed(later: Sequence[MoBALaunch], results: set[str]) -> set[str]:
 
 @functools.lru_cache(maxsize=_REMEMBERED_PASSES)
 def _launches(name: Pass, problem: MoBAProblem, has_own: bool, device_index: int) -> tuple[_Launch, ...]:
-    """The launches of a pass: each with the arrays that it reads, those that it writes, and those that go after it.
+    """Return the launches of a pass, each with the arrays that it reads, writes and frees.
 
-    Scratch memory goes back to torch's allocator, which gives it only to later work of the same stream, as soon as the
-    last launch that reads it is under way.
+    Scratch memory returns to torch's allocator once the last launch that reads it is enqueued. The allocator reuses it
+    only for later work on the same stream.
     """
     steps = {
         "route": routing_steps,

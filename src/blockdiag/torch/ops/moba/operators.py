@@ -1,13 +1,14 @@
 """The registered operators of MoBA: `torch.ops.blockdiag.moba_*`, with fake kernels and derivatives.
 
-- `moba_routing` gives the routing as `Routing.indices` has it.
-- `moba_lists` routes, or takes a given routing, and gives what attention reads of it: tables, lists and own blocks.
+- `moba_routing` returns the routing, see `Routing.indices`.
+- `moba_lists` routes, or takes a given routing, and returns the inputs of attention: tables, lists and own blocks.
 - `moba_forward` and `moba_backward` attend.
 
-A policy of selective activation checkpointing that saves the results of `moba_lists` and `moba_forward` keeps all that
-the backward pass needs besides query, key and value. Each operator exists twice, natively and through JAX (on the CPU
-both go through JAX), because tags are fixed when an operator is defined and a CUDA graph may hold the one and not the
-other.
+A policy of selective activation checkpointing that saves the results of `moba_lists` and `moba_forward` keeps
+everything that the backward pass needs besides query, key and value.
+
+Each operator exists twice, native and through JAX, because tags are fixed when an operator is defined and a CUDA graph
+may only capture the native one. On the CPU both go through JAX.
 """
 
 import math
@@ -30,7 +31,7 @@ _ATTENTION = (
     "bool has_padding, str implementation"
 )
 _TENSORS = 11
-"""The first arguments of attention are tensors."""
+"""Number of leading tensor arguments of attention."""
 
 _RESULTS = "Tensor output, Tensor log_sum, Tensor output_cotangent, Tensor log_sum_cotangent"
 _SCHEMAS = {
@@ -41,12 +42,12 @@ _SCHEMAS = {
 }
 _NO_GRADIENTS = (None,) * (len(AttentionArguments._fields) - 3)
 
-# Kept alive: an operator is gone with its library.
+# Module-level, because deleting a library removes its operators.
 _library = torch.library.Library("blockdiag", "FRAGMENT")
 
 
 def _without_routing(values: Sequence[Any]) -> ListArguments:
-    """The arguments of a call of `moba_routing`."""
+    """Return the arguments of a call of `moba_routing`."""
     tensors, options = values[:5], values[5:]
     return ListArguments(*tensors, None, 0, 0, *options)  # type: ignore[bad-argument-count]
 
@@ -111,8 +112,8 @@ def _native_backward(*values: Any) -> tuple[torch.Tensor, ...]:
         return _jax_backward(*values)
 
 
-# Of several devices the meta device answers: with memory that nobody has written to, if it were allowed to. Other
-# mistakes than of devices are found when the operator runs, with messages that no tracer has wrapped.
+# The fake kernels check devices: one meta argument among others selects them, and they would return uninitialised
+# memory. Other mistakes are found when the operator runs, so that no tracer wraps the messages.
 
 
 def _fake_routing(*values: Any) -> torch.Tensor:
@@ -147,28 +148,28 @@ def _fake_lists(*values: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _exported_size(size: Any) -> Any:
-    """A size that is known when the operator runs, in the place of one that follows from symbols.
+    """Replace a size that follows from symbols by one that is only known when the operator runs.
 
-    Torch asks of each size that follows from others whether it is 0 or 1, as that of a table of one block is. A
-    compiled function is then compiled anew where the answer differs; an exported program must do for all sizes.
+    Torch asks of each derived size whether it is 0 or 1, such as that of a table of one block. A compiled function is
+    recompiled where the answer differs, but an exported program must serve all sizes.
     """
     return torch.library.get_ctx().new_dynamic_size() if isinstance(size, torch.SymInt) else size
 
 
-# The counts of `blockdiag.ops.moba.checks`, of sizes that may be symbols. Python's `min`, `max` and `if` would compare
-# a symbol with a number: a compiled function would then be compiled anew on either side of it, and torch.export, which
-# has one program for all sizes, would refuse the call.
+# Counts as in `blockdiag.ops.moba.checks`, for sizes that may be symbolic. Python's `min`, `max` and `if` would compare
+# a symbol with a number. A compiled function would then be recompiled on either side of it, and torch.export, which has
+# one program for all sizes, would refuse the call.
 
 
 def symbolic_packed_blocks(tokens: Any, num_sequences: Any, block_size: int) -> Any:
-    """`count_packed_blocks` of sizes that may be symbols."""
-    # No sequences have no blocks, however many tokens there are.
+    """Return `count_packed_blocks` of sizes that may be symbolic."""
+    # Without sequences there are no blocks, however many tokens there are.
     most = (tokens + num_sequences * (block_size - 1)) // block_size
     return torch.sym_min(torch.sym_min(tokens, most), tokens * num_sequences)
 
 
 def symbolic_slots(top_k: int, sequence_blocks: Any, is_causal: bool) -> Any:
-    """`count_slots` of sizes that may be symbols."""
+    """Return `count_slots` of sizes that may be symbolic."""
     return torch.sym_max(torch.sym_min(top_k, sequence_blocks) - int(is_causal), 0)
 
 
@@ -195,7 +196,7 @@ def _check_attention_devices(*values: Any) -> None:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """What the backward pass needs: the arguments, lists and tables among them, and the results."""
+    """Save the results and the tensor arguments, which include lists and tables, for the backward pass."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *inputs[:_TENSORS])
     ctx.options = inputs[_TENSORS:]
@@ -206,7 +207,7 @@ def _differentiate(suffix: str) -> Callable[..., tuple[Any, ...]]:
         ctx: Any, output_cotangent: torch.Tensor | None, log_sum_cotangent: torch.Tensor | None
     ) -> tuple[Any, ...]:
         output, log_sum, *tensors = ctx.saved_tensors
-        # Of two results one alone is usually differentiated.
+        # Usually only one of the two results is differentiated, and the other cotangent is None.
         if output_cotangent is None:
             output_cotangent = torch.zeros_like(output)
         if log_sum_cotangent is None:

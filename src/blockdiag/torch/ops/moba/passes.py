@@ -1,4 +1,4 @@
-"""Passes of MoBA with mean keys that were made elsewhere, outside of the registered operators."""
+"""Passes of MoBA on externally computed mean keys, outside of the registered operators."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from blockdiag.torch.ops.moba.call import ListArguments, ListResults
 
 
 class Who(NamedTuple):
-    """Who computes a call.
+    """The implementations that compute a call.
 
     Attributes:
-        names: of implementations, as operators take them.
-        is_native: whether native kernels take the call, on CUDA.
+        names: comma-separated names of implementations, as operators take them.
+        is_native: whether the native kernels take the call on CUDA.
     """
 
     names: str
@@ -27,8 +27,8 @@ def find_centroids(
     """Return the mean keys of the blocks of a table, [num_blocks, K, parts, H], without a gradient.
 
     Args:
-        who: who computes it.
-        problem: the call whose keys and table these are.
+        who: the implementations.
+        problem: the call that keys and table belong to.
         key, key_mask, blocks: [key_tokens, K, H], bool [key_tokens] or None, int32 [num_blocks, 4].
     """
 
@@ -51,8 +51,8 @@ def choose(who: Who, arguments: ListArguments, centroids: torch.Tensor) -> torch
     """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots].
 
     Args:
-        who: who computes it.
-        arguments: of the call; keys are not read.
+        who: the implementations.
+        arguments: the arguments of the call; keys are not read.
         centroids: mean keys of all blocks.
     """
 
@@ -72,12 +72,12 @@ def choose(who: Who, arguments: ListArguments, centroids: torch.Tensor) -> torch
 
 
 def make_lists(who: Who, arguments: ListArguments, chosen: torch.Tensor | None) -> ListResults:
-    """Return what attention reads of the blocks that queries choose.
+    """Return the inputs of attention for the blocks that queries choose.
 
     Args:
-        who: who computes it.
-        arguments: of the call; keys are not read.
-        chosen: what `choose` returned; None where no query chooses.
+        who: the implementations.
+        arguments: the arguments of the call; keys are not read.
+        chosen: the result of `choose`; None where no query chooses.
     """
 
     def through_jax() -> ListResults:
@@ -104,7 +104,7 @@ def attend(
     lists: ListResults,
     problem: MoBAProblem,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and log-sum-exp of packed operands, by the operators that `moba_attention` is made of."""
+    """Return output and log-sum-exp of packed operands, computed by the operators behind `moba_attention`."""
     operators = torch.ops.blockdiag
     operator = operators.moba_forward if who.is_native else operators.moba_forward_through_jax
     *tables_and_lists, _ = lists

@@ -1,4 +1,4 @@
-"""The routing of MoBA as a value, for torch: which blocks each query of each head sees."""
+"""MoBA's routing as a value in torch: the blocks that each query of each head sees."""
 
 import math
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ from blockdiag.torch.ops.moba.tables import clip_offsets, count_unmasked, rows_t
 class Routing:
     """The blocks that each query of each head sees: `blockdiag.Routing` with a tensor.
 
-    `moba_routing` computes one, `moba_attention` takes one, so that layers can share it. It may be edited with
-    `dataclasses.replace`: the blocks of a query may stand in any order, a block that is named twice counts once, and
-    what a query cannot see, such as blocks behind its own in causal calls, is ignored. A query whose own block is
-    missing does not see it. Attention is constant in the routing: it has no gradient.
+    `moba_routing` returns one and `moba_attention` takes one, so layers can share it. It may be edited with
+    `dataclasses.replace`. The blocks of a query may stand in any order, and a repeated block counts once. Blocks that a
+    query cannot see, such as those after its own in causal calls, are ignored. A query whose own block is missing does
+    not see it. Attention treats the routing as constant: it has no gradient.
 
     Attributes:
-        indices: int32 [B, T, N, k] or [T, N, k]: numbers of blocks within the sequence of the query, -1 for none. From
-            `moba_routing` first the query's own block, in causal calls, then the others by falling score.
+        indices: int32 [B, T, N, k] or [T, N, k], block numbers within the sequence of the query, -1 for none.
+            `moba_routing` puts the query's own block first in causal calls, then the others by falling score.
         block_size: keys of a block.
         num_blocks: blocks of the longest possible sequence, ceil(S / block_size) for keys with S tokens.
 
     References:
-        What is chosen: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Lists by block: Xiao
-        et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
+        Routing: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Lists by block: Xiao et
+        al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
 
     Example:
         >>> import dataclasses
@@ -54,16 +54,16 @@ class Routing:
 
     @classmethod
     def from_pattern(cls, pattern: torch.Tensor, *, block_size: int, top_k: int | None = None) -> Self:
-        """A routing from a pattern that says of each block whether a query sees it.
+        """Return a routing from a mask of the blocks that each query sees.
 
         Args:
             pattern: bool [B, T, N, num_blocks] or [T, N, num_blocks].
             block_size: keys of a block.
-            top_k: how many blocks of each query there is room for; num_blocks when None. The last k blocks are taken
-                where a pattern on a GPU has more.
+            top_k: slots for blocks of each query; num_blocks when None. If a pattern on a GPU has more blocks, the last
+                k are taken.
 
         Returns:
-            The routing, indices int32 [B, T, N, k] or [T, N, k]; the blocks of a query from the last to the first.
+            The routing, with indices int32 [B, T, N, k] or [T, N, k] from the last block of a query to the first.
 
         Raises:
             ValueError: an argument is wrong, or a pattern on the CPU has a query with more than `top_k` blocks.
@@ -94,7 +94,7 @@ class Routing:
         return cls(indices, check_moba_block_size(block_size), num_blocks)
 
     def to_pattern(self) -> torch.Tensor:
-        """Whether each query names each block.
+        """Return a mask of the blocks that each query names.
 
         Returns:
             bool [B, T, N, num_blocks] or [T, N, num_blocks].
@@ -109,7 +109,7 @@ class Routing:
         pattern = torch.zeros(
             (*self.indices.shape[:-1], self.num_blocks + 1), dtype=torch.bool, device=self.indices.device
         )
-        # What names no block goes to a column that is dropped.
+        # Indices that name no block go to an extra column, which is dropped.
         is_block = (self.indices >= 0) & (self.indices < self.num_blocks)
         target = torch.where(is_block, self.indices, self.num_blocks).long()
         return pattern.scatter(-1, target, True)[..., : self.num_blocks]
@@ -117,7 +117,7 @@ class Routing:
     def to_block_lists(
         self, sequence_offsets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Lists of the queries that name each block, in the format of FlashMoBA.
+        """Return lists of the queries that name each block, in the format of FlashMoBA.
 
         Args:
             sequence_offsets: int32 [num_sequences + 1] for the routing of packed sequences. Without it each batch row
@@ -125,8 +125,8 @@ class Routing:
 
         Returns:
             Offsets and counts, int32 [num_sequences, N, num_blocks] (FlashMoBA takes the offsets as int64), and rows,
-            int32 [B * T * N * k]. The list of a sequence, head and block is rows[offset : offset + count]: rows of
-            queries within their sequence, ascending. The rest is -1.
+            int32 [B * T * N * k]. The list of a sequence, head and block is rows[offset : offset + count], the
+            ascending rows of queries within their sequence. Unused entries are -1.
 
         Raises:
             ValueError: `sequence_offsets` is wrong, or the lists are too long for int32 offsets.
@@ -154,7 +154,7 @@ class Routing:
         is_named = is_member[:, None, None] & (indices >= 0) & (indices < self.num_blocks) & ~_is_repeated(indices)
         number = torch.where(is_named, sequence[:, None, None] * self.num_blocks + indices, num_lists)
         number = number.movedim(1, 0).reshape(num_heads, tokens * top_k).contiguous()
-        # Of each head a stable sort by list, so that queries ascend; what is in no list comes last.
+        # A stable sort by list within each head keeps queries ascending; entries without a list come last.
         number, order = number.sort(dim=-1, stable=True)
         row = (torch.arange(tokens, dtype=torch.int32, device=device) - edges[sequence]).repeat_interleave(top_k)
         rows = torch.where(number < num_lists, row[order], -1)
@@ -180,22 +180,22 @@ class Routing:
         top_k: int,
         sequence_offsets: torch.Tensor | None = None,
     ) -> Self:
-        """A routing from lists in the format of FlashMoBA, see `to_block_lists`.
+        """Return a routing from lists in the format of FlashMoBA, see `to_block_lists`.
 
-        The blocks of a query stand from the last to the first. Where lists on a GPU name more than `top_k` blocks for a
-        query, the last ones are taken. Queries beyond the end of their sequence are ignored.
+        The blocks of a query are ordered from the last to the first. If lists on a GPU name more than `top_k` blocks
+        for a query, the last ones are taken. Queries beyond the end of their sequence are ignored.
 
         Args:
             offsets, counts: [num_sequences, N, num_blocks], of any integer dtype.
             rows: [entries], of any integer dtype. Lists must not overlap.
-            num_queries: T, tokens of a sequence, or of all packed sequences together.
+            num_queries: T, the tokens of a sequence, or of all packed sequences together.
             block_size: keys of a block.
-            top_k: how many blocks of each query there is room for.
+            top_k: slots for blocks of each query.
             sequence_offsets: int32 [num_sequences + 1] for packed sequences; the result is then [T, N, k], otherwise
                 [num_sequences, T, N, k].
 
         Returns:
-            The routing, indices int32 [num_sequences, T, N, k], or [T, N, k] with `sequence_offsets`.
+            The routing, with indices int32 [num_sequences, T, N, k], or [T, N, k] with `sequence_offsets`.
 
         Raises:
             ValueError: an argument is wrong, or lists on the CPU name more than `top_k` blocks for a query.
@@ -232,7 +232,7 @@ class Routing:
             indices = torch.full(shape, -1, dtype=torch.int32, device=device)
             return cls(indices, block_size, num_blocks)
         pair, block = _pairs_of_lists(offsets, counts, rows, edges, pairs)
-        # By pair of query and head, and from the last block to the first; the place within a pair is the slot.
+        # Sorted by pair of query and head, and from the last block to the first; the rank within a pair is the slot.
         order = (pair.long() * num_blocks + (num_blocks - 1 - block)).argsort()
         pair, block = pair[order], block[order]
         slot = torch.arange(rows.numel(), dtype=torch.int32, device=device)
@@ -240,7 +240,7 @@ class Routing:
         known = known_values(torch.where(pair < pairs, slot, -1).max() + 1)
         if known is not None and known > top_k:
             raise ValueError(f"`top_k` must be at least the {known} blocks that the lists give a query, got {top_k}")
-        # What has no place goes to an element that is dropped.
+        # Entries without a slot go to an extra element, which is dropped.
         place = torch.where((pair < pairs) & (slot < top_k), pair * top_k + slot, pairs * top_k)
         indices = torch.full((pairs * top_k + 1,), -1, dtype=torch.int32, device=device)
         indices = indices.scatter(0, place.long(), block)
@@ -254,7 +254,7 @@ def given_choice(
     blocks: torch.Tensor,
     queries: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What kernels take of a routing: blocks that queries choose, and which queries see their own block.
+    """Convert a routing to the kernels' inputs: chosen blocks, and a mask of the queries that see their own block.
 
     Args:
         problem: a call with k slots.
@@ -262,30 +262,30 @@ def given_choice(
         key_mask, blocks, queries: the key mask [key_tokens] and the tables of the call.
 
     Returns:
-        chosen: int32 [N, query_tokens, k], global numbers of the blocks that the query may choose, in the order of
+        chosen: int32 [N, query_tokens, k], global numbers of the chosen blocks that the query may see, in the order of
             `indices`, then -1.
         own: bool [N, query_tokens]; None in calls that are not causal.
     """
     first = queries[:, 0, None, None]
-    # Compared before anything is added, because an index of any size may have been given.
+    # Indices are compared before anything is added to them, because large ones would overflow.
     end = queries[:, 1, None, None] - first
     is_chosen = (indices >= 0) & (indices < end) & ~_is_repeated(indices)
     block = first + torch.where(is_chosen, indices, 0)
     if key_mask is not None:
         is_chosen = is_chosen & (count_unmasked(key_mask, blocks) > 0)[block]
-    # Chosen ones move to the front and keep their order.
+    # Valid choices move to the front and keep their order.
     order = (~is_chosen).to(torch.int8).argsort(dim=-1, stable=True)
     chosen = torch.where(is_chosen, block, -1).gather(-1, order)
     own = None
     if problem.is_causal:
-        # The end of the blocks that a query may choose is the number of its own.
+        # The end of the blocks that a query may choose is the number of its own block.
         own = (indices == end).any(dim=-1) & (queries[:, 3] > queries[:, 2])[:, None]
         own = own.t().contiguous()
     return chosen.transpose(0, 1).contiguous(), own
 
 
 def indices_of_choice(problem: MoBAProblem, chosen: torch.Tensor, queries: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Numbers of blocks within the sequence of each query, int32 [query_tokens, N, top_k], own block first.
+    """Return block numbers within the sequence of each query, int32 [query_tokens, N, top_k], own block first.
 
     Args:
         problem: the call.
@@ -304,7 +304,7 @@ def indices_of_choice(problem: MoBAProblem, chosen: torch.Tensor, queries: torch
 
 
 def _is_repeated(indices: torch.Tensor) -> torch.Tensor:
-    """Whether an earlier slot holds the same block; by sorting, since all pairs of many slots are too many."""
+    """Return whether an earlier slot holds the same block, by sorting: comparing all pairs of slots costs too much."""
     ordered, order = indices.sort(dim=-1, stable=True)
     is_repeated = torch.nn.functional.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
     return is_repeated.gather(-1, order.argsort(dim=-1))
@@ -313,9 +313,9 @@ def _is_repeated(indices: torch.Tensor) -> torch.Tensor:
 def _pairs_of_lists(
     offsets: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, edges: torch.Tensor, pairs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each entry of `rows` the pair of query and head, row * N + n, and the block; the pair `pairs` for none."""
+    """Return, for each entry of `rows`, the query-head pair (row * N + n, or `pairs` for none) and the block."""
     _, num_heads, num_blocks = offsets.shape
-    # Of lists with one start the longest comes last; the others are empty.
+    # Among lists with equal starts the longest comes last, and the others are empty.
     number = (offsets.reshape(-1).long() * 2**31 + counts.reshape(-1)).argsort()
     starts, counts = offsets.reshape(-1)[number], counts.reshape(-1)[number]
     entry = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
@@ -332,7 +332,7 @@ def _pairs_of_lists(
 
 
 def _edges(tokens_shape: Sequence[int], sequence_offsets: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """First and last rows of sequences in the flattened token axis, int32 [num_sequences + 1]."""
+    """Return offsets of sequences in the flattened token axis, int32 [num_sequences + 1]."""
     if sequence_offsets is None:
         num_sequences = math.prod(tokens_shape[:-1])
         return torch.arange(num_sequences + 1, dtype=torch.int32, device=device) * tokens_shape[-1]

@@ -1,6 +1,6 @@
-"""The tables of MoBA for torch: what `blockdiag.ops.moba.tables` makes, in torch operations on the tensors' device.
+"""Block and query tables of MoBA in torch, equal to those of `blockdiag.ops.moba.tables`.
 
-A few small operations, none of which waits for the device; the same integers as in JAX.
+They take a few small torch operations on the tensors' device, none of which waits for the device.
 """
 
 import torch
@@ -15,14 +15,14 @@ def moba_tables(
     key_sequence_offsets: torch.Tensor | None,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block table int32 [num_blocks, 4] and the query table int32 [query_tokens, 4] of a call.
+    """Return the block table int32 [num_blocks, 4] and the query table int32 [query_tokens, 4] of a call.
 
     Args:
         problem: the call, with at least one block.
-        num_sequences: batch rows, equally long and back to back; not read where offsets are given.
-        sequence_offsets, key_sequence_offsets: int32 [num_sequences + 1]; None for the latter takes the former. Any
-            values are memory safe: they are clipped to the axis, and one below its predecessor counts as equal to it.
-        device: where the tables lie.
+        num_sequences: number of batch rows, which have equal lengths and lie back to back; ignored with offsets.
+        sequence_offsets, key_sequence_offsets: int32 [num_sequences + 1]; the latter defaults to the former. Any values
+            are memory safe: they are clipped to the axis, and one below its predecessor counts as equal to it.
+        device: the device of the tables.
     """
     if sequence_offsets is None:
         return _uniform_tables(problem, num_sequences, device)
@@ -39,19 +39,19 @@ def moba_tables(
 
 
 def clip_offsets(offsets: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Offsets within [0, tokens] that do not decrease, whatever `offsets` holds."""
+    """Return `offsets` clipped to [0, tokens] and made non-decreasing, whatever values it holds."""
     return offsets.clamp(0, tokens).cummax(0).values
 
 
 def rows_to_sequences(edges: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of a token axis its sequence, and whether it belongs to one; the sequence is valid in any case."""
+    """Return the sequence of each row of a token axis, always a valid index, and whether the row belongs to one."""
     segment = _count_not_above(edges, _arange(tokens, edges.device)) - 1
     num_sequences = edges.shape[0] - 1
     return segment.clamp(0, num_sequences - 1), (segment >= 0) & (segment < num_sequences)
 
 
 def count_unmasked(key_mask: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """How many keys of each block, int32 [num_blocks], the mask bool [key_tokens] leaves."""
+    """Return how many keys of each block the mask bool [key_tokens] keeps, int32 [num_blocks]."""
     before = torch.nn.functional.pad(key_mask.cumsum(0, dtype=torch.int32), (1, 0))
     return before[blocks[:, 0] + blocks[:, 1]] - before[blocks[:, 0]]
 
@@ -59,7 +59,7 @@ def count_unmasked(key_mask: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor
 def _uniform_tables(
     problem: MoBAProblem, num_sequences: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tables of sequences of one length, by broadcasting those of one sequence over all."""
+    """Return both tables for sequences of equal length, by broadcasting the tables of one sequence."""
     length, key_length = problem.query_tokens // num_sequences, problem.key_tokens // num_sequences
     num_blocks, block_size = problem.num_blocks // num_sequences, problem.block_size
     sequence = _arange(num_sequences, device)[:, None]
@@ -71,7 +71,7 @@ def _uniform_tables(
         nothing = torch.zeros((), dtype=torch.int32, device=device)
         blocks = _table(key_start + start, end - start, nothing, nothing)
         return blocks, _table(first_block + torch.zeros_like(row), first_block + num_blocks, nothing, nothing)
-    # Query i has position i + shift, so that positions below `shift` belong to no query.
+    # Query i has position i + shift, so positions below `shift` belong to no query.
     shift = key_length - length
     begin = (start - shift).clamp(min=0)
     blocks = _table(key_start + start, end - start, query_start + begin, (end - shift).clamp(min=0) - begin)
@@ -124,12 +124,12 @@ def _query_table(
 
 
 def _table(*columns: torch.Tensor) -> torch.Tensor:
-    """Columns, broadcast to each other, as a table of rows."""
+    """Stack columns, broadcast against each other, into a table of rows."""
     return torch.stack(torch.broadcast_tensors(*columns), dim=-1).view(-1, len(columns))
 
 
 def _count_not_above(sorted_values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """For each element of `x`, how many of `sorted_values` are not above it."""
+    """Return, for each element of `x`, the number of `sorted_values` that are at most it."""
     return torch.searchsorted(sorted_values, x, right=True, out_int32=True)
 
 

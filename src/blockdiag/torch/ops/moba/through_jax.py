@@ -1,4 +1,4 @@
-"""MoBA on torch tensors through DLPack and JAX: on the CPU, and where JAX is asked for."""
+"""MoBA on torch tensors through DLPack and JAX, used on the CPU and where JAX is requested."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ from blockdiag.torch.ops.moba.call import (
 
 
 def route(arguments: ListArguments) -> torch.Tensor:
-    """The routing as `Routing.indices` has it."""
+    """Return the indices of the routing, see `Routing.indices`."""
     problem = describe_lists(arguments)
     shape = (*arguments.query.shape[:-1], arguments.top_k)
     call = _prepare(problem, arguments.implementation, arguments.query)
@@ -44,14 +44,14 @@ def route(arguments: ListArguments) -> torch.Tensor:
 def find_centroids(
     problem: MoBAProblem, implementation: str, key: torch.Tensor, key_mask: torch.Tensor | None, blocks: torch.Tensor
 ) -> torch.Tensor:
-    """Mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
+    """Return the mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
     call = _prepare(problem, implementation, key)
     with same_device(), _precision(key):
         return to_torch(_find_centroids(call, *map(_to_jax_or_none, (key, key_mask, blocks))))
 
 
 def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
-    """Blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
+    """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
     problem, query = describe_lists(arguments), arguments.query
     call = _prepare(problem, arguments.implementation, query)
     with same_device(), _precision(query):
@@ -60,7 +60,7 @@ def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> ListResults:
-    """Tables, lists and own blocks of a call; where it is known what queries choose, keys are not read."""
+    """Return the tables, lists and own blocks of a call; keys are not read if `chosen` or a routing is given."""
     problem, device = describe_lists(arguments), arguments.query.device
     call = _prepare(problem, arguments.implementation, arguments.query)
     if is_empty(problem):
@@ -79,7 +79,7 @@ def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> 
 
 
 def attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, in the shapes of query and of its tokens and heads."""
+    """Return the output in the shape of `query`, and the log-sum-exp in that shape without its last axis."""
     problem, query = describe_attention(arguments), arguments.query
     call = _prepare(problem, arguments.implementation, arguments.query)
     if is_empty(problem):
@@ -97,7 +97,7 @@ def differentiate(
     output_cotangent: torch.Tensor,
     log_sum_cotangent: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     problem = describe_attention(arguments)
     call = _prepare(problem, arguments.implementation, arguments.query)
     operands = arguments[:3]
@@ -110,7 +110,7 @@ def differentiate(
 
 
 def _prepare(problem: MoBAProblem, text: str, operand: torch.Tensor) -> Call:
-    """The call, once it is known that someone can compute it."""
+    """Return the call, after checking that an implementation supports it and no CUDA graph is being captured."""
     names = normalise_implementation(tuple(text.split(",")) if text else None, MOBA)
     resolve(problem, names)
     if operand.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -176,7 +176,7 @@ def _attend(
     constants = (_mask_rows(key_mask), blocks, queries, Lists(*lists), own)
     operands = map(_rows, (query, key, value))
     output, log_sum = call_implementation("forward", call.problem, call.implementations, *operands, *constants)
-    # Here and not in torch: autograd refuses to write to views that an operator returns.
+    # Reshaped here because autograd refuses in-place writes to views that an operator returns.
     return output.reshape(query.shape), log_sum.reshape(query.shape[:-1])
 
 
@@ -228,12 +228,12 @@ def _choose(call: Call, query: jax.Array, key: jax.Array, key_mask: jax.Array | 
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """[*batch, T, heads, columns] with one token axis."""
+    """Flatten [*batch, T, heads, columns] to one token axis."""
     return x.reshape(-1, *x.shape[-2:])
 
 
 def _row_sums(x: jax.Array) -> jax.Array:
-    """[*batch, T, heads] with one token axis."""
+    """Flatten [*batch, T, heads] to one token axis."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -242,7 +242,7 @@ def _mask_rows(key_mask: jax.Array | None) -> jax.Array | None:
 
 
 def _to_jax(tensor: torch.Tensor) -> jax.Array:
-    """The tensor as an array, copied where DLPack cannot describe it to JAX."""
+    """Return the tensor as an array, copied if JAX cannot import it through DLPack."""
     return to_jax(tensor.detach(), copy=True)
 
 
@@ -251,5 +251,5 @@ def _to_jax_or_none(tensor: torch.Tensor | None) -> jax.Array | None:
 
 
 def _precision(query: torch.Tensor) -> Any:
-    """JAX narrows float64 unless told not to."""
+    """Enable 64-bit types for float64 operands, which JAX would otherwise narrow to float32."""
     return jax.enable_x64(True) if query.dtype == torch.float64 else contextlib.nullcontext()

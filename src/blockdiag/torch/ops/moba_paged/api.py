@@ -23,7 +23,7 @@ from blockdiag.torch.ops.paged.operators import define_attention, fake_results
 
 _SCALES = ("key_scale", "value_scale", "query_scale")
 
-# What options of calls are that can be told from each other without being checked first.
+# Types of options that are safe in a cache key before they are checked.
 _PLAIN_OPTIONS = {int, float, str, type(None)}
 
 
@@ -80,31 +80,31 @@ def moba_paged_attention(
     via: Literal["jax"] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Mixture of block attention of the last few queries of each sequence to a cache of keys and values in pages.
+    """Attend from the last few queries of each sequence to a paged KV cache, by mixture of block attention.
 
-    The torch twin of `blockdiag.moba_paged_attention`: the same arguments and meaning, on CUDA the very same Triton
-    kernels, launched on the current stream without JAX and without ever waiting for the device. A CUDA graph that holds
-    a call reads new lengths, tables, pages and mean keys with every replay. It is a registered operator:
-    `torch.compile` with full graphs and dynamic shapes works. Repeatable bit by bit. Autocast changes nothing.
+    This is the PyTorch version of `blockdiag.moba_paged_attention`, with the same arguments and meaning. On CUDA it
+    launches the same Triton kernels on the current stream, without JAX, and never waits for the device. A CUDA graph
+    that holds a call reads new lengths, tables, pages and mean keys with every replay. It is a registered operator, so
+    `torch.compile` with full graphs and dynamic shapes works. Results are bitwise repeatable. Autocast has no effect.
 
-    For inference: a derivative raises a TypeError. DTensors as in `paged_attention`.
+    This function is for inference: a derivative raises a TypeError. DTensors work as in `paged_attention`.
 
     Args:
-        query: [B, T, N, H], T queries of each sequence, few; see `paged_attention` for dtypes and devices.
+        query: [B, T, N, H], T queries of each sequence, T small; see `paged_attention` for dtypes and devices.
         key_pages, value_pages, page_table, kv_lengths, query_lengths: the cache and its lengths, see `paged_attention`.
-        key_centroids: float32 [B, max_blocks, K, H], contiguous, the mean key of each complete block of each sequence,
-            at least (S - 1) // block_size of them, for S keys that a sequence may have. `append_to_pages` keeps them.
+        key_centroids: float32 [B, max_blocks, K, H], contiguous, the mean key of each complete block of each sequence.
+            max_blocks is at least (S - 1) // block_size, for S keys that a sequence may have. `append_to_pages` updates
+            these means.
         block_size: keys of a block, a multiple of 16 from 16 to 4096; independent of the size of pages.
         top_k: blocks that a query sees, its own included, 1..64.
         scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None.
-        key_scale, value_scale, query_scale: what keys, values and queries are to be multiplied by, see
-            `paged_attention`.
+        key_scale, value_scale, query_scale: factors of keys, values and queries, see `paged_attention`.
         implementation, via: who computes it, see `paged_attention`.
         return_residual: whether to return the log-sum-exp too.
 
     Returns:
-        The output [B, T, N, V] in the dtype of `query`, bfloat16 for queries of eight bits; with `return_residual` also
-        the natural logarithm of the sum of the exponentials of the scaled scores seen, float32 [B, T, N] (float64 for
+        The output [B, T, N, V] in the dtype of `query`, or bfloat16 for 8-bit queries. With `return_residual` also the
+        natural logarithm of the sum of the exponentials of the scaled scores seen, float32 [B, T, N] (float64 for
         float64 queries).
 
     Raises:
@@ -135,7 +135,7 @@ def moba_paged_attention(
         key_scale, value_scale, query_scale, block_size, top_k, scale, ",".join(names),
     )  # fmt: skip
     refuse_tangents("moba_paged_attention", arguments.tensors)
-    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
     is_native = via is None and (not names or names[0] == "triton")
     if not is_compiling:
         if is_native and isinstance(query, torch.Tensor) and query.is_cuda:
@@ -155,7 +155,7 @@ def moba_paged_attention(
 
 
 def _attend_natively(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The call without the dispatcher, for plain CUDA tensors in eager mode; None where it is not for this path."""
+    """Run the call on plain eager CUDA tensors without the dispatcher; None if this path does not apply."""
     from blockdiag.torch.ops.moba_paged import native
 
     tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
@@ -170,13 +170,13 @@ def _attend_natively(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch
     except native.Unsupported:
         return None
     except RuntimeError:
-        # Of nested tensors without the jagged layout torch has no shape.
+        # Reading the shape of a nested tensor without the jagged layout raises a RuntimeError.
         nested.refuse(query=arguments.query)
         raise
 
 
 def _checked(arguments: MoBAPagedArguments, implementation: str | Sequence[str] | None) -> MoBAPagedArguments:
-    """The arguments in types that the operators' schemas know."""
+    """Check the arguments and convert the options to the types of the operator's schema."""
     if implementation is not None and arguments.implementation != "triton":
         from blockdiag.common.dispatch import normalise_implementation
         from blockdiag.ops.moba_paged.problem import MOBA_PAGED
@@ -194,7 +194,7 @@ _SCHEMA = (
     "int block_size, int top_k, float? scale, str implementation) -> (Tensor, Tensor)"
 )
 
-# Kept alive: an operator is gone with its library.
+# Module-level, because deleting a library removes its operators.
 _library = torch.library.Library("blockdiag", "FRAGMENT")
 
 

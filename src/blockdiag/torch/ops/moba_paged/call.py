@@ -1,4 +1,4 @@
-"""Calls of the registered operator of MoBA over a paged cache: its arguments, and the description they stand for."""
+"""Arguments of the registered operator of MoBA over a paged cache, and the problem that they describe."""
 
 from typing import Any, NamedTuple
 
@@ -16,15 +16,15 @@ from blockdiag.torch.ops.paged.call import (
 )
 
 TENSORS = 10
-"""The first arguments of the operators are tensors."""
+"""Number of leading tensor arguments of the operators."""
 
 
 class MoBAPagedArguments(NamedTuple):
-    """What the operators take, by name; see `moba_paged_attention`.
+    """The arguments of the operators, by name; see `moba_paged_attention`.
 
     Attributes:
-        key_scale, value_scale, query_scale: tensors, or, for the native path and for checks, numbers.
-        implementation: names as for JAX with commas between them, empty for None.
+        key_scale, value_scale, query_scale: tensors; also numbers on the native path and in checks.
+        implementation: comma-separated names as for JAX, empty for None.
     """
 
     query: torch.Tensor
@@ -43,14 +43,14 @@ class MoBAPagedArguments(NamedTuple):
     implementation: str
 
     def key_of_call(self) -> tuple[Any, ...]:
-        """What decides about checks and launches: everything but the tensors' elements."""
+        """Return a cache key with everything that checks and launches depend on: all but the tensors' elements."""
         options = self[TENSORS:]
-        # True is 1 and 1.0 to a dictionary.
+        # Types are part of the key, because True, 1 and 1.0 are equal keys of a dictionary.
         return (*describe_tensors(self[:TENSORS]), *options, *map(type, options))
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The tensors, None for those that are not given, and numbers for scales that are."""
+        """The tensor arguments; None if absent, and a number for a scale that is given as one."""
         return self[:TENSORS]
 
 

@@ -32,7 +32,7 @@ class _Prepared:
         self._launches = Launches(steps(problem), arguments.query.device.index)
 
     def attend(self, arguments: MoBAPagedArguments) -> Results:
-        """Output and log-sum-exp."""
+        """Return the output and the log-sum-exp."""
         if self._is_empty:
             return no_keys(self._problem.paged, arguments.query, arguments.query_lengths, None)
         check_pages({"key_centroids": arguments.key_centroids})
@@ -48,7 +48,7 @@ _prepared: Remembered[MoBAPagedArguments, _Prepared] = Remembered(_Prepared)
 
 
 def attend(arguments: MoBAPagedArguments) -> Results:
-    """Output and log-sum-exp, on the current stream.
+    """Compute the output and the log-sum-exp on the current stream.
 
     Raises:
         ValueError: an argument is wrong.
@@ -56,6 +56,6 @@ def attend(arguments: MoBAPagedArguments) -> Results:
     """
     if arguments.query.get_device() == torch.cuda.current_device():
         return _prepared(arguments).attend(arguments)
-    # Kernels are loaded into the context of the device that is current, and run there.
+    # Kernels are loaded into the context of the current device and run there.
     with torch.cuda.device(arguments.query.device):
         return _prepared(arguments).attend(arguments)

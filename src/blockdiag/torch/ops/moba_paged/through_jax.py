@@ -1,4 +1,4 @@
-"""MoBA over a paged cache on torch tensors through DLPack and JAX: on the CPU, and where JAX is asked for."""
+"""MoBA over a paged cache on torch tensors through DLPack and JAX, used on the CPU and where JAX is requested."""
 
 import torch
 
@@ -12,9 +12,9 @@ from blockdiag.torch.ops.paged.through_jax import given_names, precision, refuse
 
 
 def attend(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp."""
+    """Return the output and the log-sum-exp."""
     with same_device(), precision(arguments.query):
-        # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
+        # Checks see tensors, so they never wait for values on a GPU and messages name what the caller passed.
         problem = describe(arguments)
         names = normalise_implementation(given_names(arguments.implementation), MOBA_PAGED)
         resolve(problem, names)

@@ -1,4 +1,4 @@
-"""Paged attention for torch: few queries against a long cache of keys and values; the public functions."""
+"""Paged attention for torch: few queries against a long KV cache; the public functions."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
@@ -24,7 +24,7 @@ from blockdiag.triton_kernels.paged.plans import takes_cache
 
 type Scale = torch.Tensor | float
 
-# What options of calls are that can be told from each other without being checked first.
+# Types of options that are safe in a cache key before they are checked.
 _PLAIN_OPTIONS = {int, float, bool, str, type(None)}
 
 
@@ -80,54 +80,56 @@ def paged_attention(
     via: Literal["jax"] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Attention of the last few queries of each sequence to its keys and values, which lie in pages of a pool.
+    """Attend from the last few queries of each sequence to its keys and values, which lie in pages of a pool.
 
-    The torch twin of `blockdiag.paged_attention`: the same arguments and meaning, on CUDA the very same Triton kernels,
-    launched on the current stream without JAX and without ever waiting for the device: how a call is computed follows
-    from shapes and options alone. So a CUDA graph that holds a call reads new lengths, tables and pages with every
-    replay. It is a registered operator: `torch.compile` with full graphs and dynamic shapes works. Repeatable bit by
-    bit. Autocast changes nothing: caches have dtypes of their own.
+    This is the PyTorch version of `blockdiag.paged_attention`, with the same arguments and meaning. On CUDA it launches
+    the same Triton kernels on the current stream, without JAX. It never waits for the device, because shapes and
+    options alone determine how a call is computed. A CUDA graph that holds a call therefore reads new lengths, tables
+    and pages with every replay.
 
-    For inference: a derivative raises a TypeError. Of DTensors batch rows and heads may be sharded, those of the cache
-    as those of `query`; a cache is never moved, and a ValueError says how it has to lie.
+    It is a registered operator, so `torch.compile` with full graphs and dynamic shapes works. Results are bitwise
+    repeatable. Autocast has no effect, because caches have dtypes of their own.
+
+    This function is for inference: a derivative raises a TypeError. DTensors may be sharded over batch rows and heads,
+    with the cache sharded like `query`. A cache is never moved: a ValueError says how it has to be placed.
 
     Args:
-        query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,
+        query: [B, T, N, H], T queries of each sequence, T small; or packed [rows, N, H] with `query_offsets`. float16,
             bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, on a CPU or a CUDA device. A query that is not
-            contiguous (or not aligned to 16 bytes) is copied.
+            contiguous or not aligned to 16 bytes is copied.
         key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], contiguous (a cache is never
-            copied), of the dtype of `query` or of eight bits; see the JAX function.
-        page_table: int32 [B, max_pages], numbers of pages. Checked on the CPU where keys use them; on a GPU, which
-            would have to be waited for, they are clipped to [0, P). None for a contiguous cache, [B, S, K, H].
-        kv_lengths: int32 [B], keys of each sequence, those of the new tokens included. Checked on the CPU, clipped on a
-            GPU.
-        query_lengths: int32 [B], how many of the T queries each sequence has, the first ones; all when None. Rows
-            beyond give 0 and -inf.
+            copied), in the dtype of `query` or in an 8-bit dtype; see the JAX function.
+        page_table: int32 [B, max_pages], page numbers. On the CPU entries that hold keys are checked. On a GPU a check
+            would wait for the device, so entries are clipped to [0, P). None for a contiguous cache, [B, S, K, H].
+        kv_lengths: int32 [B], number of keys of each sequence, including the new tokens. Checked on the CPU, clipped
+            on a GPU.
+        query_lengths: int32 [B], how many of the T queries each sequence has, counted from the first; all when None.
+            Rows beyond give 0 and -inf.
         query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Rows beyond
             the last offset give 0 and -inf.
-        max_query_length: queries that the longest packed sequence may have; the number of rows, at most 64, when None.
+        max_query_length: maximum length of a packed sequence of queries; the number of rows, at most 64, when None.
             A longer sequence is a ValueError on the CPU, and gives NaN on a GPU.
         scale: positive factor on the scores; 1 / sqrt(H) when None.
         is_causal: whether a query sees no keys after its own position.
-        local_window_size: keys before and after its own position that a query sees at most: one integer, or
+        local_window_size: maximum number of keys that a query sees before and after its own position: one integer, or
             (left, right), None for no bound.
         logits_soft_cap: scores s become ``cap * tanh(s / cap)``; positive.
-        sinks: [N], floating, a logit of each query head that takes part in the softmax without a value.
-        key_scale, value_scale: what keys and values are to be multiplied by: a number, or float32 of shape [], [B, K],
-            or [P, page_size, K], one factor for each token and head. A tensor [] is expanded for every call, by one
-            more small kernel; a number and [B, K] are not.
-        query_scale: the same for queries: a number, or float32 of shape [] or [B, K], by key head.
+        sinks: [N], floating, an additional logit of each query head in the softmax, without a value.
+        key_scale, value_scale: factors of keys and values: a number, or float32 of shape [], [B, K] or
+            [P, page_size, K], one factor for each token and head. A scalar tensor is expanded in every call by one
+            additional small kernel; a number and [B, K] are not.
+        query_scale: factor of queries: a number, or float32 of shape [] or [B, K], by key head.
         num_splits, split_size: how the keys of each sequence are divided; see the JAX function.
-        implementation: None for the native kernels on CUDA and "xla" through JAX elsewhere (and where the kernels do
-            not support the call); "triton" for the kernels, which on a CPU are interpreted, slowly; "reference" or
-            "xla" for JAX's implementation of that name; a sequence for the first that supports the call.
+        implementation: who computes it. None means the native kernels on CUDA where they support the call, and "xla"
+            through JAX otherwise. "triton" means the kernels, which run in a slow interpreter on a CPU. "reference" or
+            "xla" means JAX's implementation of that name. A sequence means the first that supports the call.
         via: "jax" to go through DLPack and JAX on CUDA as well.
-        return_residual: whether to return the log-sum-exp too, with which `merge_attention_states` merges results.
+        return_residual: whether to return the log-sum-exp too, which `merge_attention_states` needs to merge results.
 
     Returns:
-        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, bfloat16 for queries of eight bits; with
-        `return_residual` also the natural logarithm of the sum of the exponentials of the scores seen, float32
-        [B, T, N] or [rows, N] (float64 for float64 queries).
+        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, or bfloat16 for 8-bit queries. With
+        `return_residual` also the natural logarithm of the sum of the exponentials of the scores seen, float32 [B, T,
+        N] or [rows, N] (float64 for float64 queries).
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -136,8 +138,8 @@ def paged_attention(
 
     References:
         Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
-        Splits: Flash-Decoding of Dao et al. (2023). The soft cap as in Gemma 2 (2024), sinks as in gpt-oss (2025).
-        Layout of the pages as FlashInfer's NHD, Ye et al. (2025).
+        Splits: Flash-Decoding of Dao et al. (2023). Soft cap: Gemma 2 (2024). Sinks: gpt-oss (2025). Page layout: NHD
+        of FlashInfer, Ye et al. (2025).
 
     Example:
         >>> import torch
@@ -163,7 +165,7 @@ def paged_attention(
         num_splits, split_size, ",".join(names),
     )  # fmt: skip
     refuse_tangents("paged_attention", arguments.tensors)
-    # The first of a sequence that supports the call: the kernels may, natively, where they are asked for first.
+    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
     is_native = via is None and (not names or names[0] == "triton")
     if not is_compiling:
         if is_native and isinstance(query, torch.Tensor) and query.is_cuda:
@@ -186,13 +188,13 @@ _SCALES = ("key_scale", "value_scale", "query_scale")
 
 
 def takes(query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor) -> bool:
-    """Whether the kernels take queries and caches of these dtypes and head sizes."""
+    """Return whether the kernels support these dtypes and head dimensions."""
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key_pages, value_pages)]
     return takes_cache(dtypes[0], dtypes[1], dtypes[2], query.shape[-1], value_pages.shape[-1]) is None
 
 
 def _attend_natively(arguments: PagedArguments) -> tuple[torch.Tensor, ...] | None:
-    """The call without the dispatcher, for plain CUDA tensors in eager mode; None where it is not for this path."""
+    """Run the call on plain eager CUDA tensors without the dispatcher; None if this path does not apply."""
     from blockdiag.torch.ops.paged import native
 
     tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
@@ -204,16 +206,16 @@ def _attend_natively(arguments: PagedArguments) -> tuple[torch.Tensor, ...] | No
     except native.Unsupported:
         return None
     except RuntimeError:
-        # Of nested tensors without the jagged layout torch has no shape.
+        # Reading the shape of a nested tensor without the jagged layout raises a RuntimeError.
         nested.refuse(query=arguments.query)
         raise
 
 
 def _checked(arguments: PagedArguments, implementation: str | Sequence[str] | None) -> PagedArguments:
-    """The arguments in types that the operators' schemas know.
+    """Check the arguments and convert the options to the types of the operator's schema.
 
-    Checked here rather than in the operators alone, whose schemas would refuse other types in words of their own; in a
-    compiled call the operators check, when they run.
+    Checked before the operator, whose schema would reject other types with a generic message. In a compiled call the
+    operator checks when it runs.
     """
     if implementation is not None and arguments.implementation != "triton":
         from blockdiag.common.dispatch import normalise_implementation
@@ -235,30 +237,30 @@ def _checked(arguments: PagedArguments, implementation: str | Sequence[str] | No
 def merge_attention_states(
     outputs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to several sets of keys, as attention to all of them: outputs weighted by their log-sum-exps.
+    """Merge attention to several sets of keys into attention to all of them, weighted by their log-sum-exps.
 
-    The torch twin of `blockdiag.merge_attention_states`. With `paged_attention` it joins, say, a prefix that sequences
-    share with what each has of its own; or what several devices computed of one long cache. Each set has its keys
-    counted once, and sinks belong into one of the calls only.
+    This is the PyTorch version of `blockdiag.merge_attention_states`. With `paged_attention` it merges, for example, a
+    prefix that sequences share with the rest of each sequence, or the results of several devices for one long cache.
+    Each key must belong to one set only, and sinks to one of the calls only.
 
-    Computed in float32 (float64 for float64 outputs) by torch's own operations: derivatives, `torch.compile` and all
-    else apply.
+    It is computed in float32 (float64 for float64 outputs) by torch's own operations, so derivatives and
+    `torch.compile` work.
 
     Args:
-        outputs: normalised outputs of each part, a sequence of tensors [..., V] of one shape and one floating dtype, or
-            those stacked along a leading axis.
-        lses: their natural log-sum-exps [...], floating, likewise. Where one is -inf the part saw nothing, and its
-            output, NaN too, plays no part.
+        outputs: the normalised output of each part: a sequence of tensors [..., V] of one shape and one floating
+            dtype, or these stacked along a leading axis.
+        lses: their natural log-sum-exps [...], floating, in the same form. A part whose log-sum-exp is -inf saw
+            nothing, and its output is ignored, even if NaN.
 
     Returns:
-        The merged output [..., V] in the dtype of `outputs`, and its log-sum-exp [...] in float32 (float64). Where no
-        part saw anything they are 0 and -inf.
+        The merged output [..., V] in the dtype of `outputs`, and its log-sum-exp [...] in float32 (float64). They are 0
+        and -inf where no part saw anything.
 
     Raises:
         ValueError: there are no parts, or their shapes or dtypes do not match.
 
     References:
-        Merging by log-sum-exps: the cascade of FlashInfer, Ye et al. (2025), from the online softmax of Milakov and
+        Merging by log-sum-exps: the cascade of FlashInfer, Ye et al. (2025), after the online softmax of Milakov and
         Gimelshein (2018).
 
     Example:
@@ -296,7 +298,7 @@ def _stacked(name: str, parts: Any) -> torch.Tensor:
         return parts
     tensors = list(parts)
     check_tensors(**{f"{name}[{index}]": part for index, part in enumerate(tensors)})
-    # Compared one by one: a set would make a compiled function's sizes constants.
+    # Compared one by one, because a set would specialise the sizes of a compiled function.
     if not tensors or any(one.shape != tensors[0].shape or one.dtype != tensors[0].dtype for one in tensors):
         found = [f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.") for tensor in tensors]
         raise ValueError(

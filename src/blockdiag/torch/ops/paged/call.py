@@ -1,4 +1,4 @@
-"""Calls of paged attention in torch: the operator's arguments, their checks, and the description they stand for."""
+"""Arguments of the registered operator of paged attention with their checks, and the problem that they describe."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.torch import nested
 
 _TENSORS = 11
-"""The first arguments are tensors; the last three of these may also be numbers before an operator is called."""
+"""Number of leading tensor arguments; the last three of these are scales, which may also be numbers before the call."""
 
 
 class PagedArguments(NamedTuple):
-    """What the operator takes, by name; see `paged_attention`.
+    """The arguments of the operator, by name; see `paged_attention`.
 
     Attributes:
-        key_scale, value_scale, query_scale: tensors, or, for the native path and for checks, numbers.
-        window_left, window_right: `local_window_size`, None for no bound.
-        implementation: names as for JAX with commas between them, empty for None.
+        key_scale, value_scale, query_scale: tensors; also numbers on the native path and in checks.
+        window_left, window_right: the two sides of `local_window_size`, None for no bound.
+        implementation: comma-separated names as for JAX, empty for None.
     """
 
     query: torch.Tensor
@@ -46,19 +46,19 @@ class PagedArguments(NamedTuple):
     implementation: str
 
     def key_of_call(self) -> tuple[Any, ...]:
-        """What decides about checks and launches: everything but the tensors' elements."""
+        """Return a cache key with everything that checks and launches depend on: all but the tensors' elements."""
         options = self[_TENSORS:]
-        # True is 1 and 1.0 to a dictionary.
+        # Types are part of the key, because True, 1 and 1.0 are equal keys of a dictionary.
         return (*describe_tensors(self[:_TENSORS]), *options, *map(type, options))
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The tensors, None for those that are not given, and numbers for scales that are."""
+        """The tensor arguments; None if absent, and a number for a scale that is given as one."""
         return self[:_TENSORS]
 
 
 def describe_tensors(tensors: Sequence[Any]) -> list[Any]:
-    """What is the same for tensors of equal calls; numbers stand for themselves."""
+    """Return the part of a cache key that describes tensors; numbers are their own description."""
     return [
         None
         if one is None
@@ -96,7 +96,7 @@ def describe(arguments: PagedArguments) -> PagedProblem:
 
 
 def page_tensors(arguments: Any) -> dict[str, torch.Tensor]:
-    """What has the size of the cache among the arguments of an operator: it is never copied."""
+    """Return the arguments of the size of the cache, which are never copied."""
     pages = {"key_pages": arguments.key_pages, "value_pages": arguments.value_pages}
     for name, scale in (("key_scale", arguments.key_scale), ("value_scale", arguments.value_scale)):
         if isinstance(scale, torch.Tensor) and scale.ndim == 3:
@@ -105,15 +105,15 @@ def page_tensors(arguments: Any) -> dict[str, torch.Tensor]:
 
 
 def is_absent(value: Any) -> bool:
-    """Whether an argument is no tensor by right: not given, or the number that stands for a scale."""
+    """Return whether an argument is legitimately no tensor: None, or a scale given as a number."""
     return value is None or type(value) in (int, float)
 
 
 def check_tensors(**given: Any) -> None:
-    """Tensors, not arrays of another library.
+    """Check that arguments are torch tensors rather than arrays of another library, and not nested.
 
     Raises:
-        ValueError: naming the one that is none.
+        ValueError: an argument is not; the message names it.
     """
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
@@ -122,10 +122,10 @@ def check_tensors(**given: Any) -> None:
 
 
 def check_devices(**given: Any) -> None:
-    """All tensors must be on the device of the first.
+    """Check that all tensors are on the device of the first.
 
     Raises:
-        ValueError: naming the one that is not.
+        ValueError: a tensor is on another device; the message names it.
     """
     (first, reference), *others = given.items()
     for name, tensor in others:
@@ -137,10 +137,10 @@ def check_devices(**given: Any) -> None:
 
 
 def check_layout(**pages: torch.Tensor) -> None:
-    """Pages must be contiguous: a copy of a whole cache for every call is never what is wanted.
+    """Check that pages are contiguous, because copying a whole cache for every call is never wanted.
 
     Raises:
-        ValueError: naming those that are not.
+        ValueError: pages are not contiguous; the message names them.
     """
     for name, tensor in pages.items():
         if not tensor.is_contiguous():
@@ -151,27 +151,27 @@ def check_layout(**pages: torch.Tensor) -> None:
 
 
 def check_via(via: Any) -> None:
-    """Who else than the native kernels may be asked.
+    """Check the value of `via`.
 
     Raises:
-        ValueError: for anything but None and "jax".
+        ValueError: it is neither None nor "jax".
     """
     if via not in (None, "jax"):
         raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
 
 
 def names_of(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of an `implementation=` argument, empty for None."""
+    """Return the names of an `implementation=` argument as a tuple, empty for None."""
     return (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
 
 
 def wants_gradient(tensors: Sequence[Any]) -> bool:
-    """Whether autograd follows any of these."""
+    """Return whether autograd tracks any of these."""
     return torch.is_grad_enabled() and any([isinstance(one, torch.Tensor) and one.requires_grad for one in tensors])
 
 
 def inference_error(name: str) -> TypeError:
-    """What a derivative of the public function `name` raises, as in JAX."""
+    """Return the error that differentiating the public function `name` raises, as in JAX."""
     return TypeError(
         f"{name} is for inference and cannot be differentiated; call it under torch.no_grad() or with detached "
         "tensors, or train with another attention function, such as moba_attention or "
@@ -180,7 +180,7 @@ def inference_error(name: str) -> TypeError:
 
 
 def refuse_tangents(name: str, tensors: Sequence[Any]) -> None:
-    """An operator in Python would drop them without a word, and give a derivative of 0."""
+    """Refuse forward-mode tangents: a Python operator would silently drop them and give a derivative of 0."""
     if not may_have_tangents():
         return
     given = [one for one in tensors if isinstance(one, torch.Tensor)]
@@ -189,7 +189,7 @@ def refuse_tangents(name: str, tensors: Sequence[Any]) -> None:
 
 
 def as_tensor_scale(scale: Any, like: torch.Tensor) -> Any:
-    """A number as the tensor float32 [] that operators take; anything else as it is."""
+    """Convert a number to the float32 scalar tensor that operators take; return anything else unchanged."""
     if type(scale) not in (int, float):
         return scale
     return torch.full((), scale, dtype=torch.float32, device=like.device)

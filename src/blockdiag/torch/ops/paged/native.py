@@ -17,21 +17,21 @@ from blockdiag.triton_kernels.paged.plans import PagedLaunch, supports
 
 __all__ = ["Unsupported", "attend", "is_plain"]
 
-# Calls of a model repeat a few shapes; what is kept for each is small, and kernels are shared beyond this.
+# A model repeats a few shapes, entries are small, and compiled kernels are shared by entries.
 _REMEMBERED_CALLS = 1024
 
 type Results = tuple[torch.Tensor, torch.Tensor]
 
 
 class Remembered[Key, Prepared]:
-    """What was prepared for the latest kinds of calls."""
+    """Cache of the prepared launches of the most recent kinds of calls."""
 
     def __init__(self, prepare: Callable[[Key], Prepared]) -> None:
         self._prepare = prepare
         self._calls: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
 
     def __call__(self, arguments: Any) -> Prepared:
-        """Prepared for a call, whose device must be the current one; errors are those of preparing it."""
+        """Return the launches of a call, whose device must be current; errors of preparing them propagate."""
         key = arguments.key_of_call()
         prepared = self._calls.get(key)
         if prepared is None:
@@ -41,12 +41,12 @@ class Remembered[Key, Prepared]:
         return prepared
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all entries."""
         self._calls.clear()
 
 
 class Launches:
-    """Launches one after the other, each of which reads arrays by name and adds those that it writes."""
+    """Consecutive launches, each of which reads arrays by name and adds the arrays that it writes."""
 
     def __init__(self, specs: Sequence[Any], device_index: int) -> None:
         self._launches = [(bound_launch(spec, device_index), spec.input_names, spec.output_names) for spec in specs]
@@ -71,7 +71,7 @@ class _Prepared:
         self._launches = Launches([PagedLaunch(problem, kind) for kind in kinds], arguments.query.device.index)
 
     def attend(self, arguments: PagedArguments) -> Results:
-        """Output and log-sum-exp."""
+        """Return the output and the log-sum-exp."""
         problem, query, offsets = self._problem, arguments.query, arguments.query_offsets
         rows, query_lengths = query.shape[0], arguments.query_lengths
         if 0 in (problem.batch, problem.query_tokens, rows):
@@ -96,7 +96,7 @@ _prepared: Remembered[PagedArguments, _Prepared] = Remembered(_Prepared)
 
 
 def attend(arguments: PagedArguments) -> Results:
-    """Output and log-sum-exp, on the current stream.
+    """Compute the output and the log-sum-exp on the current stream.
 
     Raises:
         ValueError: an argument is wrong.
@@ -104,16 +104,16 @@ def attend(arguments: PagedArguments) -> Results:
     """
     if arguments.query.get_device() == torch.cuda.current_device():
         return _prepared(arguments).attend(arguments)
-    # Kernels are loaded into the context of the device that is current, and run there.
+    # Kernels are loaded into the context of the current device and run there.
     with torch.cuda.device(arguments.query.device):
         return _prepared(arguments).attend(arguments)
 
 
 def cache_arrays(problem: PagedProblem, arguments: Any) -> dict[str, Any]:
-    """The cache, its lengths and scales by the names that launches know them by.
+    """Return the cache, its lengths and scales by their names in the launches.
 
     Raises:
-        ValueError: pages cannot be read where they are.
+        ValueError: kernels cannot read pages in place.
     """
     check_pages(page_tensors(arguments))
     page_table = arguments.page_table
@@ -137,10 +137,10 @@ def cache_arrays(problem: PagedProblem, arguments: Any) -> dict[str, Any]:
 
 
 def check_pages(pages: dict[str, torch.Tensor]) -> None:
-    """Pages must lie as kernels read and write them.
+    """Check that kernels can read and write pages in place.
 
     Raises:
-        ValueError: naming those that do not.
+        ValueError: pages are not contiguous or not aligned; the message names them.
     """
     for name, tensor in pages.items():
         if not tensor.is_contiguous():
@@ -153,7 +153,7 @@ def check_pages(pages: dict[str, torch.Tensor]) -> None:
 
 
 def product_by_head(first: Any, second: Any, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """The product of two scales, either of which may be None, float32 [B, K]."""
+    """Return the product of two scales as float32 [B, K]; one of them may be None."""
     if first is None or second is None:
         return scale_by_head(second if first is None else first, shape, device)
     if not isinstance(first, torch.Tensor) and not isinstance(second, torch.Tensor):
@@ -162,32 +162,32 @@ def product_by_head(first: Any, second: Any, shape: tuple[int, int], device: tor
 
 
 def scale_by_head(scale: Any, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """A scale as a kernel reads it, float32 [B, K]: from a number, a tensor [] or one [B, K]."""
+    """Return a scale in the kernels' form, float32 [B, K], from a number, a scalar tensor or a tensor [B, K]."""
     if isinstance(scale, torch.Tensor):
         return dense(scale if scale.ndim else scale.expand(shape))
     if torch.cuda.is_current_stream_capturing():
-        # Memory of a graph is written anew by each replay, and may not be remembered beyond it.
+        # Each replay of a graph rewrites its memory, so a tensor of the graph must not be cached beyond it.
         return torch.full(shape, scale, dtype=torch.float32, device=device)
     return _constant(float(scale), shape, device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.lru_cache(maxsize=_REMEMBERED_CALLS)
 def _constant(number: float, shape: tuple[int, int], device: torch.device, stream: int) -> torch.Tensor:
-    """A number for every sequence and head; remembered by stream, as nothing else orders others behind the writing."""
+    """Return a cached constant tensor; cached per stream, because only the stream orders readers after the fill."""
     del stream
     return torch.full(shape, number, dtype=torch.float32, device=device)
 
 
-# What no kernel is launched for
+# Calls that launch no kernel
 
 
 def has_no_keys(problem: PagedProblem) -> bool:
-    """Whether no query can see a key, or there is no query."""
+    """Return whether the call has no queries, or no keys that one could see."""
     return 0 in (problem.batch, problem.query_tokens, problem.num_pages, problem.max_keys)
 
 
 def no_results(problem: PagedProblem, rows: Sequence[int], device: torch.device) -> Results:
-    """Of rows that belong to no sequence: 0 and -inf."""
+    """Return the results of rows that belong to no sequence: 0 and -inf."""
     dtype = getattr(torch, problem.output_dtype)
     return (
         torch.zeros((*rows, problem.value_dim), dtype=dtype, device=device),
@@ -198,7 +198,7 @@ def no_results(problem: PagedProblem, rows: Sequence[int], device: torch.device)
 def no_keys(
     problem: PagedProblem, query: torch.Tensor, query_lengths: torch.Tensor | None, sinks: torch.Tensor | None
 ) -> Results:
-    """Of queries that see nothing: 0, and -inf or their sink."""
+    """Return the results of queries that see nothing: 0, and -inf or the sink of their head."""
     output, log_sum = no_results(problem, query.shape[:-1], query.device)
     if sinks is None:
         return output, log_sum
@@ -214,17 +214,17 @@ def no_keys(
 
 
 def _unpack(problem: PagedProblem, packed: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Packed queries [rows, N, H] as [B, T, N, H]."""
+    """Gather packed queries [rows, N, H] into [B, T, N, H]."""
     row = torch.arange(problem.query_tokens, dtype=torch.int32, device=packed.device)
     row = (offsets[:-1, None] + row).clamp(max=packed.shape[0] - 1).view(-1)
-    # Not every operation knows floats of eight bits.
+    # Not every operation supports 8-bit floats, so rows are gathered as bytes.
     bits = packed.view(torch.uint8) if packed.dtype.itemsize == 1 else packed
     bits = bits.index_select(0, row).view(problem.batch, problem.query_tokens, *packed.shape[1:])
     return bits.view(packed.dtype)
 
 
 def _pack(problem: PagedProblem, results: Results, rows: int, offsets: torch.Tensor) -> Results:
-    """Results [B, T, ...] as [rows, ...]; NaN for sequences too long to be computed."""
+    """Convert results [B, T, ...] to [rows, ...], with NaN for sequences longer than T."""
     sequence, is_inside = rows_to_sequences(offsets, rows)
     place = torch.arange(rows, dtype=torch.int32, device=offsets.device) - offsets[sequence]
     index = sequence * problem.query_tokens + place.clamp(0, problem.query_tokens - 1)

@@ -1,7 +1,7 @@
 """The registered operators of paged attention: `torch.ops.blockdiag.paged_attention`, and `..._through_jax`.
 
-There are two, natively and through JAX (on the CPU both go through JAX), because tags are fixed when an operator is
-defined and a CUDA graph may hold the one and not the other.
+Each operator exists twice, native and through JAX, because tags are fixed when an operator is defined and a CUDA graph
+may only capture the native one. On the CPU both go through JAX.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ _SCHEMA = (
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Kept alive: an operator is gone with its library.
+# Module-level, because deleting a library removes its operators.
 _library = torch.library.Library("blockdiag", "FRAGMENT")
 
 
@@ -44,14 +44,14 @@ def _through_jax(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _fake(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = PagedArguments(*values)
-    # Of several devices the meta device answers: with memory that nobody has written to, if it were allowed to. Other
-    # mistakes are found when the operator runs, with messages that no tracer has wrapped.
+    # One meta argument among others selects this kernel, which would return uninitialised memory: check the devices.
+    # Other mistakes are found when the operator runs, so that no tracer wraps the messages.
     check_devices(**dict(zip(PagedArguments._fields, arguments.tensors, strict=False)))
     return fake_results(arguments.query, arguments.value_pages)
 
 
 def fake_results(query: torch.Tensor, value_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp without values."""
+    """Return an uninitialised output and log-sum-exp of the right shapes and dtypes."""
     dtype = torch.bfloat16 if query.dtype in _EIGHT_BITS else query.dtype
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     output = query.new_empty((*query.shape[:-1], value_pages.shape[-1]), dtype=dtype)
@@ -66,7 +66,7 @@ def define_attention(
     native: Callable[..., Any],
     through_jax: Callable[..., Any],
 ) -> None:
-    """Define an operator for inference twice; differentiating its results raises."""
+    """Define both variants of an inference operator, whose results raise when differentiated."""
 
     def refuse(ctx: Any, *cotangents: Any) -> None:
         raise inference_error(name)

@@ -1,4 +1,4 @@
-"""Paged attention on torch tensors through DLPack and JAX: on the CPU, and where JAX is asked for."""
+"""Paged attention on torch tensors through DLPack and JAX, used on the CPU and where JAX is requested."""
 
 import contextlib
 from typing import Any
@@ -15,9 +15,9 @@ from blockdiag.torch.ops.paged.call import PagedArguments, describe
 
 
 def attend(arguments: PagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp."""
+    """Return the output and the log-sum-exp."""
     with same_device(), precision(arguments.query):
-        # Checked as tensors: values are then never waited for on a GPU, and messages name what the caller passed.
+        # Checks see tensors, so they never wait for values on a GPU and messages name what the caller passed.
         problem = describe(arguments)
         names = normalise_implementation(given_names(arguments.implementation), PAGED)
         resolve(problem, names)
@@ -31,26 +31,26 @@ def attend(arguments: PagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_arrays(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors as arrays, copied where DLPack cannot describe them to JAX; None stays None."""
+    """Convert tensors to arrays, copied if JAX cannot import them through DLPack; None stays None."""
     return {name: None if x is None else to_jax(x.detach(), copy=True) for name, x in tensors.items()}
 
 
 def given_names(implementation: str) -> tuple[str, ...] | None:
-    """Names as JAX has them, of those with commas between them."""
+    """Split comma-separated names into JAX's tuple of names; None if empty."""
     return tuple(implementation.split(",")) if implementation else None
 
 
 def precision(*operands: torch.Tensor | None) -> Any:
-    """JAX narrows float64 unless told not to."""
+    """Enable 64-bit types for float64 operands, which JAX would otherwise narrow to float32."""
     is_wide = any(operand is not None and operand.dtype == torch.float64 for operand in operands)
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
 def refuse_capture(device: torch.device) -> None:
-    """What JAX runs would not be part of a CUDA graph.
+    """Refuse to run while a CUDA graph is captured, which would not contain what JAX runs.
 
     Raises:
-        RuntimeError: while one is captured.
+        RuntimeError: a CUDA graph is being captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
