@@ -345,8 +345,8 @@ def _element_type(plan: LaunchPlan, argument: Pointer | Descriptor) -> str:
     return ELEMENT_TYPES[dtype].triton
 
 
-# Kernels by compile key and by whether they have a binary. A kernel that is being compiled is a pending future. The lock
-# protects lookups and insertions; it is not held during compilation.
+# Kernels by compile key and by whether they have a binary. A kernel that is being compiled is a pending future. The
+# lock protects lookups and insertions; it is not held during compilation.
 _compiled: dict[tuple[tuple[Any, ...], bool], Future[CompiledLaunch]] = {}
 _lock = threading.Lock()
 

@@ -7,7 +7,7 @@ _LABEL = re.compile(r"([\w.$]+):$")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s*(?P<text>.*?)\s*;")
 _TARGET = re.compile(r"`\((?P<label>[\w.$]+)\)")
 _INDIRECT_TARGETS = re.compile(r'BRANCH_TARGETS (?P<labels>[^"]*)"')
-# Instructions without a fall-through, if they have no predicate. A BRA with an operand before its target is conditional.
+# Instructions without a fall-through if they have no predicate. A BRA with an operand before its target is conditional.
 _LEAVES = re.compile(r"(?:BRA(?:\.\w+)* `|BRX|EXIT|RET)")
 
 
