@@ -19,7 +19,7 @@ from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 _DTYPES = (*KERNEL_FLOATS, *EIGHT_BIT_FLOATS)
 
-# The first architecture whose conversion instruction rounds float32 to eight-bit floats.
+# The first architecture that rounds float32 to eight-bit floats in one instruction.
 _FIRST_THAT_ROUNDS = 90
 
 _MAX_DIM = 1024
@@ -144,7 +144,7 @@ class AppendLaunch:
 
     @property
     def _rows(self) -> int:
-        """New rows per program: one if that gives few programs, to occupy as many multiprocessors as possible."""
+        """New rows per program: one if even one row per program does not fill the GPU."""
         widest = next_power_of_2(max(self.problem.head_dim, self.problem.value_dim))
         return 1 if self.problem.tokens * self.problem.key_heads <= _FEW_PROGRAMS else max(1, _TILE // widest)
 

@@ -176,7 +176,8 @@ def merge_tile(keys, ids, b_check, b_scores, tile, KEEP: gl.constexpr, MASK: gl.
         # Adding 0 turns -0 into 0, so that both give the same key.
         b_part = parts[i] + 0.0
         if MASK:
-            # With a key mask many blocks may have no keys and NaN scores. Without a mask `b_check` finds the rare NaN.
+            # With a key mask, blocks without keys have NaN scores, which become NO_SCORE. Without one, NaN is left to
+            # `b_check`.
             b_part = gl.maximum(b_part, NO_SCORE)
         b_check += b_part
         new = new + (((b_part.to(gl.int32, bitcast=True) & ~PLACES) | i).to(gl.float32, bitcast=True),)

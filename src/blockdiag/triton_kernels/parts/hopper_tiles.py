@@ -1,8 +1,8 @@
 """Device helpers in Gluon for Hopper kernels that move tiles with TMA, mainly the block-diagonal kernels.
 
 A program handles one tile of one or a few heads. It starts the loads of all its operands at once and computes on them
-in shared memory. It then overwrites operands that are no longer needed with the results, which TMA stores. Other
-programs on the same multiprocessor keep memory busy meanwhile.
+in shared memory. It then overwrites operands that are no longer needed with the results, which TMA stores. Meanwhile
+other programs on the same multiprocessor keep memory busy, in the order in which the hardware starts them.
 
 On an H200, at 8 heads of 128, the backward pass takes 1.02 times the time of a copy of the same bytes. Persistent
 programs that prefetch into a ring of slots take 1.05 to 1.13 times, with or without a producer warp.
