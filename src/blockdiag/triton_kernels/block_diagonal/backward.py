@@ -65,8 +65,8 @@ def block_diagonal_backward(
     loop, and the prefetch keeps memory busy. dK and dV stay in registers over a unit's query heads.
     """
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
+    # a projection needs no copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0

@@ -87,8 +87,8 @@ def block_diagonal_chunked_forward(
     POSITIONS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the output of one chunk of query rows of one head of one block per program."""
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
+    # a projection needs no copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
@@ -151,8 +151,8 @@ def block_diagonal_chunked_query_gradient(
     The loop over keys runs twice, because the first dS needs the complete rowsum(P * dP). The cheaper rowsum(O * dO) is
     not available, because the output is no residual.
     """
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
+    # a projection needs no copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
@@ -236,8 +236,8 @@ def block_diagonal_chunked_key_gradient(
     POSITIONS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute dK and dV of one chunk of key rows, summed over query heads and query chunks in one flat loop."""
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
+    # a projection needs no copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0

@@ -159,7 +159,7 @@ def block_diagonal_hopper_backward(
     TILE: gl.constexpr = query.layout
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients.
     KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
     VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
     if PACKED:
@@ -241,7 +241,7 @@ def block_diagonal_hopper_backward(
         next_q_smem._keep_alive()
         next_do_smem._keep_alive()
         next_k_smem._keep_alive()
-    # Shared memory may neither be given back nor reused while the copy engine still reads it.
+    # Shared memory must be neither freed nor reused while TMA still reads it.
     tma.store_wait(0)
     q_smem._keep_alive()
     do_smem._keep_alive()
@@ -271,7 +271,7 @@ def block_diagonal_hopper_grouped_backward(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients.
     KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
     VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
     if PACKED:
@@ -398,7 +398,7 @@ def block_diagonal_hopper_grouped_backward(
     thread_barrier()
     send_tile(d_value, p_d_value, v_smem, b_ev, start, written, (VALUE_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
     send_tile(d_key, p_d_key, k_smem, b_ek, start, written, (KEY_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
-    # Shared memory may neither be given back nor reused while the copy engine still reads it.
+    # Shared memory must be neither freed nor reused while TMA still reads it.
     tma.store_wait(0)
     q_tiles._keep_alive()
     do_tiles._keep_alive()

@@ -118,7 +118,7 @@ def block_diagonal_hopper_forward(
     TILE: gl.constexpr = query.layout
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     STRIDE: gl.constexpr = QUERY_HEADS * HEAD_DIM
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients.
     KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
     VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
     if PACKED:

@@ -25,7 +25,7 @@ _KNOWN = ("triton", "math")
 
 @dataclass(frozen=True)
 class GeneratedKernel:
-    """A `@triton.jit` or `@gluon.jit` function as text.
+    """The text of a `@triton.jit` or `@gluon.jit` function.
 
     It has the attributes that a plan, a compile key and Triton's on-disk cache read from a function. `function_of`
     converts it to a function.

@@ -124,7 +124,7 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scalar:
-    """A run-time scalar with its type spelled out: an untyped Python float would make a kernel compute in fp64.
+    """A run-time scalar with an explicit type, because an untyped Python float would make a kernel compute in fp64.
 
     Attributes:
         value: the number. Scalars are equal if their bits are equal.
@@ -146,7 +146,7 @@ class Scalar:
         return hash(self._key())
 
     def _key(self) -> tuple[str, Any]:
-        # By bits: 0.0 and -0.0 are different arguments, and a NaN is the same argument as itself.
+        # Compare bits: 0.0 and -0.0 are different arguments, and a NaN equals itself.
         return self.dtype, float(self.value).hex() if self.dtype == "fp32" else int(self.value)
 
 

@@ -226,7 +226,7 @@ def _with_fusion(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
 
 
-# Leaving out ptxas
+# Skipping ptxas
 
 
 class StageHook:

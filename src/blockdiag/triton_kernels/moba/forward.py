@@ -98,7 +98,7 @@ def moba_blocks_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
                                                    COLUMNS, KEYS, MASK)
                 b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION) * scale_log2 + b_bias[None, :]
                 b_max, b_sum, b_output = softmax_step(b_scores, b_value, b_max, b_sum, b_output, PRECISION)
-        # Not `> 0`, which is false for NaN: a row with a NaN score has NaN as its log-sum-exp.
+        # `!= 0` instead of `> 0`, so that a row with a NaN score gets NaN as its log-sum-exp.
         m_seen = b_sum != 0
         b_norm = tl.where(m_seen, 1.0 / b_sum, 0.0)
         o_part = (b_token.to(tl.int64) * PART_HEADS + tl.program_id(1)) * SLOTS + b_pair % SLOTS

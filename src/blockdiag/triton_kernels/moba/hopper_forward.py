@@ -112,7 +112,7 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
         b_sum = gl.sum(b_p, 1)
         b_output = warpgroup_mma(gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, R, 2)), v_smem, b_none,
                                  use_acc=False, is_async=True)
-        # Not `> 0`, which is false for NaN: a row with a NaN score has NaN as its log-sum-exp.
+        # `!= 0` instead of `> 0`, so that a row with a NaN score gets NaN as its log-sum-exp.
         m_seen = b_sum != 0
         b_norm = gl.convert_layout(gl.where(m_seen, 1.0 / b_sum, 0.0), gl.SliceLayout(1, R))
         b_here = pairs.index(at % CODES).load(gl.SliceLayout(1, S))

@@ -8,7 +8,7 @@ only in the place do not tell which score is larger. If that could change a quer
 with whole scores. It does the same for scores that are not finite.
 """
 
-# Tuples of tensors grow by addition: unpacking is not part of the language.
+# Tuples of tensors are extended by addition, because Gluon has no unpacking.
 # ruff: noqa: RUF005
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off

@@ -283,7 +283,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         # The sink adds to the softmax's denominator but has no value.
         b_sink = tl.load(p_sinks + key_head * GROUP + o_row % GROUP) * LOG2_E
         b_new_max = tl.maximum(b_max, b_sink)
-        # A sink may be -inf too.
+        # A sink may be -inf, too.
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_base)
@@ -324,7 +324,7 @@ def merge_row(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, r
     if SINKS:
         largest = tl.load(p_sinks + row % QUERY_HEADS) * LOG2_E
         if QUERY_LENGTHS:
-            # Rows without a query have no sink either.
+            # Rows without a query have no sink.
             token = row // QUERY_HEADS % QUERY_TOKENS
             queries = tl.load(p_query_lengths + row // (QUERY_HEADS * QUERY_TOKENS))
             largest = tl.where(token < queries, largest, float("-inf"))
