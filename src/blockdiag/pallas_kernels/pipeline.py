@@ -1,12 +1,12 @@
-"""What the Mosaic GPU kernels share: tasks, rings of shared-memory tiles, the producer, and the softmax of one tile.
+"""Common parts of the Mosaic GPU kernels: tasks, rings of shared-memory tiles, the producer, and the tile softmax.
 
-Every kernel is one persistent program per multiprocessor. Its last warpgroup, the producer, walks the program's tasks
-and fills rings of shared-memory tiles by TMA; the other warpgroups, the consumers, take the tasks in turn, compute
-with the tensor cores, stage their results in the very tiles whose inputs are spent, and store them by TMA. Producer
-and consumers meet only at barriers.
+Every kernel is persistent, with one program per multiprocessor. Its last warpgroup is the producer, which walks the
+program's tasks and fills rings of shared-memory tiles by TMA. The other warpgroups are consumers and take the tasks in
+turn. They compute with the tensor cores, stage results in the tiles of inputs that are no longer needed, and store them
+by TMA. Producer and consumers synchronise only through barriers.
 
 A task is one block of one key head, with the group of query heads that share it. K and V of a task are one item of
-the key ring; every query head's tiles are one item of the query ring.
+the key ring. The tiles of each query head are one item of the query ring.
 """
 
 import math
@@ -24,9 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
-# Shared memory one program may have on Hopper, less what Mosaic takes for barriers, reductions and alignment.
+# Shared memory of one program on Hopper, minus what Mosaic uses for barriers, reductions and alignment.
 SHARED_BUDGET_BYTES = 232_448 - 3_072
-# Multiprocessors of H100 SXM and H200, assumed where no GPU can be asked; results do not depend on it.
+# Multiprocessors of H100 SXM and H200, assumed if there is no GPU. Results do not depend on this number.
 USUAL_MULTIPROCESSORS = 132
 
 LOG2_E = math.log2(math.e)
@@ -36,10 +36,10 @@ _interpreter_lock = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """Where the items of a numbered sequence lie in a ring of slots, and which barrier speaks of them.
+    """The mapping from numbered items to slots of a ring and to barriers.
 
-    A barrier's phase is tracked by each warpgroup that waits on it, so a barrier must always be waited on by the same
-    consumer. Slots and consumers rotate with different periods; hence lcm(stages, consumers) barriers.
+    Each warpgroup that waits on a barrier tracks the barrier's phase, so always the same consumer must wait on it.
+    Slots and consumers rotate with different periods. Therefore the ring has lcm(stages, consumers) barriers.
     """
 
     stages: int
@@ -47,21 +47,21 @@ class Ring:
 
     @property
     def barriers(self) -> int:
-        """Barriers of the ring."""
+        """The number of barriers of the ring."""
         return math.lcm(self.stages, self.consumers)
 
     def slot(self, item: jax.Array) -> jax.Array:
-        """The slot that holds item number `item`."""
+        """Return the slot of item number `item`."""
         return lax.rem(item, self.stages)
 
     def barrier(self, item: jax.Array) -> jax.Array:
-        """The index of the barrier of item number `item`."""
+        """Return the index of the barrier of item number `item`."""
         return lax.rem(item, self.barriers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The tasks of one program, and where their tiles lie in device memory and in the rings."""
+    """The tasks of one program, and the places of their tiles in device memory and in the rings."""
 
     problem: BlockDiagonalProblem
     consumers: int
@@ -72,22 +72,25 @@ class Work:
 
     @property
     def turns(self) -> jax.Array:
-        """Tasks of this program: program, program + programs, ..."""
+        """The number of this program's tasks, which are program, program + programs, ..."""
         tasks = self.problem.num_tiles * self.problem.key_heads
         return lax.div(tasks - self.program + self.programs - 1, self.programs)
 
     def turns_of(self, consumer: jax.Array | int) -> jax.Array:
-        """Tasks of one consumer: its turns consumer, consumer + consumers, ..."""
+        """Return the number of one consumer's tasks, which are its turns consumer, consumer + consumers, ..."""
         return lax.div(self.turns - consumer + self.consumers - 1, self.consumers)
 
     def place(self, turn: jax.Array) -> tuple[pl.Slice, jax.Array]:
-        """Token rows and key head of task number `turn`; heads vary fastest, so neighbours share pages of memory."""
+        """Return the token rows and key head of task number `turn`.
+
+        Heads vary fastest, so neighbouring tasks share pages of memory.
+        """
         task = turn * self.programs + self.program
         block, head = lax.div(task, self.problem.key_heads), lax.rem(task, self.problem.key_heads)
         return pl.ds(block * self.problem.block_size, self.problem.block_size), head
 
     def query_item(self, turn: jax.Array, member: jax.Array | int) -> jax.Array:
-        """The number of a query head's item in the query ring, where consumers take turns head by head."""
+        """Return the number of a query head's item in the query ring, where consumers alternate head by head."""
         if self.problem.group_size == 1:
             return turn
         consumer = lax.rem(turn, self.consumers)
@@ -96,7 +99,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """One operand on its way: device memory, its shared-memory slots, and the barriers that say a slot is full."""
+    """One operand's path: its device memory, its shared-memory slots, and the barriers that signal full slots."""
 
     source: Any
     slots: Any
@@ -104,7 +107,7 @@ class Stream:
 
 
 def produce(work: Work, query_streams: list[Stream], key_streams: list[Stream], query_free: Any, key_free: Any) -> None:
-    """Fill the rings in task order, every slot as soon as its consumer has given it back."""
+    """Fill the rings in task order, each slot as soon as its consumer has released it."""
     group, consumers = work.problem.group_size, work.consumers
 
     def load(ring: Ring, streams: list[Stream], free: Any, item: jax.Array, rows: pl.Slice, head: jax.Array) -> None:
@@ -150,7 +153,7 @@ def produce(work: Work, query_streams: list[Stream], key_streams: list[Stream], 
 
 
 def _drain(work: Work, query_free: Any, key_free: Any) -> None:
-    """See the last release of every slot, so that no barrier is left with an unobserved phase."""
+    """Wait for the last release of every slot, so that no barrier is left with an unobserved phase."""
     group, consumers = work.problem.group_size, work.consumers
 
     def see(ring: Ring, free: Any, count: jax.Array, depth: int, number: Callable[[jax.Array], jax.Array]) -> None:
@@ -170,7 +173,7 @@ def _drain(work: Work, query_free: Any, key_free: Any) -> None:
 
 
 def tile_memory(stages: int, rows: int, columns: int, dtype: jnp.dtype) -> Any:
-    """Shared memory for `stages` tiles [rows, columns], laid out as both TMA and wgmma want them."""
+    """Return shared memory for `stages` tiles [rows, columns] in a layout that both TMA and wgmma support."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
@@ -178,25 +181,28 @@ def tile_memory(stages: int, rows: int, columns: int, dtype: jnp.dtype) -> Any:
 
 
 def store_tile(tile: Any, values: jax.Array, destination: Any) -> None:
-    """Round `values` into a shared-memory tile and start its way to device memory."""
+    """Round `values` into a shared-memory tile and start its copy to device memory."""
     tile[...] = values.astype(tile.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, destination)
 
 
 def registers_per_thread(consumers: int) -> tuple[int, int]:
-    """Registers per thread of each consumer and of the producer, which share the multiprocessor's 65,536."""
+    """Return the registers per thread of consumers and of the producer, which share the multiprocessor's 65,536."""
     return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[consumers]
 
 
 def persistent_programs(tasks: int) -> int:
-    """One program per multiprocessor of the default GPU, or of the usual Hopper part where there is none."""
+    """Return the number of programs: at most one per multiprocessor of the default GPU.
+
+    Without a GPU the multiprocessors of H100 SXM and H200 are assumed.
+    """
     multiprocessors = jax.devices()[0].core_count if jax.default_backend() == "gpu" else USUAL_MULTIPROCESSORS
     return min(tasks, multiprocessors)
 
 
 def varying_like(results: Sequence[jax.Array], *operands: jax.Array) -> list[jax.Array]:
-    """`results` marked as varying over every manual mesh axis that an operand varies over; Pallas drops the marks."""
+    """Return `results` marked as varying over every manual mesh axis of the operands. Pallas drops these marks."""
     axes = frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
 
     def mark(result: jax.Array) -> jax.Array:
@@ -207,16 +213,16 @@ def varying_like(results: Sequence[jax.Array], *operands: jax.Array) -> list[jax
 
 
 def interpreter(interpret: bool) -> plgpu.InterpretGPUParams | None:
-    """What `plgpu.kernel` takes to run on the CPU, or None for the GPU."""
+    """Return the argument that makes `plgpu.kernel` run on the CPU, or None for the GPU."""
     return plgpu.InterpretGPUParams() if interpret else None
 
 
 def call_kernel(call: Callable[..., Any], operands: Sequence[jax.Array], *, interpret: bool) -> list[jax.Array]:
-    """Results of a kernel, in a list.
+    """Call a kernel and return its results as a list.
 
-    Pallas's interpreter orders its callbacks by an effect, which `jax.checkpoint` refuses to differentiate, and keeps
-    the memory of its GPU in a global variable. So an interpreted kernel is one callback without effects, and one such
-    kernel runs at a time.
+    Pallas's interpreter orders its callbacks by an effect, which `jax.checkpoint` refuses to differentiate. So an
+    interpreted kernel runs as one callback without effects. The interpreter also keeps the memory of its GPU in a
+    global variable, so only one such kernel runs at a time.
     """
     if not interpret:
         return varying_like(jax.tree.leaves(call(*operands)), *operands)
@@ -231,7 +237,7 @@ def call_kernel(call: Callable[..., Any], operands: Sequence[jax.Array], *, inte
 
 
 def tile_softmax(scores: jax.Array, scale: float, is_causal: bool) -> jax.Array:
-    """Softmax over the columns of one whole tile of raw scores [rows, columns], in float32 and already normalised.
+    """Return the normalised softmax over the columns of a full tile of raw scores [rows, columns], in float32.
 
     A row always sees at least its own column, so no row is empty.
     """
@@ -239,7 +245,7 @@ def tile_softmax(scores: jax.Array, scale: float, is_causal: bool) -> jax.Array:
         row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
         scores = jnp.where(column <= row, scores, -jnp.inf)
-    # exp2 of one fused multiply-add; the scale is positive, so it may follow the maximum.
+    # The argument of exp2 is one fused multiply-add. The scale is positive, so it can be applied after the maximum.
     factor = scale * LOG2_E
     maximum = scores.max(axis=1) * factor
     weights = jnp.exp2(scores * factor - along_columns(maximum, scores.shape))
@@ -247,5 +253,5 @@ def tile_softmax(scores: jax.Array, scale: float, is_causal: bool) -> jax.Array:
 
 
 def along_columns(per_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One value per row [rows], repeated over the columns of `shape` [rows, columns]."""
+    """Broadcast one value per row [rows] over the columns of `shape` [rows, columns]."""
     return lax.broadcast_in_dim(per_row, shape, [0])

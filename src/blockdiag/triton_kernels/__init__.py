@@ -1,1 +1,1 @@
-"""Triton device code and launch plans. Nothing here imports jax or torch; plans do not import triton until built."""
+"""Triton device code and launch plans. Nothing here imports jax or torch. Plans import triton when they are built."""

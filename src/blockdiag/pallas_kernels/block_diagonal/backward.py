@@ -1,12 +1,12 @@
 """Backward pass of block-diagonal attention for Hopper: device code and its schedule.
 
-One task is one block of one key head with all the query heads that share it. Per query head a consumer recomputes
-P = softmax(scale Q K^T) and dP = dO V^T, both kept in float32, forms dS = P * (dP - rowsum(P * dP)) * scale, and runs
-three more products: dV += P^T dO, dQ = dS K, dK += dS^T Q. P and dS pass through shared memory once, in the input
-dtype, because the transposed products need them as shared-memory operands.
+One task is one block of one key head with all the query heads that share it. For each query head a consumer recomputes
+P = softmax(scale Q K^T) and dP = dO V^T, both in float32, and forms dS = P * (dP - rowsum(P * dP)) * scale. Three more
+products follow: dV += P^T dO, dQ = dS K, dK += dS^T Q. P and dS pass through shared memory once, in the input dtype,
+because the transposed products need them as shared-memory operands.
 
-No gradient has a staging buffer of its own: dQ is staged where dO was, dK where K was, dV where V was. That leaves
-room for three whole stages at head_dim 128, and loads in flight are what this memory-bound kernel needs.
+Gradients have no staging buffers of their own: dQ is staged in dO's tile, dK in K's and dV in V's. That leaves room for
+three full stages at head_dim 128. This memory-bound kernel needs them to keep loads in flight.
 """
 
 import functools
@@ -41,14 +41,14 @@ type Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardSchedule:
-    """How one program overlaps its tasks.
+    """The pipeline that overlaps the tasks of one program.
 
     Attributes:
-        consumers: warpgroups that compute, 1..3, each on its own task.
+        consumers: number of computing warpgroups, 1..3, each with its own task.
         key_stages: slots of the ring of K and V tiles.
         query_stages: slots of the ring of Q and dO tiles; a multiple of `consumers` when query heads are grouped.
-        separate_scores: whether dS has a shared-memory tile of its own; otherwise it waits for dV and reuses P's.
-        automatic_barriers: whether Mosaic puts its own barriers around shared-memory accesses.
+        separate_scores: whether dS has its own shared-memory tile; otherwise it waits for dV and reuses P's tile.
+        automatic_barriers: whether Mosaic inserts its own barriers around shared-memory accesses.
     """
 
     consumers: int
@@ -58,14 +58,14 @@ class BackwardSchedule:
     automatic_barriers: bool = True
 
     def shared_bytes(self, problem: BlockDiagonalProblem) -> int:
-        """Shared memory of all tiles, without barriers."""
+        """Return the shared memory of all tiles, without barriers."""
         tile = 2 * problem.block_size * problem.head_dim
         score_tiles = self.consumers * (2 if self.separate_scores else 1)
         return 2 * tile * (self.key_stages + self.query_stages) + 2 * score_tiles * problem.block_size**2
 
 
 def default_schedule(problem: BlockDiagonalProblem) -> BackwardSchedule:
-    """The deepest pipeline that fits in shared memory, with two consumers where each can have a stage."""
+    """Return the deepest pipeline that fits in shared memory, with two consumers if each can have a stage."""
     for consumers in (2, 1):
         for stages in range(8, consumers - 1, -1):
             if problem.group_size > 1:
@@ -84,7 +84,7 @@ def default_schedule(problem: BlockDiagonalProblem) -> BackwardSchedule:
 
 
 def _backward_body(problem: BlockDiagonalProblem, schedule: BackwardSchedule, programs: int, *refs: Any) -> None:
-    """The kernel; `refs` are inputs, outputs and scratch in the order of `backward_call`."""
+    """Run the kernel. `refs` are inputs, outputs and scratch in the order of `backward_call`."""
     query, key, value, cotangent, d_query, d_key, d_value, *scratch = refs
     b_query, b_cotangent, b_key, b_value, b_p, *b_ds, full, free = scratch
     query_full, cotangent_full, key_full, value_full = full
@@ -139,7 +139,7 @@ def _backward_body(problem: BlockDiagonalProblem, schedule: BackwardSchedule, pr
         return t_ds
 
     def consume_single(index: jax.Array, _: None) -> None:
-        """One task without grouping: every gradient leaves as soon as it is known."""
+        """Compute one task with a single query head. Every gradient is stored as soon as it is complete."""
         turn = index * consumers + warpgroup
         rows, head = work.place(turn)
         slot, barrier = query_ring.slot(turn), query_ring.barrier(turn)
@@ -177,7 +177,7 @@ def _backward_body(problem: BlockDiagonalProblem, schedule: BackwardSchedule, pr
         plgpu.barrier_arrive(key_free.at[barrier])
 
     def consume_grouped(index: jax.Array, _: None) -> None:
-        """One task of several query heads: dK and dV stay in registers over the group."""
+        """Compute one task with several query heads. dK and dV stay in registers over the group."""
         turn = index * consumers + warpgroup
         rows, key_head = work.place(turn)
         key_barrier = key_ring.barrier(turn)
@@ -248,9 +248,9 @@ def backward_call(
     schedule: BackwardSchedule | None = None,
     programs: int | None = None,
 ) -> Gradients:
-    """Gradients of query [tokens, N, H] and of key and value [tokens, K, H], in their dtype.
+    """Return the gradients of query [tokens, N, H] and of key and value [tokens, K, H], in their dtype.
 
-    `schedule` and `programs` change speed only, never results.
+    `schedule` and `programs` change only the speed, never the results.
     """
     schedule = schedule or default_schedule(problem)
     programs = programs or persistent_programs(problem.num_tiles * problem.key_heads)

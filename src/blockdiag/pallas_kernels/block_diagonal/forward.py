@@ -1,8 +1,8 @@
 """Forward pass of block-diagonal attention for Hopper: device code and its schedule.
 
-One task is one block of one key head with all the query heads that share it. Per query head a consumer computes
-S = Q K^T, the softmax of the tile, and O = P V; there is one key tile per query tile, so nothing is carried from tile
-to tile. O is staged where Q was.
+One task is one block of one key head with all the query heads that share it. For each query head a consumer computes
+S = Q K^T, the softmax P of the tile, and O = P V. There is one key tile per query tile, so no softmax statistics are
+carried between tiles. O is staged in Q's tile.
 """
 
 import functools
@@ -33,13 +33,13 @@ from blockdiag.pallas_kernels.pipeline import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardSchedule:
-    """How one program overlaps its tasks.
+    """The pipeline that overlaps the tasks of one program.
 
     Attributes:
-        consumers: warpgroups that compute, 1..3, each on its own task.
+        consumers: number of computing warpgroups, 1..3, each with its own task.
         key_stages: slots of the ring of K and V tiles.
         query_stages: slots of the ring of Q tiles; a multiple of `consumers` when query heads are grouped.
-        automatic_barriers: whether Mosaic puts its own barriers around shared-memory accesses.
+        automatic_barriers: whether Mosaic inserts its own barriers around shared-memory accesses.
     """
 
     consumers: int
@@ -48,13 +48,13 @@ class ForwardSchedule:
     automatic_barriers: bool = True
 
     def shared_bytes(self, problem: BlockDiagonalProblem) -> int:
-        """Shared memory of all tiles, without barriers."""
+        """Return the shared memory of all tiles, without barriers."""
         tile = 2 * problem.block_size * problem.head_dim
         return tile * (2 * self.key_stages + self.query_stages) + 2 * self.consumers * problem.block_size**2
 
 
 def default_schedule(problem: BlockDiagonalProblem) -> ForwardSchedule:
-    """The deepest pipeline that fits in shared memory, with as many consumers as can have a stage each."""
+    """Return the deepest pipeline that fits in shared memory, with two consumers if each can have a stage."""
     for consumers in (2, 1):
         for stages in range(8, consumers - 1, -1):
             if problem.group_size > 1:
@@ -73,7 +73,7 @@ def default_schedule(problem: BlockDiagonalProblem) -> ForwardSchedule:
 
 
 def _forward_body(problem: BlockDiagonalProblem, schedule: ForwardSchedule, programs: int, *refs: Any) -> None:
-    """The kernel; `refs` are inputs, output and scratch in the order of `forward_call`."""
+    """Run the kernel. `refs` are inputs, output and scratch in the order of `forward_call`."""
     query, key, value, output, b_query, b_key, b_value, b_p, full, free = refs
     query_full, key_full, value_full = full
     query_free, key_free = free
@@ -158,9 +158,9 @@ def forward_call(
     schedule: ForwardSchedule | None = None,
     programs: int | None = None,
 ) -> jax.Array:
-    """Attention output [tokens, N, H] in the dtype of query.
+    """Return the attention output [tokens, N, H] in the dtype of query.
 
-    `schedule` and `programs` change speed only, never results.
+    `schedule` and `programs` change only the speed, never the results.
     """
     schedule = schedule or default_schedule(problem)
     programs = programs or persistent_programs(problem.num_tiles * problem.key_heads)

@@ -1,1 +1,1 @@
-"""The kernel that appends to a paged cache, and its plan."""
+"""The kernel that appends to a paged cache and its launch plan."""

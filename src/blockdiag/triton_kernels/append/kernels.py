@@ -1,10 +1,12 @@
-"""Appending to a paged cache: new keys and values to their places, rotated and rounded, and means of completed blocks.
+"""The kernel that appends to a paged cache.
 
-One launch does both. A program has either a few new rows of one head, or one block that may have become complete: the
-keys of the block that were there before come from the pages, the new ones from the operand, through the very
-functions that make what is written. So no program waits for what another one writes.
+It rotates and rounds new keys and values, stores them in their pages, and computes the mean keys of completed blocks.
+One launch does both. A program handles either a few new rows of one head, or one block that the new keys may complete.
 
-A row of a head is held as two halves, the first and the second element of every rotary pair.
+For a block's mean, the old keys are read from the pages. The new keys are computed from the operand, with the same
+functions as the stored ones. So no program waits for another one's writes.
+
+A row of a head is held as two halves: the first and the second elements of its rotary pairs.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -16,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_tokens(p_kv_lengths, p_query_lengths, b_sequence, query_tokens, m_row, QUERY_LENGTHS: tl.constexpr):
-    """Keys of sequences, and how many of them are new, whatever the arrays hold."""
+    """Return the number of keys of sequences and how many of them are new. Invalid values are clamped."""
     b_keys = tl.maximum(tl.load(p_kv_lengths + b_sequence, mask=m_row, other=0), 0)
     b_new = tl.zeros_like(b_keys) + query_tokens
     if QUERY_LENGTHS:
@@ -28,7 +30,7 @@ def sequence_tokens(p_kv_lengths, p_query_lengths, b_sequence, query_tokens, m_r
 @triton.jit
 def cache_places(p_page_table, b_sequence, b_position, m_row, max_pages, num_pages, max_keys, PAGE_SIZE: tl.constexpr,
                  TABLE: tl.constexpr):
-    """Rows of the pools where positions lie, int64, and which of them lie anywhere."""
+    """Return the pool rows of positions, int64, and the mask of positions that have a page."""
     m_row = m_row & (b_position >= 0) & (b_position < max_keys)
     b_page = b_sequence
     if TABLE:
@@ -40,7 +42,7 @@ def cache_places(p_page_table, b_sequence, b_position, m_row, max_pages, num_pag
 
 @triton.jit
 def pair_columns(o_pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Columns of the first and of the second elements of pairs."""
+    """Return the columns of the first and of the second elements of pairs."""
     if INTERLEAVED:
         return 2 * o_pair, 2 * o_pair + 1
     else:
@@ -50,7 +52,7 @@ def pair_columns(o_pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 @triton.jit
 def load_halves(source, b_place, head, m_row, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
                 COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows of one head of [rows, HEADS, DIM] as two halves, f32 [ROWS, COLUMNS] each; zero where there is nothing."""
+    """Load rows of one head of [rows, HEADS, DIM] as two halves, f32 [ROWS, COLUMNS] each; zero where masked."""
     o_pair = tl.arange(0, COLUMNS)
     o_first, o_second = pair_columns(o_pair, HALF, INTERLEAVED)
     p_row = source + (b_place * (HEADS * DIM) + head * DIM)[:, None]
@@ -64,7 +66,7 @@ def load_halves(source, b_place, head, m_row, HEADS: tl.constexpr, DIM: tl.const
 @triton.jit
 def store_halves(target, b_first, b_second, b_place, head, m_row, HEADS: tl.constexpr, DIM: tl.constexpr,
                  HALF: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Inverse of `load_halves`, of numbers in the dtype of the target."""
+    """Inverse of `load_halves`. The blocks have the dtype of the target."""
     o_pair = tl.arange(0, COLUMNS)
     o_first, o_second = pair_columns(o_pair, HALF, INTERLEAVED)
     p_row = target + (b_place * (HEADS * DIM) + head * DIM)[:, None]
@@ -76,7 +78,7 @@ def store_halves(target, b_first, b_second, b_place, head, m_row, HEADS: tl.cons
 @triton.jit
 def rotate_halves(b_first, b_second, p_cos, p_sin, p_positions, o_row, b_position, m_row, table_rows,
                   HALF: tl.constexpr, COLUMNS: tl.constexpr, EXPLICIT: tl.constexpr):
-    """Rotary embedding in f32. Table rows that do not exist become some that do."""
+    """Apply rotary embedding in f32. Out-of-range table rows are clamped."""
     b_table = b_position
     if EXPLICIT:
         b_table = tl.load(p_positions + o_row, mask=m_row, other=0)
@@ -92,10 +94,13 @@ def rotate_halves(b_first, b_second, p_cos, p_sin, p_positions, o_row, b_positio
 @triton.jit
 def row_scale(b_first, b_second, p_scale, b_sequence, head, m_row, HEADS: tl.constexpr, KIND: tl.constexpr,
               LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr):
-    """What rows are divided by, f32 [ROWS]: given for each sequence and head, or computed from the row."""
+    """Return the scale that rows are divided by, f32 [ROWS].
+
+    The scale is given for each sequence and head, computed from the row ("token"), or 1.
+    """
     if KIND == "token":
         b_magnitude = tl.maximum(tl.abs(b_first), tl.abs(b_second))
-        # A maximum leaves NaN out.
+        # Maxima ignore NaN, so rows with NaN are found separately.
         m_lost = ((b_first != b_first) | (b_second != b_second)).to(tl.int32)
         b_largest = tl.max(b_magnitude, 1)
         b_scale = tl.maximum(tl.div_rn(b_largest, tl.zeros_like(b_largest) + LARGEST), SMALLEST_SCALE)
@@ -110,17 +115,17 @@ def row_scale(b_first, b_second, p_scale, b_sequence, head, m_row, HEADS: tl.con
 @triton.jit
 def round_to_cache(b_x, b_scale, dtype: tl.constexpr, SCALED: tl.constexpr, LARGEST: tl.constexpr, GRID: tl.constexpr,
                    LOWEST: tl.constexpr):
-    """f32 divided by a scale, in the dtype of a cache; of eight bits within its finite range.
+    """Divide f32 values by a scale and convert them to a cache's dtype. Eight-bit floats saturate at finite values.
 
-    GRID is set where the machine's conversion to eight bits does not round to nearest even: the sum with a number so
-    much larger that only bits of the grid are left does, and what is left is converted exactly.
+    GRID is set if the machine's conversion to eight bits does not round to nearest even. Values are then rounded by
+    adding and subtracting a large offset, whose last bit is the grid's spacing. The later conversion is exact.
     """
     if SCALED:
         b_x = tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape))
     if LARGEST is not None:
         b_x = tl.where(b_x > LARGEST, LARGEST, tl.where(b_x < -LARGEST, -LARGEST, b_x))
         if GRID is not None:
-            # Of magnitudes, because a sum that is zero has lost the sign.
+            # Round magnitudes and restore the sign bit, because a sum of zero would lose it.
             b_bits = b_x.to(tl.int32, bitcast=True)
             b_power = (b_bits & 0x7F800000).to(tl.float32, bitcast=True)
             b_offset = tl.where(b_power < LOWEST, LOWEST, b_power) * GRID
@@ -134,7 +139,7 @@ def cached_row(source, p_scale, p_cos, p_sin, p_positions, o_row, b_sequence, b_
                dtype: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
                INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr, EXPLICIT: tl.constexpr, SCALE: tl.constexpr,
                LARGEST: tl.constexpr, GRID: tl.constexpr, LOWEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr):
-    """New rows of one head as a cache of `dtype` holds them, and their scale."""
+    """Return new rows of one head, rotated and rounded to a cache's `dtype`, and their scale."""
     b_first, b_second = load_halves(source, o_row.to(tl.int64), head, m_row, HEADS, DIM, HALF, COLUMNS, INTERLEAVED)
     if ROTARY:
         b_first, b_second = rotate_halves(b_first, b_second, p_cos, p_sin, p_positions, o_row, b_position, m_row,
@@ -196,7 +201,7 @@ def append_kernel(
         keys, new = sequence_tokens(p_kv_lengths, p_query_lengths, sequence, query_tokens, sequence >= 0, QUERY_LENGTHS)
         start = keys - new
         block = tl.maximum(start, 0) // BLOCK_SIZE + (tile - row_tiles) % max_completed
-        # Compared by blocks: the end of one far behind the keys might not be a number of 32 bits.
+        # Compare block numbers, because the end position of a block far behind the keys may overflow 32 bits.
         if (block < keys // BLOCK_SIZE) & (block < max_keys // BLOCK_SIZE) & (block < max_blocks):
             first_row = sequence * query_tokens
             if PACKED:
@@ -225,11 +230,11 @@ def append_kernel(
                     b_scale = tl.where(m_new, b_scale, b_old_scale)
                 b_first = tl.where(m_new[:, None], b_new_first.to(tl.float32), b_first)
                 b_second = tl.where(m_new[:, None], b_new_second.to(tl.float32), b_second)
-                # A key that lies nowhere may have a scale of NaN.
+                # A key without a page may have a scale of NaN.
                 b_scale = tl.where(m_key, b_scale, 0.0)
                 b_sums += b_first * b_scale[:, None]
                 b_second_sums += b_second * b_scale[:, None]
-            # A block that lies partly in no page is left as it was.
+            # If some of the block's keys have no page, the stored mean is left unchanged.
             m_store = tl.zeros([1], tl.int32) + tl.sum(b_found, 0) == BLOCK_SIZE
             o_place = tl.zeros([1], tl.int64) + sequence.to(tl.int64) * max_blocks + block
             store_halves(p_key_centroids, (tl.sum(b_sums, 0) / BLOCK_SIZE)[None, :],

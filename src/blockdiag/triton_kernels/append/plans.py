@@ -19,19 +19,19 @@ from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 _DTYPES = (*KERNEL_FLOATS, *EIGHT_BIT_FLOATS)
 
-# The first architecture that rounds float32 to a dtype of eight bits in one instruction.
+# The first architecture that rounds float32 to eight-bit floats in one instruction.
 _FIRST_THAT_ROUNDS = 90
 
 _MAX_DIM = 1024
 _SMALLEST_SCALE = 2.0**-126
 
-# Elements of a tile of rows, or of rows of a block.
+# Elements of a program's tile, both of new rows and of a block's keys.
 _TILE = 2048
 _FEW_PROGRAMS = 2048
 
 
 def supports(problem: AppendProblem) -> str | None:
-    """None where the kernel can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernel can compute `problem`; otherwise a sentence with the reason and the remedy."""
     dtypes = {"key": problem.dtype, "key_pages": problem.key_dtype, "value_pages": problem.value_dtype}
     table_dtype = None if problem.rotary is None else problem.rotary.table_dtype
     reason = takes_rows(dtypes, table_dtype, problem.head_dim, problem.value_dim)
@@ -44,7 +44,7 @@ def supports(problem: AppendProblem) -> str | None:
 
 
 def takes_rows(dtypes: Mapping[str, str], table_dtype: str | None, head_dim: int, value_dim: int) -> str | None:
-    """None where the kernel takes arrays of these dtypes, by name, tables of a rotary embedding and head sizes."""
+    """Return None if the kernel supports these dtypes, by array name, and head sizes; otherwise the reason."""
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
             return (
@@ -71,12 +71,12 @@ class AppendLaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name shown by profilers."""
         return "append_to_pages"
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The arrays that the launch reads, in order; those that it changes are among them."""
+        """The arrays that the launch reads, in order, including those that it updates."""
         problem = self.problem
         has_rotary = problem.rotary is not None
         is_read = {
@@ -100,21 +100,21 @@ class AppendLaunch:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """The arrays that the launch changes, in order."""
+        """The arrays that the launch updates, in order."""
         return self.problem.written
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch reads."""
+        """The specs of the arrays that the launch reads."""
         return tuple(map(self._array_spec, self.input_names))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch changes."""
+        """The specs of the arrays that the launch updates."""
         return tuple(map(self._array_spec, self.output_names))
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch on `target`.
+        """Return the launch plan for `target`.
 
         Raises:
             NotImplementedError: the target has no float8_e4m3fn and the call uses it.
@@ -144,7 +144,7 @@ class AppendLaunch:
 
     @property
     def _rows(self) -> int:
-        """New rows of a program: one where that alone does not fill the machine."""
+        """New rows per program: one if even one row per program does not fill the GPU."""
         widest = next_power_of_2(max(self.problem.head_dim, self.problem.value_dim))
         return 1 if self.problem.tokens * self.problem.key_heads <= _FEW_PROGRAMS else max(1, _TILE // widest)
 

@@ -1,1 +1,1 @@
-"""Kernels of block-diagonal attention, their plans and configurations."""
+"""Kernels of block-diagonal attention, their launch plans and configurations."""

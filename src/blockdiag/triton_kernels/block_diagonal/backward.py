@@ -1,7 +1,8 @@
-"""Backward of block-diagonal attention in one kernel, from query, key, value and the output's cotangent alone.
+"""Backward pass of block-diagonal attention in one kernel.
 
-The weights are computed again from the one key tile, and rowsum(P * dP) replaces rowsum(O * dO): neither the output nor
-a log-sum-exp is ever stored, nothing is accumulated through memory, and P and dP stay f32 until dS is formed.
+It needs only query, key, value and the output's cotangent. The weights are recomputed from the single key tile, and
+rowsum(P * dP) replaces rowsum(O * dO). So neither the output nor a log-sum-exp is a residual. Nothing is accumulated
+through memory, and P and dP stay in f32 until dS is formed.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -24,9 +25,9 @@ from blockdiag.triton_kernels.parts.tiles import (
 
 @triton.jit
 def sum_over_rows(b_sum, b_weights, b_rows, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """weights^T rows, added to `b_sum` over a group of query heads; a group of one starts afresh.
+    """Return weights^T rows, accumulated in `b_sum` over a group of query heads. A group of one does not accumulate.
 
-    TRANSPOSED forms rows^T weights and turns the result: on Blackwell [128, 64] takes half the tensor memory of
+    TRANSPOSED computes rows^T weights and transposes the result. On Blackwell [128, 64] takes half the tensor memory of
     [64, 128], and all three gradients must fit beside the scores.
     """
     if TRANSPOSED:
@@ -40,7 +41,7 @@ def sum_over_rows(b_sum, b_weights, b_rows, GROUP: tl.constexpr, TRANSPOSED: tl.
 
 @triton.jit
 def sum_over_columns(b_weights, b_rows, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """weights rows; TRANSPOSED as in `sum_over_rows`."""
+    """Return weights rows. TRANSPOSED is as in `sum_over_rows`."""
     if TRANSPOSED:
         b_sum = tl.trans(tl.dot(tl.trans(b_rows), tl.trans(b_weights), input_precision=PRECISION))
     else:
@@ -58,14 +59,14 @@ def block_diagonal_backward(
     POSITIONS: tl.constexpr, PACKED: tl.constexpr, PAIRED: tl.constexpr, PAIRED_VALUE: tl.constexpr,
     PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, LOOP_STAGES: tl.constexpr,
 ):
-    """One unit is one key head of one tile with all its query heads.
+    """Compute the gradients of units; a unit is one key head of one tile with all its query heads.
 
-    Units and the query heads within them are one flat loop: Triton prefetches across iterations of the innermost loop
-    only, and the prefetch is what keeps memory busy. dK and dV stay in registers over a unit's query heads.
+    Units and their query heads form one flat loop, because Triton prefetches only across iterations of the innermost
+    loop, and the prefetch keeps memory busy. dK and dV stay in registers over a unit's query heads.
     """
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
+    # a projection needs no copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
@@ -126,7 +127,7 @@ def block_diagonal_backward(
         b_ds = (b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None]) * scale).to(dtype)
         b_p = b_p.to(dtype)
 
-        # Rows past the tile's end are zero in q and do, so they add nothing to dk and dv.
+        # Rows beyond the tile's end are zero in q and do, so they add nothing to dk and dv.
         b_dv0 = sum_over_rows(b_dv0, b_p, b_do0, GROUP, TRANSPOSED, PRECISION)
         if PAIRED_VALUE:
             b_dv1 = sum_over_rows(b_dv1, b_p, b_do1, GROUP, TRANSPOSED, PRECISION)

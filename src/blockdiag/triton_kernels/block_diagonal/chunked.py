@@ -1,7 +1,8 @@
-"""Block-diagonal attention for blocks, heads or dtypes too large for one tile: a block is walked in chunks of rows.
+"""Block-diagonal attention in chunks of rows, for blocks, heads or dtypes that are too large for one tile.
 
-Forward is flash attention confined to a block. Backward is two kernels: the first recomputes each row's log-sum-exp and
-rowsum(P * dP) and forms dQ, the second forms dK and dV. Nothing is added up through memory, so results repeat exactly.
+The forward pass is flash attention within a block. The backward pass has two kernels. The first one recomputes each
+row's log-sum-exp and rowsum(P * dP) and computes dQ; the second one computes dK and dV. Nothing is accumulated through
+memory, so results are repeatable.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -25,7 +26,7 @@ from blockdiag.triton_kernels.parts.tiles import (
 def load_chunk(source, p_cos, p_sin, p_positions, start, rows, position, offset, head, table_rows,
                HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
                PAIRED: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, POSITIONS: tl.constexpr):
-    """Rows [offset, offset + CHUNK) of a block's operand, rotated if it is to be; rows past the block's end are 0."""
+    """Load rows [offset, offset + CHUNK) of a block's operand, rotated if ROTATED. Rows past the block's end are 0."""
     chunk_rows = tl.minimum(tl.maximum(rows - offset, 0), CHUNK)
     b_first, b_second = load_operand(source, start + offset, chunk_rows, head, HEADS, HEAD_DIM, CHUNK, COLUMNS, False,
                                      False, PAIRED, INTERLEAVED)
@@ -40,7 +41,7 @@ def load_chunk(source, p_cos, p_sin, p_positions, start, rows, position, offset,
 def store_chunk(target, b_first, b_second, p_cos, p_sin, p_positions, start, rows, written, position, offset, head,
                 table_rows, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
                 PAIRED: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, POSITIONS: tl.constexpr):
-    """Store f32 rows [offset, offset + CHUNK) of a block's gradient, turned back if its operand was rotated."""
+    """Store f32 rows [offset, offset + CHUNK) of a block's gradient, rotated back if the operand was ROTATED."""
     if ROTATED:
         chunk_rows = tl.minimum(tl.maximum(rows - offset, 0), CHUNK)
         b_cos, b_sin = load_rotary(p_cos, p_sin, p_positions, start + offset, chunk_rows, position + offset, table_rows,
@@ -53,7 +54,7 @@ def store_chunk(target, b_first, b_second, p_cos, p_sin, p_positions, start, row
 
 @triton.jit
 def chunk_mask(query_offset, key_offset, rows, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, KEY_ROWS: tl.constexpr):
-    """Which (query, key) pairs of two chunks of a block attend; KEY_ROWS puts the keys along the rows."""
+    """Return the mask of (query, key) pairs that attend in two chunks. KEY_ROWS puts the keys along the rows."""
     o_chunk = tl.arange(0, CHUNK)
     if KEY_ROWS:
         o_query = query_offset + o_chunk[None, :]
@@ -69,7 +70,7 @@ def chunk_mask(query_offset, key_offset, rows, CHUNK: tl.constexpr, CAUSAL: tl.c
 
 @triton.jit
 def key_chunks(query_offset, rows, CHUNK: tl.constexpr, CAUSAL: tl.constexpr):
-    """How many key chunks the query chunk at `query_offset` can see; none where it lies past the block's end."""
+    """Return how many key chunks the query chunk at `query_offset` sees; 0 past the block's end."""
     visible = rows
     if CAUSAL:
         visible = tl.minimum(rows, query_offset + CHUNK)
@@ -85,9 +86,9 @@ def block_diagonal_chunked_forward(
     ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
     POSITIONS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """One program is one chunk of query rows of one head of one block."""
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
+    """Compute the output of one chunk of query rows of one head of one block per program."""
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
+    # a projection needs no copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
@@ -121,7 +122,7 @@ def block_diagonal_chunked_forward(
         b_scores = paired_scores(b_q0, b_q1, b_k0, b_k1, PAIRED, PRECISION) * scale_log2  # [CHUNK, CHUNK]
         b_scores = tl.where(chunk_mask(offset, step * CHUNK, rows, CHUNK, CAUSAL, False), b_scores, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
-        # A row past the block's end has seen nothing: subtract 0 there, since (-inf) - (-inf) would be NaN.
+        # Rows past the block's end have seen no key. They subtract 0, because (-inf) - (-inf) would be NaN.
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_p = tl.exp2(b_scores - b_shift[:, None])
         b_decay = tl.exp2(b_max - b_shift)
@@ -145,13 +146,13 @@ def block_diagonal_chunked_query_gradient(
     ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
     POSITIONS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dQ of one chunk of query rows, and their log2-sum-exp2 and rowsum(P * dP), f32 [tokens, QUERY_HEADS].
+    """Compute dQ of one chunk of query rows, their base-2 log-sum-exp and rowsum(P * dP), f32 [tokens, QUERY_HEADS].
 
-    The keys are walked twice: rowsum(P * dP) must be known before the first dS, and is not rowsum(O * dO) because the
-    output is not kept.
+    The loop over keys runs twice, because the first dS needs the complete rowsum(P * dP). The cheaper rowsum(O * dO) is
+    not available, because the output is no residual.
     """
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
+    # a projection needs no copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
@@ -234,9 +235,9 @@ def block_diagonal_chunked_key_gradient(
     ROTATE_QUERY: tl.constexpr, ROTATE_KEY: tl.constexpr, ROTATE_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
     POSITIONS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dK and dV of one chunk of key rows, summed over its query heads and query chunks in one flat loop."""
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients, so that a projection needs no
-    # copies around the attention.
+    """Compute dK and dV of one chunk of key rows, summed over query heads and query chunks in one flat loop."""
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients, so that
+    # a projection needs no copies around the attention.
     QUERY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else QUERY_HEADS
     KEY_ROW: tl.constexpr = QUERY_HEADS + 2 * KEY_HEADS if PACKED else KEY_HEADS
     KEY_FIRST: tl.constexpr = QUERY_HEADS if PACKED else 0
@@ -263,7 +264,7 @@ def block_diagonal_chunked_key_gradient(
     first = 0
     if CAUSAL:
         first = offset // CHUNK
-    # A chunk past the block's end has no query to hear from, and its gradient is 0.
+    # A chunk past the block's end has no queries, so its gradient is 0.
     chunks = tl.where(offset < rows, tl.cdiv(rows, CHUNK) - first, 0)
     b_dk0 = tl.zeros([CHUNK, KEY_COLUMNS], tl.float32)
     b_dk1 = b_dk0
@@ -281,7 +282,7 @@ def block_diagonal_chunked_key_gradient(
         o_statistics = (start.to(tl.int64) + o_rows) * QUERY_HEADS + head
         b_log_sum = tl.load(p_log_sum + o_statistics, mask=o_rows < rows, other=0.0)
         b_delta = tl.load(p_delta + o_statistics, mask=o_rows < rows, other=0.0)
-        # Keys along the rows: P^T and dS^T are then what dK and dV take as they are, without a transposition.
+        # With keys along the rows, P^T and dS^T are the left operands of dV and dK without a transposition.
         b_scores = paired_scores(b_k0, b_k1, b_q0, b_q1, PAIRED, PRECISION) * scale_log2  # [CHUNK keys, CHUNK queries]
         b_pt = tl.exp2(b_scores - b_log_sum[None, :])
         b_pt = tl.where(chunk_mask(query_offset, offset, rows, CHUNK, CAUSAL, True), b_pt, 0.0)

@@ -1,6 +1,6 @@
-"""Which kernel family serves a problem on an architecture, and its tile configuration, with what decided it.
+"""The choice of kernel family and tile configuration by problem and architecture, with the measurements behind it.
 
-Ratios are times on an H200 over the time that a copy of the same bytes takes, block 64, bfloat16, 262,144 tokens.
+Ratios are times on an H200 relative to a copy of the same bytes, with block 64, bfloat16 and 262,144 tokens.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ _LARGEST_TILE_COLUMNS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileConfig:
-    """How a one-tile kernel runs.
+    """The configuration of a one-tile kernel.
 
     Attributes:
-        num_warps: warps per program, before specialisation adds more.
-        programs_per_sm: size of the persistent grid; 0 gives every item a program of its own.
-        loop_stages: depth of the prefetch over a program's items; 1 is none.
-        num_stages: depth that the compiler gives loads it pipelines by itself.
-        descriptors: load, and store where tiles are full, through the bulk tensor copy engine.
-        warp_specialize: give loads, products and the rest warps of their own (Blackwell).
+        num_warps: warps per program, before warp specialisation adds more.
+        programs_per_sm: programs per multiprocessor of a persistent grid; 0 launches one program per item.
+        loop_stages: depth of the prefetch over a program's items; 1 means no prefetch.
+        num_stages: depth of the loads that the compiler pipelines by itself.
+        descriptors: whether to load tiles, and store full tiles, with TMA.
+        warp_specialize: whether loads, products and the rest run on separate warps (Blackwell).
     """
 
     num_warps: int
@@ -38,11 +38,11 @@ class TileConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HopperConfig:
-    """How a Hopper kernel runs.
+    """The configuration of a Hopper kernel.
 
     Attributes:
-        heads: heads of a tile that one program takes; the second one's operands arrive while the first is computed.
-        maxnreg: cap on registers per thread, which decides how many programs share a multiprocessor.
+        heads: heads of a tile per program. The next head's operands are loaded while one is computed.
+        maxnreg: limit of registers per thread, which determines how many programs fit on a multiprocessor.
     """
 
     heads: int = 1
@@ -51,12 +51,12 @@ class HopperConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkConfig:
-    """How a chunked kernel runs.
+    """The configuration of a chunked kernel.
 
     Attributes:
-        rows: of a chunk.
+        rows: rows of a chunk.
         num_warps: warps per program.
-        num_stages: depth that the compiler gives the loads of its loops.
+        num_stages: depth of the loads that the compiler pipelines in its loops.
     """
 
     rows: int
@@ -64,9 +64,9 @@ class ChunkConfig:
     num_stages: int = 2
 
 
-# Of the chunked kernels.
+# Adjustments of the chunked kernels.
 ADJUSTMENTS = (
-    # Two stages keep addresses in one register too many for two programs, and 8 bytes of a thread spill.
+    # With two stages, addresses take one register too many for two programs, and 8 bytes per thread spill.
     Adjustment(
         since=(3, 8),
         kinds=("forward",),
@@ -74,8 +74,8 @@ ADJUSTMENTS = (
         change={"num_stages": 3},
         applies=lambda problem, config: problem.rotary is not None and config.rows == 32,
     ),
-    # Rotated values: with 32 rows a thread takes 255 registers and spills 148 bytes (sm_80) and 236 (sm_120) in the
-    # loop, with 16 it takes 128. Offline reports; not measured.
+    # Rotated values: with 32 rows a thread takes 255 registers and spills 148 bytes (sm_80) or 236 bytes (sm_120) in
+    # the loop. With 16 rows it takes 128 registers. From offline reports; not measured on a GPU.
     Adjustment(
         since=(3, 8),
         kinds=("key_gradient",),
@@ -87,17 +87,17 @@ ADJUSTMENTS = (
 
 
 def tile_rows(problem: BlockDiagonalProblem) -> int:
-    """Rows of the padded tile: a power of two that the matrix instructions take."""
+    """Return the rows of the padded tile, a power of two that the matrix instructions support."""
     return max(16, next_power_of_2(problem.block_size))
 
 
 def tile_columns(problem: BlockDiagonalProblem) -> int:
-    """Columns of the padded tile; its halves must be wide enough for a product where pairs are split."""
+    """Return the columns of the padded tile. With split pairs its halves must be wide enough for a product."""
     return max(32 if problem.rotary else 16, next_power_of_2(problem.head_dim))
 
 
 def is_hopper_shape(problem: BlockDiagonalProblem) -> bool:
-    """Whether tiles are the ones that the Hopper kernels and the Blackwell configuration are written for."""
+    """Whether the tiles have the shape that the Hopper kernels and the Blackwell configuration support."""
     return (
         problem.block_size == HOPPER_ROWS
         and problem.head_dim in (64, 128)
@@ -107,10 +107,11 @@ def is_hopper_shape(problem: BlockDiagonalProblem) -> bool:
 
 
 def is_chunked(problem: BlockDiagonalProblem, arch: int) -> bool:
-    """Whether one tile of a block is too large for the registers; float32 products without tensor cores always are.
+    """Whether a block is computed in chunks, because one tile of it is too large for the registers.
 
-    Rotation holds operands in f32 beside their tables: offline reports show the one-tile kernels spill there, at 128
-    columns on every architecture, and always where products read their operands from registers.
+    This always holds for float32, whose products do not use tensor cores. Rotation keeps operands in f32 beside their
+    tables. According to offline reports the one-tile kernels then spill at 128 columns on every architecture. They
+    always spill on architectures whose products read both operands from registers.
     """
     columns = tile_columns(problem)
     if problem.dtype == "float32" or tile_rows(problem) > _LARGEST_TILE_ROWS or columns > _LARGEST_TILE_COLUMNS:
@@ -121,10 +122,10 @@ def is_chunked(problem: BlockDiagonalProblem, arch: int) -> bool:
 
 
 def chunk_config(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> ChunkConfig:
-    """Chunks that leave every accumulator in registers on sm_80 to sm_120 (offline reports; larger ones spill).
+    """Return a configuration that keeps every accumulator in registers on sm_80 to sm_120.
 
-    The exceptions in warps and stages keep addresses in registers, which ptxas would
-    spill around the loops so as to fit one more program onto a multiprocessor.
+    Larger chunks spill, according to offline reports. The exceptions in warps and stages keep addresses in registers,
+    which ptxas would otherwise spill around the loops to fit one more program on a multiprocessor.
     """
     has_rotary = problem.rotary is not None
     wide = tile_columns(problem) > _LARGEST_TILE_COLUMNS
@@ -136,41 +137,42 @@ def chunk_config(problem: BlockDiagonalProblem, is_backward: bool, arch: int) ->
         return ChunkConfig(rows=16, num_warps=8)
     # sm_120 has 99 KB of shared memory, too little for chunks of 64 rows.
     if wide or has_rotary or arch >= 120:
-        # The 163 KB of sm_80 hold two programs, as many as its registers do, with the third stage too.
+        # Even with a third stage the 163 KB of sm_80 hold two programs, which is as many as the registers allow.
         is_deep = arch == 80 and has_rotary and not is_backward
         return ChunkConfig(rows=32, num_warps=8, num_stages=3 if is_deep else 2)
     return ChunkConfig(rows=64, num_warps=8)
 
 
 def most_chunks(problem: BlockDiagonalProblem, config: ChunkConfig) -> int:
-    """Chunks of the largest block."""
+    """Return the number of chunks of the largest block."""
     return -(-problem.block_size // config.rows)
 
 
 def is_hopper(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> bool:
-    """Whether the Hopper kernels serve the call."""
+    """Whether the call uses the Hopper kernels."""
     if not has_hopper_kernels(arch) or not is_hopper_shape(problem):
         return False
     if is_backward:
-        # 16 heads of 64 without rotary: the one-tile kernel 1.02, this one 1.04.
+        # 16 heads of 64 without rotary: 1.02 with the one-tile kernel, 1.04 with the Hopper kernel.
         return problem.rotary is not None or problem.group_size > 1 or problem.head_dim == 128
-    # Multi-head without rotary: 0.97 either way.
+    # Multi-head without rotary: 0.97 with both kernels.
     return problem.rotary is not None or problem.group_size > 1
 
 
 def hopper_config(problem: BlockDiagonalProblem, is_backward: bool) -> HopperConfig:
-    """Heads per program and register caps."""
+    """Return the heads per program and the register limit."""
     has_rotary = problem.rotary is not None
     if is_backward and problem.group_size > 1:
         return HopperConfig()
     if is_backward:
         if has_rotary and problem.head_dim == 64:
             return HopperConfig(maxnreg=128)
-        # 8 heads of 128 with rotary: 1.03 with two heads per program. Before the tables were kept in L2, 1.06 with two,
+        # 8 heads of 128 with rotary: 1.03 with two heads per program. Before the tables were kept in L2: 1.06 with two,
         # 1.08 with four, 1.12 with one.
         return HopperConfig(heads=2 if has_rotary and problem.key_heads % 2 == 0 else 1)
     if problem.group_size > 1:
-        # 8 heads of 128 on 2: 1.02 with two heads per program, 1.04 with four; with rotary 1.22 and 1.13.
+        # 8 query heads of 128 on 2 key heads: 1.02 with two heads per program, 1.04 with four; with rotary 1.22 and
+        # 1.13.
         preferred = (4, 2) if has_rotary else (2,)
         heads = next((heads for heads in preferred if problem.group_size % heads == 0), 1)
     else:
@@ -181,7 +183,7 @@ def hopper_config(problem: BlockDiagonalProblem, is_backward: bool) -> HopperCon
 
 
 def tile_config(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> TileConfig:
-    """Configuration of the one-tile kernel on a GPU."""
+    """Return the configuration of the one-tile kernel on a GPU."""
     has_rotary = problem.rotary is not None
     if arch in (100, 103) and is_hopper_shape(problem):
         return _blackwell_config(problem, is_backward)
@@ -193,15 +195,16 @@ def tile_config(problem: BlockDiagonalProblem, is_backward: bool, arch: int) -> 
 
 
 def portable_tile_config() -> TileConfig:
-    """Configuration for the interpreter: a persistent grid, so that it walks the loop over items too."""
+    """Return the configuration for the interpreter, with a persistent grid so that it also runs the loop over items."""
     return TileConfig(num_warps=4, programs_per_sm=1)
 
 
 def _blackwell_config(problem: BlockDiagonalProblem, is_backward: bool) -> TileConfig:
-    """sm_100: compiled offline, never run. Persistent always; partitions of warps where Triton can form them.
+    """Return the configuration for sm_100, which is compiled offline and was never run.
 
-    In the backward it cannot with rotary (registers) or with accumulators that live over a group of heads, and partial
-    tiles would need their loads masked between the copy engine and tcgen05.
+    The grid is always persistent. Warps are specialised where Triton can do so. In the backward pass it cannot do so
+    with rotary embedding (registers), or with accumulators that live over a group of heads. Partial tiles would need
+    masking between the TMA load and tcgen05.
     """
     num_warps = 8 if problem.rotary is not None else 4
     if (is_backward and not problem.is_full) or (problem.is_packed and problem.rotary is not None):

@@ -1,4 +1,4 @@
-"""Forward of block-diagonal attention: one key tile per query tile, so one softmax and no running statistics."""
+"""Forward pass of block-diagonal attention: one key tile per query tile, so one softmax and no running statistics."""
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off

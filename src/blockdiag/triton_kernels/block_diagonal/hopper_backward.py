@@ -1,7 +1,7 @@
-"""Backward of block-diagonal attention for Hopper, with tiles moved by the copy engine.
+"""Backward pass of block-diagonal attention for Hopper, with tiles moved by TMA.
 
-A plain Triton kernel brings tiles through registers; measured on an H200 at 8 heads of 128 it stays at 1.07 times the
-time a copy of the same bytes takes, and at 1.38 times where 4 query heads share a key head. These take 1.02 and 1.03.
+A plain Triton kernel moves tiles through registers. On an H200, at 8 heads of 128, it takes 1.07 times the time of a
+copy of the same bytes, and 1.38 times if 4 query heads share a key head. The kernels here take 1.02 and 1.03 times.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -37,7 +37,7 @@ from blockdiag.triton_kernels.parts.hopper_tiles import (
 @gluon.jit
 def prepare_operands(a_smem, b_smem, rows, b_cos, b_sin, ROTATE_A: gl.constexpr, ROTATE_B: gl.constexpr,
                      INTERLEAVED: gl.constexpr, FULL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zero the rows beyond the tile, rotate, and make that visible to the tensor cores."""
+    """Zero the rows beyond the tile, rotate, and make the result visible to the tensor cores."""
     if not FULL:
         if rows < a_smem.shape[0]:
             zero_rows(a_smem, rows, LAYOUT)
@@ -54,7 +54,7 @@ def prepare_operands(a_smem, b_smem, rows, b_cos, b_sin, ROTATE_A: gl.constexpr,
 @gluon.jit
 def score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS: gl.constexpr, FULL: gl.constexpr,
                     CAUSAL: gl.constexpr):
-    """P and dS, f32, from the scores and dP; rowsum(P * dP) stands for rowsum(O * dO)."""
+    """Return P and dS in f32 from the scores and dP. rowsum(P * dP) replaces rowsum(O * dO)."""
     b_p, b_norm = softmax_rows(b_scores * scale_log2, rows, ROWS, FULL, CAUSAL)
     b_p = b_p * b_norm
     b_dp = warpgroup_mma_wait(0, deps=[b_dp])
@@ -69,9 +69,10 @@ def head_gradients(
     INTERLEAVED: gl.constexpr, FULL: gl.constexpr, CAUSAL: gl.constexpr, LOAD_NEXT: gl.constexpr,
     STRIDE: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """All of one head whose q and k have arrived: dV leaves over dO, dQ over k, dK over q.
+    """Compute and store the gradients of one head whose q and k have arrived.
 
-    P and dS are staged over v (`p_smem` and `ds_smem` lie in it). LOAD_NEXT asks for the next head's v there.
+    dV is staged in dO's memory, dQ in k's and dK in q's. P and dS are staged in v's memory, which contains `p_smem` and
+    `ds_smem`. With LOAD_NEXT the next head's v is loaded there afterwards.
     """
     ROWS: gl.constexpr = q_smem.shape[0]
     HEAD_DIM: gl.constexpr = q_smem.shape[1]
@@ -97,7 +98,7 @@ def head_gradients(
     b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, LAYOUT, 2))
     b_dv = warpgroup_mma(p_smem.permute((1, 0)), do_smem, b_none, use_acc=False, is_async=True)
     if ROTARY:
-        # The tables hold 64 registers at 128 columns: one gradient at a time, or registers spill.
+        # The tables take 64 registers at 128 columns. More than one gradient at a time would spill.
         b_dv = warpgroup_mma_wait(0, deps=[b_dv])
         b_dk = warpgroup_mma(ds_smem.permute((1, 0)), q_smem, b_none, use_acc=False, is_async=True)
         thread_barrier()
@@ -146,11 +147,11 @@ def block_diagonal_hopper_backward(
     POSITIONS: gl.constexpr,
     PACKED: gl.constexpr, HEADS: gl.constexpr,
 ):
-    """As many key as query heads: one program is HEADS (1 or 2) heads of one tile.
+    """Compute HEADS (1 or 2) heads of one tile per program, for equal numbers of query and key heads.
 
-    The grid is tiles * (KEY_HEADS // HEADS). Descriptors have blocks of [ROWS, HEAD_DIM]; `p_d_query` and so on point
-    at the same memory as `d_query` and so on. With two heads the rotary tables are read once for both, and the second
-    head's operands arrive while the first head is computed.
+    The grid is tiles * (KEY_HEADS // HEADS). Descriptors have blocks of [ROWS, HEAD_DIM]. `p_d_query`, `p_d_key` and
+    `p_d_value` point to the memory of `d_query`, `d_key` and `d_value`. With two heads the rotary tables are read once
+    for both, and the second head's operands are loaded while the first head is computed.
     """
     ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
     gl.static_assert(QUERY_HEADS == KEY_HEADS)
@@ -158,7 +159,7 @@ def block_diagonal_hopper_backward(
     TILE: gl.constexpr = query.layout
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients.
     KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
     VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
     if PACKED:
@@ -196,7 +197,7 @@ def block_diagonal_hopper_backward(
     column = gl.program_id(0) % (KEY_HEADS // HEADS) * (HEADS * HEAD_DIM)
     start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
     if ROTARY:
-        # First of all: one thread takes a while to ask for all the tiles.
+        # The tables are loaded first, because one thread takes a while to start the loads of all tiles.
         b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
                                         POSITIONS)
     load_tile(query, q_smem, start, column, q_ready)
@@ -216,7 +217,7 @@ def block_diagonal_hopper_backward(
         b_cos = 0
         b_sin = 0
     if HEADS == 2:
-        # Made only here, it may lie where the tables were spread over the threads.
+        # Allocated here so that it can reuse the scratch memory of `spread_tables`.
         next_k_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
         load_tile(key, next_k_smem, start, KEY_COLUMN + column + HEAD_DIM, next_k_ready)
     mbarrier.wait(q_ready, 0)
@@ -240,7 +241,7 @@ def block_diagonal_hopper_backward(
         next_q_smem._keep_alive()
         next_do_smem._keep_alive()
         next_k_smem._keep_alive()
-    # Shared memory may neither be given back nor reused while the copy engine still reads it.
+    # Shared memory must be neither freed nor reused while TMA still reads it.
     tma.store_wait(0)
     q_smem._keep_alive()
     do_smem._keep_alive()
@@ -256,10 +257,11 @@ def block_diagonal_hopper_grouped_backward(
     CAUSAL: gl.constexpr, ROTATE_QUERY: gl.constexpr, ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr,
     POSITIONS: gl.constexpr, PACKED: gl.constexpr,
 ):
-    """Several query heads to a key head: one program is one key head of one tile; the grid is tiles * KEY_HEADS.
+    """Compute one key head of one tile per program, for several query heads per key head.
 
-    dK and dV stay in registers over the group, and the next query head's q and dO arrive while one is computed. With
-    rotary the tables take the place of that prefetch: kept in registers they would spill.
+    The grid is tiles * KEY_HEADS. dK and dV stay in registers over the group. The next query head's q and dO are loaded
+    while one is computed. With rotary embedding, shared memory holds the tables instead of this prefetch; in registers
+    they would spill.
     """
     GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
     ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
@@ -269,7 +271,7 @@ def block_diagonal_hopper_grouped_backward(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients.
     KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
     VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
     if PACKED:
@@ -352,7 +354,7 @@ def block_diagonal_hopper_grouped_backward(
         b_dp = warpgroup_mma(do_smem, v_smem.permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_scores = warpgroup_mma_wait(1, deps=[b_scores])
         b_p, b_ds = score_gradients(b_scores, b_dp, rows, scale, scale_log2, ROWS, FULL, CAUSAL)
-        # The last head's dQ has left by now, and its operands have no reader: the next but one may come.
+        # After this wait the previous head's dQ has been stored, and its buffers are free for the next head's operands.
         tma.store_wait(0)
         thread_barrier()
         if not ROTARY:
@@ -396,7 +398,7 @@ def block_diagonal_hopper_grouped_backward(
     thread_barrier()
     send_tile(d_value, p_d_value, v_smem, b_ev, start, written, (VALUE_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
     send_tile(d_key, p_d_key, k_smem, b_ek, start, written, (KEY_FIRST + key_head) * HEAD_DIM, KEY_STRIDE, FULL)
-    # Shared memory may neither be given back nor reused while the copy engine still reads it.
+    # Shared memory must be neither freed nor reused while TMA still reads it.
     tma.store_wait(0)
     q_tiles._keep_alive()
     do_tiles._keep_alive()

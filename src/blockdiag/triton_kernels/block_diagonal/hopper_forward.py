@@ -1,8 +1,8 @@
-"""Forward of block-diagonal attention for Hopper, where rotary embedding or shared key heads slow the plain kernel.
+"""Forward pass of block-diagonal attention for Hopper, for calls with rotary embedding or shared key heads.
 
-Without either, one plain program per tile already runs at the speed of a copy (0.97 of it). Rotation adds a table to
-read and time between load and product, and query heads that share a key head should load it once: here a program takes
-several heads of a tile, and the copy engine brings the next head while one is computed.
+Without either, one plain program per tile already runs at the speed of a copy (0.97 of its time). Rotation adds tables
+to read and time between load and product. Query heads that share a key head should load it once. So a program of this
+kernel handles several heads of a tile, and TMA loads the next head while one is computed.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -37,9 +37,9 @@ from blockdiag.triton_kernels.parts.hopper_tiles import (
 def head_scores(q_smem, k_smem, query, start, next_column, next_ready, b_cos, b_sin, ROTATE_QUERY: gl.constexpr,
                 ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr, LOAD_NEXT: gl.constexpr,
                 LAYOUT: gl.constexpr):
-    """q k^T of one head, f32. When it returns, no warp reads q or k any more.
+    """Return q k^T of one head in f32. When it returns, no warp reads q or k any more.
 
-    LOAD_NEXT asks for another query tile in the place of q, as soon as q is not read any more.
+    With LOAD_NEXT another query tile is loaded over q as soon as q is no longer read.
     """
     ROWS: gl.constexpr = q_smem.shape[0]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -54,7 +54,7 @@ def head_scores(q_smem, k_smem, query, start, next_column, next_ready, b_cos, b_
     if ROTATE_QUERY:
         if LOAD_NEXT:
             load_tile(query, q_smem, start, next_column, next_ready)
-        # The product takes the rotated query from registers: it need not return to shared memory.
+        # The product reads the rotated query from registers, so it need not go back to shared memory.
         b_q = gl.convert_layout(b_q, gl.DotOperandLayout(0, S, 2), assert_trivial=True)
         b_scores = warpgroup_mma(b_q, k_smem.permute((1, 0)), b_none, use_acc=False, is_async=True)
     else:
@@ -68,12 +68,12 @@ def head_scores(q_smem, k_smem, query, start, next_column, next_ready, b_cos, b_
 
 @gluon.jit
 def head_output(b_scores, v_smem, rows, scale_log2, FULL: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """softmax(scores) v of one head in the operands' dtype."""
+    """Return softmax(scores) v of one head in the operands' dtype."""
     ROWS: gl.constexpr = v_smem.shape[0]
     HEAD_DIM: gl.constexpr = v_smem.shape[1]
     b_weights, b_norm = softmax_rows(b_scores * scale_log2, rows, ROWS, FULL, CAUSAL)
     if not FULL:
-        # Rows beyond the tile may have come from NaN scores, their norms too; a tile of padding is written with them.
+        # Rows beyond the tile and their norms may be NaN. They must be 0, because tiles of padding are written, too.
         o_rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, b_weights.type.layout)), 1)
         b_weights = gl.where(o_rows < rows, b_weights, 0.0)
         b_norm = gl.where(o_rows < rows, b_norm, 0.0)
@@ -81,14 +81,14 @@ def head_output(b_scores, v_smem, rows, scale_log2, FULL: gl.constexpr, CAUSAL: 
     b_none = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
     b_output = warpgroup_mma(b_weights, v_smem, b_none, use_acc=False, is_async=True)
     b_output = warpgroup_mma_wait(0, deps=[b_output])
-    # Normalised only here: see block_diagonal_forward.
+    # Normalised after the product; block_diagonal_forward says why.
     b_norm = gl.convert_layout(b_norm, LAYOUT)
     return (b_output * b_norm).to(v_smem.dtype)
 
 
 @gluon.jit
 def zero_value_rows(v_smem, rows, FULL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zero v's rows beyond the tile and make that visible to the tensor cores."""
+    """Zero v's rows beyond the tile and make the zeros visible to the tensor cores."""
     if not FULL:
         if rows < v_smem.shape[0]:
             zero_rows(v_smem, rows, LAYOUT)
@@ -104,11 +104,11 @@ def block_diagonal_hopper_forward(
     ROTATE_KEY: gl.constexpr, INTERLEAVED: gl.constexpr, POSITIONS: gl.constexpr, PACKED: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    """One program is HEADS query heads of one tile; the grid is tiles * (QUERY_HEADS // HEADS).
+    """Compute HEADS query heads of one tile per program. The grid is tiles * (QUERY_HEADS // HEADS).
 
-    HEADS divides the group of query heads that share a key head; where every query head has its own, it is 1 or 2.
-    `query`, `key`, `value` and `output` are descriptors with blocks of [ROWS, HEAD_DIM]; `p_output` points at the same
-    memory as `output`.
+    HEADS divides the number of query heads that share a key head. If every query head has its own key head, HEADS is 1
+    or 2. `query`, `key`, `value` and `output` are descriptors with blocks of [ROWS, HEAD_DIM]. `p_output` points to the
+    memory of `output`.
     """
     GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
     ROTARY: gl.constexpr = ROTATE_QUERY or ROTATE_KEY
@@ -118,7 +118,7 @@ def block_diagonal_hopper_forward(
     TILE: gl.constexpr = query.layout
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     STRIDE: gl.constexpr = QUERY_HEADS * HEAD_DIM
-    # One array [tokens, N + 2K, H] may hold query, key and value, or their gradients; see block_diagonal_forward.
+    # In packed calls one array [tokens, N + 2K, H] holds query, key and value, and another one their gradients.
     KEY_FIRST: gl.constexpr = QUERY_HEADS if PACKED else 0
     VALUE_FIRST: gl.constexpr = QUERY_HEADS + KEY_HEADS if PACKED else 0
     if PACKED:
@@ -144,7 +144,7 @@ def block_diagonal_hopper_forward(
     key_head = head // GROUP
     start, rows, written, position = tile_rows_at(p_tiles, tile, sequence_length, ROWS, TABLE, FULL)
     if ROTARY:
-        # First of all: one thread takes a while to ask for all the tiles.
+        # The tables are loaded first, because one thread takes a while to start the loads of all tiles.
         b_cos, b_sin = load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS, HEAD_DIM,
                                         POSITIONS)
     load_tile(query, q_smem, start, head * HEAD_DIM, q_ready)
@@ -158,7 +158,7 @@ def block_diagonal_hopper_forward(
         b_cos = 0
         b_sin = 0
     if HEADS > 1:
-        # Made only here, it may lie where the tables were spread over the threads.
+        # Allocated here so that it can reuse the scratch memory of `spread_tables`.
         next_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], TILE)
         if PAIR:
             load_tile(key, next_smem, start, (KEY_FIRST + key_head + 1) * HEAD_DIM, next_k_ready)
@@ -188,7 +188,7 @@ def block_diagonal_hopper_forward(
     else:
         put_tile(output, p_output, q_smem, b_output, start, written, head * HEAD_DIM, STRIDE, FULL)
         for i in gl.static_range(1, HEADS):
-            # Query tiles alternate between two places, and results leave from there.
+            # Query tiles alternate between two buffers, and results are stored from the same buffers.
             here_smem = next_smem if i % 2 == 1 else q_smem
             here_ready = next_q_ready if i % 2 == 1 else q_ready
             other_smem = q_smem if i % 2 == 1 else next_smem
@@ -202,7 +202,7 @@ def block_diagonal_hopper_forward(
                 load_tile(query, other_smem, start, (head + i + 1) * HEAD_DIM, other_ready)
             b_output = head_output(b_scores, v_smem, rows, scale_log2, FULL, CAUSAL, L)
             put_tile(output, p_output, here_smem, b_output, start, written, (head + i) * HEAD_DIM, STRIDE, FULL)
-    # Shared memory may neither be given back nor reused while the copy engine still reads it.
+    # Shared memory must be neither freed nor reused while TMA still reads it.
     tma.store_wait(0)
     q_smem._keep_alive()
     k_smem._keep_alive()

@@ -1,8 +1,12 @@
-"""Launch plans of block-diagonal attention: which kernel, grid and tile configuration a problem gets on a target.
+"""Launch plans of block-diagonal attention: the kernel, grid and tile configuration of a problem on a target.
 
-Three families of kernels compute the same thing. The one-tile kernels hold a block's whole key tile and serve blocks of
-up to 64 rows. The Hopper kernels do the same with tiles that the copy engine moves, for the shapes where that is
-faster. The chunked kernels walk a block in pieces and serve everything else: larger blocks, wider heads, float32.
+Three families of kernels compute the same results:
+
+| family | method | used for |
+|---|---|---|
+| one-tile | holds a block's whole key tile | blocks of up to 64 rows |
+| Hopper | the same, with tiles moved by TMA | the shapes for which this is faster |
+| chunked | walks a block in chunks of rows | all other calls: larger blocks, wider heads, float32 |
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +35,7 @@ _POSITIONS = {"sequence": 0, "explicit": 1, "token": 2}
 
 Pass = Literal["forward", "backward", "query_gradient", "key_gradient"]
 
-# Operands that a pass reads as [tokens, heads, head_dim], and the arrays it writes.
+# Operands that a pass reads as [tokens, heads, head_dim], and the arrays that it writes.
 _OPERANDS: Mapping[Pass, tuple[str, ...]] = {
     "forward": ("query", "key", "value"),
     "backward": ("query", "key", "value", "output_cotangent"),
@@ -44,7 +48,7 @@ _RESULTS: Mapping[Pass, tuple[str, ...]] = {
     "query_gradient": ("d_query", "log_sum", "delta"),
     "key_gradient": ("d_key", "d_value"),
 }
-# The same where one array holds query, key and value, and another one their gradients.
+# The same arrays for packed calls: one array holds query, key and value, and another one their gradients.
 _PACKED_OPERANDS: Mapping[Pass, tuple[str, ...]] = {
     "forward": ("query",),
     "backward": ("query", "output_cotangent"),
@@ -63,7 +67,7 @@ _STATISTICS = ("log_sum", "delta")
 
 
 def takes_operands(dtype: str, head_dim: int) -> str | None:
-    """None where there are kernels for operands of a dtype and head dimension; otherwise the reason and the remedy."""
+    """Return None if the kernels support a dtype and head dimension; otherwise the reason and the remedy."""
     if dtype not in KERNEL_FLOATS:
         return f"the Triton kernels take bfloat16, float16 and float32, got {dtype}; use implementation='xla'"
     if head_dim % 8 or not 8 <= head_dim <= 256:
@@ -75,7 +79,7 @@ def takes_operands(dtype: str, head_dim: int) -> str | None:
 
 
 def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
     reason = takes_operands(problem.dtype, problem.head_dim)
     if reason is not None:
         return reason
@@ -98,8 +102,8 @@ class BlockDiagonalLaunch:
 
     Attributes:
         problem: the call.
-        kind: forward; backward in one kernel; or one of the two kernels of the chunked backward.
-        is_portable: keep to the kernels that Triton's interpreter runs, whatever the target.
+        kind: "forward"; "backward", in one kernel; or one of the two kernels of the chunked backward pass.
+        is_portable: whether to use only kernels that Triton's interpreter supports, on every target.
     """
 
     problem: BlockDiagonalProblem
@@ -108,23 +112,27 @@ class BlockDiagonalLaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name shown by profilers."""
         return f"block_diagonal_{self.kind}"
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Operands, then (key gradient) the row statistics and, packed, the gradients so far; then the tile table, cos,
-        sin, positions: those there are."""
+        """The arrays that the launch reads, those that are present, in this order.
+
+        1. the operands,
+        2. for the key gradient the row statistics and, in packed calls, the gradients so far,
+        3. the tile table, cos, sin and positions.
+        """
         return tuple(spec for _, spec in self._input_specs())
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The arrays the launch writes, every element of them."""
+        """The arrays that the launch writes. All elements are written, in packed calls by both gradients together."""
         return tuple(self._array_spec(name) for name in self._results)
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch on `target`."""
-        # The number of backward launches was fixed by `backward_kinds`, perhaps for another target than this one.
+        """Return the launch plan for `target`."""
+        # `backward_kinds` has fixed the number of backward launches, perhaps for another target than this one.
         is_single = self.kind == "backward"
         if not is_single and (self.kind != "forward" or configs.is_chunked(self.problem, target.arch)):
             return self._chunked_plan(target)
@@ -142,7 +150,7 @@ class BlockDiagonalLaunch:
 
     @property
     def _continues_gradients(self) -> bool:
-        """Whether the launch writes its part of a packed array that another launch has begun."""
+        """Whether the launch completes a packed array of which another launch has written a part."""
         return self.problem.is_packed and self.kind == "key_gradient"
 
     def _input_specs(self) -> Iterator[tuple[str, TensorSpec]]:
@@ -176,7 +184,7 @@ class BlockDiagonalLaunch:
         return TensorSpec((problem.tokens, heads, problem.head_dim), problem.dtype)
 
     def _input_pointers(self) -> dict[str, Argument]:
-        """A pointer for every input there is, None for every optional one there is not."""
+        """Return a pointer for every input that is present, and None for every optional input that is absent."""
         arguments: dict[str, Argument] = {
             name: Constexpr(None) for name in ("key", "value", "p_tiles", "p_cos", "p_sin", "p_positions")
         }
@@ -194,7 +202,7 @@ class BlockDiagonalLaunch:
     def _descriptors(
         self, names: tuple[str, ...], role: Role, rows: int, columns: int, layout: Any
     ) -> dict[str, Argument]:
-        """Descriptors over operands seen as [tokens, heads * head_dim]."""
+        """Return descriptors over operands viewed as [tokens, heads * head_dim]."""
         tokens, head_dim = self.problem.tokens, self.problem.head_dim
         heads = {name: self._array_spec(name).shape[1] for name in names}
         return {
@@ -203,7 +211,7 @@ class BlockDiagonalLaunch:
         }
 
     def _scalars(self) -> dict[str, Argument]:
-        """Run-time scalars; none of them is compiled in, so that lengths and scales share a kernel."""
+        """Return the run-time scalars. None is compiled in, so different lengths and scales share a kernel."""
         problem = self.problem
         units = problem.num_tiles * (problem.query_heads if self.kind == "forward" else problem.key_heads)
         return {
@@ -216,7 +224,7 @@ class BlockDiagonalLaunch:
         }
 
     def _constants(self) -> dict[str, Argument]:
-        """Compile-time values that all families share."""
+        """Return the compile-time values that all families share."""
         problem, rotary = self.problem, self.problem.rotary
         values = {
             "QUERY_HEADS": problem.query_heads,
@@ -252,7 +260,7 @@ class BlockDiagonalLaunch:
         )
 
     def _flops(self) -> float:
-        """Floating-point operations of the products, two of scores and values forward, five backward."""
+        """Return the floating-point operations of the matrix products: two products forward, five backward."""
         problem = self.problem
         products = {"forward": 2, "backward": 5, "query_gradient": 3, "key_gradient": 4}[self.kind]
         seen = problem.block_size * (0.5 if problem.is_causal else 1.0)
@@ -295,7 +303,7 @@ class BlockDiagonalLaunch:
         return self._launch(kernel, programs, arguments, options)
 
     def _tile_descriptors(self, role: Role, names: tuple[str, ...], rows: int, columns: int) -> dict[str, Argument]:
-        """Half-split pairs are loaded half by half."""
+        """Return descriptors for the one-tile kernels, which load half-split pairs one half at a time."""
         rotary = self.problem.rotary
         arguments: dict[str, Argument] = {}
         described = self._descriptors(names, role, rows, columns, None)
@@ -319,7 +327,7 @@ class BlockDiagonalLaunch:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         pointers = self._output_pointers("p_")
         if problem.is_full:
-            # Whole tiles leave through the copy engine alone.
+            # TMA alone stores full tiles, so no pointers are needed.
             pointers = {name: Constexpr(None) for name in pointers}
         arguments = self._input_pointers() | self._output_pointers() | pointers | self._scalars() | self._constants()
         arguments |= self._descriptors(self._operands, "input", rows, problem.head_dim, layout)
@@ -356,6 +364,6 @@ class BlockDiagonalLaunch:
 
 
 def backward_kinds(problem: BlockDiagonalProblem, target: Target) -> tuple[Pass, ...]:
-    """The launches that make up the backward pass on `target`, first to last."""
+    """Return the launches of the backward pass on `target`, in order."""
     is_chunked = configs.is_chunked(problem, target.arch)
     return ("query_gradient", "key_gradient") if is_chunked else ("backward",)

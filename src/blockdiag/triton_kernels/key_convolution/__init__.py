@@ -1,1 +1,1 @@
-"""Kernels of key convolution, and their plans."""
+"""Kernels of key convolution and their launch plans."""

@@ -1,10 +1,12 @@
 """Device code of key convolution.
 
-The work is bound by memory: the forward reads the key and writes the output, the backward reads the key and the
-output's cotangent and writes the key's gradient. A program has one tile of tokens, which lies in one sequence, and some
-of its channels; each thread walks along a run of tokens in a few neighbouring channels, so that every element is loaded
-once, up to the ends of runs. All loads of a run are issued before the first store, which the compiler could not do by
-itself: it does not know that results and operands are different memory.
+The kernels are memory-bound. The forward pass reads the key and writes the output. The backward pass reads the key and
+the output's cotangent and writes the key's gradient.
+
+A program handles some channels of one tile of tokens, which lies in one sequence. Each thread walks along a run of
+tokens in a few neighbouring channels, so every element is loaded once except at the ends of runs. All loads of a run
+are issued before the first store. The compiler cannot reorder them itself, because it does not know that results and
+operands do not alias.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -18,7 +20,7 @@ from blockdiag.triton_kernels.parts.tiles import tile_span
 
 @triton.jit
 def _load_weights(weights, o_channel, m_channel, CHANNELS: tl.constexpr, SIZE: tl.constexpr):
-    """The weights by lag, each [1, WIDTH] in float32: the last row is that of lag 0."""
+    """Load the weights by lag, each [1, WIDTH] in float32. The last row of the array has lag 0."""
     b_weights = ()
     for lag in tl.static_range(SIZE):
         p_row = weights + (SIZE - 1 - lag) * CHANNELS + o_channel
@@ -29,7 +31,7 @@ def _load_weights(weights, o_channel, m_channel, CHANNELS: tl.constexpr, SIZE: t
 @triton.jit
 def _load_rows(source, o_row, first, end, o_channel, m_channel, FIRST: tl.constexpr, END: tl.constexpr,
                CHANNELS: tl.constexpr):
-    """Rows o_row + FIRST .. o_row + END - 1, each [RUNS, WIDTH]; 0 for those outside [first, end)."""
+    """Load rows o_row + FIRST .. o_row + END - 1, each [RUNS, WIDTH]. Rows outside [first, end) are 0."""
     b_rows = ()
     for step in tl.static_range(FIRST, END):
         m_row = (o_row + step >= first) & (o_row + step < end)
@@ -40,7 +42,7 @@ def _load_rows(source, o_row, first, end, o_channel, m_channel, FIRST: tl.conste
 
 @triton.jit
 def _weighted_sum(b_weights, b_keys, LAST: tl.constexpr, SIZE: tl.constexpr):
-    """The sum over lags of weights and keys, `b_keys[LAST]` at lag 0."""
+    """Return the sum over lags of weights times keys, with `b_keys[LAST]` at lag 0."""
     b_total = b_weights[0] * b_keys[LAST].to(tl.float32)
     for lag in tl.static_range(1, SIZE):
         b_total += b_weights[lag] * b_keys[LAST - lag].to(tl.float32)
@@ -63,7 +65,7 @@ def key_convolution_forward(
 
     group = (tile // tiles_per_group).to(tl.int64)
     b_weights = _load_weights(weights + group * SIZE * CHANNELS, o_channel, m_channel, CHANNELS, SIZE)
-    # Tiles of padding have positions too, but nothing before them that belongs to a sequence.
+    # Tiles of padding have positions too, but the rows before them belong to no sequence.
     first = tl.where(rows > 0, -position, 0)
     b_keys = _load_rows(key + origin, o_row, first, rows, o_channel, m_channel, 1 - SIZE, RUN, CHANNELS)
     for step in tl.static_range(RUN):
@@ -73,7 +75,7 @@ def key_convolution_forward(
         if RESIDUAL:
             b_total += b_keys[step + SIZE - 1].to(tl.float32)
         p_row = output + origin + (o_row + step) * CHANNELS + o_channel
-        # Rows of padding are written too, with 0.
+        # Rows of padding are written with 0.
         tl.store(p_row, b_total.to(output.dtype.element_ty), mask=(o_row + step < written) & m_channel)
 
 
@@ -83,23 +85,23 @@ def key_convolution_backward(
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     TABLE: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):
-    """The key's gradient, and each tile's part of the weights' gradient: p_partials f32 [num_tiles, SIZE, CHANNELS].
+    """Compute the key's gradient and each tile's part of the weights' gradient, f32 [num_tiles, SIZE, CHANNELS].
 
-    A token's gradient needs the weighted sums of the SIZE - 1 tokens that follow it: those are computed once more.
+    A token's gradient needs the weighted sums of the SIZE - 1 following tokens, which are recomputed.
     """
     BLOCKS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     REACH: tl.constexpr = SIZE - 1
     tile = tl.program_id(0) // BLOCKS
     start, rows, written, position = tile_span(p_tiles, tile, sequence_length, TILE_ROWS, TABLE, False)
     if TABLE:
-        # A tile that does not begin its sequence continues that of the tile in front of it.
+        # The next tile continues this tile's sequence unless it is the first tile of a sequence (position 0).
         m_next = tile + 1 < num_tiles
         next_length = tl.load(p_tiles + tile * 3 + 4, mask=m_next, other=0)
         next_position = tl.load(p_tiles + tile * 3 + 5, mask=m_next, other=0)
         following = tl.where(next_position > 0, tl.maximum(next_length, 0), 0)
     else:
         following = sequence_length - position - rows
-    # Tiles of padding have positions and neighbours too, but none that belong to a sequence.
+    # Tiles of padding have positions and neighbours too, but these belong to no sequence.
     first = tl.where(rows > 0, -position, 0)
     end = tl.where(rows > 0, rows + following, 0)
     o_channel = tl.program_id(0) % BLOCKS * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -147,7 +149,7 @@ def key_convolution_backward(
 @triton.jit
 def key_convolution_weights_gradient(p_partials, d_weights, tiles_per_group, ELEMENTS: tl.constexpr,
                                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """d_weights [groups, ELEMENTS], the sums over each group's tiles of p_partials [num_tiles, ELEMENTS], in order."""
+    """Sum p_partials [num_tiles, ELEMENTS] over each group's tiles in order: d_weights [groups, ELEMENTS]."""
     BLOCKS: tl.constexpr = (ELEMENTS + COLUMNS - 1) // COLUMNS
     group = (tl.program_id(0) // BLOCKS).to(tl.int64)
     o_column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)

@@ -19,21 +19,21 @@ from blockdiag.triton_kernels.launch.plan import (
 Pass = Literal["forward", "backward", "weights_gradient"]
 
 _RUN = 16
-"""Tokens that one thread walks along."""
+"""Length in tokens of the run that one thread computes."""
 
 _SUM_ROWS = 32
 _SUM_COLUMNS = 32
 
 
 def takes_key(dtype: str) -> str | None:
-    """None where there are kernels for keys of a dtype; otherwise the reason and the remedy."""
+    """Return None if the kernels support keys of a dtype; otherwise the reason and the remedy."""
     if dtype not in KERNEL_FLOATS:
         return f"the Triton kernels take bfloat16, float16 and float32, got {dtype}; use implementation='xla'"
     return None
 
 
 def supports(problem: KeyConvolutionProblem) -> str | None:
-    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
     reason = takes_key(problem.dtype)
     if reason is not None:
         return reason
@@ -54,7 +54,8 @@ class KeyConvolutionLaunch:
 
     Attributes:
         problem: the call.
-        kind: forward; backward, which gives the key's gradient and parts of the weights' gradient; or the sum of these.
+        kind: "forward"; "backward", which computes the key's gradient and partial gradients of the weights; or
+            "weights_gradient", which sums the partial gradients.
     """
 
     problem: KeyConvolutionProblem
@@ -62,12 +63,16 @@ class KeyConvolutionLaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name shown by profilers."""
         return f"key_convolution_{self.kind}"
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Key, weights, the output's cotangent (backward), the tile table of packed calls; the parts to be summed."""
+        """The arrays that the launch reads.
+
+        These are the key, the weights, the output's cotangent (backward only) and the tile table (packed calls only).
+        The weights' gradient reads only the partial gradients.
+        """
         if self.kind == "weights_gradient":
             return (self._partials,)
         cotangents = (self._key,) if self.kind == "backward" else ()
@@ -76,13 +81,13 @@ class KeyConvolutionLaunch:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The arrays the launch writes, every element of them."""
+        """The arrays that the launch writes completely."""
         if self.kind == "weights_gradient":
             return (self._weights,)
         return (self._key,) if self.kind == "forward" else (self._key, self._partials)
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The same launch on every target."""
+        """Return the launch plan, which is the same for every target."""
         del target
         return self._sum_plan() if self.kind == "weights_gradient" else self._tile_plan()
 
@@ -163,10 +168,10 @@ class KeyConvolutionLaunch:
 
 
 def _program_shape(problem: KeyConvolutionProblem, is_backward: bool) -> tuple[int, int]:
-    """Channels and warps of a program.
+    """Return the channels and warps of a program.
 
-    A thread has neighbouring channels of one run: as many as its registers can hold a whole run of, with enough left
-    for other programs beside it. The backward holds keys, cotangents and sums.
+    A thread computes a whole run in 4 neighbouring channels, or in 2 in the backward pass, which holds keys, cotangents
+    and sums. More channels would take the registers that other programs on the multiprocessor need.
     """
     per_thread = 2 if is_backward else 4
     runs = problem.tile_rows // _RUN

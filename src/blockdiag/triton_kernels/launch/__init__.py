@@ -1,1 +1,1 @@
-"""Launch plans: how any kernel is described, compiled and inspected."""
+"""Launch plans: the description, compilation and inspection of any kernel."""

@@ -1,19 +1,21 @@
-"""Compiles a launch plan with Triton's own compiler, for a GPU that need not be present.
+"""Compiles launch plans with Triton's compiler; the GPU need not be present.
 
-The result belongs to the plan's compile key (source, parameter types, compile-time values, options, architecture) and
-to nothing else of the plan: two problems that differ only in run-time scalars, grids or array sizes share one kernel.
-Triton keeps compiled kernels on disk, so another process loads them instead of compiling.
+The result depends only on the plan's compile key: source, parameter types, compile-time values, options and
+architecture. Problems that differ only in run-time scalars, grids or array sizes share one kernel. Triton keeps
+compiled kernels on disk, so other processes load them instead of compiling.
 
-Compiling ends with PTX, which is what jaxlib's launcher takes and assembles by itself. Who loads kernels without jaxlib
-asks for a binary, too: a kernel of its own in memory and on disk, which Triton assembles with ptxas. Where the
-installed Triton has no way to leave ptxas out, it runs for every kernel.
+By default compilation ends with PTX, which jaxlib's launcher takes and assembles itself. Callers that load kernels
+without jaxlib also ask for a binary, which Triton assembles with ptxas. Such a kernel is a separate entry in memory and
+on disk. If the installed Triton cannot skip ptxas, ptxas runs for every kernel.
 
-Threads may compile at the same time. Everything that kernels share is Python's: functions, Triton's knobs and caches,
-the front end that makes a module of a function. It has one thread at a time, see `_Turn`, which costs nothing, as it
-holds Python's global lock anyway; only hashes of functions are made outside of turns, under locks of Triton's. What
-follows is the module's own, which lies in an MLIR context of its own: its passes, LLVM, ptxas as a process, and files
-that appear in the cache by being renamed. It runs without the global lock and takes about 80 % of the time. LLVM's
-options are the process's, and Triton sets them to the same values for every kernel.
+Several threads may compile at the same time:
+
+- The front end, which turns a function into an MLIR module, uses state shared between kernels: Python functions and
+  Triton's knobs and caches. One thread at a time runs it (see `_Turn`). This costs nothing, because the front end holds
+  Python's global lock anyway. Only the hashes of functions are computed outside, under locks of Triton's own.
+- The later stages run without the global lock and take about 80 % of the time. Each module has its own MLIR context,
+  ptxas is a process, and files appear in the cache by an atomic rename. LLVM's options are global to the process, but
+  Triton sets them to the same values for every kernel.
 """
 
 import functools
@@ -38,13 +40,13 @@ from blockdiag.triton_kernels.launch.plan import (
     TensorSpec,
 )
 
-# Bytes of shared memory that one program may use, by architecture (CUDA programming guide, compute capabilities).
+# Shared memory that one program may use, in KiB, by architecture (CUDA programming guide, compute capabilities).
 _SHARED_LIMITS_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 
-# Columns of tensor memory of an architecture that has it. Triton emits a trap, not an error, for a kernel above it.
+# Columns of tensor memory, on architectures that have it. Above this Triton emits a trap instead of an error.
 TENSOR_MEMORY_COLUMNS = 512
 
-# 1024 threads; ptxas accepts more and the launch then fails.
+# 1024 threads. ptxas accepts more, but the launch then fails.
 _MOST_WARPS = 32
 
 _INTEGER_RANGES = {"i32": 31, "i64": 63}
@@ -52,7 +54,7 @@ _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
 class KernelCompileError(RuntimeError):
-    """A kernel that the compiler refuses, or that asks for more of a resource than the architecture has.
+    """Raised for a kernel that the compiler rejects or that exceeds the architecture's resources.
 
     Example:
         >>> from blockdiag.triton_kernels.launch.compile import KernelCompileError
@@ -63,18 +65,18 @@ class KernelCompileError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class CompiledLaunch:
-    """A kernel compiled for one architecture, with what a launcher must know of it.
+    """A kernel compiled for one architecture, with the metadata that a launcher needs.
 
     Attributes:
-        kernel: Triton's CompiledKernel, not yet loaded on any device; shared between plans, so never load this one.
-            Its `asm["cubin"]` may be empty where no binary was asked for.
+        kernel: Triton's CompiledKernel, not loaded on any device. Plans share it, so never load this object.
+            Its `asm["cubin"]` may be empty if no binary was asked for.
         name: the entry point's name in the PTX.
-        num_warps: warps of one program, those added by warp specialisation included.
+        num_warps: warps of one program, including those added by warp specialisation.
         shared_bytes: dynamic shared memory of one program.
-        tensor_memory_columns: columns of tensor memory of one program, 0 where there is none.
-        global_scratch_bytes, global_scratch_alignment: global memory each program needs, for descriptors made on the
-            device.
-        descriptor_metadata: one mapping per host-made descriptor: swizzle, elem_type, elem_size, block_size. Empty for
+        tensor_memory_columns: columns of tensor memory of one program, 0 on architectures without it.
+        global_scratch_bytes, global_scratch_alignment: global memory that each program needs for descriptors made on
+            the device.
+        descriptor_metadata: one mapping per host-made descriptor: swizzle, elem_type, elem_size, block_size. Empty on
             architectures without TMA, where a descriptor is passed as a pointer, shape and strides instead.
     """
 
@@ -95,36 +97,40 @@ class CompiledLaunch:
 
 
 type Made = Callable[[LaunchPlan, Target], object]
-"""What is called with plan and target of a kernel when it is there."""
+"""Callback that receives the plan and target of a kernel once the kernel is compiled."""
 
 
 def load_compiler() -> None:
-    """Import what compiling imports, one thread at a time. Whoever imports Gluon, or starts threads that do, calls this
-    before."""
+    """Import the modules that compiling needs, one thread at a time.
+
+    Call this before importing Gluon, and before starting threads that import it.
+    """
     private_triton.load_modules()
 
 
 def shared_limit(arch: int) -> int | None:
-    """Bytes of shared memory a program may use on `arch`, or None where this table does not know the architecture."""
+    """Return the bytes of shared memory a program may use on `arch`, or None for an architecture not in the table."""
     kib = _SHARED_LIMITS_KIB.get(arch)
     return None if kib is None else kib * 1024
 
 
 def compile_plan(plan: LaunchPlan, target: Target, *, binary: bool = False, made: Made | None = None) -> CompiledLaunch:
-    """Compiles the kernel of `plan` for `target`; at once when this process already did for an equal compile key.
+    """Compile the kernel of `plan` for `target`, or return the kernel that this process has for an equal compile key.
 
-    Of threads that ask for one kernel at the same time the first compiles it, and the others wait.
+    If several threads ask for the same kernel, the first one compiles it and the others wait.
 
     Args:
-        plan, target: what to compile, and for what.
-        binary: whether ptxas assembles the kernel here. jaxlib does so itself, once more, when XLA compiles the
-            program around a launch.
-        made: called with plan and target once the kernel is there, by the one call that makes it or reads it from disk.
+        plan: the launch whose kernel is compiled.
+        target: the GPU it is compiled for.
+        binary: whether to assemble the kernel with ptxas here. jaxlib assembles it again in any case, when XLA
+            compiles the program around a launch.
+        made: called with the plan and target once the kernel is compiled. Only the call that compiles the kernel or
+            reads it from disk invokes this callback.
 
     Raises:
-        ValueError: when the plan does not describe its kernel (see `check_plan`).
-        KernelCompileError: when the kernel does not fit the architecture or the compiler refuses it. What ptxas refuses
-            is found here only with `binary`; otherwise XLA raises it.
+        ValueError: the plan does not describe its kernel (see `check_plan`).
+        KernelCompileError: the kernel does not fit the architecture, or the compiler rejects it. A rejection by ptxas
+            is raised here only with `binary`; otherwise XLA raises it.
     """
     load_compiler()
     check_plan(plan)
@@ -138,7 +144,7 @@ def compile_plan(plan: LaunchPlan, target: Target, *, binary: bool = False, made
         try:
             return compiled.result()
         except CancelledError:
-            # It failed in another thread, which has the reason; this one finds it by itself.
+            # Compilation failed in another thread, which raised the error. Retry to raise it in this thread, too.
             continue
     try:
         promised.set_result(_compile(plan, target.arch, binary))
@@ -155,16 +161,17 @@ def compile_plan(plan: LaunchPlan, target: Target, *, binary: bool = False, made
 def compile_together(
     launches: Sequence[tuple[LaunchPlan, Target]], *, made: Made | None = None
 ) -> list[CompiledLaunch]:
-    """Compiles several kernels to PTX side by side, in as many threads as this process has processors.
+    """Compile several kernels to PTX in parallel, in as many threads as this process has processors.
 
     Args:
-        made: as of `compile_plan`, called by these threads.
+        launches: pairs of a plan and its target.
+        made: as in `compile_plan`, called by the compiling threads.
 
     Raises:
-        ValueError, KernelCompileError: as `compile_plan`, for the first one that fails, once all have ended.
+        ValueError, KernelCompileError: as in `compile_plan`, for the first launch that failed, after all have ended.
     """
     load_compiler()
-    # The fewer kernels, the better for whom debugs them: one is compiled where it is asked for.
+    # A single kernel is compiled in the calling thread, which is easier to debug.
     if len(launches) < 2:
         return [compile_plan(*launch, made=made) for launch in launches]
     with ThreadPoolExecutor(min(len(launches), _processors()), "compile") as pool:
@@ -173,15 +180,17 @@ def compile_together(
 
 
 def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]], *, made: Made | None = None) -> None:
-    """Begins to compile kernels to PTX that somebody will ask for soon, and returns at once.
+    """Start compiling kernels to PTX in the background and return at once.
 
-    Who asks for a kernel meanwhile waits for it. A failure is theirs, too: `compile_plan` then tries again and raises.
+    A caller that asks for such a kernel meanwhile waits for it. If the background compilation fails, `compile_plan`
+    compiles again and raises the error to that caller.
 
     Args:
-        made: as of `compile_plan`, called by the thread that compiles.
+        launches: pairs of a plan and its target.
+        made: as in `compile_plan`, called by the compiling thread.
 
     Raises:
-        ValueError: when a plan does not describe its kernel (see `check_plan`).
+        ValueError: a plan does not describe its kernel (see `check_plan`).
     """
     load_compiler()
     for plan, _ in launches:
@@ -193,21 +202,21 @@ def compile_ahead(launches: Sequence[tuple[LaunchPlan, Target]], *, made: Made |
 
 
 def in_background(function: Callable[..., object], *arguments: Any, **options: Any) -> None:
-    """Calls a function in one of the threads that compile ahead; nobody hears of its failure."""
+    """Call a function in one of the threads that compile ahead. Its exceptions are not reported."""
     _ahead(os.getpid()).submit(function, *arguments, **options)
 
 
 def _longest_first(launches: Sequence[tuple[LaunchPlan, Target]]) -> list[int]:
-    """The places of launches in the order in which they had better begin: a long kernel that begins last is alone then.
+    """Return the indices of launches, longest compilation first, so that no long one is left running alone at the end.
 
-    How long a kernel takes is guessed from the lines of its source.
+    Compilation time is estimated by the number of source lines.
     """
     return sorted(range(len(launches)), key=lambda place: -source_lines(launches[place][0].kernel))
 
 
 @functools.cache
 def _ahead(process: int) -> ThreadPoolExecutor:
-    """The threads of a process that compile ahead: a fork of it has none of them."""
+    """Return the pool of threads that compile ahead, one per process because forks do not inherit threads."""
     del process
     return ThreadPoolExecutor(_processors(), "compile ahead")
 
@@ -217,7 +226,7 @@ def _processors() -> int:
 
 
 def compile_key(plan: LaunchPlan, arch: int) -> tuple[Any, ...]:
-    """Everything of a plan that the compiler sees, hashable; plans with equal keys share one kernel."""
+    """Return a hashable key of all inputs to the compiler. Plans with equal keys share one kernel."""
     return (
         plan.kernel.cache_key,
         tuple(signature(plan).items()),
@@ -228,17 +237,17 @@ def compile_key(plan: LaunchPlan, arch: int) -> tuple[Any, ...]:
 
 
 def signature(plan: LaunchPlan) -> dict[str, str]:
-    """Type of every kernel parameter in Triton's spelling, in the kernel's order."""
+    """Return the type of every kernel parameter in Triton's spelling, in the kernel's order."""
     return {name: _signature_type(plan, argument) for name, argument in plan.arguments.items()}
 
 
 def buffer_spec(plan: LaunchPlan, argument: Pointer | Descriptor) -> TensorSpec:
-    """The array that a pointer or descriptor refers to."""
+    """Return the spec of the array that a pointer or descriptor refers to."""
     return (plan.inputs if argument.role == "input" else plan.outputs)[argument.index]
 
 
 def check_plan(plan: LaunchPlan) -> None:
-    """Raises ValueError naming what is wrong when `plan` cannot describe a launch of its kernel."""
+    """Raise ValueError, naming the problem, if `plan` cannot describe a launch of its kernel."""
     names = list(plan.kernel.arg_names)
     if list(plan.arguments) != names:
         raise ValueError(
@@ -336,19 +345,20 @@ def _element_type(plan: LaunchPlan, argument: Pointer | Descriptor) -> str:
     return ELEMENT_TYPES[dtype].triton
 
 
-# Kernels by compile key and whether they are assembled, those that a thread is compiling among them; the lock is held
-# to look and to promise only.
+# Kernels by compile key and by whether they have a binary. A kernel that is being compiled is a pending future. The
+# lock protects lookups and insertions; it is not held during compilation.
 _compiled: dict[tuple[tuple[Any, ...], bool], Future[CompiledLaunch]] = {}
 _lock = threading.Lock()
 
 
 class _Turn:
-    """A thread's turn to use what kernels share: from its beginning until the front end has made a module.
+    """A lock on the compiler state that kernels share, held until the front end has produced a module.
 
-    Reading a kernel from the disk takes a whole turn.
+    A kernel that is read from disk holds the lock until it is loaded.
 
     Args:
-        hook: leaves ptxas out during the turn; Triton asks it before it makes the module. None: ptxas runs.
+        hook: skips ptxas and is installed while the lock is held; Triton calls it before it makes the module. With None
+            ptxas runs.
     """
 
     _lock = threading.Lock()
@@ -367,7 +377,7 @@ class _Turn:
         self.end()
 
     def end(self) -> None:
-        """The next thread's turn; nothing where this one's has ended already."""
+        """Release the lock for the next thread. Does nothing if it was released before."""
         if self._is_ours:
             self._is_ours = False
             if self._hook is not None:
@@ -390,13 +400,13 @@ def _compile(plan: LaunchPlan, arch: int, binary: bool) -> CompiledLaunch:
 
 
 def _run_compiler(plan: LaunchPlan, arch: int, binary: bool) -> Any:
-    """Triton's CompiledKernel, without a binary where none is asked for and ptxas can be left out."""
+    """Return Triton's CompiledKernel, without a binary if none is asked for and ptxas can be skipped."""
     if binary or private_triton.stage_hook_reason() is not None:
         return _run_in_turn(plan, arch, None)
     try:
         return _run_in_turn(plan, arch, private_triton.StageHook())
     except private_triton.MISMATCHES as error:
-        # Either the kernel is wrong, which fails again, or this version asks the hook for something that is not known.
+        # Either the kernel is wrong, and compiling it again fails too, or this version uses the hook in an unknown way.
         kernel = _run_in_turn(plan, arch, None)
         private_triton.give_up_stage_hook(f"{type(error).__name__}: {error}")
         return kernel
@@ -423,7 +433,7 @@ def _run_in_turn(plan: LaunchPlan, arch: int, hook: private_triton.StageHook | N
             constants,
             attributes,
             function_of=function_of,
-            # The name of Triton's files: those without a binary are no answer to who needs one.
+            # Cached files without a binary need another key, because callers that need one must not find them.
             key_suffix="" if hook is None else "-ptx",
             when_module=turn.end,
         )

@@ -1,8 +1,8 @@
-"""Configurations that depend on the version of Triton.
+"""Kernel configurations that depend on the version of Triton.
 
-Configurations are measured with one version. A newer compiler may need more registers for the same kernel, so that
-values spill in its loops. Such a kernel gets another configuration from that version on: one `Adjustment` beside the
-table of its configurations. With older versions the configuration stays as it was measured.
+Configurations are measured with one version. A newer compiler may need more registers for the same kernel and spill
+in its loops. An `Adjustment` beside the table of configurations changes such a kernel's configuration from that version
+on. Older versions keep the measured configuration.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from blockdiag.triton_kernels.launch import private_triton
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adjustment:
-    """What differs in the configuration of some launches from a version of Triton on.
+    """A change to the configuration of some launches from a version of Triton on.
 
     Attributes:
-        since: the version, (3, 8) for 3.8.0 and later.
-        kinds: of the launches.
+        since: the first version that it applies to, (3, 8) for 3.8.0 and later.
+        kinds: the kinds of launches that it applies to.
         archs: compute capabilities, 90 for sm_90.
-        change: the fields of the configuration that differ.
-        applies: whether a problem's measured configuration changes.
+        change: the changed fields of the configuration.
+        applies: predicate of a problem and its measured configuration.
     """
 
     since: tuple[int, ...]
@@ -33,12 +33,12 @@ class Adjustment:
 
 
 def adjusted[C](config: C, adjustments: Sequence[Adjustment], problem: Any, kind: str, arch: int) -> C:
-    """Return a configuration as the installed Triton needs it; later adjustments change what earlier ones left.
+    """Return a configuration with the adjustments for the installed Triton applied in order.
 
     Args:
-        config: a dataclass, as measured.
-        adjustments: of the kernels that `config` is of.
-        problem, kind, arch: of the launch.
+        config: the measured configuration, a dataclass.
+        adjustments: the adjustments of this operation's kernels.
+        problem, kind, arch: the launch that the configuration is for.
     """
     for adjustment in adjustments:
         if (
@@ -53,5 +53,5 @@ def adjusted[C](config: C, adjustments: Sequence[Adjustment], problem: Any, kind
 
 @functools.cache
 def installed_version() -> tuple[int, ...]:
-    """Return the installed Triton's version, looked up once."""
+    """Return the installed Triton's version. Cached."""
     return private_triton.version()

@@ -1,10 +1,11 @@
-"""Kernels of which there is only text: what is known of them before Triton has read it.
+"""Generated kernels, kept as text until Triton's compiler needs a function.
 
-Triton makes a function of a kernel to hash it: it looks for the source of every function, parses it and visits what it
-refers to. For generated kernels that was most of what loading them from the disk took: row attention forward and
-backward took 78 ms on the machine of an H200, and takes 12 (`cached_kernels_ms` of benchmarks/results/fuse.csv). Here
-text is hashed as it is, together with the library's modules that it imports, so that a kernel whose compiled form is on
-disk never becomes a function.
+To hash a kernel, Triton needs a function: it finds the function's source, parses it and visits everything it refers to.
+For generated kernels that was most of the time to load them from disk. This module hashes the text itself, together
+with the library's modules that it imports. A kernel whose compiled form is on disk never becomes a function.
+
+Loading row attention, forward and backward, took 78 ms on the host of an H200 and now takes 12 ms (`cached_kernels_ms`
+of benchmarks/results/fuse.csv).
 """
 
 import functools
@@ -18,22 +19,23 @@ from typing import Any, ClassVar
 
 _LIBRARY = __name__.partition(".")[0]
 
-# Modules that Triton's own cache key knows, by its version and the hash of its compiler, and one of Python's.
+# Modules that need no hash here: Triton's cache key covers Triton's version and compiler, and `math` is Python's.
 _KNOWN = ("triton", "math")
 
 
 @dataclass(frozen=True)
 class GeneratedKernel:
-    """A `@triton.jit` or `@gluon.jit` function as text.
+    """The text of a `@triton.jit` or `@gluon.jit` function.
 
-    It has what a plan, a compile key and Triton's cache on disk ask of a function; `function_of` makes it one.
+    It has the attributes that a plan, a compile key and Triton's on-disk cache read from a function. `function_of`
+    converts it to a function.
 
     Attributes:
-        text: a module that imports Triton, the library's device code and `math`, and nothing else.
-        name: the kernel's, among the module's functions.
+        text: the source of a module that imports only Triton, the library's device code and `math`.
+        name: the name of the kernel in that module.
 
     Raises:
-        ValueError: the text defines no such kernel, or imports something else.
+        ValueError: the text does not define the kernel, or it imports another module.
 
     Example:
         >>> from blockdiag.triton_kernels.launch.generated import GeneratedKernel
@@ -52,14 +54,14 @@ class GeneratedKernel:
 
     text: str = field(repr=False)
     name: str
-    # Triton asks functions for it when a profiler listens.
+    # Triton reads this attribute of functions when a profiler is active.
     launch_metadata: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self._head is None:
             raise ValueError(f"`text` defines no kernel {self.name!r}: there is no @triton.jit or @gluon.jit above it")
         for module in _imports(self.text):
-            # What a docstring begins a line with is none of the text's imports, and is refused like one.
+            # A docstring's line that starts with "import" or "from" also counts as an import.
             if module.partition(".")[0] not in (*_KNOWN, _LIBRARY):
                 raise ValueError(f"kernel {self.name!r}: `text` imports {module}, whose changes nobody would notice")
 
@@ -69,18 +71,18 @@ class GeneratedKernel:
 
     @functools.cached_property
     def arg_names(self) -> list[str]:
-        """The parameters, in order."""
+        """The names of the parameters, in order."""
         assert self._head is not None
         return [re.split("[:=]", part)[0].strip() for part in self._head["parameters"].split(",") if part.strip()]
 
     def is_gluon(self) -> bool:
-        """Whether it is one of Gluon's."""
+        """Whether this is a Gluon kernel."""
         assert self._head is not None
         return self._head["language"] == "gluon"
 
     @functools.cached_property
     def cache_key(self) -> str:
-        """A digest of all that Triton's does not cover: the text, and the modules of this library that it needs."""
+        """A digest of everything that Triton's own key does not cover: the text and the library's modules it needs."""
         digest = hashlib.sha256(f"{self.name}\n{self.text}".encode())
         for module in sorted(modules_needed(self.text)):
             digest.update(f"\n{module}\n{_source_of(module)}".encode())
@@ -93,7 +95,7 @@ class GeneratedKernel:
 
 
 def function_of(kernel: Any) -> Any:
-    """Triton's function of a kernel, whether it is one already or text."""
+    """Return Triton's function for a kernel that is either a function or text."""
     return _function(kernel) if isinstance(kernel, GeneratedKernel) else kernel
 
 
@@ -101,7 +103,7 @@ def function_of(kernel: Any) -> Any:
 def _function(kernel: GeneratedKernel) -> Any:
     text = kernel.text
     file = f"<{_LIBRARY}.fuse {kernel.name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    # Triton asks for the source of functions, which is in no file.
+    # Triton looks up the source of functions; this one is in no file.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     scope: dict[str, Any] = {"__name__": f"{_LIBRARY}.generated"}
     exec(compile(text, file, "exec"), scope)
@@ -112,12 +114,15 @@ def _function(kernel: GeneratedKernel) -> Any:
 
 
 def source_lines(kernel: Any) -> int:
-    """Lines of a kernel's source; lists of many names make some of them long, but not what there is to compile."""
+    """Return the number of lines of a kernel's source.
+
+    Lines estimate the compilation time better than characters: some lines are long lists of names, which cost nothing.
+    """
     return len((kernel.text if isinstance(kernel, GeneratedKernel) else kernel.src).splitlines())
 
 
 def modules_needed(text: str) -> set[str]:
-    """The modules of this library that a text imports, and those that they import."""
+    """Return the modules of this library that a text imports, directly or through other modules of the library."""
     found: set[str] = set()
     waiting = _imports(text)
     while waiting:
@@ -129,13 +134,13 @@ def modules_needed(text: str) -> set[str]:
 
 
 def _imports(text: str) -> set[str]:
-    """The modules that a text imports, wherever it does so."""
+    """Return the modules that a text imports, at any indentation."""
     return set(re.findall(r"^[ \t]*(?:from|import)[ \t]+([\w.]+)", text, re.MULTILINE))
 
 
 @functools.cache
 def _source_of(module: str) -> str:
-    # Found without being imported: device code imports Triton.
+    # The module is not imported, because device code imports Triton.
     spec = importlib.util.find_spec(module)
     if spec is None or spec.submodule_search_locations is not None:
         raise ValueError(f"generated kernels import modules of this library by name, and {module} is none")

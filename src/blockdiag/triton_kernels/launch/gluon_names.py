@@ -1,4 +1,4 @@
-"""Names of the Gluon language that differ between versions of Triton; device code takes them from here."""
+"""Names of the Gluon language that differ between versions of Triton. Device code imports them from here."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
 def _named(owner: Any, *names: str) -> Any:
-    """Return what an owner has under the first of these names that it knows."""
+    """Return the first of these attributes that an owner has."""
     for name in names:
         if hasattr(owner, name):
             return getattr(owner, name)
     raise AttributeError(f"Gluon has none of {', '.join(names)} in {owner.__name__}; install triton 3.6 to 3.9")
 
 
-# Orders the threads of a program; `barrier` since Triton 3.7.
+# Synchronises the threads of a program; `barrier` since Triton 3.7.
 thread_barrier = _named(gl, "thread_barrier", "barrier")
 
-# Copies into shared memory and out of it. Triton 3.6 and 3.7 have the long names only; in Triton 3.9 they raise.
+# Copies into shared memory and out of it. Triton 3.6 and 3.7 have only the long names, which raise in Triton 3.9.
 load_async = _named(async_copy, "async_load", "async_copy_global_to_shared")
 tma_load = _named(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _named(tma, "async_store", "async_copy_shared_to_global")
 
-# Shared memory with another dtype, shape and layout: (memory, dtype, shape, layout); `reinterpret` since Triton 3.9.
-# Triton 3.8 and later want as many bytes as there are.
+# Views shared memory with another dtype, shape and layout: (memory, dtype, shape, layout). Named `reinterpret` since
+# Triton 3.9. Triton 3.8 and later require that the view has exactly as many bytes as the memory.
 reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")

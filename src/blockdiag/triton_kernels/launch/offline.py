@@ -1,6 +1,7 @@
-"""Compiles a launch plan for an architecture that is not present, and reports what the kernel uses and which
-instructions it has: the test that a kernel fits and runs on the units it was written for, before it ever meets the
-hardware."""
+"""Compiles launch plans for architectures that are not present and reports their resources and instructions.
+
+Tests use the report to check, without the hardware, that a kernel fits and that it uses the intended matrix units.
+"""
 
 import functools
 import re
@@ -30,7 +31,7 @@ _PTX_PATTERNS = {
     "trap": r"\btrap;",
 }
 
-# Machine instructions by their mnemonic's beginning: what the PTX became.
+# Machine instructions by the beginning of their mnemonic.
 _SASS_PATTERNS = {
     "wgmma": r"\b[HIQ]GMMA\b",
     "tcgen05.mma": r"\bUTC[HIQO]\w*MMA\b",
@@ -45,21 +46,21 @@ _SASS_PATTERNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a kernel compiled for `arch` uses.
+    """The resources and instruction counts of a kernel compiled for `arch`.
 
     Attributes:
-        name: of the plan.
+        name: the plan's name.
         arch: compute capability as an integer, 90 for sm_90.
-        registers: of one thread.
-        spill_store_bytes, spill_load_bytes: local memory traffic of one thread for registers that did not fit.
-        stack_bytes: local memory of one thread, for spills and indexed arrays.
-        shared_bytes, shared_limit: dynamic shared memory of one program, and what the architecture allows.
-        tensor_memory_columns: of one program, at most 512; 0 where the architecture has none.
-        num_warps: warps of one program, those of every partition included.
-        partitions: for each warp-specialised region of the kernel, the warps of its partitions beside the default one.
+        registers: registers per thread.
+        spill_store_bytes, spill_load_bytes: local memory traffic per thread for spilled registers.
+        stack_bytes: local memory per thread, for spills and indexed arrays.
+        shared_bytes, shared_limit: dynamic shared memory of one program, and the architecture's limit.
+        tensor_memory_columns: columns of tensor memory of one program, at most 512; 0 on architectures without it.
+        num_warps: warps of one program, including those of every partition.
+        partitions: for each warp-specialised region, the number of warps of each partition except the default one.
         ptx: instruction counts, with the keys wgmma, tcgen05.mma, mma.sync, cp.async.bulk.tensor, cp.async, ldmatrix,
             ex2, atom, f64, trap.
-        global_scratch_bytes: global memory of one program, for descriptors made on the device.
+        global_scratch_bytes: global memory of one program for descriptors made on the device.
         kernel: Triton's compiled kernel, whose `asm` holds ttir, ttgir, llir, ptx and cubin.
 
     Example:
@@ -99,26 +100,28 @@ class Report:
     global_scratch_bytes: int
     kernel: Any
 
-    # Machine code is taken apart where somebody asks: that takes as long as making it.
+    # Disassembled on first use, because disassembling takes as long as assembling.
     @functools.cached_property
     def _machine_code(self) -> str:
         return _disassemble(self.kernel.asm["cubin"])
 
     @functools.cached_property
     def sass(self) -> Mapping[str, int]:
-        """Instruction counts of the machine code: what those of the PTX became, and local (spill) loads and stores."""
+        """Instruction counts of the machine code, including local (spill) loads and stores."""
         return _count(_SASS_PATTERNS, self._machine_code)
 
     @functools.cached_property
     def local_accesses(self) -> Mapping[int, int]:
-        """Loads and stores of local memory in the machine code by the number of loops that they lie in, 0 for those
-        outside; empty when there are none. See `sass.loop_depths` for what a loop is."""
-        # What has no stack frame has no local memory.
+        """Number of local memory accesses in the machine code by loop depth, 0 outside loops; empty if there are none.
+
+        See `sass.loop_depths` for the definition of a loop.
+        """
+        # A kernel without a stack frame has no local memory.
         return _local_accesses(self._machine_code) if self.stack_bytes or self.spill_bytes else {}
 
     @property
     def spill_bytes(self) -> int:
-        """Spill stores and loads together; 0 when every value kept its register."""
+        """Bytes of spill stores and loads together; 0 if nothing spills."""
         return self.spill_store_bytes + self.spill_load_bytes
 
     def __str__(self) -> str:
@@ -132,7 +135,7 @@ class Report:
 
 
 def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
-    """Compiles `plan` for `arch` (80, 90, 100, 120, ...) without a GPU and reports what the kernel uses.
+    """Compile `plan` for `arch` (80, 90, 100, 120, ...) without a GPU and report its resources and instructions.
 
     Args:
         plan: the launch.
@@ -142,9 +145,9 @@ def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
         The report.
 
     Raises:
-        KernelCompileError: with ptxas's own words when it refuses the kernel, or when shared or tensor memory exceed
-            what the architecture has.
-        ValueError: it is not known how much shared memory `arch` has.
+        KernelCompileError: ptxas rejects the kernel (the message quotes ptxas), or shared or tensor memory exceed the
+            architecture's limits.
+        ValueError: the shared memory of `arch` is not known.
 
     Example:
         >>> import triton, triton.language as tl
@@ -193,7 +196,7 @@ def inspect_plan(plan: LaunchPlan, arch: int | Target) -> Report:
 
 
 def _compile_quietly(plan: LaunchPlan, target: Target) -> tuple[CompiledLaunch, str]:
-    """The compiled kernel, and what ptxas said of it where it had to be assembled."""
+    """Return the compiled kernel and ptxas's output, which is empty if the kernel came from the cache."""
     with private_triton.ptxas_log() as printed:
         compiled = compile_plan(plan, target, binary=True)
     return compiled, printed.getvalue()

@@ -1,8 +1,8 @@
-"""The launch plan: one description of a Triton kernel launch, read by every door that can launch it.
+"""The launch plan: one description of a Triton kernel launch for all consumers.
 
-A plan names the kernel, its grid, and for every kernel parameter what to pass. It holds no array and imports neither
-jax, torch nor triton, so that each consumer (the JAX call, the torch launch, the interpreter, the offline compiler)
-reads the same data and launches the same kernel.
+A plan names the kernel, its grid and the argument for every kernel parameter. It holds no array and imports neither
+jax, torch nor triton. So every consumer (the JAX call, the torch launch, the interpreter, the offline compiler) reads
+the same data and launches the same kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 Role = Literal["input", "output"]
 ScalarType = Literal["i1", "i32", "i64", "fp32"]
 
-# Multiprocessors of the usual part of each architecture, for planning where no device can be asked.
+# Multiprocessors of the most common GPU of each architecture, for planning without a device.
 _USUAL_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188}
 
 
@@ -36,11 +36,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a plan may know of the GPU.
+    """The properties of the GPU that a plan may depend on.
 
     Attributes:
         arch: compute capability as an integer, 90 for sm_90.
-        num_sms: streaming multiprocessors; sizes persistent grids. Results never depend on it.
+        num_sms: streaming multiprocessors, used to size persistent grids. Results never depend on it.
 
     Example:
         >>> from blockdiag.triton_kernels.launch.plan import Target
@@ -53,7 +53,7 @@ class Target:
 
     @classmethod
     def for_arch(cls, arch: int) -> "Target":
-        """The usual part of an architecture, for offline compilation.
+        """Return the most common GPU of an architecture, for offline compilation.
 
         Args:
             arch: compute capability as an integer: 80, 86, 89, 90, 100, 103 or 120.
@@ -124,10 +124,10 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scalar:
-    """A run-time scalar with its type spelled out: an untyped Python float would make a kernel compute in fp64.
+    """A run-time scalar with an explicit type, because an untyped Python float would make a kernel compute in fp64.
 
     Attributes:
-        value: the number. Two are equal if their bits are.
+        value: the number. Scalars are equal if their bits are equal.
         dtype: "i1", "i32", "i64" or "fp32".
 
     Example:
@@ -146,7 +146,7 @@ class Scalar:
         return hash(self._key())
 
     def _key(self) -> tuple[str, Any]:
-        # By bits: 0.0 and -0.0 are different arguments, and a NaN is the same argument as itself.
+        # Compare bits: 0.0 and -0.0 are different arguments, and a NaN equals itself.
         return self.dtype, float(self.value).hex() if self.dtype == "fp32" else int(self.value)
 
 
@@ -154,10 +154,10 @@ class Scalar:
 class Constexpr:
     """A compile-time value.
 
-    Values of different types are different (1, 1.0 and True compile differently), and floats compare by their bits.
+    Values of different types are unequal, because 1, 1.0 and True compile differently. Floats compare by their bits.
 
     Attributes:
-        value: int, float, bool, str, None, a triton dtype, or another hashable value that a kernel understands.
+        value: int, float, bool, str, None, a triton dtype, or another hashable value that a kernel accepts.
 
     Example:
         >>> from blockdiag.triton_kernels.launch.plan import Constexpr
@@ -174,7 +174,7 @@ class Constexpr:
         return hash(self.key())
 
     def key(self) -> tuple[str, Any]:
-        """What tells this value from another one, hashable."""
+        """Return a hashable key that identifies the value and its type."""
         return type(self.value).__name__, self.value.hex() if isinstance(self.value, float) else self.value
 
 
@@ -183,13 +183,13 @@ type Argument = Pointer | Descriptor | Scalar | Constexpr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOptions:
-    """What Triton's compiler is asked for, beside the source.
+    """Options of Triton's compiler.
 
     Attributes:
-        num_warps: warps of a program, of 32 threads each.
-        num_stages: iterations of a loop whose loads are in flight at once.
-        num_ctas: thread blocks of a cluster that computes a program.
-        maxnreg: the most registers of a thread; None leaves it to the compiler.
+        num_warps: warps per program, of 32 threads each.
+        num_stages: loop iterations whose loads are in flight at once.
+        num_ctas: thread blocks in the cluster that computes one program.
+        maxnreg: the maximum number of registers per thread; None leaves it to the compiler.
 
     Example:
         >>> from blockdiag.triton_kernels.launch.plan import CompileOptions
@@ -208,14 +208,14 @@ class LaunchPlan:
     """One launch of one kernel.
 
     Attributes:
-        name: what profilers show.
+        name: the name shown by profilers.
         kernel: the `@triton.jit` or `@gluon.jit` function.
         grid: programs along the three grid axes.
         inputs, outputs: the arrays the launch reads and writes, in the order the caller passes and receives them.
         arguments: every parameter of the kernel by name, in the kernel's own order.
         options: compile options.
-        aliases: (input index, output index) pairs that are one buffer: the output starts as the input's content.
-        flops: floating-point operations of its products, about; 0 where the arrays' bytes say how long it takes.
+        aliases: (input index, output index) pairs that share one buffer: the output starts with the input's content.
+        flops: approximate floating-point operations of the matrix products; 0 if the launch is bound by memory.
 
     Example:
         >>> import triton, triton.language as tl
@@ -251,9 +251,12 @@ class LaunchPlan:
 def named_arguments(
     kernel: Any, known: Mapping[str, Argument], input_names: Sequence[str], output_names: Sequence[str]
 ) -> dict[str, Argument]:
-    """Of every parameter of a kernel what to pass: a known scalar or constant, or the array that the parameter is named
-    after, with or without `p_`; None for an array that the call does not have. What is both read and written is meant
-    as the output."""
+    """Return the argument for every parameter of a kernel, by name.
+
+    A parameter takes the known scalar or constant of its name. Otherwise it takes the array of its name, with or
+    without the prefix `p_`. If the call has no such array, the argument is None. A name that is both an input and an
+    output refers to the output.
+    """
     arguments: dict[str, Argument] = {}
     for parameter in kernel.arg_names:
         name = parameter.removeprefix("p_")
@@ -270,7 +273,7 @@ def named_arguments(
 
 @runtime_checkable
 class KernelSpec(Protocol):
-    """A hashable launch that still waits for its target: outputs are known at trace time, the plan at lowering.
+    """A hashable launch without a target: its outputs are known at trace time, its plan at lowering.
 
     Example:
         >>> from blockdiag.triton_kernels.launch.plan import KernelSpec
@@ -280,7 +283,7 @@ class KernelSpec(Protocol):
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name shown by profilers."""
         ...
 
     @property
@@ -290,14 +293,14 @@ class KernelSpec(Protocol):
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The arrays that it writes."""
+        """The arrays that the launch writes."""
         ...
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch.
+        """Return the launch plan for a target.
 
         Args:
-            target: the GPU it is for.
+            target: the GPU that the launch is for.
 
         Returns:
             The plan, with these inputs and outputs.

@@ -1,17 +1,17 @@
-"""Everything that this library uses of Triton's private parts; no other module names them.
+"""The only module that uses Triton's private interfaces.
 
-Triton has no public interface for compiling without a GPU, for leaving out ptxas, for host-made descriptors without
-checks, or for running a kernel with numpy. Its private parts differ between versions. So each feature is looked for
+Triton has no public interface for compiling without a GPU, for skipping ptxas, for host-made descriptors without
+checks, or for running a kernel with numpy. The private interfaces differ between versions, so each feature is probed
 when it is first needed:
 
-| feature | where it is missing or unknown |
+| feature | if missing or unknown |
 |---|---|
-| a hook that leaves ptxas out of a compilation (since 3.7 it is asked for a cache key, too) | ptxas runs always |
+| a hook that skips ptxas (since 3.7 it is also asked for a cache key) | ptxas always runs |
 | Gluon's language for Hopper | Hopper runs the plain Triton kernels |
-| host-made descriptors that are dataclasses | their constructor checks every descriptor of every launch |
+| host-made descriptors that are dataclasses | their constructor checks every descriptor at every launch |
 | the interpreter's classes | interpreting a kernel raises NotImplementedError |
 
-`describe_features` says which way each one goes, and why.
+`describe_features` reports the result of each probe and the reason.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# What a version that works otherwise inside raises when it is asked as a known version would be.
+# Exceptions that an unknown version of Triton may raise when it is called like a known one.
 MISMATCHES = (ImportError, AttributeError, TypeError, ValueError, LookupError)
 
-# Element types of tensor maps: PTX's numbers (`.elemtype` of `tensormap.replace`), which Triton's metadata has, and
-# the driver's `CUtensorMapDataType` of the same types.
+# Element types of tensor maps. Keys are PTX's numbers (`.elemtype` of `tensormap.replace`), as in Triton's metadata;
+# values are the driver's `CUtensorMapDataType`.
 _DRIVER_ELEMENT_TYPES = {number: number for number in range(8)} | {8: 10, 9: 8, 10: 9}
 
-# What device code for Hopper takes from Gluon, by module. A name with alternatives separated by "|" differs by version.
+# Names that the Hopper kernels import from Gluon, by module. "|" separates the spellings of different versions.
 _GLUON_NAMES = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.language": (
@@ -69,12 +69,12 @@ _GLUON_NAMES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Feature:
-    """How one private feature of the installed Triton is used.
+    """Whether one private feature of the installed Triton is used.
 
     Attributes:
-        name: of the feature.
-        is_fast: whether it is used; otherwise the slow way is.
-        detail: what that means, with the reason where it is slow.
+        name: the feature's name.
+        is_fast: whether the feature is used; if not, the slow path is.
+        detail: the consequence, with the reason for a slow path.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Feature:
 
 
 def describe_features() -> tuple[Feature, ...]:
-    """Describe how each private feature of the installed Triton is used; imports Triton.
+    """Describe whether each private feature of the installed Triton is used. Imports Triton.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
@@ -118,12 +118,12 @@ def version() -> tuple[int, ...]:
 # Compiling
 
 
-# Modules of Gluon import each other in circles, in which two threads at once end with `_DeadlockError`.
+# Gluon's modules import each other in a cycle. Two threads importing them at once fail with `_DeadlockError`.
 _loading = threading.RLock()
 
 
 def load_modules() -> None:
-    """Import what compiling imports, and probe what it needs, one thread at a time."""
+    """Import the modules that compiling needs and probe its features, one thread at a time."""
     with _loading:
         importlib.import_module("triton.compiler")
         gluon_reason()
@@ -134,7 +134,7 @@ def run_compiler(source: Any, arch: int, options: Mapping[str, Any]) -> Any:
     """Compile a source (see `kernel_source`) for an architecture and return Triton's CompiledKernel.
 
     Raises:
-        PTXASError: ptxas refuses the kernel; see `ptxas_error`.
+        PTXASError: ptxas rejects the kernel; see `ptxas_error`.
         RuntimeError: a pass of the compiler fails.
     """
     import triton
@@ -143,14 +143,14 @@ def run_compiler(source: Any, arch: int, options: Mapping[str, Any]) -> Any:
 
 
 def ptxas_error() -> type[Exception]:
-    """Return the exception that Triton raises for what ptxas refuses."""
+    """Return the exception class that Triton raises when ptxas rejects a kernel."""
     from triton.runtime.errors import PTXASError
 
     return PTXASError
 
 
 def kernel_metadata(kernel: Any) -> dict[str, Any]:
-    """Return what a launcher must know of a compiled kernel, named as the fields of `CompiledLaunch`."""
+    """Return the metadata that a launcher needs, keyed by the fields of `CompiledLaunch`."""
     metadata = kernel.metadata
     return {
         "name": metadata.name,
@@ -174,14 +174,14 @@ def kernel_source(
     key_suffix: str,
     when_module: Callable[[], None],
 ) -> Any:
-    """Return what Triton's compiler takes: a kernel with the types and values of its parameters.
+    """Return the source object for Triton's compiler: a kernel with the types and values of its parameters.
 
     Args:
-        kernel: the function, or what `function_of` makes a function of when the compiler needs one.
+        kernel: a Triton function, or a kernel that `function_of` converts once the compiler needs a function.
         signature, constants, attributes: as Triton's ASTSource takes them.
-        function_of: makes a Triton function of the kernel.
-        key_suffix: added to the source's part of the key of Triton's cache on disk.
-        when_module: called when the front end has made a module of the function.
+        function_of: converts the kernel to a Triton function.
+        key_suffix: appended to the source's hash, which is part of the key of Triton's on-disk cache.
+        when_module: called when the front end has produced the MLIR module.
     """
     source = _source_class(kernel.is_gluon())(kernel, signature, constants, attributes)
     source.function_of, source.key_suffix, source.when_module = function_of, key_suffix, when_module
@@ -220,19 +220,19 @@ def _gpu_target(arch: int) -> Any:
 
 
 def _with_fusion(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the fusion of products and sums as Triton's setting has it: Triton 3.9 warns where nobody does."""
+    """Add `enable_fp_fusion` with Triton's default, because Triton 3.9 warns if it is not given."""
     from triton import knobs
 
     return {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
 
 
-# Leaving out ptxas
+# Skipping ptxas
 
 
 class StageHook:
-    """Leaves ptxas out of what one thread compiles, while it is installed.
+    """A compiler hook that skips ptxas for one thread's compilations while it is installed.
 
-    Triton has one hook for all threads. A hook of somebody else is called as Triton would call it.
+    Triton has one hook for all threads. A hook that was installed before is still called as Triton would call it.
     """
 
     def __init__(self) -> None:
@@ -240,27 +240,27 @@ class StageHook:
         self._former: Any = None
 
     def install(self) -> None:
-        """Take the place of the hook that is there."""
+        """Replace Triton's current hook by this one."""
         from triton import knobs
 
         self._former = knobs.runtime.add_stages_inspection_hook
-        # Triton's annotation of it forgets the backend, which comes first.
+        # Triton's annotation of the hook omits its first parameter, the backend.
         hook: Any = self._call
         knobs.runtime.add_stages_inspection_hook = hook
 
     def remove(self) -> None:
-        """Give the place back."""
+        """Restore the hook that `install` replaced."""
         from triton import knobs
 
         knobs.runtime.add_stages_inspection_hook = self._former
 
     def _call(self, *arguments: Any, **options: Any) -> Any:
         if not arguments:
-            # Triton 3.7 and later ask for a part of the cache's key and its hash; `kernel_source` has the suffix.
+            # Triton 3.7 and later call the hook for a cache key and its hash. `kernel_source` adds this library's part.
             return ("", "") if self._former is None else self._former(**options)
         if self._former is not None:
             self._former(*arguments, **options)
-        # Threads that are not this library's compile kernels of their own meanwhile.
+        # Threads outside this library may compile their own kernels meanwhile.
         if threading.get_ident() == self._thread:
             _, stages, *_ = arguments
             stages["cubin"] = _no_binary
@@ -272,17 +272,17 @@ def _no_binary(ptx: str, metadata: Any) -> bytes:
     return b""
 
 
-# Why the hook cannot be used, found while a kernel was compiled.
+# Reasons not to use the hook that were found while a kernel was compiled.
 _hook_failures: list[str] = []
 
 
 def stage_hook_reason() -> str | None:
-    """Return why ptxas cannot be left out of a compilation, or None where it can."""
+    """Return why ptxas cannot be skipped, or None if it can."""
     return _hook_failures[0] if _hook_failures else _probe_stage_hook()
 
 
 def give_up_stage_hook(reason: str) -> None:
-    """Let ptxas run for every kernel from now on."""
+    """Run ptxas for every kernel from now on."""
     _hook_failures.append(reason)
 
 
@@ -303,7 +303,7 @@ def _probe_stage_hook() -> str | None:
 
 
 def _stages_under(hook: StageHook | None, arch: int) -> dict[str, Any]:
-    """The compiler's stages for a Triton kernel, by name."""
+    """Return the compiler's stages for a Triton kernel by name, with `hook` installed if it is given."""
     from triton.backends.compiler import Language
     from triton.compiler.compiler import make_backend
 
@@ -326,25 +326,25 @@ def _version_text() -> str:
         return "of an unknown version"
 
 
-# What ptxas and nvdisasm say
+# Output of ptxas and nvdisasm
 
 
 @contextlib.contextmanager
 def ptxas_log() -> Iterator[io.StringIO]:
-    """Collect what ptxas says of kernels that are compiled meanwhile, and keep Triton from printing."""
+    """Collect ptxas's output for kernels compiled in this context, and keep Triton from printing."""
     from triton import knobs
 
-    # Triton prints the whole PTX when ptxas fails; the exception carries what ptxas said instead.
+    # Triton prints the whole PTX when ptxas fails. The exception carries ptxas's message, so the print is dropped.
     with contextlib.redirect_stdout(io.StringIO()) as printed, knobs.nvidia.scope():
         knobs.nvidia.dump_ptxas_log = True
         yield printed
 
 
 def assemble(ptx: str, arch: int) -> str:
-    """Return what ptxas says of PTX, assembled with the options that Triton assembles it with.
+    """Assemble PTX with Triton's own options and return ptxas's output.
 
     Raises:
-        PTXASError: ptxas refuses it; see `ptxas_error`.
+        PTXASError: ptxas rejects it; see `ptxas_error`.
     """
     with ptxas_log() as printed:
         _stages_under(None, arch)["cubin"](ptx, {})
@@ -362,12 +362,12 @@ def disassembler() -> str:
 
 
 def has_hopper_kernels(arch: int) -> bool:
-    """Whether the kernels written in Gluon for Hopper run on an architecture; plain Triton kernels do elsewhere."""
+    """Whether an architecture runs the Gluon kernels for Hopper. All others run the plain Triton kernels."""
     return arch == 90 and gluon_reason() is None
 
 
 def gluon_reason() -> str | None:
-    """Return what the installed Triton's Gluon lacks of what the kernels for Hopper are written in, or None."""
+    """Return what the Hopper kernels need and the installed Triton's Gluon lacks, or None."""
     with _loading:
         return _probe_gluon()
 
@@ -389,10 +389,10 @@ def _probe_gluon() -> str | None:
 
 
 def driver_element_type(metadata: Mapping[str, Any]) -> int:
-    """Return the driver's `CUtensorMapDataType` of a descriptor that a compiled kernel takes.
+    """Return the driver's `CUtensorMapDataType` for a descriptor of a compiled kernel.
 
     Raises:
-        NotImplementedError: the kernel wants a kind of tensor map that is not known here.
+        NotImplementedError: the kernel needs an unknown kind of tensor map.
     """
     number = metadata["elem_type"]
     if number not in _DRIVER_ELEMENT_TYPES or metadata.get("fp4_padded") or metadata.get("is_im2col"):
@@ -403,16 +403,16 @@ def driver_element_type(metadata: Mapping[str, Any]) -> int:
 def descriptor_maker(
     example: Any, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int], layout: Any
 ) -> Callable[[Any], Any]:
-    """Return a function that makes a host descriptor over a tensor, for one plan's descriptor.
+    """Return a function that makes a host descriptor over a given tensor.
 
     Args:
-        example: a tensor of the dtype that descriptors are over.
-        shape, strides, block_shape: of every descriptor.
-        layout: of a Gluon kernel's descriptor; None for a Triton kernel's.
+        example: a tensor with the dtype of the later ones.
+        shape, strides, block_shape: common to all these descriptors.
+        layout: the shared-memory layout for a Gluon kernel; None for a Triton kernel.
     """
     kind = _descriptor_class(layout is not None)
     fields = (list(shape), list(strides), list(block_shape), *(() if layout is None else (layout,)))
-    # Checks sizes and strides, which are the same for every call.
+    # The constructor checks sizes and strides, which are the same for every call.
     checked = kind(example, *fields)
     if descriptor_reason() is not None:
         return lambda tensor: kind(tensor, *fields)
@@ -428,7 +428,7 @@ def descriptor_maker(
 
 @functools.cache
 def descriptor_reason() -> str | None:
-    """Return why descriptors cannot be made past their constructor, or None where they can."""
+    """Return why descriptors cannot be made without their constructor, or None if they can."""
     for is_gluon in (False, True):
         try:
             kind = _descriptor_class(is_gluon)
@@ -452,14 +452,14 @@ def _descriptor_class(is_gluon: bool) -> Any:
 
 
 class InterpreterParts(NamedTuple):
-    """The classes that interpreting a kernel builds upon.
+    """The classes of Triton that this library's interpreter builds upon.
 
     Attributes:
-        builder: computes with numpy what the compiler would make operations of.
+        builder: evaluates with numpy the operations that the compiler would emit.
         handle: an array with its type in the kernel language.
-        semantic: makes calls of a builder of expressions of the kernel language.
-        function: what `@triton.jit` makes of a Python function.
-        rounding_towards_zero: the rounding mode.
+        semantic: translates expressions of the kernel language to calls of a builder.
+        function: the class of `@triton.jit` functions.
+        rounding_towards_zero: the enum value of this rounding mode.
     """
 
     builder: Any
@@ -473,7 +473,7 @@ def interpreter_parts() -> InterpreterParts:
     """Return the classes of Triton's interpreter.
 
     Raises:
-        NotImplementedError: the installed version has others.
+        NotImplementedError: the installed version's classes are not the known ones.
     """
     reason = interpreter_reason()
     if reason is not None:
@@ -485,7 +485,7 @@ def interpreter_parts() -> InterpreterParts:
 
 @functools.cache
 def interpreter_reason() -> str | None:
-    """Return why kernels cannot be interpreted, or None where they can."""
+    """Return why kernels cannot be interpreted, or None if they can."""
     try:
         parts = _interpreter_parts()
         missing = [name for name in _BUILDER_METHODS if not callable(getattr(parts.builder, name, None))]
@@ -494,7 +494,7 @@ def interpreter_reason() -> str | None:
     return f"the interpreter of Triton {_version_text()} has no {', '.join(missing)}" if missing else None
 
 
-# What this library's builder replaces: a version that computed by other methods would not be checked, nor round.
+# Methods that this library's builder overrides. Checks and rounding would be lost in a version that uses others.
 _BUILDER_METHODS = (
     "binary_op",
     "cast_impl",

@@ -1,4 +1,4 @@
-"""Loops of disassembled machine code (nvdisasm's SASS): which instructions a kernel repeats, and how deep they lie."""
+"""Loop analysis of SASS, the machine code that nvdisasm prints: the loop depth of every instruction."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,17 +7,20 @@ _LABEL = re.compile(r"([\w.$]+):$")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s*(?P<text>.*?)\s*;")
 _TARGET = re.compile(r"`\((?P<label>[\w.$]+)\)")
 _INDIRECT_TARGETS = re.compile(r'BRANCH_TARGETS (?P<labels>[^"]*)"')
-# Without a predicate nothing follows these; a BRA with an operand before its target is conditional too.
+# Instructions without a fall-through if they have no predicate. A BRA with an operand before its target is conditional.
 _LEAVES = re.compile(r"(?:BRA(?:\.\w+)* `|BRX|EXIT|RET)")
 
 
 def loop_depths(sass: str) -> list[tuple[str, int]]:
-    """The instructions of `sass`, in order, each with the number of loops that it lies in.
+    """Return the instructions of `sass` in order, each with its loop depth.
 
-    A loop is a set of instructions that can all reach each other; loops within it are found again without its first
-    instruction. Code that stands behind the kernel and jumps back to where it was left (a barrier's wait) is no loop
-    around what lies between, and neither is a branch to itself that nothing but padding reaches. In a warp-specialised
-    kernel the code of the added warps lies in one more loop, in which they wait for work.
+    A loop is a strongly connected set of instructions. Inner loops are found by removing the loop's first instruction
+    and searching again. Two kinds of backward branches are not counted as loops:
+
+    - out-of-line code behind the kernel that jumps back to where it came from, such as a barrier's wait;
+    - a branch to itself that only padding reaches.
+
+    In a warp-specialised kernel the added warps wait for work in a loop, which adds one to the depth of their code.
     """
     instructions, labels = _parse(sass)
     successors = _successors(instructions, labels)
@@ -30,7 +33,7 @@ def loop_depths(sass: str) -> list[tuple[str, int]]:
 
 
 def _parse(sass: str) -> tuple[list[str], dict[str, int]]:
-    """Instructions without their addresses, and the index of the instruction that each label stands before."""
+    """Return the instructions without their addresses, and the index of the instruction that follows each label."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -44,11 +47,11 @@ def _parse(sass: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _successors(instructions: Sequence[str], labels: dict[str, int]) -> list[set[int]]:
-    """What may be executed after each instruction. A call is taken to return, or to be a jump."""
+    """Return the possible successors of each instruction. A call may both return and act as a jump."""
     successors: list[set[int]] = []
     for index, text in enumerate(instructions):
         following: set[int] = set() if _LEAVES.match(text) else {index + 1}
-        # Instructions that name a label without going there (BSSY) fall through to it by way of BSYNC.
+        # BSSY names a label but does not branch to it; control reaches the label through BSYNC's fall-through.
         if re.search(r"\b(?:BRA|CALL)\b", text):
             following.update(labels[name] for name in _TARGET.findall(text))
         elif indirect := _INDIRECT_TARGETS.search(text):
@@ -58,13 +61,13 @@ def _successors(instructions: Sequence[str], labels: dict[str, int]) -> list[set
 
 
 def _loops(body: set[int], successors: Sequence[set[int]]) -> Iterator[set[int]]:
-    """The loops among the instructions of `body`, outer ones before those in them."""
+    """Yield the loops among the instructions of `body`, outer loops first."""
     predecessors: list[set[int]] = [set() for _ in successors]
     for source in body:
         for target in successors[source]:
             predecessors[target].add(source)
     found: set[int] = set()
-    # Wherever its parts are placed, a loop has a branch to an instruction at or before that branch.
+    # Every loop contains a branch to an instruction at or before the branch, however its code is laid out.
     targets = {target for source in body for target in successors[source] if target <= source}
     for target in sorted(targets & body):
         loop = _reach(target, successors, body) & _reach(target, predecessors, body)
@@ -76,7 +79,7 @@ def _loops(body: set[int], successors: Sequence[set[int]]) -> Iterator[set[int]]
 
 
 def _reach(start: int, edges: Sequence[set[int]], body: set[int]) -> set[int]:
-    """Instructions of `body` that one or more steps from `start` lead to; `start` is one of them if it repeats."""
+    """Return the instructions of `body` that are one or more steps from `start`, which includes `start` on a cycle."""
     reached: set[int] = set()
     waiting = [start]
     while waiting:

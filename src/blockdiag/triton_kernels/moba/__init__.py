@@ -1,1 +1,1 @@
-"""Kernels of MoBA, their plans and configurations."""
+"""Kernels of MoBA, their launch plans and configurations."""

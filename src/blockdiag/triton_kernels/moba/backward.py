@@ -1,7 +1,8 @@
-"""Backward of MoBA: each block gathers the queries that attended to it and keeps its gradients in registers.
+"""Backward pass of MoBA: each block gathers the queries that attended to it and keeps its gradients in registers.
 
-Weights are recomputed from the log-sum-exp of the forward. The gradient of a query has one part for each block it
-attended to; the parts are written, rounded, and added up by a kernel of their own: no atomics, so results repeat.
+Weights are recomputed from the forward pass's log-sum-exp. The gradient of a query has one part for each block that it
+attended to. The parts are rounded and stored, and a separate kernel sums them. There are no atomics, so results are
+repeatable.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -16,11 +17,12 @@ from blockdiag.triton_kernels.moba.forward import NEVER, load_keys, load_rows
 @triton.jit
 def moba_starts(output, output_cotangent, p_log_sum, p_log_sum_cotangent, p_score_start, p_weight_start,
                 num_rows, scale, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """What is added to a query's products before anything else is done with them.
+    """Compute the initial accumulators of a query's products in the backward pass.
 
-    To those with keys: the negative log-sum-exp over the scale, so that the exponential of the scaled sum is a weight;
-    -inf for queries that see nothing. To those of its cotangent with values: the cotangent of the log-sum-exp less the
-    product of output and cotangent, so that the weight times the sum is the gradient of a score.
+    - `p_score_start` is for the products with keys: -log_sum / scale. The exponential of the scaled sum is then a
+      softmax weight. It is -inf for queries that see no key.
+    - `p_weight_start` is for the cotangent's products with values: the log-sum-exp's cotangent minus delta, which is
+      rowsum(O * dO). The weight times the sum is then the gradient of a score.
     """
     o_row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     m_row = o_row < num_rows
@@ -38,10 +40,10 @@ def moba_starts(output, output_cotangent, p_log_sum, p_log_sum_cotangent, p_scor
 @triton.jit
 def list_tile(p_list, p_queries, p_own, at, listed, own_first, own_rows, own_tiles, head, query_tokens,
               SLOTS: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr):
-    """Queries of a block's tile: the block's own ones come first, then those on its list.
+    """Return the queries of a block's tile. The block's own queries come first, then those on its list.
 
-    Returns rows, slots of their parts (own blocks have the one after the last), which exist, and the key row before
-    which each may look.
+    Returns their rows, the slots of their parts (the one after the last for own queries), the mask of existing queries,
+    and the end of the key rows that each one sees.
     """
     is_own = at < own_tiles
     o_own = at * ROWS + tl.arange(0, ROWS)
@@ -71,9 +73,10 @@ def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
                          PART_HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEY_TILES: tl.constexpr,
                          CAUSAL: tl.constexpr, OWN: tl.constexpr,
                          MASK: tl.constexpr, PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
-    """Gradients of one tile of a block's keys and values; where the block is one tile also the parts of its queries.
+    """Compute the gradients of one tile of a block's keys and values.
 
-    Everything is transposed, [keys, queries], so that weights and their gradients are left operands in registers.
+    If the block is a single tile, the kernel also computes the parts of its queries' gradients. Scores and weights are
+    transposed, [keys, queries], so that weights and their gradients are left operands in registers.
     """
     tile = tl.program_id(0)
     block = tile // KEY_TILES
@@ -107,7 +110,7 @@ def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
             b_query = load_rows(query, b_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
             b_cotangent = load_rows(output_cotangent, b_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
             o_head = b_row.to(tl.int64) * QUERY_HEADS + head
-            # Absent rows have no weights.
+            # Absent rows get weights of 0.
             b_score_start = tl.load(p_score_start + o_head, mask=m_row, other=float("-inf"))
             b_weight_start = tl.load(p_weight_start + o_head, mask=m_row, other=0.0)
             b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) + b_score_start[None, :]
@@ -124,7 +127,7 @@ def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
                 tl.store(p_part + o_part[:, None] * HEAD_DIM + o_column[None, :], b_part.to(p_part.dtype.element_ty),
                          mask=m_row[:, None] & (o_column < HEAD_DIM)[None, :])
     if MASK:
-        # Whatever their queries hold, keys that take no part have no gradient.
+        # Masked keys have a gradient of 0, even if their queries hold NaN.
         b_d_key = tl.where((b_bias == 0)[:, None], b_d_key, 0.0)
         b_d_value = tl.where((b_bias == 0)[:, None], b_d_value, 0.0)
     o_out = (o_key.to(tl.int64) * KEY_HEADS + key_head)[:, None] * HEAD_DIM + o_column[None, :]
@@ -136,7 +139,7 @@ def moba_blocks_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
 @triton.jit
 def query_step(b_query, b_cotangent, b_score_start, b_weight_start, b_key, b_value, b_bias, m_seen, b_d_query,
                scale_log2, PRECISION: tl.constexpr):
-    """Adds what one tile of keys gives to the gradient of queries, not yet scaled."""
+    """Add one tile of keys' contribution to the gradient of queries, without the scale."""
     b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION) + b_score_start[:, None]
     b_weights = tl.where(m_seen, tl.exp2(b_scores * scale_log2 + b_bias[None, :]), 0.0)
     b_d_weights = tl.dot(b_cotangent, tl.trans(b_value), input_precision=PRECISION)
@@ -147,7 +150,7 @@ def query_step(b_query, b_cotangent, b_score_start, b_weight_start, b_key, b_val
 @triton.jit
 def load_gradient_rows(query, output_cotangent, p_score_start, p_weight_start, b_row, m_row, head,
                        QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """What a query brings to its gradient: itself, its cotangent, and what `moba_starts` made of it."""
+    """Load the query-side operands of a gradient: queries, their cotangents, and the values from `moba_starts`."""
     b_query = load_rows(query, b_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
     b_cotangent = load_rows(output_cotangent, b_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
     o_head = b_row.to(tl.int64) * QUERY_HEADS + head
@@ -162,7 +165,10 @@ def moba_query_parts(query, key, value, output_cotangent, p_mask, p_blocks, p_it
                      HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
                      SLOTS: tl.constexpr, PART_SLOTS: tl.constexpr, PART_HEADS: tl.constexpr, ROWS: tl.constexpr,
                      KEYS: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr):
-    """Parts of the queries' gradients for blocks of several tiles; one program is one chunk of one block's list."""
+    """Compute the parts of the queries' gradients for blocks of several tiles.
+
+    Each program handles one chunk of one block's list.
+    """
     head = first_head + tl.program_id(1)
     p_item = p_items + (head.to(tl.int64) * num_items + tl.program_id(0)) * 2
     block = tl.load(p_item)
@@ -204,8 +210,10 @@ def moba_merge_backward(query, key, value, output_cotangent, p_mask, p_queries, 
                         PART_HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
                         OWN: tl.constexpr, MASK: tl.constexpr,
                         PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
-    """Gradient of queries [query, head, HEAD_DIM]: the sum of their parts, and of their own block's part where that is
-    not among them (PART_SLOTS == SLOTS)."""
+    """Sum the parts of the queries' gradients, [query, head, HEAD_DIM].
+
+    If the own block's part is not among them (PART_SLOTS == SLOTS), it is computed here.
+    """
     head = first_head + tl.program_id(1)
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < query_tokens
@@ -230,7 +238,7 @@ def moba_merge_backward(query, key, value, output_cotangent, p_mask, p_queries, 
                 query, output_cotangent, p_score_start, p_weight_start, o_row, m_row, head, QUERY_HEADS, HEAD_DIM,
                 COLUMNS)
             first = tl.min(tl.where(b_first < b_end, b_first, NEVER), 0)
-            # One block after another: a weight of 0 times NaN in a block of another sequence would be NaN.
+            # Blocks are handled one by one: a weight of 0 times a NaN of another sequence's block would be NaN.
             while first < NEVER:
                 m_own = (b_first == first) & (b_first < b_end)
                 end = tl.max(tl.where(m_own, b_end, 0), 0)

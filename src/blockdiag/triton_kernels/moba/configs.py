@@ -8,26 +8,27 @@ from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
 from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
 
-# Rows of keys that a centroid takes in at a time; it fixes the order of its sum.
+# Rows of keys that the centroid kernel adds at a time. This number fixes the order of the sum.
 CENTROID_ROWS = 16
 
-# Spans that the query axis is cut into for counting, at most, and the fewest rows of one.
+# Maximum number of spans that the query axis is cut into for counting, and the minimum number of rows of a span.
 _MOST_SPANS = 256
 _FEWEST_SPAN_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How a launch is tiled.
+    """The tile configuration of a launch.
 
     Attributes:
         rows: queries (or rows) of a tile.
         keys: keys of a tile.
         blocks: blocks, or centroids, of a tile.
-        pairs: pairs that a step of list making compares with each other.
-        chunk: entries of a block's list that one program takes.
+        pairs: pairs that one step of the counting kernel compares with each other.
+        chunk: entries of a block's list that one program handles.
         loop_stages: stages of the main loop's software pipeline.
-        max_registers: of a thread, so that more programs fit on a multiprocessor; None leaves it to the compiler.
+        max_registers: limit of registers per thread, to fit more programs on a multiprocessor; None leaves it to the
+            compiler.
     """
 
     rows: int = 64
@@ -41,12 +42,12 @@ class Config:
     max_registers: int | None = None
 
 
-# Offline reports; none of them is measured.
+# From offline reports; none of these is measured on a GPU.
 ADJUSTMENTS = (
-    # The kernel for Hopper spills in its loops where its registers are capped: at heads of 128 it takes 216 (two
-    # programs to a multiprocessor), at heads of 64 it takes 175.
+    # With capped registers the Hopper kernel spills in its loops. Uncapped it takes 216 registers at heads of 128 (two
+    # programs on a multiprocessor) and 175 at heads of 64.
     Adjustment(since=(3, 8), kinds=("choose",), archs=(90,), change={"max_registers": None}),
-    # With 8 warps the compiler keeps to 80 and 64 registers, and spills one in the loop.
+    # With 8 warps the compiler limits itself to 80 and 64 registers and spills one in the loop.
     Adjustment(
         since=(3, 8),
         kinds=("choose", "blocks_forward"),
@@ -54,7 +55,7 @@ ADJUSTMENTS = (
         change={"num_warps": 4},
         applies=lambda problem, config: problem.dtype == "float32" and problem.head_dim <= 64,
     ),
-    # 206 registers at heads of 128; with 4 warps 356 bytes of a thread spill.
+    # 206 registers at heads of 128. With 4 warps 356 bytes per thread spill.
     Adjustment(
         since=(3, 8),
         kinds=("merge_forward",),
@@ -66,27 +67,27 @@ ADJUSTMENTS = (
 
 
 def span_rows(query_tokens: int) -> int:
-    """Queries of a span."""
+    """Return the number of queries of a span."""
     return max(_FEWEST_SPAN_ROWS, 64 * -(-query_tokens // (64 * _MOST_SPANS)))
 
 
 def key_rows(problem: MoBAProblem) -> int:
-    """Keys of a tile: all of a block where it is small enough."""
+    """Return the keys of a tile: the whole block if it is small enough."""
     largest = 16 if problem.dtype == "float32" else 128 if problem.head_dim <= 128 else 64
     return min(largest, max(16, next_power_of_2(problem.block_size)))
 
 
 def key_tiles(problem: MoBAProblem) -> int:
-    """Tiles of a whole block."""
+    """Return the number of tiles of a whole block."""
     return -(-problem.block_size // key_rows(problem))
 
 
 def config_of(problem: MoBAProblem, kind: str, arch: int) -> Config:
-    """The configuration of a launch."""
+    """Return the configuration of a launch with the plain Triton kernel."""
     keys = key_rows(problem)
     is_wide = problem.head_dim > 128 or problem.dtype == "float32"
-    # Rows and warps keep all values in registers (offline reports): where products read both operands from registers,
-    # there is room for less.
+    # Rows and warps are chosen so that nothing spills (offline reports). Architectures whose products read both
+    # operands from registers have room for fewer rows.
     is_crowded = is_wide or uses_mma_sync(arch)
     rows = 32 if is_crowded else 64
     wide_warps = 8 if is_wide else 4
@@ -123,16 +124,16 @@ def config_of(problem: MoBAProblem, kind: str, arch: int) -> Config:
             num_warps = 8 if keys > 64 or is_crowded else 4
             if uses_mma_sync(arch):
                 return Config(rows=16, keys=keys, num_warps=8)
-            # More rows need more than the tensor memory that there is on Blackwell.
+            # More rows would exceed the tensor memory on Blackwell.
             is_small = is_wide or arch >= 100 or problem.slots == 0
             return Config(rows=32 if is_small else 64, keys=keys, num_warps=num_warps, loop_stages=2 if is_small else 3)
     raise KeyError(kind)
 
 
 def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
-    """The configuration of the kernel written for Hopper, or None where the plain one serves.
+    """Return the configuration of the Hopper kernel for a launch, or None if the plain kernel is used.
 
-    What they gain over the plain kernels is recorded in benchmarks/results/runs/2026-11-22-moba-kernels.csv.
+    The speedups over the plain kernels are recorded in benchmarks/results/runs/2026-11-22-moba-kernels.csv.
     """
     is_written_for = problem.dtype in SIXTEEN_BIT_FLOATS and problem.head_dim in (64, 128)
     if not is_written_for or not has_hopper_kernels(arch):
@@ -141,7 +142,7 @@ def hopper_config(problem: MoBAProblem, kind: str, arch: int) -> Config | None:
     is_whole = keys in (64, 128) and key_tiles(problem) == 1
     match kind:
         case "choose" if problem.dtype == "bfloat16" and 1 <= problem.slots <= 15:
-            # Three programs to a multiprocessor, or four: none of them overlaps products with its own sorting.
+            # Three or four programs per multiprocessor, because a program does not overlap products with its sorting.
             few = 160 if problem.head_dim == 128 else 128
             return Config(rows=64, blocks=64, num_warps=4, max_registers=few if problem.slots <= 7 else None)
         case "blocks_forward" if is_whole:

@@ -1,7 +1,7 @@
-"""Forward of MoBA: blocks gather the queries that chose them, then each query's parts are merged with its own block.
+"""Forward pass of MoBA: blocks gather the queries that chose them, then each query's parts are merged.
 
-The first kernel computes, for every block and every query on its list, attention of that query to that block alone,
-normalised, with its log-sum-exp in units of log 2. The second computes attention to the query's own block and merges.
+The first kernel computes the attention of every query on a block's list to that block alone. Its results are normalised
+and come with their base-2 log-sum-exp. The second kernel computes the attention to the query's own block and merges.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -15,7 +15,7 @@ NEVER = tl.constexpr(2147483647)
 
 @triton.jit
 def load_rows(source, o_row, m_row, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """One head of some rows of [rows, HEADS, HEAD_DIM] as [rows, COLUMNS], zero where there is nothing."""
+    """Load one head of some rows of [rows, HEADS, HEAD_DIM] as [rows, COLUMNS]; zero where masked."""
     o_column = tl.arange(0, COLUMNS)
     p_rows = source + o_row.to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + o_column[None, :]
     if COLUMNS == HEAD_DIM:
@@ -26,7 +26,7 @@ def load_rows(source, o_row, m_row, head, HEADS: tl.constexpr, HEAD_DIM: tl.cons
 @triton.jit
 def load_keys(key, value, p_mask, first, end, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
               COLUMNS: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr):
-    """Keys and values of rows [first, end), zero beyond, and the bias that takes absent ones out of a softmax."""
+    """Load keys and values of rows [first, end), zero beyond, and the bias that excludes absent keys from a softmax."""
     o_key = first + tl.arange(0, KEYS)
     m_key = o_key < end
     if MASK:
@@ -38,9 +38,9 @@ def load_keys(key, value, p_mask, first, end, head, HEADS: tl.constexpr, HEAD_DI
 
 @triton.jit
 def softmax_step(b_scores, b_value, b_max, b_sum, b_output, PRECISION: tl.constexpr):
-    """One step of the online softmax over keys, in base 2."""
+    """Apply one step of the online softmax over keys, in base 2."""
     b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
-    # Where nothing has been seen yet, -inf - -inf would be NaN.
+    # For rows that have seen no key yet, -inf - -inf would be NaN.
     b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
     b_scale = tl.exp2(b_max - b_base)
     b_weights = tl.exp2(b_scores - b_base[:, None])
@@ -57,7 +57,10 @@ def moba_blocks_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
                         KEYS: tl.constexpr, KEY_TILES: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr,
                         PRECISION: tl.constexpr,
                         LOOP_STAGES: tl.constexpr):
-    """One program is one chunk of one block's list; parts are [query, head, slot, HEAD_DIM] for some of the heads."""
+    """Compute the partial outputs [query, head, slot, HEAD_DIM] of some of the heads.
+
+    Each program handles one chunk of one block's list.
+    """
     head = first_head + tl.program_id(1)
     p_item = p_items + (head.to(tl.int64) * num_items + tl.program_id(0)) * 2
     block = tl.load(p_item)
@@ -95,7 +98,7 @@ def moba_blocks_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
                                                    COLUMNS, KEYS, MASK)
                 b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION) * scale_log2 + b_bias[None, :]
                 b_max, b_sum, b_output = softmax_step(b_scores, b_value, b_max, b_sum, b_output, PRECISION)
-        # Not `> 0`, which is false for NaN: a row with a NaN score has NaN as its log-sum-exp.
+        # `!= 0` instead of `> 0`, so that a row with a NaN score gets NaN as its log-sum-exp.
         m_seen = b_sum != 0
         b_norm = tl.where(m_seen, 1.0 / b_sum, 0.0)
         o_part = (b_token.to(tl.int64) * PART_HEADS + tl.program_id(1)) * SLOTS + b_pair % SLOTS
@@ -114,7 +117,7 @@ def moba_merge_forward(query, key, value, p_mask, p_queries, p_own, p_degrees, p
                        SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
                        KEYS: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr, MASK: tl.constexpr,
                        PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
-    """Output [query, head, HEAD_DIM] and natural log-sum-exp [query, head]."""
+    """Merge the parts and the own block: output [query, head, HEAD_DIM] and natural log-sum-exp [query, head]."""
     head = first_head + tl.program_id(1)
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < query_tokens
@@ -130,7 +133,7 @@ def moba_merge_forward(query, key, value, p_mask, p_queries, p_own, p_degrees, p
             b_end = tl.where(b_own != 0, b_end, b_first)
         b_query = load_rows(query, o_row, m_row, head, QUERY_HEADS, HEAD_DIM, COLUMNS)
         first = tl.min(tl.where(b_first < b_end, b_first, NEVER), 0)
-        # One block after another: a weight of 0 times NaN in a block of another sequence would be NaN.
+        # Blocks are handled one by one: a weight of 0 times a NaN of another sequence's block would be NaN.
         while first < NEVER:
             m_own = (b_first == first) & (b_first < b_end)
             end = tl.max(tl.where(m_own, b_end, 0), 0)

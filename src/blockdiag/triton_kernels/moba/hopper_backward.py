@@ -1,9 +1,8 @@
-"""Backward of MoBA for Hopper: gathered tiles stream through shared memory while the tensor cores stay busy.
+"""A warp-specialised Hopper version of `backward.moba_blocks_backward`.
 
-What the plain Triton kernel `moba_backward.moba_blocks_backward` computes, with its warps divided. Four of them carry:
-they gather queries and cotangents into a ring in shared memory, and scatter the parts of the queries' gradients from
-there. Eight compute, and hold next to no addresses, since the gradients of keys and values take half their registers;
-they have the scores of the next tile under way while they finish a tile.
+Four warps move data: they gather queries and cotangents into a ring in shared memory and scatter the partial gradients
+of queries from there. Eight warps compute. They hold almost no addresses, because the gradients of keys and values take
+half their registers. They start the scores of the next tile before they finish a tile.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -25,14 +24,14 @@ from blockdiag.triton_kernels.parts.hopper_tiles import make_barriers
 STAGES = gl.constexpr(3)
 PLACES = gl.constexpr(4)
 CARRY_WARPS = gl.constexpr(4)
-# What is left for the warps that compute is just enough to have their products under way side by side.
+# This leaves the computing warps just enough registers to have their products in flight at the same time.
 CARRY_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
 def load_key_tile(memory, source, start, length, head, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                   LINES: gl.constexpr):
-    """Start copying the first `length` rows of a tile into shared memory, zeros below them."""
+    """Start copying the first `length` rows of a tile into shared memory. The rows below are zero."""
     o_row = gl.expand_dims(gl.arange(0, memory.shape[0], gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     o_block = (start + o_row).to(gl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
@@ -42,7 +41,7 @@ def load_key_tile(memory, source, start, length, head, HEADS: gl.constexpr, HEAD
 @gluon.jit
 def store_key_tile(target, b_tile, p_mask, start, length, head, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                    LINES: gl.constexpr, MASK: gl.constexpr):
-    """The first `length` rows of a tile, by way of whole cache lines; zeros for keys that take no part."""
+    """Store the first `length` rows of a tile in whole cache lines, with zeros for masked keys."""
     b_tile = gl.convert_layout(b_tile, LINES)
     o_row = gl.expand_dims(gl.arange(0, b_tile.shape[0], gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
@@ -56,8 +55,11 @@ def store_key_tile(target, b_tile, p_mask, start, length, head, HEADS: gl.conste
 @gluon.jit
 def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_head, QUERY_HEADS: gl.constexpr,
                 SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where a tile's queries lie, row * QUERY_HEADS + head, -1 where there is none, and where their parts do, likewise
-    counted in vectors. Own queries come first; their parts have the last slot."""
+    """Return the places of a tile's queries and of their partial gradients, both counted in vectors of HEAD_DIM.
+
+    A query's place is row * QUERY_HEADS + head, or -1 if absent. The block's own queries come first, and their partial
+    gradients have the last slot.
+    """
     o_row = gl.arange(0, ROWS, LAYOUT)
     if at < own_tiles:
         o_own = at * ROWS + o_row
@@ -70,14 +72,14 @@ def tile_places(p_list, at, listed, own_first, own_rows, own_tiles, head, part_h
         b_pair = gl.load(p_list + o_list, mask=m_row, other=0)
         b_row = b_pair // SLOTS
         b_slot = b_pair - b_row * SLOTS
-    # As many vectors as fit into memory can be counted in 32 bits.
+    # 32 bits can count all the vectors that fit into memory.
     b_part = (b_row * PART_HEADS + part_head) * (SLOTS + 1) + b_slot
     return gl.where(m_row, b_row * QUERY_HEADS + head, -1), b_part
 
 
 @gluon.jit
 def list_of(p_offsets, p_counts, p_entries, head, block, num_blocks, query_tokens, SLOTS: gl.constexpr):
-    """A block's list and its length."""
+    """Return a pointer to a block's list, and the list's length."""
     o_list = head.to(gl.int64) * num_blocks + block
     p_list = p_entries + head.to(gl.int64) * (query_tokens * SLOTS) + gl.load(p_offsets + o_list)
     return p_list, gl.load(p_counts + o_list)
@@ -85,7 +87,7 @@ def list_of(p_offsets, p_counts, p_entries, head, block, num_blocks, query_token
 
 @gluon.jit
 def gather_rows(q_tile, do_tile, places, query, output_cotangent, LINES: gl.constexpr):
-    """Start copying queries and cotangents into shared memory; zeros for absent ones."""
+    """Start copying queries and cotangents into shared memory. Absent ones are zero."""
     HEAD_DIM: gl.constexpr = q_tile.shape[1]
     b_place = gl.expand_dims(places.load(gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
@@ -97,7 +99,7 @@ def gather_rows(q_tile, do_tile, places, query, output_cotangent, LINES: gl.cons
 
 @gluon.jit
 def scatter_rows(dq_tile, places, parts, p_part, LINES: gl.constexpr):
-    """Queries' gradients from shared memory to where each belongs."""
+    """Scatter the partial gradients of queries from shared memory to global memory."""
     HEAD_DIM: gl.constexpr = dq_tile.shape[1]
     b_place = gl.expand_dims(places.load(gl.SliceLayout(1, LINES)), 1)
     b_part = gl.expand_dims(parts.load(gl.SliceLayout(1, LINES)), 1)
@@ -111,13 +113,16 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty
           output_cotangent, p_score_start, p_weight_start, p_part, p_offsets, p_counts, p_entries, block, key_head,
           own_first, own_rows, num_blocks, query_tokens, QUERY_HEADS: gl.constexpr, GROUP: gl.constexpr,
           SLOTS: gl.constexpr, PART_HEADS: gl.constexpr):
-    """Fills the ring, one tile more than there are for each head, and empties the parts two tiles later."""
+    """Fill the ring and scatter the partial gradients, which follow two tiles later.
+
+    Each head gets one tile more than it has, because `compute` starts the scores of the next tile in advance.
+    """
     ROWS: gl.constexpr = q_smem.shape[1]
     HEAD_DIM: gl.constexpr = q_smem.shape[2]
     WARPS: gl.constexpr = gl.num_warps()
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    # Tiles go in parts, for these warps have few registers.
+    # Tiles are moved in halves, because these warps have few registers.
     PARTS: gl.constexpr = 2
     PART: gl.constexpr = ROWS // PARTS
     own_tiles = (own_rows + ROWS - 1) // ROWS
@@ -140,14 +145,14 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty
                 load_async(ss_smem.index(stage), p_score_start + b_place, mask=b_place >= 0)
                 load_async(ws_smem.index(stage), p_weight_start + b_place,
                                                        mask=b_place >= 0)
-                # The next tile's, long before they are needed.
+                # Load the next tile's places early to hide the latency.
                 b_place, b_part = tile_places(p_list, at + 1, listed, own_first, own_rows, own_tiles, head, part_head,
                                               QUERY_HEADS, SLOTS, PART_HEADS, ROWS, ONE)
                 for part in gl.static_range(PARTS):
                     gather_rows(q_smem.index(stage).slice(part * PART, PART),
                                 do_smem.index(stage).slice(part * PART, PART),
                                 places.index(at % PLACES).slice(part * PART, PART), query, output_cotangent, LINES)
-                # The copies announce themselves when they are done; nobody here waits for them.
+                # The copies arrive at the barrier when they complete. These warps do not wait for them.
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
                 filled += 1
             if at > 1:
@@ -163,8 +168,11 @@ def carry(q_smem, do_smem, ss_smem, ws_smem, dq_smem, places, parts, full, empty
 
 @gluon.jit
 def start_product(a_smem, b_smem, start_smem, stage, b_zero):
-    """Start computing products with a tile's queries or cotangents. The accumulator starts from what `moba_starts` made
-    for each query, since there are no registers to hold that until later."""
+    """Start the products of keys or values with a tile's queries or cotangents.
+
+    The accumulator is initialised with the values from `moba_starts`, because there are no registers to keep them until
+    the product is complete.
+    """
     LAYOUT: gl.constexpr = b_zero.type.layout
     b_start = gl.expand_dims(start_smem.index(stage).load(gl.SliceLayout(0, LAYOUT)), 0)
     b_start, _b_zero = gl.broadcast(b_start, b_zero)
@@ -176,7 +184,10 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
             p_mask, p_own, p_counts, block, key_head, start, length, own_first, own_rows,
             own_limit, num_blocks, query_tokens, scale, scale_log2, GROUP: gl.constexpr, OWN: gl.constexpr,
             MASK: gl.constexpr):
-    """Gradients of the block's keys and values, f32, not yet scaled; everything is [keys, queries] but the parts."""
+    """Compute the gradients of the block's keys (without the scale) and values in f32.
+
+    Scores and weights are [keys, queries]; only the partial gradients are [queries, HEAD_DIM].
+    """
     ROWS: gl.constexpr = q_smem.shape[1]
     KEYS: gl.constexpr = k_smem.shape[0]
     HEAD_DIM: gl.constexpr = k_smem.shape[1]
@@ -198,7 +209,7 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
         tiles = own_tiles + (listed + ROWS - 1) // ROWS
         mbarrier.wait(full.index(used % STAGES), used // STAGES % 2)
         fence_async_shared()
-        # No product is under way where the loop closes: its registers would have to stay where they are.
+        # No product is in flight at the loop's back edge, because its registers could not be moved there.
         b_scores = warpgroup_mma_wait(0, deps=[start_product(k_smem, q_smem, ss_smem, used % STAGES, b_zero)])
         for at in range(tiles):
             stage = used % STAGES
@@ -209,7 +220,8 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
             b_dp = start_product(v_smem, do_smem, ws_smem, stage, b_zero)
             b_p = gl.exp2(b_scores * scale_log2)
             if MASK or (at < own_tiles or length < KEYS):
-                # Absent keys and, in tiles of own queries, keys after the query. Own queries follow each other.
+                # Mask absent keys and, in tiles of own queries, keys after the query. Own queries are consecutive, so
+                # their limits are too.
                 o_key = gl.arange(0, KEYS, gl.SliceLayout(1, S))
                 m_key = o_key < length
                 if MASK:
@@ -233,7 +245,7 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
             b_dk = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, D, 2)), q_tile, b_dk, is_async=True)
             b_dq = warpgroup_mma(ds_tile.permute((1, 0)), k_smem, b_none, use_acc=False, is_async=True)
             mbarrier.wait(full.index(used % STAGES), used // STAGES % 2)
-            # Copied in by other threads, read by the tensor cores.
+            # Make the other threads' copies visible to the tensor cores.
             fence_async_shared()
             b_dk, b_dq = warpgroup_mma_wait(0, deps=[b_dk, b_dq])
             mbarrier.wait(part_empty.index(0), sent % 2 ^ 1)
@@ -244,7 +256,7 @@ def compute(k_smem, v_smem, q_smem, do_smem, ds_smem, ss_smem, ws_smem, dq_smem,
             mbarrier.arrive(part_full.index(0), count=1)
             mbarrier.arrive(empty.index(stage), count=1)
             b_scores = warpgroup_mma_wait(0, deps=[b_next])
-        # The scores of the tile after the last are nobody's.
+        # The scores of the extra tile after the last one are not used.
         thread_barrier()
         mbarrier.arrive(empty.index(used % STAGES), count=1)
         used += 1
@@ -258,7 +270,7 @@ def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
                          QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                          SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
                          OWN: gl.constexpr, MASK: gl.constexpr):
-    """One program is one block and key head."""
+    """Compute the gradients of one block and key head per program, and the partial gradients of its queries."""
     block = gl.program_id(0)
     GROUP: gl.constexpr = QUERY_HEADS // KEY_HEADS
     key_head = first_head // GROUP + gl.program_id(1)
@@ -268,7 +280,7 @@ def moba_hopper_backward(query, key, value, output_cotangent, p_mask, p_blocks, 
         return
     own_first = gl.load(p_blocks + block * 4 + 2)
     own_rows = gl.load(p_blocks + block * 4 + 3)
-    # Of the block's keys, those that its first own query sees.
+    # The number of the block's keys that its first own query sees.
     own_limit = gl.load(p_queries + own_first * 4 + 3, mask=own_rows > 0, other=0) - start
     dtype: gl.constexpr = query.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

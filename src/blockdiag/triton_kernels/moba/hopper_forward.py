@@ -1,7 +1,7 @@
-"""Forward of MoBA for Hopper: what `moba_forward.moba_blocks_forward` computes, ordered by hand.
+"""A hand-scheduled Hopper version of `forward.moba_blocks_forward`.
 
-A block's keys and values stay in shared memory while the queries of its list stream by: the scores of a tile are
-computed while the softmax of the one before is taken, and queries are gathered two tiles ahead.
+A block's keys and values stay in shared memory while the queries of its list stream through. The scores of a tile are
+computed during the softmax of the previous tile, and queries are gathered two tiles ahead.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -24,7 +24,7 @@ CODES = gl.constexpr(4)
 
 @gluon.jit
 def listed_pairs(p_list, at, last, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pairs of a tile of a block's list, -1 beyond its end."""
+    """Load the pairs of one tile of a block's list, -1 beyond its end."""
     o_entry = at + gl.arange(0, ROWS, LAYOUT)
     return gl.load(p_list + o_entry, mask=o_entry < last, other=-1)
 
@@ -32,7 +32,7 @@ def listed_pairs(p_list, at, last, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def gather_queries(q_smem, pairs, query, head, QUERY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr,
                    LINES: gl.constexpr):
-    """Start copying the queries of a tile into shared memory; zeros for absent ones."""
+    """Start copying the queries of a tile into shared memory. Absent queries are zero."""
     b_pair = pairs.load(gl.SliceLayout(1, LINES))
     o_row = gl.expand_dims(gl.maximum(b_pair, 0) // SLOTS, 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
@@ -48,7 +48,10 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
                         QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                         SLOTS: gl.constexpr, PART_HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
                         CHUNK: gl.constexpr, MASK: gl.constexpr):
-    """One program is one chunk of one block's list; parts are [query, head, slot, HEAD_DIM] for some of the heads."""
+    """Compute the partial outputs [query, head, slot, HEAD_DIM] of some of the heads.
+
+    Each program handles one chunk of one block's list.
+    """
     head = first_head + gl.program_id(1)
     p_item = p_items + (head.to(gl.int64) * num_items + gl.program_id(0)) * 2
     block = gl.load(p_item)
@@ -93,7 +96,7 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
     b_scores = warpgroup_mma_wait(0, deps=[b_next])
     thread_barrier()
     for at in range((last - first + ROWS - 1) // ROWS):
-        # The scores of this tile are there, so its place takes the tile after the next.
+        # The scores of this tile are ready, so the queries after the next tile's can overwrite its queries.
         gather_queries(q_smem.index(at % 2), pairs.index((at + 2) % CODES), query, head, QUERY_HEADS, HEAD_DIM, SLOTS,
                        LINES)
         b_pair = listed_pairs(p_list, first + (at + 3) * ROWS, last, ROWS, ONE)
@@ -109,7 +112,7 @@ def moba_hopper_forward(query, key, value, p_mask, p_blocks, p_items, p_offsets,
         b_sum = gl.sum(b_p, 1)
         b_output = warpgroup_mma(gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, R, 2)), v_smem, b_none,
                                  use_acc=False, is_async=True)
-        # Not `> 0`, which is false for NaN: a row with a NaN score has NaN as its log-sum-exp.
+        # `!= 0` instead of `> 0`, so that a row with a NaN score gets NaN as its log-sum-exp.
         m_seen = b_sum != 0
         b_norm = gl.convert_layout(gl.where(m_seen, 1.0 / b_sum, 0.0), gl.SliceLayout(1, R))
         b_here = pairs.index(at % CODES).load(gl.SliceLayout(1, S))

@@ -1,13 +1,14 @@
-"""Routing of MoBA for Hopper: what `moba_routing.moba_choose` computes, ordered by hand, for bfloat16 and few slots.
+"""A hand-scheduled Hopper version of `routing.moba_choose`, for bfloat16 and few slots.
 
-Sorting is most of the work. Every thread sorts the scores that it holds of a tile by a network, and merges the best of
-them into its own list of the best so far, all in registers; the lists of the four threads of a row meet once, at the
-end. What is sorted are keys: scores whose lowest bits give way to the block's place in its tile. Keys that agree but
-for the place leave open which score is larger; where that could change what a query chooses, the program starts again
-with whole scores. So it does for scores that are not finite.
+Sorting is most of the work. Each thread sorts its own scores of a tile with a sorting network and merges the best ones
+into its list of the best so far, all in registers. The lists of a row's four threads are merged once, at the end.
+
+The sorted values are keys: scores whose lowest bits are replaced by the block's place in its tile. Keys that differ
+only in the place do not tell which score is larger. If that could change a query's selection, the program starts again
+with whole scores. It does the same for scores that are not finite.
 """
 
-# Tuples of tensors grow by addition: unpacking is not part of the language.
+# Tuples of tensors are extended by addition, because Gluon has no unpacking.
 # ruff: noqa: RUF005
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
 # fmt: off
@@ -23,9 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from blockdiag.triton_kernels.launch.gluon_names import load_async, thread_barrier
 
-# Of blocks that cannot be chosen: those with lower scores, too. Some thousands of it add up to a finite number.
+# Score of blocks that cannot be selected; blocks with lower scores cannot be selected either. The sum of some thousands
+# of these scores is finite, which the check for non-finite scores needs.
 NO_SCORE = gl.constexpr(-1e34)
-# Puts eight in order, by exchanges of which those side by side are independent of each other.
+# Sorting network for eight keys. Neighbouring exchanges are independent of each other.
 EIGHT = gl.constexpr((
     (0, 2), (1, 3), (4, 6), (5, 7), (0, 4), (1, 5), (2, 6), (3, 7), (0, 1), (2, 3), (4, 5), (6, 7),
     (2, 4), (3, 5), (1, 4), (3, 6), (1, 2), (3, 4), (5, 6),
@@ -35,7 +37,7 @@ EIGHT = gl.constexpr((
 @gluon.jit
 def load_centroids(memory, place, p_centroids, first, lowest, key_head, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                    PARTS: gl.constexpr, LINES: gl.constexpr):
-    """Start copying all parts of the centroids of blocks [first, first + rows); zeros before `lowest`."""
+    """Start copying all parts of the centroids of blocks [first, first + rows). Blocks before `lowest` are zero."""
     o_block = first + gl.expand_dims(gl.arange(0, memory.shape[1], gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     p_part = p_centroids + (o_block * KEY_HEADS + key_head).to(gl.int64) * (PARTS * HEAD_DIM) + o_column
@@ -47,7 +49,7 @@ def load_centroids(memory, place, p_centroids, first, lowest, key_head, KEY_HEAD
 
 @gluon.jit
 def score_blocks(b_query, memory, place, b_zero, PARTS: gl.constexpr):
-    """Start computing scores, the least parts first; the order is part of the result's bits."""
+    """Start computing scores, the least significant parts first. The order determines the rounding of the result."""
     b_scores = warpgroup_mma(b_query, memory.index(place + PARTS - 1).permute((1, 0)), b_zero, use_acc=False,
                              is_async=True)
     for part in gl.static_range(PARTS - 2, -1, -1):
@@ -57,10 +59,10 @@ def score_blocks(b_query, memory, place, b_zero, PARTS: gl.constexpr):
 
 @gluon.jit
 def one_each(b_scores):
-    """The scores of a tile as a tuple of [rows, 4]: of each row, one per thread that holds some of it.
+    """Split the scores of a tile into a tuple of [rows, 4] blocks, with one element per thread that holds a row.
 
-    An accumulator keeps column 8 a + 2 t + b of a row in thread t of four, so this moves nothing. Entry 8 b + .. of the
-    tuple has b as above and then the bits of a, lowest first.
+    An accumulator keeps column 8 a + 2 t + b of a row in thread t of four, so no data moves. The index into the tuple
+    has b as its highest bit and then the bits of a, lowest first.
     """
     ROWS: gl.constexpr = b_scores.shape[0]
     BLOCKS: gl.constexpr = b_scores.shape[1]
@@ -79,7 +81,7 @@ def one_each(b_scores):
 
 @gluon.jit
 def exchange(keys, UPPER: gl.constexpr, LOWER: gl.constexpr):
-    """The larger of two entries goes to UPPER, the other to LOWER."""
+    """Compare two entries and put the larger one at UPPER and the smaller one at LOWER."""
     b_larger = gl.maximum(keys[UPPER], keys[LOWER])
     b_smaller = gl.minimum(keys[UPPER], keys[LOWER])
     result = ()
@@ -95,7 +97,7 @@ def exchange(keys, UPPER: gl.constexpr, LOWER: gl.constexpr):
 
 @gluon.jit
 def order_eight(keys):
-    """Falling order of eight, by a network of 19 exchanges."""
+    """Sort eight keys in descending order with a network of 19 exchanges."""
     for i in gl.static_range(len(EIGHT)):
         keys = exchange(keys, EIGHT[i][0], EIGHT[i][1])
     return keys
@@ -103,7 +105,7 @@ def order_eight(keys):
 
 @gluon.jit
 def order_bitonic(keys):
-    """Falling order of keys that rise and fall, or fall and rise."""
+    """Sort a bitonic sequence of keys in descending order."""
     SIZE: gl.constexpr = len(keys)
     for level in gl.static_range(SIZE.bit_length() - 1):
         for i in gl.static_range(SIZE):
@@ -114,7 +116,7 @@ def order_bitonic(keys):
 
 @gluon.jit
 def best_of_two(first, second, KEEP: gl.constexpr):
-    """The KEEP largest of two lists of eight in falling order."""
+    """Return the KEEP largest keys of two descending lists of eight, in descending order."""
     result = ()
     if KEEP > 8:
         for i in gl.static_range(16):
@@ -130,7 +132,7 @@ def best_of_two(first, second, KEEP: gl.constexpr):
 
 @gluon.jit
 def order_level(keys, ids, STEP: gl.constexpr):
-    """One level of a bitonic sorter of keys with ids, larger keys first."""
+    """Apply one level of a bitonic sorter to keys with ids, larger keys first."""
     new_keys = ()
     new_ids = ()
     for i in gl.static_range(len(keys)):
@@ -147,11 +149,11 @@ def order_level(keys, ids, STEP: gl.constexpr):
 
 @gluon.jit
 def merge_lists(keys, ids, other_keys, other_ids, KEEP: gl.constexpr):
-    """The KEEP largest of two lists in falling order, with their ids; of equal keys the first list's."""
+    """Return the KEEP largest keys of two descending lists, with their ids. Ties go to the first list."""
     new_keys = ()
     new_ids = ()
     for i in gl.static_range(KEEP):
-        # Lists that meet head to tail.
+        # One list against the reverse of the other leaves a bitonic sequence of the largest keys.
         m_new = other_keys[KEEP - 1 - i] > keys[i]
         new_keys = new_keys + (gl.maximum(keys[i], other_keys[KEEP - 1 - i]),)
         new_ids = new_ids + (gl.where(m_new, other_ids[KEEP - 1 - i], ids[i]),)
@@ -162,18 +164,20 @@ def merge_lists(keys, ids, other_keys, other_ids, KEEP: gl.constexpr):
 
 @gluon.jit
 def merge_tile(keys, ids, b_check, b_scores, tile, KEEP: gl.constexpr, MASK: gl.constexpr):
-    """The best so far of each row and thread, and those of a tile; what stands in a tile is told by a place.
+    """Merge the scores of a tile into each thread's list of the best keys of a row.
 
-    `b_check` adds up all scores, and so becomes infinite or NaN with any of them.
+    Ids are the places of blocks in their tiles plus an offset for the tile. `b_check` is the sum of all scores, so it
+    is infinite or NaN if any score is.
     """
     parts = one_each(b_scores)
     PLACES: gl.constexpr = len(parts) - 1
     new = ()
     for i in gl.static_range(len(parts)):
-        # Adding turns -0, which is as good as 0, into it.
+        # Adding 0 turns -0 into 0, so that both give the same key.
         b_part = parts[i] + 0.0
         if MASK:
-            # Blocks without keys have NaN, often; elsewhere it is left to `b_check`.
+            # With a key mask, blocks without keys have NaN scores, which become NO_SCORE. Without one, NaN is left to
+            # `b_check`.
             b_part = gl.maximum(b_part, NO_SCORE)
         b_check += b_part
         new = new + (((b_part.to(gl.int32, bitcast=True) & ~PLACES) | i).to(gl.float32, bitcast=True),)
@@ -192,7 +196,7 @@ def merge_tile(keys, ids, b_check, b_scores, tile, KEEP: gl.constexpr, MASK: gl.
 
 @gluon.jit
 def block_of(b_place, o_thread, highest, BLOCKS: gl.constexpr):
-    """Blocks by their tiles and places in them; see `one_each` for the order of places."""
+    """Return the block numbers for ids made of tiles and places. See `one_each` for the order of places."""
     PLACES: gl.constexpr = BLOCKS // 4
     b_place_in_tile = b_place % PLACES
     b_column = 2 * o_thread + b_place_in_tile // (PLACES // 2)
@@ -203,14 +207,14 @@ def block_of(b_place, o_thread, highest, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def of_threads(b_values, LAYOUT: gl.constexpr):
-    """What four threads have of a row, [rows, 4], as four values of one."""
+    """Split the values of a row's four threads, [rows, 4], into four [rows] blocks."""
     halves = gl.convert_layout(b_values, LAYOUT).reshape([b_values.shape[0], 2, 2]).split()
     return halves[0].split() + halves[1].split()
 
 
 @gluon.jit
 def merge_threads(keys, ids, KEEP: gl.constexpr, LAYOUT: gl.constexpr):
-    """One list a row out of the lists of its threads, [rows, 4]."""
+    """Merge the lists of a row's four threads, [rows, 4], into one list per row."""
     many_keys = ()
     many_ids = ()
     for i in gl.static_range(KEEP):
@@ -232,7 +236,7 @@ def merge_threads(keys, ids, KEEP: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def insert_best(best, ids, b_top, b_id, SLOTS: gl.constexpr):
-    """One more score and block for each row's sorted list; of equal scores those that came before stay ahead."""
+    """Insert one score and block into each row's sorted list. Among equal scores, earlier insertions stay ahead."""
     new_best = ()
     new_ids = ()
     for slot in gl.static_range(SLOTS):
@@ -248,7 +252,7 @@ def insert_best(best, ids, b_top, b_id, SLOTS: gl.constexpr):
 def choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest, tiles, key_head, b_zero,
                    KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
                    LINES: gl.constexpr):
-    """The best blocks by whole scores, one by one; of equal scores the later block."""
+    """Select the best blocks one by one, by whole scores. Ties go to the later block."""
     S: gl.constexpr = b_zero.type.layout
     BLOCKS: gl.constexpr = b_zero.shape[1]
     best = ()
@@ -266,7 +270,7 @@ def choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest
         b_scores = warpgroup_mma_wait(0, deps=[score_blocks(b_query, c_smem, 0, b_zero, PARTS)])
         o_block = first + gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, S)), 0)
         m_better = (o_block >= gl.expand_dims(b_first, 1)) & (o_block < gl.expand_dims(b_end, 1))
-        # False for NaN too.
+        # The comparison is false for NaN.
         m_better = m_better & (b_scores > gl.expand_dims(best[SLOTS - 1], 1))
         b_scores = gl.where(m_better, b_scores, float("-inf"))
         rounds = gl.minimum(gl.max(gl.sum(m_better.to(gl.int32), 1), 0), SLOTS)
@@ -280,7 +284,7 @@ def choose_exactly(b_query, c_smem, p_centroids, b_first, b_end, lowest, highest
 
 @gluon.jit
 def bounds_of_both(lowest, highest, all_from, all_until, other_lowest, other_highest, other_all_from, other_all_until):
-    """Smallest, largest, largest, smallest."""
+    """Combine two sets of bounds for a reduction: minimum, maximum, maximum and minimum."""
     return (gl.minimum(lowest, other_lowest), gl.maximum(highest, other_highest),
             gl.maximum(all_from, other_all_from), gl.minimum(all_until, other_all_until))
 
@@ -290,10 +294,10 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
                        QUERY_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
                        SLOTS: gl.constexpr, KEEP: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
                        MASK: gl.constexpr):
-    """The SLOTS best blocks of each query by falling score, int32 [head, query, slot], -1 after the last.
+    """Select the SLOTS best blocks of each query by descending score, int32 [head, query, slot], -1 after the last.
 
-    Each thread keeps the best blocks among those that it holds scores of; lists of threads meet at the end. Scores that
-    agree in all bits of a key may stand in any order.
+    Each thread keeps the best of the blocks whose scores it holds. The threads' lists are merged at the end. Selected
+    blocks whose scores have equal keys may come in any order.
     """
     head = gl.program_id(1)
     key_head = head // (QUERY_HEADS // KEY_HEADS)
@@ -313,14 +317,15 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     m_row = o_row < query_tokens
     b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
     b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
-    # Blocks of [lowest, highest) may be chosen by some, those of [all_from, all_until) by all queries of the tile.
+    # Some query of the tile may choose blocks [lowest, highest); every query may choose blocks [all_from, all_until).
     lowest, highest, all_from, all_until = gl.reduce(
         (gl.where(b_first < b_end, b_first, 2147483647), b_end, b_first, b_end), 0, bounds_of_both)
     tiles = gl.maximum(highest - lowest + BLOCKS - 1, 0) // BLOCKS
     if lowest >= highest:
         tiles = 0
     load_centroids(c_smem, 0, p_centroids, highest - BLOCKS, lowest, key_head, KEY_HEADS, HEAD_DIM, PARTS, LINES)
-    # Out of registers the tensor cores read one operand only from shared memory, which else would bound them.
+    # With the queries in registers the tensor cores read only one operand from shared memory, whose bandwidth would
+    # limit them otherwise.
     b_query = gl.convert_layout(b_query, gl.DotOperandLayout(0, S, 2))
 
     b_zero = gl.zeros([ROWS, BLOCKS], gl.float32, S)
@@ -352,13 +357,13 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     blocks = ()
     for i in gl.static_range(KEEP):
         blocks = blocks + (block_of(ids[i], o_thread, highest, BLOCKS),)
-    # Each warp keeps its rows, so that lists move without shared memory.
+    # Each warp keeps its rows, so lists move between threads without shared memory.
     ROWWISE: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2]], lane_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [0, 0]],
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[ROWS, 4])
     keys, blocks = merge_threads(keys, blocks, KEEP, ROWWISE)
     ONE: gl.constexpr = keys[0].type.layout
-    # The last one chosen and the best one left, without their places.
+    # Keys of the last selected and of the first rejected block, without their places.
     b_last = keys[SLOTS - 1].to(gl.int32, bitcast=True) & ~PLACES
     b_left = keys[SLOTS].to(gl.int32, bitcast=True) & ~PLACES
     m_open = (b_last == b_left) & (keys[SLOTS] > NO_SCORE)

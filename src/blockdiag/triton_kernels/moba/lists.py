@@ -1,8 +1,8 @@
-"""From the blocks that each query chose to the queries that chose each block, by counting, in order.
+"""Kernels that invert the selection with a counting sort: from the blocks of each query to the queries of each block.
 
-The query axis is cut into spans. Each span counts how often it chose every block, and so numbers the pairs of each; the
-counts, added up along spans and blocks, say where in a block's list the pairs of a span begin. No atomics are needed,
-and nothing depends on the order in which programs run.
+The query axis is cut into spans. Each span counts how often it chose every block, and ranks its (query, slot) pairs
+within each block. Prefix sums of the counts over spans and blocks give the place where a span's pairs begin in a
+block's list. No atomics are needed, and the result does not depend on the order in which programs run.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def match_pairs(b_id, o_pair):
-    """How many of the pairs before each one chose the same block, and how many of all; of 32 pairs in one warp."""
+    """Return how many earlier pairs, and how many of all 32 pairs of a warp, chose the same block as each pair."""
     b_same = tl.inline_asm_elementwise("match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", [b_id], dtype=tl.uint32,
                                        is_pure=False, pack=1)
     b_before = b_same & ((1 << o_pair.to(tl.uint32)) - 1)
@@ -26,8 +26,11 @@ def match_pairs(b_id, o_pair):
 @triton.jit
 def moba_count(p_chosen, p_counters, p_ranks, query_tokens, num_blocks, span_rows,
                SLOTS: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr, MATCH: tl.constexpr):
-    """How often the queries of a span chose each block, int32 [head, span, block], and how many of the span's pairs
-    before each one chose the same, [head, pair]. One program goes through the pairs of its span in order."""
+    """Count how often the queries of a span chose each block, int32 [head, span, block], and rank the pairs.
+
+    The rank of a pair, int32 [head, pair], is the number of earlier pairs of the span with the same block. One program
+    goes through the pairs of its span in order.
+    """
     span = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     p_counter = p_counters + (head * tl.num_programs(0) + span) * num_blocks
@@ -42,14 +45,14 @@ def moba_count(p_chosen, p_counters, p_ranks, query_tokens, num_blocks, span_row
     p_pair = p_chosen + head * num_pairs
     b_id = tl.load(p_pair + begin + o_pair, mask=begin + o_pair < last, other=-1)
     for first in range(begin, last, PAIRS):
-        # The next step's, before the stores that would hold them up.
+        # Load the next step's pairs before the stores, which would delay the load.
         b_next = tl.load(p_pair + first + PAIRS + o_pair, mask=first + PAIRS + o_pair < last, other=-1)
         m_chosen = b_id >= 0
         b_counter = tl.load(p_counter + b_id, mask=m_chosen, other=0)
         if MATCH:
             b_rank, b_count = match_pairs(b_id, o_pair)
         else:
-            # The same along the other axis, so that each pair meets each.
+            # Load the pairs along the other axis, too, to compare each pair with every other one.
             b_other = tl.load(p_pair + first + o_pair[None, :], mask=(first + o_pair < last)[None, :], other=-1)
             m_same = b_id[:, None] == b_other
             b_rank = tl.sum((m_same & (o_pair[None, :] < o_pair[:, None])).to(tl.int32), 1)
@@ -63,7 +66,7 @@ def moba_count(p_chosen, p_counters, p_ranks, query_tokens, num_blocks, span_row
 
 @triton.jit
 def moba_add_spans(p_counters, p_counts, num_blocks, num_spans, SPANS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Counts of all spans, int32 [head, block]."""
+    """Sum the counts of all spans, int32 [head, block]."""
     o_block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     head = tl.program_id(1).to(tl.int64)
     m_block = o_block < num_blocks
@@ -79,8 +82,7 @@ def moba_add_spans(p_counters, p_counts, num_blocks, num_spans, SPANS: tl.conste
 @triton.jit
 def moba_offsets(p_counters, p_counts, p_offsets, p_before, num_blocks, num_spans,
                  SPANS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where each block's list begins, int32 [head, block], and where each span's part of it does, [head, span, block].
-    """
+    """Compute where each block's list begins, int32 [head, block], and each span's part of it, [head, span, block]."""
     first_block = tl.program_id(0) * BLOCKS
     o_block = first_block + tl.arange(0, BLOCKS)
     head = tl.program_id(1).to(tl.int64)
@@ -105,8 +107,10 @@ def moba_offsets(p_counters, p_counts, p_offsets, p_before, num_blocks, num_span
 @triton.jit
 def moba_entries(p_chosen, p_ranks, p_before, p_entries, p_degrees, query_tokens, num_blocks, span_rows, num_spans,
                  SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """The pairs query * SLOTS + slot of each block's list in ascending order, int32 [head, pair]; blocks chosen by
-    each query, [head, query]."""
+    """Write the lists of all blocks, int32 [head, pair], and the number of blocks of each query, int32 [head, query].
+
+    The entries of a list are query * SLOTS + slot in ascending order.
+    """
     head = tl.program_id(1).to(tl.int64)
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < query_tokens
@@ -124,7 +128,7 @@ def moba_entries(p_chosen, p_ranks, p_before, p_entries, p_degrees, query_tokens
 
 @triton.jit
 def moba_items(p_counts, p_items, num_blocks, num_items, CHUNK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Work items (block, chunk of its list), int32 [head, item, 2], -1 after the last."""
+    """Write the work items (block, chunk of its list), int32 [head, item, 2], -1 after the last."""
     head = tl.program_id(0).to(tl.int64)
     p_item = p_items + head * num_items * 2
     total = 0

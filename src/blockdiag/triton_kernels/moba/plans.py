@@ -1,4 +1,4 @@
-"""Launch plans of MoBA: kernels, grids and tile configurations of routing, lists, forward and backward."""
+"""Launch plans of MoBA for routing, lists, and the forward and backward passes."""
 
 import importlib
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ Kind = Literal[
 
 
 class _Arrays(NamedTuple):
-    """The module that holds a kernel, what it reads, and what it writes, in the order of the launch."""
+    """The module of a kernel, and the arrays that it reads and writes, in the order of the launch."""
 
     module: str
     inputs: tuple[str, ...]
@@ -68,7 +68,7 @@ _KINDS: Mapping[str, _Arrays] = {
 }
 
 
-# The same in Gluon, for Hopper.
+# Modules and names of the Gluon kernels for Hopper.
 _HOPPER_KERNELS: Mapping[str, tuple[str, str]] = {
     "choose": ("hopper_routing", "moba_hopper_choose"),
     "blocks_forward": ("hopper_forward", "moba_hopper_forward"),
@@ -77,7 +77,7 @@ _HOPPER_KERNELS: Mapping[str, tuple[str, str]] = {
 
 
 def supports(problem: MoBAProblem) -> str | None:
-    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
     reason = takes_operands(problem.dtype, problem.head_dim)
     if reason is not None:
         return reason
@@ -93,11 +93,11 @@ class MoBALaunch:
 
     Attributes:
         problem: the call.
-        kind: which kernel.
-        has_own: whether an array says which queries see their own block; without, all do.
+        kind: the kernel.
+        has_own: whether an array says which queries see their own block; otherwise all do.
         heads: first key head and number of key heads of the launch, with their query heads; None for all. Attention is
-            computed for some of the heads at a time, so that parts of results take up less memory.
-        is_portable: keep to the kernels that Triton's interpreter runs, whatever the target.
+            computed for some heads at a time to reduce the memory of partial results.
+        is_portable: whether to use only kernels that Triton's interpreter supports, on every target.
     """
 
     problem: MoBAProblem
@@ -108,7 +108,7 @@ class MoBALaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name shown by profilers."""
         return f"moba_{self.kind}"
 
     @property
@@ -124,16 +124,16 @@ class MoBALaunch:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch reads."""
+        """The specs of the arrays that the launch reads."""
         return tuple(map(self._array_spec, self.input_names))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch writes."""
+        """The specs of the arrays that the launch writes."""
         return tuple(map(self._array_spec, self.output_names))
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch on `target`."""
+        """Return the launch plan for `target`."""
         module, name = _KINDS[self.kind].module, self.name
         hopper = None if self.is_portable else hopper_config(self.problem, self.kind, target.arch)
         if hopper is not None:
@@ -161,14 +161,14 @@ class MoBALaunch:
         )
 
     def _flops(self) -> float:
-        """Floating-point operations of the products."""
+        """Return the floating-point operations of the matrix products."""
         problem = self.problem
         rows = problem.query_tokens * self._query_heads * problem.head_dim
         seen = 0.5 if problem.is_causal else 1.0
         own = seen * problem.block_size
         match self.kind:
             case "choose":
-                # Products of a query with all parts of the mean keys.
+                # Every query is multiplied with all parts of the mean keys.
                 return 2.0 * rows * seen * problem.num_blocks * self._array_spec("centroids").shape[2]
             case "blocks_forward":
                 return 4.0 * rows * problem.slots * problem.block_size
@@ -180,8 +180,11 @@ class MoBALaunch:
 
     @property
     def _continued(self) -> tuple[str, ...]:
-        """Arrays that the launch reads only because others have written to them: what it does not write stays as it
-        is. Launches for later heads so wait for all that concerns the earlier ones, whose parts may go then."""
+        """Arrays that earlier launches have written in part, as extra inputs.
+
+        Elements that this launch does not write keep their content. The inputs also make launches for later heads
+        depend on those for earlier heads, whose partial results can then be freed.
+        """
         is_later = self._first_head > 0
         match self.kind:
             case "blocks_forward" if is_later:
@@ -189,7 +192,7 @@ class MoBALaunch:
             case "merge_forward" if is_later:
                 return "output", "log_sum"
             case "blocks_backward":
-                # Gradients of rows that lie in no block are nobody's to write: they are there already, as zeros.
+                # No program writes the gradients of rows outside all blocks, so these are initialised with zeros.
                 gradients = _KEY_GRADIENTS if is_later or self.problem.has_padding else ()
                 return (*gradients, "d_query") if is_later else gradients
             case "merge_backward" if is_later:
@@ -206,7 +209,7 @@ class MoBALaunch:
 
     @property
     def _first_head(self) -> int:
-        """First query head."""
+        """The first query head."""
         return 0 if self.heads is None else self.heads[0] * self.problem.group_size
 
     def _is_present(self, name: str) -> bool:
@@ -228,7 +231,7 @@ class MoBALaunch:
 
     @property
     def _part_slots(self) -> int:
-        """Parts of a query's gradient: its own block's comes from the same kernel where a block is one tile."""
+        """Parts of a query's gradient. They include its own block's part if a block is a single tile."""
         is_whole = self._key_tiles == 1 and self.problem.is_causal
         return self.problem.slots + is_whole
 
@@ -305,7 +308,7 @@ class MoBALaunch:
         raise KeyError(self.kind)
 
     def _scalars(self, config: Config) -> dict[str, Argument]:
-        """Run-time scalars; none is compiled in, so that lengths and scales share a kernel."""
+        """Return the run-time scalars. None is compiled in, so different lengths and scales share a kernel."""
         problem = self.problem
         tokens = problem.query_tokens
         rows = span_rows(tokens)
@@ -331,7 +334,8 @@ class MoBALaunch:
             "PARTS": problem.centroid_parts,
             "PART_SCALE": problem.centroid_scale,
             "SLOTS": problem.slots,
-            # Places for the best blocks so far: one more than the slots, to see what the last one was chosen over.
+            # Entries of the list of the best blocks: one more than the slots, to compare the last selected block with
+            # the first rejected one.
             "KEEP": next_power_of_2(problem.slots + 1),
             "SLOT_COLUMNS": max(2, next_power_of_2(problem.slots)),
             "PART_SLOTS": self._part_slots,
@@ -342,7 +346,7 @@ class MoBALaunch:
             "BLOCKS": config.blocks,
             "SPANS": 16,
             "PAIRS": config.pairs,
-            # One instruction finds what a warp has in common; the interpreter has no such thing.
+            # match.any finds equal values within a warp in one instruction. The interpreter does not support it.
             "MATCH": not self.is_portable,
             "CHUNK": config.chunk,
             "CAUSAL": problem.is_causal,

@@ -1,8 +1,8 @@
 """Routing of MoBA: centroids of key blocks, scores of queries against them, and the best blocks of each query.
 
-Scores are float32 though queries are 16-bit: each centroid is held as three parts in the query's dtype, each the
-rounding of what the ones before leave (24 bits together), and every product of two 16-bit numbers is exact in the
-float32 accumulator. The order of every sum is fixed; only how tensor cores round within one product of tiles is theirs.
+Scores have float32 precision even for 16-bit queries. Each centroid is held as three parts in the query's dtype, which
+have 24 bits together: each part is the rounded remainder of the previous ones. Products of two 16-bit numbers are exact
+in the float32 accumulator. The order of every sum is fixed, except for the rounding inside one tensor-core product.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -16,9 +16,9 @@ import triton.language as tl
 def moba_centroids(key, p_mask, p_blocks, p_centroids,
                    KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
                    PART_SCALE: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr):
-    """Mean of the keys of one block and head in PARTS parts, [block, head, part, HEAD_DIM].
+    """Compute the mean key of one block and head in PARTS parts, [block, head, part, HEAD_DIM].
 
-    A block without keys gets NaN, which no comparison prefers to anything.
+    A block without keys gets NaN, which loses every comparison.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -44,7 +44,7 @@ def moba_centroids(key, p_mask, p_blocks, p_centroids,
     for part in tl.static_range(PARTS):
         b_part = b_rest.to(dtype)
         tl.store(p_part + part * HEAD_DIM + o_column, b_part, mask=m_column)
-        # Scaled, so that what is left of a float16 does not underflow.
+        # Scale the remainder so that it does not underflow in float16.
         b_rest = (b_rest - b_part.to(tl.float32)) * PART_SCALE
 
 
@@ -53,9 +53,9 @@ def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
                 QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
                 PARTS: tl.constexpr, PART_SCALE: tl.constexpr, SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr,
                 ROWS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr):
-    """The SLOTS best blocks of each query by falling score, int32 [head, query, slot], -1 after the last.
+    """Select the SLOTS best blocks of each query by descending score, int32 [head, query, slot], -1 after the last.
 
-    Blocks are visited from late to early and only a better one takes a place, so of equal ones the later stays.
+    Blocks are visited from late to early, and only a better block replaces another. So ties go to the later block.
     """
     head = tl.program_id(1)
     key_head = head // (QUERY_HEADS // KEY_HEADS)
@@ -69,7 +69,7 @@ def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     p_query = query + o_row.to(tl.int64)[:, None] * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column[None, :]
     b_query = tl.load(p_query, mask=m_row[:, None] & (o_column < HEAD_DIM)[None, :], other=0.0)
 
-    # Empty places have ids of their own below zero; columns beyond the slots are never the worst place.
+    # Empty slots have distinct negative ids. Columns beyond SLOTS hold +inf, so they are never the worst slot.
     o_slot = tl.arange(0, SLOT_COLUMNS)[None, :]
     b_ids = tl.zeros([ROWS, SLOT_COLUMNS], tl.int32) - 2 - o_slot
     b_best = tl.where(o_slot < SLOTS, float("-inf"), float("inf")) + tl.zeros([ROWS, SLOT_COLUMNS], tl.float32)
@@ -85,7 +85,7 @@ def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
                 b_scores *= 1.0 / PART_SCALE
             b_scores = tl.dot(b_query, b_part, b_scores, input_precision=PRECISION)
         m_candidate = (o_block[None, :] >= b_first[:, None]) & (o_block[None, :] < b_end[:, None])
-        # A comparison with itself is false for NaN alone.
+        # x == x is false only for NaN.
         b_scores = tl.where(m_candidate & (b_scores == b_scores), b_scores, float("-inf"))
         b_top = tl.max(b_scores, 1)
         while tl.max((b_top > b_worst).to(tl.int32), 0) > 0:

@@ -1,1 +1,1 @@
-"""Kernels of MoBA over a paged cache, and their plans."""
+"""Kernels of MoBA over a paged cache and their launch plans."""

@@ -1,7 +1,7 @@
-"""MoBA over a paged cache: scores of blocks, the best blocks of each query, attention to tiles of blocks, the merge.
+"""Kernels of MoBA over a paged cache: block scores, selection of the best blocks, attention to tiles, and the merge.
 
-Query heads that share a key head choose for themselves, so that attention has one query at a time: products of matrices
-would have one row, and all is computed in float32 from what memory holds.
+Every query head selects its own blocks, even if several share a key head. So attention handles one query at a time.
+Matrix products would have a single row, so the kernels use float32 arithmetic instead of tensor cores.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from blockdiag.triton_kernels.paged.attention import LOG2_E, cache_rows, merge_row, rows_of_heads, sequence_lengths
 
-# Below every score, as integers of 32 bits, and of 64 with the number of the block.
+# Sentinels below every score: as a 32-bit integer, and as a 64-bit key that also holds the block number.
 NO_SCORE = tl.constexpr(-(2**31))
 NO_KEY = tl.constexpr(-(2**63))
 
@@ -20,7 +20,7 @@ NO_KEY = tl.constexpr(-(2**63))
 @triton.jit
 def query_position(row, p_kv_lengths, p_query_lengths, max_keys, QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr,
                    QUERY_LENGTHS: tl.constexpr):
-    """Sequence and position of a row of [batch, QUERY_TOKENS, QUERY_HEADS]; -1 where it sees nothing."""
+    """Return the sequence and position of a row of [batch, QUERY_TOKENS, QUERY_HEADS]. Position -1 sees no key."""
     batch = row // (QUERY_TOKENS * QUERY_HEADS)
     token = (row // QUERY_HEADS % QUERY_TOKENS).to(tl.int32)
     keys, queries = sequence_lengths(p_kv_lengths, p_query_lengths, batch, max_keys, QUERY_TOKENS, QUERY_LENGTHS)
@@ -29,18 +29,21 @@ def query_position(row, p_kv_lengths, p_query_lengths, max_keys, QUERY_TOKENS: t
 
 @triton.jit
 def ordered_scores(p_scores, row, o_block, own, num_candidates):
-    """Scores as integers in the order of the numbers whose bits they have; below all others where there is none."""
+    """Load scores as integers that sort like the floats. NaN and blocks from `own` on become NO_SCORE."""
     b_scores = tl.load(p_scores + row * num_candidates + o_block, mask=o_block < own, other=float("nan"))
-    # -0 beside 0.
+    # -0 must sort equal to 0.
     b_bits = tl.where(b_scores == 0, 0.0, b_scores).to(tl.int32, bitcast=True)
     b_bits = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
-    # A comparison with itself is false for NaN alone.
+    # x == x is false only for NaN.
     return tl.where(b_scores == b_scores, b_bits, NO_SCORE)
 
 
 @triton.jit
 def chosen_block(p_scores, row, own, slot, num_candidates, BLOCKS: tl.constexpr):
-    """The block of a slot from 1, the best ones in falling order of at most BLOCKS before a query's own; -1 without."""
+    """Return the block of `slot`, or -1 if there is none.
+
+    Slot 1 is the best block before the query's own one, slot 2 the second best. There are at most BLOCKS candidates.
+    """
     o_block = tl.arange(0, BLOCKS)
     b_order = ordered_scores(p_scores, row, o_block, own, num_candidates)
     top = tl.max(b_order, 0)
@@ -58,10 +61,10 @@ def moba_paged_scores(query, p_centroids, p_kv_lengths, p_query_lengths, p_score
                       QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
                       HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
                       ALL_ROWS: tl.constexpr, BLOCKS: tl.constexpr, QUERY_LENGTHS: tl.constexpr):
-    """Products of a sequence's queries with a tile of the mean keys of one head, [row, num_candidates].
+    """Compute the scores [row, num_candidates] of a sequence's queries and a tile of one head's mean keys.
 
-    Of blocks that no query of the sequence may choose nothing is read or written. No part of any row has arrived yet:
-    it counts from 0.
+    Blocks that no query of the sequence may choose are neither read nor written. The kernel also resets the rows'
+    counters of arrived parts to 0.
     """
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
     key_head = tl.program_id(1)
@@ -84,7 +87,7 @@ def moba_paged_scores(query, p_centroids, p_kv_lengths, p_query_lengths, p_score
             o_row = first_row + tl.arange(0, ROWS)
             b_scores = tl.zeros([BLOCKS, ROWS], tl.float32)
             for i in tl.static_range(ROWS):
-                # One row at a time, so that sums over columns stay within a warp.
+                # One row at a time keeps the sums over columns within a warp.
                 b_place = rows_of_heads(first_row + i, batch, key_head, QUERY_TOKENS, QUERY_HEADS, GROUP)
                 b_query = tl.load(query + b_place * HEAD_DIM + o_column,
                                   mask=(o_column < HEAD_DIM) & (first_row + i < queries * GROUP), other=0.0)
@@ -100,9 +103,9 @@ def moba_paged_choose(p_scores, p_kv_lengths, p_query_lengths, p_chosen, max_key
                       QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       SLOTS: tl.constexpr, SLOT_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
                       QUERY_LENGTHS: tl.constexpr):
-    """The SLOTS best blocks before a query's own one by falling score, int32 [row, slot], -1 after the last.
+    """Select the SLOTS best blocks before a query's own one, int32 [row, slot], by descending score; -1 after the last.
 
-    Scores and numbers of blocks make keys, integers of 64 bits without equals, of which the largest come first.
+    Score and block number form a unique 64-bit sort key. The largest keys come first, so ties go to the later block.
     """
     row = tl.program_id(0).to(tl.int64)
     _, position = query_position(row, p_kv_lengths, p_query_lengths, max_keys, QUERY_TOKENS, QUERY_HEADS, QUERY_LENGTHS)
@@ -135,13 +138,13 @@ def moba_paged_blocks(query, key, value, p_page_table, p_kv_lengths, p_query_len
                       PART_COLUMNS: tl.constexpr, KEYS: tl.constexpr, TABLE: tl.constexpr,
                       QUERY_LENGTHS: tl.constexpr, SCORE_SCALE: tl.constexpr, KEY_SCALE: tl.constexpr,
                       VALUE_SCALE: tl.constexpr):
-    """Attention of one row to a tile of its own block (slot 0) or of one that it chose: a part, and log2 of its sum.
+    """Compute the attention of one row to a tile of its own block (slot 0) or of a selected block.
 
-    Where scores are few (CHOOSES) the choice is made here, by every program again. The program that arrives last
-    merges the parts of its row, in their order.
+    The result is a normalised partial output and its base-2 log-sum-exp. With few scores (CHOOSES) every program
+    repeats the selection itself. The last program of a row merges the row's parts in a fixed order.
     """
     TILES: tl.constexpr = (BLOCK_SIZE + KEYS - 1) // KEYS
-    # A tile that does not begin at a multiple of its size may lie in two pages of any size.
+    # An unaligned tile may lie in two pages, whatever the page size is. PAGE_SIZE + 1 never divides PAGE_SIZE.
     SPAN: tl.constexpr = KEYS if BLOCK_SIZE % KEYS == 0 else PAGE_SIZE + 1
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -157,7 +160,7 @@ def moba_paged_blocks(query, key, value, p_page_table, p_kv_lengths, p_query_len
         b_chosen = tl.load(p_chosen + row * SLOTS + slot - 1, mask=slot > 0, other=-1)
         block = tl.where(slot > 0, b_chosen, block)
     o_key = block * BLOCK_SIZE + part % TILES * KEYS + tl.arange(0, KEYS)
-    # Without a block, or beyond what the query sees, nothing is read.
+    # Nothing is read if there is no block, nor beyond the query's position.
     end = tl.where(block < 0, -BLOCK_SIZE, tl.minimum((block + 1) * BLOCK_SIZE, position + 1))
     m_key = o_key < end
 
@@ -191,9 +194,9 @@ def moba_paged_blocks(query, key, value, p_page_table, p_kv_lengths, p_query_len
         norm *= tl.load(p_value_scale + batch * KEY_HEADS + key_head)
     place = part.to(tl.int64) * rows + row
     tl.store(p_part_sum + place, tl.where(total == 0, float("-inf"), base + tl.log2(total)))
-    # Parts of tiles without a key are not read.
+    # A part without a key is not stored, because the merge ignores it.
     tl.store(p_part + place * VALUE_DIM + o_value, b_output * norm, mask=m_value & (total != 0))
-    # All threads' parts are written before one thread says so.
+    # All threads must have written their parts before one thread counts the arrival.
     tl.debug_barrier()
     if tl.atomic_add(p_arrived + row, 1, sem="acq_rel") == PARTS - 1:
         merge_row(p_part, p_part_sum, p_query_lengths, None, output, p_log_sum, row, rows, PARTS, QUERY_TOKENS,

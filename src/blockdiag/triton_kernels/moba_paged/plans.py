@@ -1,4 +1,4 @@
-"""Launch plans of MoBA over a paged cache: scores of blocks, their choice, and attention to tiles of blocks."""
+"""Launch plans of MoBA over a paged cache: block scores, block selection, and attention to tiles of blocks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,52 +21,52 @@ from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal["scores", "choose", "blocks"]
 
-# Mean keys of a tile, and queries whose loads are on their way together.
+# Mean keys of a tile, and queries whose loads are in flight together.
 SCORED_BLOCKS, SCORED_ROWS = 8, 4
-# Scores of a query that are held at once, and so few that whoever needs a choice makes it.
+# Scores of a query that are held at once, and the most candidates for which every program repeats the selection.
 CHOICE_BLOCKS, FEW_BLOCKS = 4096, 2048
-# Keys of a tile: one warp holds 32 of 128 elements, and needs no barriers. Larger blocks have larger tiles, which leave
-# fewer parts to merge.
+# Keys of a tile. One warp holds 32 keys of 128 elements and needs no barriers. Larger blocks have larger tiles, which
+# leave fewer parts to merge.
 TILE_KEYS, MAX_TILE_KEYS, TILES_OF_A_BLOCK = 32, 256, 8
-# Bytes of keys that a warp holds, where elements of one byte count as two: they are computed with in registers.
+# Bytes of keys that a warp holds in registers. One-byte elements count as two bytes.
 WARP_BYTES, MAX_WARPS = 8192, 8
 
 
 def supports(problem: MoBAPagedProblem) -> str | None:
-    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
     if problem.paged.max_keys + problem.block_size >= 2**31:
         return "the call has more keys than the kernels can count; give `page_table` as many columns as sequences need"
     return paged.supports(problem.paged)
 
 
 def tile_keys(problem: MoBAPagedProblem) -> int:
-    """Keys of a tile of a block, a power of two from 16: no more than a block needs, and than registers hold."""
+    """Return the keys of a tile, a power of two from 16, limited by the block size and by the registers."""
     block = next_power_of_2(problem.block_size)
     wanted = min(max(TILE_KEYS, block // TILES_OF_A_BLOCK), MAX_TILE_KEYS)
     return max(16, min(wanted, block, WARP_BYTES * MAX_WARPS // _bytes_of_a_key(problem)))
 
 
 def with_parts(problem: MoBAPagedProblem) -> MoBAPagedProblem:
-    """The same call, with as many splits as there are parts of a query: tiles of its own block and of chosen ones."""
+    """Return the call with one split for each part of a query: the tiles of its own block and of selected blocks."""
     tiles = -(-problem.block_size // tile_keys(problem))
     call = dataclasses.replace(problem.paged, num_splits=(1 + problem.slots) * tiles, split_size=None)
     return dataclasses.replace(problem, paged=call)
 
 
 def steps(problem: MoBAPagedProblem) -> "tuple[MoBAPagedLaunch, ...]":
-    """The launches of a call, each of which reads arrays by name and adds those that it writes."""
+    """Return the launches of a call in order. Each reads arrays by name and adds the arrays that it writes."""
     problem = with_parts(problem)
     kinds: tuple[Kind, ...] = ("scores", "choose", "blocks") if _has_chosen(problem) else ("scores", "blocks")
     return tuple(MoBAPagedLaunch(problem, kind) for kind in kinds)
 
 
 def _has_chosen(problem: MoBAPagedProblem) -> bool:
-    """Whether choices are made before attention, by a launch of their own."""
+    """Whether a separate launch selects the blocks before attention."""
     return problem.slots > 0 and problem.num_candidates > FEW_BLOCKS
 
 
 def _bytes_of_a_key(problem: MoBAPagedProblem) -> int:
-    """Of a key or of a value, whichever is larger."""
+    """Return the bytes of a key or of a value in registers, whichever is larger."""
     call = problem.paged
     sizes = ((call.head_dim, call.key_dtype), (call.value_dim, call.value_dtype))
     return max(next_power_of_2(size) * (4 if dtype == "float32" else 2) for size, dtype in sizes)
@@ -78,7 +78,7 @@ class MoBAPagedLaunch:
 
     Attributes:
         problem: the call, from `with_parts`.
-        kind: scores of the mean keys, the choice of each query, or attention to tiles of blocks and its merge.
+        kind: "scores" of the mean keys, "choose" for each query's selection, or "blocks" for attention and the merge.
     """
 
     problem: MoBAPagedProblem
@@ -86,7 +86,7 @@ class MoBAPagedLaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name shown by profilers."""
         return f"moba_paged_{self.kind}"
 
     @property
@@ -121,12 +121,12 @@ class MoBAPagedLaunch:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch reads."""
+        """The specs of the arrays that the launch reads."""
         return tuple(map(self._array_spec, self.input_names))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch writes."""
+        """The specs of the arrays that the launch writes."""
         return tuple(map(self._array_spec, self.output_names))
 
     def _array_spec(self, name: str) -> TensorSpec:
@@ -144,7 +144,7 @@ class MoBAPagedLaunch:
         return PagedLaunch(call, "merge").array_spec(name)
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch on `target`."""
+        """Return the launch plan for `target`."""
         from blockdiag.triton_kernels.moba_paged import kernels
 
         problem, call = self.problem, self.problem.paged
@@ -160,7 +160,7 @@ class MoBAPagedLaunch:
             case "scores":
                 kernel, blocks = kernels.moba_paged_scores, scored_blocks
                 grid = (max(1, -(-problem.num_candidates // blocks)), call.key_heads, max(1, call.batch))
-                # Sums over columns stay within a warp.
+                # With one warp the sums over columns need no shared memory.
                 num_warps = 1
             case "choose":
                 kernel, blocks, grid = kernels.moba_paged_choose, choice_blocks, (rows, 1, 1)

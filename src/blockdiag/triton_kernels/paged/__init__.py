@@ -1,1 +1,1 @@
-"""Kernels of paged attention, their plans and configurations."""
+"""Kernels of paged attention, their launch plans and configurations."""

@@ -1,9 +1,11 @@
-"""Paged attention: few queries against the keys of a part of a sequence, and the merge of the parts.
+"""Kernels of paged attention: few queries attend to one split of a sequence's keys, then the splits are merged.
 
-The queries of all heads that share a key head are rows of one tile, so that a cache is read once. Few rows are the
-second factor of products, after the keys or the columns of the values: tensor cores take 8 rows there, and each warp
-has keys of its own, which are widened once. What a split finds is normalised, float32, with its log-sum-exp in units of
-log 2; the second kernel merges the splits in a fixed order.
+The queries of all heads that share a key head are rows of one tile, so the cache is read once. Few rows become the
+right operand of products, after the keys or the transposed values. Tensor cores accept 8 rows there, and each warp has
+its own keys, which are widened once.
+
+Each split writes a normalised float32 output and its base-2 log-sum-exp. A second kernel merges the splits in a fixed
+order.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -22,7 +24,7 @@ GRAIN = tl.constexpr(SPLIT_GRAIN)
 @triton.jit
 def sequence_lengths(p_kv_lengths, p_query_lengths, batch, max_keys, QUERY_TOKENS: tl.constexpr,
                      QUERY_LENGTHS: tl.constexpr):
-    """Keys and queries of a sequence, whatever the arrays hold."""
+    """Return the number of keys and queries of a sequence. Invalid values are clamped."""
     keys = tl.minimum(tl.maximum(tl.load(p_kv_lengths + batch), 0), max_keys)
     queries = QUERY_TOKENS
     if QUERY_LENGTHS:
@@ -32,7 +34,7 @@ def sequence_lengths(p_kv_lengths, p_query_lengths, batch, max_keys, QUERY_TOKEN
 
 @triton.jit
 def split_bounds(split, num_splits, split_size, keys, start):
-    """Keys [first, end) of a split of the keys [start, keys)."""
+    """Return the bounds [first, end) of one split of the keys [start, keys)."""
     if split_size == 0:
         grains = tl.cdiv(tl.maximum(keys - start, 0), GRAIN)
         split_size = tl.cdiv(grains, num_splits) * GRAIN
@@ -45,13 +47,13 @@ def split_bounds(split, num_splits, split_size, keys, start):
 @triton.jit
 def cache_rows(p_page_table, o_key, m_key, batch, max_pages, num_pages, PAGE_SIZE: tl.constexpr, TABLE: tl.constexpr,
                SPAN: tl.constexpr):
-    """Rows of the pools where keys lie, int64. Pages that do not exist become some that do.
+    """Return the pool rows of keys, int64. Out-of-range page numbers are clamped.
 
-    SPAN is the size of a tile that begins at a multiple of it.
+    SPAN is the alignment of the tile: if it divides PAGE_SIZE, the whole tile lies in one page.
     """
     if TABLE:
         if PAGE_SIZE % SPAN == 0:
-            # All of the tile lies in one page.
+            # The whole tile lies in one page.
             b_slot = tl.min(o_key, 0) // PAGE_SIZE
             b_page = tl.load(p_page_table + batch.to(tl.int64) * max_pages + tl.minimum(b_slot, max_pages - 1))
         else:
@@ -63,7 +65,10 @@ def cache_rows(p_page_table, o_key, m_key, batch, max_pages, num_pages, PAGE_SIZ
 
 @triton.jit
 def rows_of_heads(o_row, batch, key_head, QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, GROUP: tl.constexpr):
-    """Rows of [batch, QUERY_TOKENS, QUERY_HEADS] of a tile's rows: query by query, the heads of one key head."""
+    """Return the rows of [batch, QUERY_TOKENS, QUERY_HEADS] for a tile's rows.
+
+    The tile's rows go query by query, with the GROUP heads of one key head for each.
+    """
     b_token = o_row // GROUP
     b_head = key_head * GROUP + o_row % GROUP
     return (batch.to(tl.int64) * QUERY_TOKENS + b_token) * QUERY_HEADS + b_head
@@ -71,19 +76,19 @@ def rows_of_heads(o_row, batch, key_head, QUERY_TOKENS: tl.constexpr, QUERY_HEAD
 
 @triton.jit
 def widen_byte(b_byte, KIND: tl.constexpr):
-    """Eight-bit floats, as bytes of unsigned 16-bit integers, in float16."""
+    """Convert eight-bit floats, held as the low bytes of unsigned 16-bit integers, to float16."""
     return b_byte.to(tl.uint8).to(KIND, bitcast=True).to(tl.float16)
 
 
 @triton.jit
 def widen_pairs(b_pair, KIND: tl.constexpr, MACHINE: tl.constexpr):
-    """Pairs of eight-bit floats, as unsigned 16-bit integers, in float16: the first of each, and the second.
+    """Convert pairs of eight-bit floats, held as unsigned 16-bit integers, to two float16 blocks.
 
-    Tiles of pairs take the way of 16-bit values from shared memory to the tensor cores; single bytes would be moved one
-    by one. Two pairs share a register, whose bytes are then sorted by one instruction.
+    Pairs move from shared memory to the tensor cores like 16-bit values, while single bytes would be moved one by one.
+    A register holds two pairs, whose bytes one instruction reorders.
     """
     if MACHINE and KIND.is_fp8e5():
-        # The upper half of a float16.
+        # float8_e5m2 is the upper byte of a float16.
         return tl.inline_asm_elementwise(
             """
             prmt.b32 $0, $2, 0, 0x2404;
@@ -107,13 +112,13 @@ def widen_pairs(b_pair, KIND: tl.constexpr, MACHINE: tl.constexpr):
 
 @triton.jit
 def along(b_line, AXIS: tl.constexpr):
-    """A tile of one line, which lies along an axis."""
+    """Expand a vector to a tile that extends along AXIS."""
     return tl.expand_dims(b_line, 1 - AXIS)
 
 
 @triton.jit
 def multiply(b_cache, b_rows, b_sum, KEYS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
-    """Keys or values by rows, or, the other way round, rows by keys or values; added to `b_sum`."""
+    """Return `b_sum` plus the product of keys or values and rows, in the order that KEYS_FIRST selects."""
     if KEYS_FIRST:
         return tl.dot(b_cache, b_rows, b_sum, input_precision=PRECISION)
     else:
@@ -122,14 +127,14 @@ def multiply(b_cache, b_rows, b_sum, KEYS_FIRST: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def load_query(query, b_place, o_column, m_row, HEAD_DIM: tl.constexpr, ROW_AXIS: tl.constexpr):
-    """Some columns of a tile of queries, zero where there is nothing."""
+    """Load some columns of a tile of queries; zero where masked."""
     b_at = along(b_place, ROW_AXIS) * HEAD_DIM + along(o_column, 1 - ROW_AXIS)
     return tl.load(query + b_at, mask=along(m_row, ROW_AXIS) & along(o_column < HEAD_DIM, 1 - ROW_AXIS), other=0.0)
 
 
 @triton.jit
 def store_output(target, b_place, o_column, b_output, m_row, VALUE_DIM: tl.constexpr, ROW_AXIS: tl.constexpr):
-    """Some columns of a tile of results."""
+    """Store some columns of a tile of results."""
     b_at = along(b_place, ROW_AXIS) * VALUE_DIM + along(o_column, 1 - ROW_AXIS)
     tl.store(target + b_at, b_output.to(target.dtype.element_ty),
              mask=along(m_row, ROW_AXIS) & along(o_column < VALUE_DIM, 1 - ROW_AXIS))
@@ -147,15 +152,16 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
                  SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, SCORE_SCALE: tl.constexpr, KEY_SCALE: tl.constexpr,
                  VALUE_SCALE: tl.constexpr, WHOLE: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr,
                  MACHINE: tl.constexpr, PRECISION: tl.constexpr, LOOP_STAGES: tl.constexpr):
-    """Attention of a tile of rows to the keys of one split.
+    """Compute the attention of a tile of rows to the keys of one split.
 
-    With one split (WHOLE) the results themselves, else parts [split, batch, QUERY_TOKENS, QUERY_HEADS, VALUE_DIM].
+    With a single split (WHOLE) the kernel writes the final results. Otherwise it writes partial results
+    [split, batch, QUERY_TOKENS, QUERY_HEADS, VALUE_DIM].
     """
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
-    # Scores lie so, and columns of keys along the rows' axis, queries and results along the keys' one.
+    # Axes of the scores. Keys have their columns along ROW_AXIS; queries and results have theirs along KEY_AXIS.
     KEY_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
     ROW_AXIS: tl.constexpr = 1 - KEY_AXIS
-    # A tile that does not begin at a multiple of its size may lie in two pages of any size.
+    # An unaligned tile may lie in two pages, whatever the page size is. PAGE_SIZE + 1 never divides PAGE_SIZE.
     SPAN: tl.constexpr = KEYS if ALIGNED else PAGE_SIZE + 1
     split = tl.program_id(0) // ROW_TILES
     key_head = tl.program_id(1)
@@ -165,7 +171,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
     o_row = first_row + tl.arange(0, ROWS)
     m_row = o_row < queries * GROUP
     b_position = keys - queries + o_row // GROUP
-    # What the sequence's first query sees begins here, so that splits share what can be seen.
+    # The first key that any query of the sequence sees. Only visible keys are divided among the splits.
     start = 0
     if LEFT is not None:
         start = tl.maximum(keys - queries - LEFT, 0) // GRAIN * GRAIN
@@ -180,7 +186,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         end = tl.minimum(end, last_position + RIGHT + 1)
 
     b_place = rows_of_heads(o_row, batch, key_head, QUERY_TOKENS, QUERY_HEADS, GROUP)
-    # Of eight-bit keys and values, even and odd columns are multiplied apart.
+    # Even and odd columns of eight-bit keys and values are multiplied separately.
     KEY_STEP: tl.constexpr = 1 if KEY_KIND is None else 2
     VALUE_STEP: tl.constexpr = 1 if VALUE_KIND is None else 2
     o_column = tl.arange(0, COLUMNS // KEY_STEP)
@@ -192,8 +198,8 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
     if SCORE_SCALE:
         b_factor *= tl.load(p_score_scale + batch * KEY_HEADS + key_head)
     if KEY_KIND is not None:
-        # float16 holds all that eight bits do, and queries multiplied by a power of two that brings their largest
-        # below 2.
+        # float16 represents all eight-bit floats. Queries are scaled by a power of two to a maximum below 2, so that
+        # they fit float16, too.
         b_wide = b_query.to(tl.float32)
         b_wide_odd = load_query(query, b_place, o_column * 2 + 1, m_row, HEAD_DIM, ROW_AXIS).to(tl.float32)
         b_largest = tl.maximum(tl.max(tl.abs(b_wide), KEY_AXIS), tl.max(tl.abs(b_wide_odd), KEY_AXIS))
@@ -211,7 +217,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         b_factor *= LOG2_E
     b_output = tl.zeros(OUTPUT, tl.float32)
     b_max = tl.zeros([ROWS], tl.float32) + float("-inf")
-    # Where keys come first, each thread adds up what it has of a row, and the sums meet at the end.
+    # With KEYS_FIRST each thread accumulates its own part of a row's sum. The parts are reduced at the end.
     PARTS: tl.constexpr = [KEYS // (16 * WARPS), WARPS, 2, 8, ROWS]
     if KEYS_FIRST:
         b_sums = tl.zeros([WARPS, 8, ROWS], tl.float32)
@@ -237,7 +243,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         if KEY_SCALE:
             b_scores *= along(tl.load(p_key_scale + b_cache, mask=m_key, other=0.0), KEY_AXIS)
         if SOFT_CAP:
-            # tanh by way of exp, which is exact enough at both ends: 1 - 2 / (1 + e^2x).
+            # tanh(x) = 1 - 2 / (1 + e^2x), which is accurate enough at both ends.
             b_exp = tl.exp2(b_scores * (2.0 * LOG2_E / soft_cap))
             b_scores = (1.0 - 2.0 / (1.0 + b_exp)) * (soft_cap * LOG2_E)
         m_seen = along(m_key, KEY_AXIS)
@@ -249,7 +255,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
             m_seen = m_seen & (along(o_key, KEY_AXIS) >= along(b_position - LEFT, ROW_AXIS))
         b_scores = tl.where(m_seen, b_scores, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_scores, KEY_AXIS))
-        # Where nothing has been seen yet, -inf - -inf would be NaN.
+        # For rows that have seen no key yet, -inf - -inf would be NaN.
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_shrink = tl.exp2(b_max - b_base)
         b_weights = tl.exp2(b_scores - along(b_base, ROW_AXIS))
@@ -274,10 +280,10 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
 
     b_sum = tl.sum(tl.sum(b_sums, 0), 0) if KEYS_FIRST else b_sums
     if WHOLE and SINKS:
-        # The sink takes part in the softmax, without a value.
+        # The sink adds to the softmax's denominator but has no value.
         b_sink = tl.load(p_sinks + key_head * GROUP + o_row % GROUP) * LOG2_E
         b_new_max = tl.maximum(b_max, b_sink)
-        # A sink may be -inf too.
+        # A sink may be -inf, too.
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.exp2(b_sink - b_base)
@@ -297,7 +303,7 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
         tl.store(p_log_sum + b_place, tl.where(m_row, b_log_sum * LOG_2, float("-inf")), mask=m_there)
     else:
         target = p_part
-        # Parts of rows that saw nothing are not read.
+        # Parts of rows that saw no key are not stored, because the merge ignores them.
         m_store = m_row & (b_sum != 0)
         b_place += split.to(tl.int64) * tl.num_programs(2) * (QUERY_TOKENS * QUERY_HEADS)
         tl.store(p_part_sum + b_place, tl.where(m_row, b_log_sum, float("-inf")), mask=m_there)
@@ -311,14 +317,14 @@ def paged_splits(query, key, value, p_page_table, p_kv_lengths, p_query_lengths,
 def merge_row(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, row, rows, num_splits,
               QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
               VALUE_COLUMNS: tl.constexpr, SPLITS: tl.constexpr, QUERY_LENGTHS: tl.constexpr, SINKS: tl.constexpr):
-    """The result of one row of [batch, QUERY_TOKENS, QUERY_HEADS] from its parts, in their order."""
+    """Merge the parts of one row of [batch, QUERY_TOKENS, QUERY_HEADS] in a fixed order and store the result."""
     o_value = tl.arange(0, VALUE_COLUMNS)
     m_value = o_value < VALUE_DIM
     largest = float("-inf")
     if SINKS:
         largest = tl.load(p_sinks + row % QUERY_HEADS) * LOG2_E
         if QUERY_LENGTHS:
-            # Rows without a query have no sink either.
+            # Rows without a query have no sink.
             token = row // QUERY_HEADS % QUERY_TOKENS
             queries = tl.load(p_query_lengths + row // (QUERY_HEADS * QUERY_TOKENS))
             largest = tl.where(token < queries, largest, float("-inf"))
@@ -329,21 +335,21 @@ def merge_row(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, r
         o_part = o_split.to(tl.int64) * rows + row
         m_split = o_split < num_splits
         b_log = tl.load(p_part_sum + o_part, mask=m_split, other=float("-inf"))
-        # Read whether they are there or not, so that nothing waits for the sums.
+        # Parts are loaded even if they were not stored, so that the load need not wait for the sums.
         b_part = tl.load(p_part + o_part[:, None] * VALUE_DIM + o_value[None, :],
                          mask=m_split[:, None] & m_value[None, :], other=0.0)
         new_largest = tl.maximum(largest, tl.max(b_log, 0))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         shrink = tl.exp2(largest - base)
         b_weight = tl.exp2(b_log - base)
-        # Of rows that saw nothing there is no part. A NaN goes on.
+        # Discard parts that were not stored. A NaN in the sums still propagates.
         b_part = tl.where((b_log == float("-inf"))[:, None], 0.0, b_part)
         b_output = b_output * shrink + tl.sum(b_part * b_weight[:, None], 0)
         total = total * shrink + tl.sum(b_weight, 0)
         largest = new_largest
     norm = tl.where(total == 0, 0.0, 1.0 / total)
     tl.store(output + row * VALUE_DIM + o_value, (b_output * norm).to(output.dtype.element_ty), mask=m_value)
-    # `tl.maximum` drops NaN, so that of a row of NaN scores `largest` is -inf still, and the total is NaN.
+    # `tl.maximum` drops NaN. For a row of NaN scores `largest` is still -inf, and the total is NaN.
     log_sum = tl.where(total == 0, float("-inf"), (largest + tl.log2(total)) * LOG_2)
     tl.store(p_log_sum + row, log_sum)
 
@@ -352,6 +358,6 @@ def merge_row(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, r
 def paged_merge(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, rows, num_splits,
                 QUERY_TOKENS: tl.constexpr, QUERY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
                 VALUE_COLUMNS: tl.constexpr, SPLITS: tl.constexpr, QUERY_LENGTHS: tl.constexpr, SINKS: tl.constexpr):
-    """One program merges the splits of one row."""
+    """Merge the splits of one row in each program."""
     merge_row(p_part, p_part_sum, p_query_lengths, p_sinks, output, p_log_sum, tl.program_id(0).to(tl.int64), rows,
               num_splits, QUERY_TOKENS, QUERY_HEADS, VALUE_DIM, VALUE_COLUMNS, SPLITS, QUERY_LENGTHS, SINKS)

@@ -7,21 +7,21 @@ from blockdiag.ops.paged.problem import PagedProblem
 from blockdiag.triton_kernels.launch.compiler_versions import Adjustment
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
 
-# Splits begin at multiples of it, unless their size is given.
+# Splits begin at multiples of this number of keys unless their size is given.
 SPLIT_GRAIN = 64
 
-# Keys of a split that count as few.
+# Splits of at most this many keys are short.
 _SHORT_SPLIT = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitConfig:
-    """How the splits are computed.
+    """The tile configuration of the split kernel.
 
     Attributes:
-        rows: queries of a tile, the heads of one key head side by side.
+        rows: rows of a tile: queries of all heads that share one key head.
         keys: keys of a tile.
-        keys_first: whether keys are the first factor of products, and rows the second one.
+        keys_first: whether keys are the left operand of products and rows the right one.
         loop_stages: stages of the software pipeline over keys.
     """
 
@@ -33,8 +33,8 @@ class SplitConfig:
 
 
 ADJUSTMENTS = (
-    # Values whose columns are padded to a power of two: 24 bytes of a thread spill with 2 warps. Offline reports; not
-    # measured.
+    # If the values' columns are padded to a power of two, 24 bytes per thread spill with 2 warps (offline reports; not
+    # measured on a GPU).
     Adjustment(
         since=(3, 8),
         kinds=("splits",),
@@ -48,32 +48,34 @@ ADJUSTMENTS = (
 
 
 def row_tile(problem: PagedProblem) -> int:
-    """Rows of a tile: tensor cores take 8 at least as the second factor of a product."""
+    """Return the rows of a tile, at least 8, which is the tensor cores' minimum for the right operand."""
     return min(64, max(8, next_power_of_2(problem.query_tokens * problem.group_size)))
 
 
 def split_config(problem: PagedProblem, arch: int) -> SplitConfig:
-    """The configuration of a launch: what reads the cache fastest of the tiles tried on an H200, two programs or three
-    to a multiprocessor."""
+    """Return the configuration of a launch.
+
+    Of the tiles tried on an H200 these read the cache fastest, with two or three programs on a multiprocessor.
+    """
     rows = row_tile(problem)
     if problem.query_dtype == "float32":
         return SplitConfig(rows=min(rows, 16), keys=16, num_warps=4, loop_stages=1)
     widest = max(problem.head_dim, problem.value_dim)
     is_narrow = problem.key_dtype in EIGHT_BIT_FLOATS and problem.value_dtype in EIGHT_BIT_FLOATS
     if rows == 64 and not is_narrow:
-        # Rows enough to be the first factor, so that each warp has rows of its own.
-        num_warps = 8 if uses_mma_sync(arch) else 4  # all of a tile's results are in registers there
+        # Enough rows to be the left operand, so that each warp has its own rows.
+        num_warps = 8 if uses_mma_sync(arch) else 4  # with mma.sync all of a tile's results are in registers
         return SplitConfig(
             rows=rows, keys=64 if widest <= 128 else 32, num_warps=num_warps, loop_stages=5, keys_first=False
         )
     is_short = problem.max_keys <= _SHORT_SPLIT * problem.num_splits
     if rows <= 16 and is_short:
-        # So few keys that a deep pipeline would not fill: more programs fit side by side.
+        # Short splits would not fill a deep pipeline. With fewer stages more programs fit on a multiprocessor.
         return SplitConfig(rows=rows, keys=64, num_warps=4, loop_stages=4)
     if not is_narrow:
         keys, num_warps = 64, 2 if rows <= 16 else 4
     else:
-        # Both tiles widened, and scales of tokens beside them, take more registers than there are for many rows.
+        # With many rows there are not enough registers for both widened tiles and the scales of tokens.
         is_plain = problem.key_scale == "none" and problem.value_scale != "token"
         keys, num_warps = 128 if rows < 32 or (rows == 32 and arch == 90 and is_plain) else 64, 4
     return SplitConfig(rows=rows, keys=keys // (1 if widest <= 128 else 2), num_warps=num_warps, loop_stages=5)

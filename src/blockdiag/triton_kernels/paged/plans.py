@@ -1,4 +1,4 @@
-"""Launch plans of paged attention: splits of the keys, and their merge."""
+"""Launch plans of paged attention: attention to the splits of the keys, and the merge of the splits."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +23,7 @@ Kind = Literal["splits", "merge"]
 
 
 def supports(problem: PagedProblem) -> str | None:
-    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
     reason = takes_cache(
         problem.query_dtype, problem.key_dtype, problem.value_dtype, problem.head_dim, problem.value_dim
     )
@@ -36,7 +36,7 @@ def supports(problem: PagedProblem) -> str | None:
 
 
 def takes_cache(query_dtype: str, key_dtype: str, value_dtype: str, head_dim: int, value_dim: int) -> str | None:
-    """None where the kernels take queries and caches of these dtypes and head sizes; otherwise why not."""
+    """Return None if the kernels support these dtypes and head sizes; otherwise the reason and the remedy."""
     given = {"query": query_dtype, "key_pages": key_dtype, "value_pages": value_dtype}
     for name, dtype in given.items():
         if dtype not in (*KERNEL_FLOATS, *EIGHT_BIT_FLOATS):
@@ -57,12 +57,15 @@ def takes_cache(query_dtype: str, key_dtype: str, value_dtype: str, head_dim: in
 
 
 def _columns(size: int, dtype: str) -> int:
-    """Columns of a tile: the tensor cores take 16 at least, of eight-bit values those of even and of odd number."""
+    """Return the columns of a tile, at least 16 for the tensor cores.
+
+    Eight-bit tiles need at least 32, because their even and odd columns are multiplied separately.
+    """
     return max(32 if dtype in EIGHT_BIT_FLOATS else 16, next_power_of_2(size))
 
 
 def _kind_of(dtype: str) -> Any:
-    """Triton's name of an eight-bit dtype, None of a wider one."""
+    """Return Triton's dtype for an eight-bit float, or None for a wider dtype."""
     import triton.language as tl
 
     return {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}.get(dtype)
@@ -74,8 +77,8 @@ class PagedLaunch:
 
     Attributes:
         problem: the call.
-        kind: attention to each split of the keys, or the merge of the splits.
-        is_portable: keep to what Triton's interpreter runs, whatever the target.
+        kind: "splits" for attention to each split of the keys, or "merge" for the merge of the splits.
+        is_portable: whether to use only operations that Triton's interpreter supports, on every target.
     """
 
     problem: PagedProblem
@@ -84,7 +87,7 @@ class PagedLaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name shown by profilers."""
         return f"paged_{self.kind}"
 
     @property
@@ -113,20 +116,20 @@ class PagedLaunch:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch reads."""
+        """The specs of the arrays that the launch reads."""
         return tuple(map(self.array_spec, self.input_names))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Of each array that the launch writes."""
+        """The specs of the arrays that the launch writes."""
         return tuple(map(self.array_spec, self.output_names))
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch on `target`."""
+        """Return the launch plan for `target`."""
         return self._merge_plan() if self.kind == "merge" else self._split_plan(target)
 
     def array_spec(self, name: str) -> TensorSpec:
-        """Of an array of the call, by its name."""
+        """Return the spec of an array of the call, by name."""
         problem = self.problem
         rows = (problem.batch, problem.query_tokens, problem.query_heads)
         pool = (problem.num_pages, problem.page_size, problem.key_heads)
@@ -212,7 +215,7 @@ class PagedLaunch:
             "WHOLE": problem.num_splits == 1,
             "KEY_KIND": _kind_of(problem.key_dtype),
             "VALUE_KIND": _kind_of(problem.value_dtype),
-            # Instructions spelled out, which the interpreter does not know.
+            # Inline PTX, which the interpreter does not support.
             "MACHINE": not self.is_portable,
             "PRECISION": "ieee" if problem.query_dtype == "float32" else "tf32",
             "LOOP_STAGES": config.loop_stages,

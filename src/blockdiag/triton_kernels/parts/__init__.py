@@ -1,1 +1,1 @@
-"""Device functions that kernels of several operations share."""
+"""Device functions shared by the kernels of several operations."""

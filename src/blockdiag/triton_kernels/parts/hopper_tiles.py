@@ -1,10 +1,11 @@
-"""Hopper device helpers in Gluon, of the block-diagonal kernels above all, which move tiles with the copy engine.
+"""Device helpers in Gluon for Hopper kernels that move tiles with TMA, mainly the block-diagonal kernels.
 
-A program takes one tile of one or a few heads: it asks for all its operands at once, computes on them where they
-arrived in shared memory, writes results over operands that have no reader left, and lets the copy engine carry those
-out. Other programs on the same multiprocessor keep memory busy meanwhile, in the order in which the hardware starts
-programs. On an H200, at 8 heads of 128, the backward so takes 1.02 times the time of a copy of the same bytes;
-persistent programs that prefetch over a ring of slots, with or without a warp of their own for that, take 1.05 to 1.13.
+A program handles one tile of one or a few heads. It starts the loads of all its operands at once and computes on them
+in shared memory. It then overwrites operands that are no longer needed with the results, which TMA stores. Meanwhile
+other programs on the same multiprocessor keep memory busy, in the order in which the hardware starts them.
+
+On an H200, at 8 heads of 128, the backward pass takes 1.02 times the time of a copy of the same bytes. Persistent
+programs that prefetch into a ring of slots take 1.05 to 1.13 times, with or without a producer warp.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -19,7 +20,7 @@ from blockdiag.triton_kernels.launch.gluon_names import thread_barrier, tma_load
 
 @gluon.jit
 def tile_rows_at(p_tiles, tile, sequence_length, ROWS: gl.constexpr, TABLE: gl.constexpr, FULL: gl.constexpr):
-    """(first row, rows that hold tokens, rows to write, position in the sequence) of a tile; see tiles.tile_span."""
+    """Return (first row, rows that hold tokens, rows to write, position in the sequence); see tiles.tile_span."""
     if TABLE:
         start = gl.load(p_tiles + tile * 3)
         length = gl.load(p_tiles + tile * 3 + 1)
@@ -41,11 +42,11 @@ def tile_rows_at(p_tiles, tile, sequence_length, ROWS: gl.constexpr, TABLE: gl.c
 
 @gluon.jit
 def make_barrier():
-    """A barrier that a single arrival (and the bytes it announces) completes.
+    """Return a barrier that completes with a single arrival and the bytes it announces.
 
-    Each has an allocation of its own: the compiler orders all uses of one allocation by barriers of the whole program.
-    Make none that is not waited on: its memory counts as free from then on, and with three or more programs on a
-    multiprocessor, data that the compiler placed there came out wrong.
+    Every barrier has its own allocation, because the compiler inserts program-wide barriers between all uses of one
+    allocation. Never make a barrier that is not waited on: the compiler then reuses its memory. With three or more
+    programs on a multiprocessor, data placed there was wrong.
     """
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=1)
@@ -54,7 +55,7 @@ def make_barrier():
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers that so many arrivals complete, [COUNT, 1]."""
+    """Return COUNT barriers, [COUNT, 1], each of which completes after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -63,7 +64,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def load_tile(source, memory, row, column, barrier, pred=True):
-    """Start copying a tile into shared memory, where nobody reads or writes any more; `barrier` completes with it."""
+    """Start copying a tile into shared memory that is no longer in use. `barrier` completes when the tile arrives."""
     BYTES: gl.constexpr = memory.shape[0] * memory.shape[1] * 2
     mbarrier.expect(barrier, BYTES, pred)
     tma_load(source, [row, column], barrier, memory, pred)
@@ -71,7 +72,7 @@ def load_tile(source, memory, row, column, barrier, pred=True):
 
 @gluon.jit
 def zero_rows(memory, rows, LAYOUT: gl.constexpr):
-    """Zero a tile's rows from `rows` on: the copy engine brought in other sequences, and 0 * NaN would be NaN."""
+    """Zero a tile's rows from `rows` on. TMA loaded other sequences' rows there, and 0 * NaN would be NaN."""
     o_rows = gl.expand_dims(gl.arange(0, memory.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
     b_tile = memory.load(LAYOUT)
     memory.store(gl.where(o_rows < rows, b_tile, gl.full_like(b_tile, 0.0)))
@@ -79,7 +80,7 @@ def zero_rows(memory, rows, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def score_mask_at(rows, LAYOUT: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Which (query, key) pairs of a tile attend; key 0 always does, so that rows of padding stay finite."""
+    """Return the mask of (query, key) pairs that attend. Key 0 is always included to keep rows of padding finite."""
     o_query = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), 1)
     o_key = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
     m_scores = (o_key < gl.maximum(rows, 1)) & (o_query >= 0)
@@ -90,7 +91,7 @@ def score_mask_at(rows, LAYOUT: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.con
 
 @gluon.jit
 def softmax_rows(b_scores, rows, ROWS: gl.constexpr, FULL: gl.constexpr, CAUSAL: gl.constexpr):
-    """Masked softmax of base-2 scores, f32, before its normalisation: exponentials and the rows' norms, [ROWS, 1]."""
+    """Return the unnormalised masked softmax of base-2 scores in f32, and the rows' norms, [ROWS, 1]."""
     LAYOUT: gl.constexpr = b_scores.type.layout
     if CAUSAL or not FULL:
         b_scores = gl.where(score_mask_at(rows, LAYOUT, ROWS, CAUSAL), b_scores, float("-inf"))
@@ -101,10 +102,10 @@ def softmax_rows(b_scores, rows, ROWS: gl.constexpr, FULL: gl.constexpr, CAUSAL:
 @gluon.jit
 def send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE: gl.constexpr, FULL: gl.constexpr,
               READ_BACK: gl.constexpr = False):
-    """Write out the tile that `memory` (complete, fenced) and `b_tile` both hold, the first `written` rows of it.
+    """Store the first `written` rows of the tile that `memory` (complete and fenced) and `b_tile` both hold.
 
-    The copy engine knows no masks, so the rare tile that ends within its rows leaves through the registers. READ_BACK
-    takes it from `memory` again, so that `b_tile` need not be kept: for kernels without a register to spare.
+    TMA has no masks, so the rare partial tile is stored from registers. READ_BACK reloads it from `memory`, so that
+    kernels without spare registers need not keep `b_tile`.
     """
     if FULL:
         tma_store(target, [start, column], memory)
@@ -121,7 +122,7 @@ def send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRI
             o_rows = gl.expand_dims(gl.arange(0, b_tile.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
             o_columns = gl.expand_dims(gl.arange(0, b_tile.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
             p_block = p_target + start.to(gl.int64) * ROW_STRIDE + column + o_rows * ROW_STRIDE + o_columns
-            # Loaded only here: before the addresses are known it would cost the registers that it is to spare.
+            # Loaded after the addresses are computed, because an earlier load would need more registers.
             if READ_BACK:
                 b_written = memory.load(LAYOUT)
             else:
@@ -132,7 +133,7 @@ def send_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRI
 @gluon.jit
 def put_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRIDE: gl.constexpr, FULL: gl.constexpr,
              READ_BACK: gl.constexpr = False):
-    """Write a tile out by way of `memory`, which nobody reads or writes any more."""
+    """Store a tile through `memory`, which must no longer be in use."""
     memory.store(b_tile)
     fence_async_shared()
     thread_barrier()
@@ -141,7 +142,7 @@ def put_tile(target, p_target, memory, b_tile, start, written, column, ROW_STRID
 
 @gluon.jit
 def split_pairs(b_tile, INTERLEAVED: gl.constexpr):
-    """First and second elements of a tile's rotary pairs; a thread holds both of a pair, so nothing moves."""
+    """Return the first and second elements of a tile's rotary pairs. Each thread holds whole pairs; no data moves."""
     ROWS: gl.constexpr = b_tile.shape[0]
     HALF: gl.constexpr = b_tile.shape[1] // 2
     if INTERLEAVED:
@@ -164,7 +165,7 @@ def join_pairs(b_first, b_second, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def pair_zeros(ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zeros in the shape and layout that rotary tables have for tiles in `LAYOUT`."""
+    """Return zeros in the shape and layout of the rotary tables for tiles in `LAYOUT`."""
     b_zero, _b_zero = split_pairs(gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT), INTERLEAVED)
     return b_zero
 
@@ -172,13 +173,13 @@ def pair_zeros(ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, INTERLEAVED: gl.const
 @gluon.jit
 def load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_rows, ROWS: gl.constexpr,
                      HEAD_DIM: gl.constexpr, POSITIONS: gl.constexpr):
-    """cos and sin of a tile's rows in the tables' dtype, read in whole cache lines.
+    """Load cos and sin for a tile's rows in the tables' dtype, in whole cache lines.
 
-    Every sequence reads the same rows, but operands of some 50 MB pass through L2 in between and would push them out:
-    then the tables are another 3% to read from memory. Hence the eviction policy.
+    Every sequence reads the same rows of the tables. Operands of about 50 MB pass through L2 in between and would evict
+    them, which would add 3% of memory traffic. Therefore the loads use the policy evict_last.
     """
     HALF: gl.constexpr = HEAD_DIM // 2
-    # 16 bytes to a thread, whatever the tables' dtype.
+    # 16 bytes per thread for every dtype of the tables.
     VECTOR: gl.constexpr = 128 // p_cos.dtype.element_ty.primitive_bitwidth
     LINES: gl.constexpr = gl.BlockedLayout(
         [1, VECTOR], [32 * VECTOR // HALF, HALF // VECTOR], [gl.num_warps(), 1], [1, 0]
@@ -200,9 +201,9 @@ def load_table_lines(p_cos, p_sin, p_positions, start, rows, position, table_row
 
 @gluon.jit
 def spread_tables(b_cos, b_sin, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr):
-    """cos and sin, read as whole cache lines, in f32 and in the layout the pairs of a tile have.
+    """Convert cos and sin from `load_table_lines` to f32 and to the layout of a tile's pairs.
 
-    Read as the pairs lie, every instruction would touch eight lines.
+    Loading them in this layout directly would touch eight cache lines per instruction.
     """
     PAIR_LAYOUT: gl.constexpr = pair_zeros(b_cos.shape[0], 2 * b_cos.shape[1], INTERLEAVED, LAYOUT).type.layout
     b_cos = gl.convert_layout(b_cos.to(gl.float32), PAIR_LAYOUT)
@@ -212,7 +213,7 @@ def spread_tables(b_cos, b_sin, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr)
 
 @gluon.jit
 def rotate(b_tile, b_cos, b_sin, SIGN: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """Rotary embedding in f32; SIGN 1.0 rotates, -1.0 is the transpose."""
+    """Apply rotary embedding in f32. SIGN 1.0 rotates; -1.0 applies the transpose."""
     LAYOUT: gl.constexpr = b_tile.type.layout
     b_x, b_y = split_pairs(b_tile, INTERLEAVED)
     b_x = b_x.to(gl.float32)
@@ -223,5 +224,5 @@ def rotate(b_tile, b_cos, b_sin, SIGN: gl.constexpr, INTERLEAVED: gl.constexpr):
 
 @gluon.jit
 def rotate_memory(memory, b_cos, b_sin, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rotate a tile where it lies."""
+    """Rotate a tile in place in shared memory."""
     memory.store(rotate(memory.load(LAYOUT), b_cos, b_sin, 1.0, INTERLEAVED).to(memory.dtype))

@@ -1,7 +1,7 @@
-"""Device helpers of the generated Hopper kernels.
+"""Device helpers of the generated Hopper kernels, which are warp-specialised.
 
-One warp loads, two groups of four warps compute. What is loaded lies in rings of slots; each slot has a barrier that
-says that it is full, and one that both groups say empty on.
+One producer warp loads tiles into rings of slots. Two consumer groups of four warps compute. Each slot has a "full"
+barrier, and an "empty" barrier at which both groups arrive.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -16,7 +16,7 @@ from blockdiag.triton_kernels.launch.gluon_names import tma_load
 
 @gluon.jit
 def load_slot(source, ring, full, empty, number, row, column):
-    """Start copying a tile into the ring's slot for the tile of this number, once the one before it is read."""
+    """Start copying tile `number` into its slot of the ring, once both groups have read the slot's previous tile."""
     SLOTS: gl.constexpr = ring.shape[0]
     BYTES: gl.constexpr = ring.shape[1] * ring.shape[2] * (ring.dtype.primitive_bitwidth // 8)
     slot = number % SLOTS
@@ -27,7 +27,7 @@ def load_slot(source, ring, full, empty, number, row, column):
 
 @gluon.jit
 def wait_slot(ring, full, number):
-    """The tile of this number, when it is there."""
+    """Wait for tile `number` and return its slot."""
     SLOTS: gl.constexpr = ring.shape[0]
     slot = number % SLOTS
     mbarrier.wait(full.index(slot), number // SLOTS % 2)
@@ -36,13 +36,13 @@ def wait_slot(ring, full, number):
 
 @gluon.jit
 def free_slot(empty, number, SLOTS: gl.constexpr, pred=True):
-    """This group has read the tile of this number; call it after a barrier of the group's warps."""
+    """Signal that this group has read tile `number`. Call it after a barrier of the group's warps."""
     mbarrier.arrive(empty.index(number % SLOTS), count=1, pred=pred)
 
 
 @gluon.jit
 def widened(b_tile):
-    """A 16-bit tile in f32. Of bfloat16 two elements at once, in one instruction each."""
+    """Convert a 16-bit tile to f32. bfloat16 elements are converted in pairs, with one instruction per element."""
     if b_tile.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "{.reg .b16 l, h, z; mov.b16 z, 0; mov.b32 {l, h}, $2; mov.b32 $0, {z, l}; and.b32 $1, $2, 0xffff0000;}",
@@ -53,13 +53,13 @@ def widened(b_tile):
 
 @gluon.jit
 def partial_sums(b_tile):
-    """Sums of every eighth column, [rows, 8]: additions within threads, the rest is left for the end."""
+    """Return the sums of every eighth column, [rows, 8]. Only adds within threads; the rest is reduced at the end."""
     return gl.sum(gl.reshape(b_tile, [b_tile.shape[0], b_tile.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
 def halves(b_tile):
-    """The left and the right half of a tile's columns; threads keep what they have."""
+    """Return the left and right halves of a tile's columns. No data moves between threads."""
     ROWS: gl.constexpr = b_tile.shape[0]
     HALF: gl.constexpr = b_tile.shape[1] // 2
     return gl.split(gl.permute(gl.reshape(b_tile, [ROWS, 2, HALF]), [0, 2, 1]))
@@ -67,7 +67,7 @@ def halves(b_tile):
 
 @gluon.jit
 def side_by_side(a_tile, b_tile, layout: gl.constexpr):
-    """The tile of which two tiles are the left and the right half; threads keep what they have."""
+    """Concatenate two tiles along columns, the inverse of `halves`. No data moves between threads."""
     ROWS: gl.constexpr = a_tile.shape[0]
     HALF: gl.constexpr = a_tile.shape[1]
     both = gl.reshape(gl.permute(gl.join(a_tile, b_tile), [0, 2, 1]), [ROWS, 2 * HALF])
@@ -76,13 +76,13 @@ def side_by_side(a_tile, b_tile, layout: gl.constexpr):
 
 @gluon.jit
 def forgotten(number):
-    """A number about which the compiler knows nothing: what follows from it is not kept in registers from before."""
+    """Return `number`, opaque to the compiler. Values derived from it are recomputed instead of kept in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def rounded_product(a_tile, b_tile):
-    """A product that is not fused with a sum of it, which would keep both factors in registers until then."""
+    """Return a product that is never fused into a later sum. Fusion would keep both factors in registers until then."""
     return gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a_tile, b_tile], dtype=gl.float32, is_pure=True, pack=1
     )

@@ -1,7 +1,7 @@
-"""The tile table of packed sequences (`common.packing`) in one launch, for callers without XLA to fuse it.
+"""A kernel that builds the tile table of packed sequences (`common.packing`), for callers without XLA to fuse it.
 
-Every program reads all segments and counts, for each of its tiles, the segments that end before it: more arithmetic
-than a scan and a search, in one launch.
+Every program reads all segments and counts, for each of its tiles, the segments that end before the tile. This takes
+more arithmetic than a scan and a search, but only one launch.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
@@ -27,7 +27,7 @@ from blockdiag.triton_kernels.launch.plan import (
 _TILES = 128
 _SEGMENTS = 128
 
-# With 4 warps a thread spills 120 bytes, half of them in the loop. Offline reports; not measured.
+# With 4 warps a thread spills 120 bytes, half of them in the loop (offline reports; not measured on a GPU).
 ADJUSTMENTS = (
     Adjustment(since=(3, 8), kinds=("tile_table",), archs=(100, 103), change={"num_warps": 8}),
 )
@@ -41,8 +41,11 @@ def _larger(a, b):
 @triton.jit
 def tile_table(p_values, p_table, num_values, num_tiles, tokens, BLOCK_SIZE: tl.constexpr, LENGTHS: tl.constexpr,
                TILES: tl.constexpr, SEGMENTS: tl.constexpr):
-    """`p_values` are sequence offsets, or with LENGTHS block lengths. A segment is what is cut into tiles: a sequence
-    or block, or the padding before the first sequence and after the last."""
+    """Build the tile table from sequence offsets, or from block lengths with LENGTHS.
+
+    A segment is a range of tokens that is cut into tiles: a sequence or block, or the padding before the first sequence
+    or after the last one.
+    """
     num_segments = num_values + 1
     o_tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     b_segment = tl.zeros([TILES], tl.int32)
@@ -53,7 +56,7 @@ def tile_table(p_values, p_table, num_values, num_tiles, tokens, BLOCK_SIZE: tl.
     end_before = tl.zeros([], tl.int64)
     for first in range(0, num_segments, SEGMENTS):
         o_segment = first + tl.arange(0, SEGMENTS)
-        # Where each segment ends, never before the one in front of it.
+        # The end of each segment. Ends are made monotonic, whatever the offsets are.
         b_values = tl.load(p_values + o_segment, mask=o_segment < num_values, other=0)
         b_values = tl.minimum(tl.maximum(b_values, 0), tokens).to(tl.int64)
         if LENGTHS:
@@ -66,7 +69,7 @@ def tile_table(p_values, p_table, num_values, num_tiles, tokens, BLOCK_SIZE: tl.
             b_ends = tl.maximum(tl.associative_scan(b_values, 0, _larger), end_before)
             last_end = tl.max(b_ends, 0)
             b_ends = tl.where(o_segment < num_values, b_ends, tokens)
-            # The same shifted by one segment.
+            # The begin of each segment is the end of the previous one.
             is_first = o_segment == 0
             b_former = tl.load(p_values + o_segment - 1, mask=(o_segment >= 1) & (o_segment <= num_values), other=0)
             b_former = tl.minimum(tl.maximum(b_former, 0), tokens).to(tl.int64)
@@ -103,14 +106,14 @@ def tile_table(p_values, p_table, num_values, num_tiles, tokens, BLOCK_SIZE: tl.
 # fmt: on
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileTableLaunch:
-    """The launch that makes a tile table int32 [num_tiles, 3].
+    """The launch that builds a tile table int32 [num_tiles, 3].
 
     Attributes:
-        kind: what the one input holds: "offsets", int32 [num_sequences + 1], or "lengths", int32 [num_blocks].
-        num_values: its length.
-        num_tiles: rows of the table; `problem.count_offset_tiles` or `problem.count_length_tiles` of the rest.
+        kind: the content of the one input: "offsets", int32 [num_sequences + 1], or "lengths", int32 [num_blocks].
+        num_values: the length of the input.
+        num_tiles: rows of the table, from `problem.count_offset_tiles` or `problem.count_length_tiles`.
         tokens: rows of the token axis.
-        block_size: the most rows of a tile.
+        block_size: the maximum number of rows of a tile.
     """
 
     kind: Literal["offsets", "lengths"]
@@ -121,12 +124,12 @@ class TileTableLaunch:
 
     @property
     def name(self) -> str:
-        """What profilers show."""
+        """The name shown by profilers."""
         return "tile_table"
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Offsets or lengths."""
+        """The offsets or lengths."""
         return (TensorSpec((self.num_values,), "int32"),)
 
     @property
@@ -135,7 +138,7 @@ class TileTableLaunch:
         return (TensorSpec((self.num_tiles, 3), "int32"),)
 
     def plan(self, target: Target) -> LaunchPlan:
-        """The launch on `target`."""
+        """Return the launch plan for `target`."""
         return LaunchPlan(
             name=self.name,
             kernel=tile_table,

@@ -3,9 +3,9 @@
 Names: `p_` pointers, `b_` block values, `o_` offsets, `m_` masks. An operand is [tokens, heads, head_dim], row-major,
 so one head's rows are `row_stride` = heads * head_dim elements apart.
 
-An operand that takes part in a rotated product is *paired*: it is held as two half-width blocks, the first and the
-second element of every rotary pair, and every product over the head dimension becomes the sum of two half-width
-products. That way neither pairing (adjacent elements, or the two halves of a head) needs a shuffle between threads.
+An operand of a rotated product is *paired*: it is held as two half-width blocks with the first and the second elements
+of its rotary pairs. Every product over the head dimension becomes the sum of two half-width products. So neither
+pairing (adjacent elements, or the two halves of a head) needs a shuffle between threads.
 """
 
 # Device code is laid out by hand: one argument per line would hide what a kernel does.
