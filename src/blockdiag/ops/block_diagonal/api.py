@@ -62,22 +62,22 @@ def block_diagonal_attention(
     implementation: str | Sequence[str] | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> Float[Array, "*batch T N H"]:
-    """Self-attention in which every token attends within its own fixed-size block of its own sequence.
+    """Compute self-attention in which every token attends within its own fixed-size block of its own sequence.
 
-    Blocks are anchored at the start of each sequence and never cross it; the last block of a sequence holds what is
-    left. Query head n attends to key head n // (N // K), so that K = N is multi-head, K = 1 multi-query attention.
-    Scores, softmax and sums are float32 (float64 for float64 arrays); the output and each gradient are rounded once.
-    NaN and infinity stay within their block.
+    Blocks start at the first token of each sequence and never span two sequences. The last block of a sequence may be
+    shorter. Query head n attends to key head n // (N // K): K = N is multi-head attention, K = 1 is multi-query
+    attention. Scores, softmax and sums are float32 (float64 for float64 arrays). The output and each gradient are
+    rounded once. NaN and infinity stay within their block.
 
-    Works under `jax.jit`, `jax.grad` (any number of times), `jax.vmap` with any axes, `jax.checkpoint` (see
+    Works under `jax.jit`, `jax.grad` (any number of times), `jax.vmap` over any axes, `jax.checkpoint` (see
     `BLOCK_DIAGONAL_OUTPUT`), `jax.shard_map` and `jax.export`. Forward-mode differentiation raises a TypeError except
-    with `implementation="reference"`. The only arrays kept for the backward pass are the arguments, and of blocks of
-    more than 256 rows the output and one float32 number for each row and head. `rotary`, `sequence_offsets` and
-    `block_lengths` are constants to differentiation: their gradient is zero.
+    with `implementation="reference"`. The residuals of the backward pass are the arguments. Blocks of more than 256
+    rows add the output and one float32 log-sum-exp per row and head. `rotary`, `sequence_offsets` and `block_lengths`
+    are constants under differentiation: their gradient is zero.
 
     Operands may be sharded over batch rows and heads, packed sequences over heads, on meshes with automatic or explicit
-    axes: each device computes its own, without communication. Sharded tokens are gathered, with a warning where axes
-    are explicit, unless `context_parallel` is given. See docs/several_gpus.md.
+    axes. Each device then computes its own part without communication. Sharded tokens are gathered, with a warning,
+    unless `context_parallel` is given. See docs/several_gpus.md.
 
     Args:
         query: [B, T, N, H], B sequences of T tokens. Or packed [T, N, H]: one sequence, or the sequences that

@@ -131,8 +131,8 @@ def moba_attention(
     backward pass are the arguments, the output, its log-sum-exp and the routing as block-major lists.
 
     Operands may be sharded over batch rows and heads, on meshes with automatic or explicit axes. Each device then
-    computes its own part, even with fewer key heads than devices. Sharded tokens are gathered unless
-    `context_parallel` is given; where axes are explicit, a warning says so. See docs/several_gpus.md.
+    computes its own part, even with fewer key heads than devices. Sharded tokens are gathered, with a warning, unless
+    `context_parallel` is given. See docs/several_gpus.md.
 
     Args:
         query: [B, T, N, H], B sequences of T tokens. Or packed [T, N, H]: one sequence, or the sequences that
