@@ -18,7 +18,7 @@ from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 def fold_mapped_axis(
     problem: BlockDiagonalProblem, axis_size: int, is_mapped: Any, operands: tuple
 ) -> tuple[BlockDiagonalProblem, tuple]:
-    """The canonical call over `axis_size` times as many tokens.
+    """Return the canonical call over `axis_size` times as many tokens.
 
     Args:
         problem: the call of one mapped element.

@@ -1,6 +1,6 @@
-"""From the arguments of a public call to the static description that every implementation reads.
+"""Checks of the arguments of block-diagonal attention, and the static description that implementations read.
 
-The same for arrays of JAX and of torch, of which only shapes and dtypes are read, and values where they are known.
+Arrays may be JAX's or torch's. Only their shapes and dtypes are read, and values of index arrays where they are known.
 """
 
 import math
@@ -26,7 +26,7 @@ def describe_call(
     is_causal: bool,
     is_packed: bool = False,
 ) -> BlockDiagonalProblem:
-    """Check every argument but the operands and describe the call; of query and key only shape and dtype are read.
+    """Check all arguments except the operands, and describe the call; reads only shape and dtype of query and key.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.

@@ -59,7 +59,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> "jax.Array":
-    """Attention output [tokens, N, H] of query [tokens, N, H], key and value [tokens, K, H], in their dtype.
+    """Return the attention output [tokens, N, H] of query [tokens, N, H], key and value [tokens, K, H], in their dtype.
 
     `tiles` and `rotary` must be None, as `supports` demands. `interpret=True` runs on the CPU.
 
@@ -84,7 +84,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> "tuple[jax.Array, jax.Array, jax.Array]":
-    """Gradients of query [tokens, N, H] and of key and value [tokens, K, H], in their dtype.
+    """Return the gradients of query [tokens, N, H] and of key and value [tokens, K, H], in their dtype.
 
     `tiles` and `rotary` must be None, as `supports` demands. `interpret=True` runs on the CPU.
 

@@ -150,7 +150,7 @@ def _fused(
 
 
 def _compute(call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple) -> tuple[Array, Array, Statistics]:
-    """Attention output [tokens, N, H], the projected buffer [tokens, (N + 2 K) H], and what the gradients can use."""
+    """Return the attention output [tokens, N, H], the projected buffer [tokens, (N + 2 K) H], and what the gradients can use."""
     projected = _product("td,dc->tc", x, w_qkv)
     if bias is not None:
         projected = projected + bias.astype(projected.dtype)[None, :]

@@ -21,12 +21,12 @@ type RotaryArrays = tuple[Array, Array, Array | None]
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
@@ -42,7 +42,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Attention output [tokens, N, H] in the dtype of `query`; padding rows are 0."""
+    """Return the attention output [tokens, N, H] in the dtype of `query`; padding rows are 0."""
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(query)
@@ -72,7 +72,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype."""
+    """Return the gradients of `forward` with respect to query, key and value, in their dtype."""
     del interpret
     wide = accumulation_dtype(query.dtype)
 
@@ -95,7 +95,7 @@ def _rows_of_tile(problem: BlockDiagonalProblem, tile: Array) -> tuple[Array, Ar
 def _attend_tile(
     problem: BlockDiagonalProblem, query: Array, key: Array, value: Array, rotary: RotaryArrays | None, tile: Array
 ) -> Array:
-    """Output [block_size, N, H] of one tile; query, key and value are [tokens, N, H]."""
+    """Return output [block_size, N, H] of one tile; query, key and value are [tokens, N, H]."""
     row, is_inside = _rows_of_tile(problem, tile)
     # Rows outside the block become 0 before any product, because 0 * NaN would carry a neighbour's NaN in here.
     query, key, value = (jnp.where(is_inside[:, None, None], x[row], 0) for x in (query, key, value))

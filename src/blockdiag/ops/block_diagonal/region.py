@@ -33,7 +33,7 @@ type Backward = Callable[[Region, Sequence[Any], Any, Any, Any, Any], tuple[list
 def forward(
     compute: Forward, layout: Layout, query: Array, key: Array, value: Array, rotary: RotaryArrays | None
 ) -> tuple[Array, Array]:
-    """Output [tokens, N, H] in the dtype of `query`, and log-sum-exp [tokens, N]; both 0 in rows of padding.
+    """Return output [tokens, N, H] in the dtype of `query`, and log-sum-exp [tokens, N]; both 0 in rows of padding.
 
     Args:
         compute: forward pass of a region.
@@ -62,7 +62,7 @@ def backward(
     output: Array,
     log_sum: Array,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value in their dtype; arguments as for `forward`, and what it returned.
+    """Return the gradients of query, key and value in their dtype; arguments as for `forward`, and what it returned.
 
     Args:
         compute: backward pass of a region.

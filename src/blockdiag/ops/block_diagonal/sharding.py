@@ -17,11 +17,11 @@ _QUERY_HEADS: Dim = ("key_heads", "group")
 def rule(
     problem: BlockDiagonalProblem, implementations: tuple[str, ...] | None, method: str, operands: tuple[Any, ...]
 ) -> Rule:
-    """The rule of a canonical call.
+    """Return the sharding rule of a canonical call.
 
     Args:
         problem: the call.
-        implementations: who may compute it.
+        implementations: names of the implementations to try, or None.
         method: "forward", "forward_with_log_sum" or "backward".
         operands: query, key, value, tile table, rotary arrays, and of a backward call the cotangent of the output and
             perhaps output and log-sum-exp; the labels are for those that are not None.
@@ -60,7 +60,7 @@ def rule(
 
 
 def local_problem(problem: BlockDiagonalProblem, part: Part) -> BlockDiagonalProblem:
-    """The call of one device."""
+    """Return the call of one device."""
     if not part.starts:
         return problem
     sizes = part.sizes

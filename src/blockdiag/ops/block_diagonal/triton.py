@@ -19,7 +19,7 @@ type RotaryArrays = tuple[Array, Array, Array | None]
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
@@ -38,7 +38,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Output [tokens, N, H] of the canonical call.
+    """Return output [tokens, N, H] of the canonical call.
 
     Args:
         problem: what is computed.
@@ -83,7 +83,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Gradients of query, key and value; arguments as for `forward`, and the output's cotangent [tokens, N, H].
+    """Return the gradients of query, key and value; arguments as for `forward`, and the output's cotangent [tokens, N, H].
 
     Of long blocks `output` and `log_sum` are what `forward_with_log_sum` returned, where they were kept.
     Of a packed problem the gradients are one array [tokens, N + 2K, H] in the place of the query's.

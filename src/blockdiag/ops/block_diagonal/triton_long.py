@@ -44,7 +44,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [tokens, N, H] and log-sum-exp, float32 [tokens, N]; arguments as the canonical call has them."""
+    """Return output [tokens, N, H] and log-sum-exp, float32 [tokens, N]; arguments as the canonical call has them."""
     compute = functools.partial(triton_fused.forward, interpret=interpret)
     return blocks.forward(compute, _layout(problem, tiles), query, key, value, rotary)
 
@@ -62,7 +62,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value; what `forward` returned is computed again where it was not kept."""
+    """Return the gradients of query, key and value; what `forward` returned is computed again where it was not kept."""
     if output is None or log_sum is None:
         output, log_sum = forward(problem, query, key, value, tiles, rotary, interpret=interpret)
     compute = functools.partial(triton_fused.backward, interpret=interpret)

@@ -31,12 +31,12 @@ type _Layout = EqualSequences | TileTable
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
@@ -52,7 +52,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Attention output [tokens, N, H] in the dtype of `query`; padding rows are 0."""
+    """Return the attention output [tokens, N, H] in the dtype of `query`; padding rows are 0."""
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(query)
@@ -97,7 +97,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype.
+    """Return the gradients of `forward` with respect to query, key and value, in their dtype.
 
     Of long blocks `output` and `log_sum` are what `forward_with_log_sum` returned, where they were kept.
     """

@@ -13,12 +13,12 @@ from blockdiag.ops.key_convolution.problem import KeyConvolutionProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: KeyConvolutionProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
@@ -26,7 +26,7 @@ def supports(problem: KeyConvolutionProblem) -> str | None:
 def forward(
     problem: KeyConvolutionProblem, key: Array, weights: Array, tiles: Array | None, *, interpret: bool = False
 ) -> Array:
-    """Output [tokens, K, H] in the dtype of `key`; rows outside every sequence are 0.
+    """Return output [tokens, K, H] in the dtype of `key`; rows outside every sequence are 0.
 
     Args:
         problem: the call.
@@ -65,7 +65,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Gradients of `forward` with respect to key and weights, each in its operand's dtype."""
+    """Return the gradients of `forward` with respect to key and weights, each in its operand's dtype."""
     del interpret
     wide = accumulation_dtype(key.dtype)
 

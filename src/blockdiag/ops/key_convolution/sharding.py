@@ -25,7 +25,7 @@ def rule(
 
     Args:
         problem: the call.
-        implementations: who may compute it.
+        implementations: names of the implementations to try, or None.
         method: "forward" or "backward".
         operands: key, weights, tile table, and of a backward call the cotangent of the output; the labels are for
             those that are not None.
@@ -52,7 +52,7 @@ def rule(
 
 
 def local_problem(problem: KeyConvolutionProblem, method: str, part: Part) -> KeyConvolutionProblem:
-    """The call of one device."""
+    """Return the call of one device."""
     if not part.starts:
         return problem
     sizes = part.sizes

@@ -10,14 +10,14 @@ __all__ = ["available", "backward", "forward", "supports"]
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
 def forward(
     problem: KeyConvolutionProblem, key: Array, weights: Array, tiles: Array | None, *, interpret: bool = False
 ) -> Array:
-    """Output [tokens, K, H] of the canonical call.
+    """Return output [tokens, K, H] of the canonical call.
 
     Args:
         problem: what is computed.
@@ -40,7 +40,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Gradients of key and weights; arguments as for `forward`, and the output's cotangent [tokens, K, H]."""
+    """Return the gradients of key and weights; arguments as for `forward`, and the output's cotangent [tokens, K, H]."""
     launch = KeyConvolutionLaunch(problem, "backward")
     d_key, parts = jax_call.launch(launch, key, weights, output_cotangent, *_table(tiles), interpret=interpret)
     launch = KeyConvolutionLaunch(problem, "weights_gradient")

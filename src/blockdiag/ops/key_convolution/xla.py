@@ -10,12 +10,12 @@ from blockdiag.ops.key_convolution.problem import KeyConvolutionProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: KeyConvolutionProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
@@ -23,7 +23,7 @@ def supports(problem: KeyConvolutionProblem) -> str | None:
 def forward(
     problem: KeyConvolutionProblem, key: Array, weights: Array, tiles: Array | None, *, interpret: bool = False
 ) -> Array:
-    """Output [tokens, K, H] in the dtype of `key`; rows outside every sequence are 0.
+    """Return output [tokens, K, H] in the dtype of `key`; rows outside every sequence are 0.
 
     Args:
         problem: the call.
@@ -54,7 +54,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Gradients of `forward` with respect to key and weights, each in its operand's dtype."""
+    """Return the gradients of `forward` with respect to key and weights, each in its operand's dtype."""
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(key), jnp.zeros_like(weights)

@@ -1,7 +1,7 @@
-"""From the arguments of a public call of MoBA to the static description that every implementation reads.
+"""Checks of the arguments of MoBA, and the static description that every implementation reads.
 
-Each mistake is a ValueError that names the argument, its value and the remedy. The same for arrays of JAX and of torch,
-of which only shapes and dtypes are read, and values where they are known.
+Each wrong argument raises a ValueError that names it, its value and the remedy. Arrays may be JAX's or torch's. Only
+their shapes and dtypes are read, and the values of index arrays where they are known.
 """
 
 import math
@@ -30,7 +30,7 @@ def describe_moba_call(
     key_mask: Any,
     routing: Any = None,
 ) -> MoBAProblem:
-    """Check every argument but the operands and describe the call; of query and key only shape and dtype are read.
+    """Check all arguments except the operands, and describe the call; reads only shape and dtype of query and key.
 
     Args:
         routing: None, or what has the attributes of a `blockdiag.Routing`. A query may then choose `top_k` blocks that

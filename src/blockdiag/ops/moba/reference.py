@@ -16,12 +16,12 @@ from blockdiag.ops.moba.problem import MoBAProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: MoBAProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
@@ -36,7 +36,7 @@ def route(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
+    """Return the blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
 
     The score of a block is the product of the query with the mean of the block's unmasked keys. Of equal scores the
     later block comes first. A block whose score is NaN is not chosen.
@@ -48,7 +48,7 @@ def route(
 def centroids(
     problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
 ) -> Centroids:
-    """Mean of each block's unmasked keys, NaN where there is none."""
+    """Return the mean of each block's unmasked keys, NaN where there is none."""
     del interpret
     is_member = _members(problem, key_mask, blocks)  # [num_blocks, key_tokens]
     # What is no member becomes 0 before the sum: 0 * NaN would carry a masked key's NaN into the mean.
@@ -59,7 +59,7 @@ def centroids(
 def choose(
     problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
 ) -> Array:
-    """Blocks that each query chooses by mean keys; see `route`."""
+    """Return the blocks that each query chooses by mean keys; see `route`."""
     del interpret
     wide = accumulation_dtype(query.dtype)
     means = jnp.repeat(whole_centroids(problem, centroids), problem.group_size, axis=1)  # [num_blocks, N, H]
@@ -80,7 +80,7 @@ def choose(
 
 
 def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) -> Lists:
-    """The block-major lists of `chosen`, int32 [N, query_tokens, slots], whose rows hold blocks first, then -1."""
+    """Return the block-major lists of `chosen`, int32 [N, query_tokens, slots], whose rows hold blocks first, then -1."""
     del interpret
     by_pair = chosen.reshape(problem.query_heads, -1)
     block = jnp.arange(problem.num_blocks, dtype=jnp.int32)
@@ -107,7 +107,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Attention output [query_tokens, N, H] in the dtype of `query`, and log-sum-exp of the scaled scores.
+    """Return the attention output [query_tokens, N, H] in the dtype of `query`, and log-sum-exp of the scaled scores.
 
     The latter is [query_tokens, N] in float32, or in float64 for float64 arrays. Queries that see nothing have output
     0 and log-sum-exp -inf.
@@ -136,7 +136,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype; the routing is held constant."""
+    """Return the gradients of `forward` with respect to query, key and value, in their dtype; the routing is held constant."""
     del output, log_sum, interpret
     wide = accumulation_dtype(query.dtype)
     is_seen = _seen_keys(problem, key_mask, blocks, queries, lists, own)
@@ -182,7 +182,7 @@ def _seen_keys(
 
 
 def _attend(problem: MoBAProblem, query: Array, key: Array, value: Array, is_seen: Array) -> tuple[Array, Array]:
-    """Output [query_tokens, N, H] and log-sum-exp [query_tokens, N] of softmax attention to the keys seen."""
+    """Return output [query_tokens, N, H] and log-sum-exp [query_tokens, N] of softmax attention to the keys seen."""
     key, value = (jnp.repeat(x, problem.group_size, axis=1) for x in (key, value))
 
     # A checkpoint, because the gradient would otherwise keep all keys for each query.

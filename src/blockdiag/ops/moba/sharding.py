@@ -31,11 +31,11 @@ def rule(
     method: str,
     operands: tuple[Any, ...],
 ) -> Rule:
-    """The rule of a canonical call.
+    """Return the sharding rule of a canonical call.
 
     Args:
         problem: the call.
-        implementations: who may compute it.
+        implementations: names of the implementations to try, or None.
         sequences: how many equal parts, which share nothing, the token axes have; 1 for packed sequences.
         method: "route", or its halves "centroids" and "choose"; "make_lists", "forward" or "backward"; "indices" for
             `routing.indices_of_choice`, of which the chosen blocks and both tables are the operands, and "choice" for
@@ -85,7 +85,7 @@ def rule(
 
 
 def local_problem(problem: MoBAProblem, part: Part) -> MoBAProblem:
-    """The call of one device."""
+    """Return the call of one device."""
     if not part.starts:
         return problem
     sizes = part.sizes

@@ -23,7 +23,7 @@ __all__ = ["available", "backward", "centroids", "choose", "forward", "make_list
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
@@ -37,7 +37,7 @@ def route(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Blocks that each query chooses, int32 [N, query_tokens, slots], by falling score; -1 after the last."""
+    """Return the blocks that each query chooses, int32 [N, query_tokens, slots], by falling score; -1 after the last."""
     if problem.slots == 0:
         return jnp.zeros((problem.query_heads, problem.query_tokens, 0), jnp.int32)
     means = centroids(problem, key, key_mask, blocks, interpret=interpret)
@@ -47,7 +47,7 @@ def route(
 def centroids(
     problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
 ) -> Centroids:
-    """Mean of each block's unmasked keys, NaN where there is none."""
+    """Return the mean of each block's unmasked keys, NaN where there is none."""
     arrays = {"key": key, "blocks": blocks} | _optional(key_mask, None)
     return _run(centroid_steps(), problem, arrays, interpret)["centroids"]
 
@@ -55,7 +55,7 @@ def centroids(
 def choose(
     problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
 ) -> Array:
-    """Blocks that each query chooses by mean keys; see `route`."""
+    """Return the blocks that each query chooses by mean keys; see `route`."""
     arrays = {"query": query, "centroids": centroids, "queries": queries}
     return _run(choice_steps(), problem, arrays, interpret)["chosen"]
 
@@ -83,7 +83,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [query_tokens, N, H] and natural log-sum-exp float32 [query_tokens, N]."""
+    """Return output [query_tokens, N, H] and natural log-sum-exp float32 [query_tokens, N]."""
     arrays = {"query": query, "key": key, "value": value, "blocks": blocks, "queries": queries}
     arrays |= lists._asdict() | _optional(key_mask, own)
     results = _run(forward_steps(problem), problem, arrays, interpret)
@@ -107,7 +107,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     arrays = {"query": query, "key": key, "value": value, "blocks": blocks, "queries": queries, "output": output}
     arrays |= {"log_sum": log_sum, "output_cotangent": output_cotangent, "log_sum_cotangent": log_sum_cotangent}
     arrays |= lists._asdict() | _optional(key_mask, own)

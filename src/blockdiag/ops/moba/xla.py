@@ -29,12 +29,12 @@ _SYMBOLIC_BLOCKS = 1 << 10
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: MoBAProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
@@ -49,7 +49,7 @@ def route(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
+    """Return the blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
 
     The score of a block is the product of the query with the mean of the block's unmasked keys. Of equal scores the
     later block comes first. A block whose score is NaN is not chosen.
@@ -63,7 +63,7 @@ def route(
 def centroids(
     problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
 ) -> Centroids:
-    """Mean of each block's unmasked keys, NaN where there is none."""
+    """Return the mean of each block's unmasked keys, NaN where there is none."""
     del interpret
     wide = accumulation_dtype(key.dtype)
 
@@ -78,7 +78,7 @@ def centroids(
 def choose(
     problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
 ) -> Array:
-    """Blocks that each query chooses by mean keys; see `route`."""
+    """Return the blocks that each query chooses by mean keys; see `route`."""
     del interpret
     num_chosen = smaller_bound(problem.num_blocks, problem.slots)
     wide = accumulation_dtype(query.dtype)
@@ -113,7 +113,7 @@ def choose(
 
 
 def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) -> Lists:
-    """The block-major lists of `chosen`, int32 [N, query_tokens, slots], whose rows hold blocks first, then -1."""
+    """Return the block-major lists of `chosen`, int32 [N, query_tokens, slots], whose rows hold blocks first, then -1."""
     del interpret
     by_pair = chosen.reshape(problem.query_heads, -1)
     # Pairs without a block come last. The sort is stable: the pairs of each block stay in order.
@@ -138,7 +138,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Attention output [query_tokens, N, H] in the dtype of `query`, and log-sum-exp of the scaled scores.
+    """Return the attention output [query_tokens, N, H] in the dtype of `query`, and log-sum-exp of the scaled scores.
 
     The latter is [query_tokens, N] in float32, or in float64 for float64 arrays. Queries that see nothing have output
     0 and log-sum-exp -inf.
@@ -174,7 +174,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype; the routing is held constant."""
+    """Return the gradients of `forward` with respect to query, key and value, in their dtype; the routing is held constant."""
     del interpret
     if _is_empty(problem):
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
@@ -337,7 +337,7 @@ def _tile(problem: MoBAProblem, tables: _Tables, work: _Work, index: Array) -> _
 def _attend_head(
     problem: MoBAProblem, tables: _Tables, query: Array, key: Array, value: Array, work: _Work
 ) -> tuple[Array, Array]:
-    """Output [query_tokens, H] and log-sum-exp [query_tokens] of one query head; key and value are [key_tokens, H]."""
+    """Return output [query_tokens, H] and log-sum-exp [query_tokens] of one query head; key and value are [key_tokens, H]."""
     wide = accumulation_dtype(query.dtype)
 
     def step(carry: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], None]:
