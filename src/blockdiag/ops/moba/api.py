@@ -279,12 +279,12 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no query or no block to see."""
+        """True if there is no query or no block to see."""
         return self.problem.query_tokens == 0 or self.problem.num_blocks == 0
 
     @property
     def is_reference(self) -> bool:
-        """Whether the reference computes the call, so that JAX differentiates and maps it without rules of ours."""
+        """True if the reference computes the call, so that JAX differentiates and maps it without rules of ours."""
         return resolve(self.problem, self.implementations).elsewhere.name == "reference"
 
 

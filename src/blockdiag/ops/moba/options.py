@@ -5,7 +5,7 @@ from typing import TypedDict
 
 
 class MoBAOptions[A, RoutingType, ContextType](TypedDict, total=False):
-    """Options of `moba_attention`; see there. Routings and contexts are types of the framework."""
+    """Options of `moba_attention`; see there. `RoutingType` and `ContextType` are the framework's classes."""
 
     scale: float | None
     is_causal: bool
