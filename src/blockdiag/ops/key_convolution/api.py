@@ -121,7 +121,7 @@ class Call:
 
     @property
     def is_reference(self) -> bool:
-        """Whether the reference computes the call, so that JAX differentiates and maps it without rules of ours."""
+        """True if the reference computes the call, so that JAX differentiates and maps it without rules of ours."""
         return resolve(self.problem, self.implementations).elsewhere.name == "reference"
 
 

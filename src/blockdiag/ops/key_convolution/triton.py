@@ -1,4 +1,4 @@
-"""The Triton implementation of key convolution, from JAX: the canonical call as kernel launches."""
+"""The Triton implementation of key convolution in JAX: the canonical call as kernel launches."""
 
 from jax import Array
 
@@ -20,7 +20,7 @@ def forward(
     """Return output [tokens, K, H] of the canonical call.
 
     Args:
-        problem: what is computed.
+        problem: the call.
         key: [tokens, K, H].
         weights: [groups, size, K, H].
         tiles: tile table int32 [num_tiles, 3], or None for a uniform problem.
@@ -40,7 +40,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Return the gradients of key and weights; arguments as for `forward`, and the output's cotangent [tokens, K, H]."""
+    """Return the gradients of key and weights, given the arguments of `forward` and the output's cotangent."""
     launch = KeyConvolutionLaunch(problem, "backward")
     d_key, parts = jax_call.launch(launch, key, weights, output_cotangent, *_table(tiles), interpret=interpret)
     launch = KeyConvolutionLaunch(problem, "weights_gradient")
