@@ -128,7 +128,7 @@ def digest_of(rule: Rule) -> np.ndarray:
     """
     # Hashing the library takes tens of milliseconds, once. It is needed only where the cache key ignores the function.
     edition = _library() if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key else None
-    # The repr of an object without `__eq__` may contain its address, which another object may have in another process.
+    # A default repr contains the object's address, which may belong to another object in another process.
     unique = uuid.uuid4().hex if _ADDRESS in rule.problem else ""
     settings = [getattr(jax.config, name) for name in ("jax_default_matmul_precision", "jax_enable_x64")]
     dims = (rule.operands, rule.results, rule.sizes, sorted(rule.independent), rule.anchors, rule.is_anchored)

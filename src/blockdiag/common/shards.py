@@ -55,7 +55,7 @@ class Part:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class Share:
-    """One device's share of a sum over devices. Its dtype is wider than the sum's, which is rounded after the addition.
+    """One device's share of a sum over devices, in a wider dtype than the sum, which is rounded after the addition.
 
     Attributes:
         array: the share.

@@ -63,12 +63,12 @@ class AppendProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no tokens or pages to compute anything from."""
+        """True if there are no tokens or pages to compute anything from."""
         return 0 in (self.batch, self.tokens, self.num_pages, self.max_keys)
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows are packed, so that arrays give each row's sequence."""
+        """True if rows are packed, so that arrays give each row's sequence."""
         return self.query_tokens is None
 
     @property

@@ -36,7 +36,7 @@ class MoBAPagedProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries or keys to compute anything from."""
+        """True if there are no queries or keys to compute anything from."""
         return self.paged.is_empty
 
     @property

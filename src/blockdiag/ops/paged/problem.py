@@ -76,7 +76,7 @@ class PagedProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries or keys to compute anything from."""
+        """True if there are no queries or keys to compute anything from."""
         return 0 in (self.batch, self.query_tokens, self.num_pages, self.max_keys)
 
     @property
