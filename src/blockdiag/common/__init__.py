@@ -1,1 +1,1 @@
-"""Mechanisms that operations share; nothing here knows any of them."""
+"""Mechanisms that operations share. Nothing here depends on a particular operation."""

@@ -1,4 +1,4 @@
-"""What checks need to know of an array, whichever library it is of. Imports neither jax nor torch."""
+"""Array properties that argument checks need, for numpy, JAX and torch. Imports neither jax nor torch."""
 
 import sys
 from typing import Any
@@ -7,13 +7,13 @@ import numpy as np
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name that problems carry, of a dtype of numpy, JAX or torch."""
+    """Return the name of a dtype of numpy, JAX or torch, as problems store it."""
     text = str(dtype)
     return text.removeprefix("torch.") if text.startswith("torch.") else np.dtype(dtype).name
 
 
 def is_traced(value: Any) -> bool:
-    """Whether `value` stands for an array or number that is not known yet."""
+    """Return whether `value` is a tracer or another stand-in for an array or number that is not known yet."""
     jax, torch = sys.modules.get("jax"), sys.modules.get("torch")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return True
@@ -25,10 +25,10 @@ def is_traced(value: Any) -> bool:
 
 
 def known_values(array: Any) -> np.ndarray | None:
-    """The values of an array on the host, or None where they cannot be known.
+    """Return the values of an array on the host, or None where they are not available.
 
-    They cannot in a trace or a transform, on another process, or on a GPU that a torch stream would have to be waited
-    for.
+    They are not available in a trace or transform, or if another process holds them. Torch tensors on a GPU also give
+    None, because reading them would wait for the stream.
     """
     if is_traced(array):
         return None
@@ -40,6 +40,6 @@ def known_values(array: Any) -> np.ndarray | None:
             return None
         try:
             return array.numpy(force=True)
-        except RuntimeError:  # what torch raises while a transform of torch.func hides the values
+        except RuntimeError:  # raised while a transform of torch.func hides the values
             return None
     return np.asarray(array)

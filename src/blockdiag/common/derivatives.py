@@ -1,4 +1,4 @@
-"""Small pieces that differentiation needs: clear errors where there is none, one set of varying axes for operands."""
+"""Helpers for derivative rules: clear errors for unsupported differentiation, and common varying axes of operands."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ _FORWARD_MODE_ERROR = (
 
 
 def reverse_only(x: jax.Array) -> jax.Array:
-    """The identity, for an operand of a function that has reverse-mode rules only.
+    """Return `x` unchanged, for an operand of a function that has only reverse-mode rules.
 
     Its tangent passes through a primitive that can be transposed but not computed. Reverse mode never computes a
-    tangent; forward mode does, and then the primitive raises a TypeError that says what to use instead: at once when
-    not under `jax.jit`, while compiling under it.
+    tangent. Forward mode does, and the primitive then raises a TypeError that says what to use instead: immediately
+    outside `jax.jit`, during compilation under it.
     """
     return _reverse_only.bind(x)
 
@@ -38,8 +38,8 @@ def _map(arrays: tuple[Any], axes: tuple[int]) -> tuple[Any, int]:
     return reverse_only(*arrays), *axes
 
 
-# A primitive rather than `jax.custom_jvp`: under the gradient of a vmap that would map the tangent's primitive too,
-# which here is a sign of forward mode.
+# This is a primitive rather than a `jax.custom_jvp`, because the gradient of a vmap would then map the tangent's
+# primitive too. Its batching rule treats that as forward mode and raises the error.
 _reverse_only = Primitive("blockdiag_reverse_only")
 _reverse_only.def_impl(lambda x: x)
 _reverse_only.def_abstract_eval(lambda x: x)
@@ -56,9 +56,9 @@ mlir.register_lowering(_tangent, _refuse_forward_mode)
 
 
 def not_differentiable(x: jax.Array, name: str) -> jax.Array:
-    """The identity, for an operand of the public function `name`, which has no derivative.
+    """Return `x` unchanged, for an operand of the public function `name`, which has no derivative.
 
-    Differentiation with respect to the operand, in either mode, raises a TypeError as soon as it is traced.
+    Differentiation with respect to the operand raises a TypeError as soon as it is traced, in either mode.
     """
     return _not_differentiable.bind(x, name=name)
 
@@ -89,7 +89,7 @@ def on_common_axes(*operands: Any) -> Any:
     """Make pytrees of arrays vary over the same manual axes of a surrounding `jax.shard_map`.
 
     An operand that is replicated over an axis is cast to vary over it. The transpose of the cast is a sum over the
-    axis, which is what the gradient of a replicated operand needs, and which a custom rule cannot add by itself.
+    axis. The gradient of a replicated operand needs this sum, and a custom derivative rule cannot add it.
     """
     axes = frozenset().union(*(_varying_axes(leaf) for leaf in jax.tree.leaves(operands)))
 

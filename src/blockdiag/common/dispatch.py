@@ -1,4 +1,4 @@
-"""The choice of the implementation that computes a call, and the call of it."""
+"""Dispatch: choose the implementation that computes a call, and call it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,17 +9,18 @@ import jax
 
 from blockdiag.common.operation import Implementation, Operation, Problem
 
-# What `implementation=None` tries on CUDA, first to last, before "xla". Pallas joins where it is measured faster.
+# The implementations that `implementation=None` tries on CUDA, in order, before "xla". Pallas is to be added where it
+# is measured to be faster.
 CUDA_DEFAULTS = ("triton",)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a call.
+    """The implementations that compute a call.
 
     Attributes:
-        cuda: where it is lowered for CUDA.
-        elsewhere: on any other platform.
+        cuda: the implementation where the call is lowered for CUDA.
+        elsewhere: the implementation on any other platform.
 
     Example:
         >>> from blockdiag.common.dispatch import Choice
@@ -40,7 +41,7 @@ def capabilities(problem: Problem) -> dict[str, str | None]:
         problem: the call.
 
     Returns:
-        By name None where the implementation can compute the call in this process, otherwise the reason.
+        For each implementation name, None if it can compute the call in this process, otherwise the reason why not.
 
     Raises:
         AttributeError: `problem` does not describe a call.
@@ -61,7 +62,7 @@ def capabilities(problem: Problem) -> dict[str, str | None]:
 def normalise_implementation(
     implementation: str | Sequence[str] | None, operation: Operation
 ) -> tuple[str, ...] | None:
-    """Return the hashable form of an argument `implementation`.
+    """Return the argument `implementation` in hashable form.
 
     Raises:
         ValueError: a name is unknown, or the sequence is empty.
@@ -79,11 +80,11 @@ def normalise_implementation(
 
 
 def resolve(problem: Problem, names: tuple[str, ...] | None) -> Choice:
-    """Choose who computes `problem`.
+    """Choose the implementations that compute `problem`.
 
     Args:
         problem: the call.
-        names: None for the default of each platform, or the names to try, first to last.
+        names: None for the default of each platform, or the names to try in order.
 
     Returns:
         The choice.
@@ -102,7 +103,7 @@ def resolve(problem: Problem, names: tuple[str, ...] | None) -> Choice:
     """
     implementations = problem.operation.implementations
     if problem.is_empty:
-        # Nothing to compute: no kernel is asked, and the empty result is differentiable in every way.
+        # The reference needs no kernel, and its empty result is differentiable in either mode.
         return Choice(implementations["reference"], implementations["reference"])
     if names is None:
         xla = implementations["xla"]
@@ -124,9 +125,9 @@ def resolve(problem: Problem, names: tuple[str, ...] | None) -> Choice:
 
 
 def call_implementation(method: str, problem: Problem, names: tuple[str, ...] | None, *operands: Any) -> Any:
-    """Compute `method`, a function such as "forward", of the canonical call by whom `resolve` chooses.
+    """Compute a method of the canonical call, such as "forward", with the implementation that `resolve` chooses.
 
-    Only platforms that could differ are traced separately; which one runs is decided when the program is lowered.
+    Platforms are traced separately only if their implementations differ. Lowering decides which trace runs.
     """
     choice = resolve(problem, names)
 

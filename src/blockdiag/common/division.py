@@ -1,8 +1,8 @@
-"""Division of an operation over the devices of a mesh, from one rule for every kind of mesh.
+"""Division of an operation over the devices of a mesh, by one sharding rule for every kind of mesh.
 
 | axes of the mesh | mechanism |
 |---|---|
-| automatic | `custom_partitioning`, whose Shardy rule is the rule's text |
+| automatic | `custom_partitioning`, with the sharding rule as Shardy's text |
 | explicit | `jax.shard_map` over these axes |
 | manual | none: the operation already sees the arrays of one device |
 """
@@ -36,15 +36,15 @@ from blockdiag.common.shards import (
 from blockdiag.common.sizes import is_symbolic
 
 type Plan = Callable[..., tuple[Rule, Local[Any]]]
-"""From what is static of a call, and its operands, to its rule and to what computes a part of it."""
+"""A function of a call's static arguments and operands. It returns the sharding rule, and what computes a part."""
 
 
 def divide(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Compute an operation whose arrays any devices may share.
+    """Compute an operation on arrays that may be sharded over any mesh.
 
     Args:
-        rule: how the operation divides.
-        local: the operation itself, for a part of it.
+        rule: the operation's sharding rule.
+        local: function from a part of the operation to the code that computes it.
         arrays: the operands.
 
     Returns:
@@ -58,7 +58,7 @@ def divide(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.A
     if AxisType.Manual in kinds.values():
         remaining = [name for name, kind in kinds.items() if kind == AxisType.Auto and mesh.shape[name] > 1]
         if remaining:
-            # XLA's partitioner aborts on custom partitioning inside of a region that is manual over some axes.
+            # XLA's partitioner aborts on custom partitioning in a region that is manual over only some axes.
             warnings.warn(
                 f"inside a jax.shard_map that leaves axes {remaining} automatic, operands are gathered over these; "
                 "make them manual, too (axis_names)",
@@ -66,18 +66,18 @@ def divide(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.A
             )
         return list(local(_everything(rule))(*arrays))
     if any(is_symbolic(size) for _, size in rule.sizes):
-        # Exported for any size, which no mesh is known to divide.
+        # The call is exported for symbolic sizes, and it is unknown whether a mesh divides them.
         return list(local(_everything(rule))(*arrays))
     return _on_automatic_axes(rule, local, arrays)
 
 
 @dataclass(frozen=True)
 class Lead:
-    """An axis that `jax.vmap` maps, in front of the arrays that have it.
+    """An axis mapped by `jax.vmap`, in front of the operands that have it.
 
     Attributes:
-        size: elements along it.
-        is_mapped: whether each operand has it; those that are None not counted.
+        size: number of elements along it.
+        is_mapped: for each operand that is not None, whether it has the axis.
     """
 
     size: int
@@ -85,16 +85,16 @@ class Lead:
 
 
 def divide_mapped(rule: Rule, local: Local[Any], operands: Any, leads: Sequence[Lead] = ()) -> Any:
-    """Compute an operation on pytrees of arrays, mapped over leading axes, which devices may divide as well.
+    """Compute an operation on pytrees of arrays, mapped over leading axes that devices may divide too.
 
     Args:
-        rule: how one element divides; `operands` and `results` are those that are not None, in order.
-        local: one element, for a part of it; it must take `jax.vmap`.
-        operands: the operands, with the leading axes that they have.
-        leads: the leading axes, first to last.
+        rule: the sharding rule of one element. Its `operands` and `results` are those that are not None, in order.
+        local: function from a part of one element to the code that computes it, which must support `jax.vmap`.
+        operands: the operands, with their leading axes.
+        leads: the leading axes, outermost first.
 
     Returns:
-        What `local` returns, with all leading axes in front of each array.
+        The results of `local`, with all leading axes in front of each array.
     """
     labels = [f"mapped{place}" for place in range(len(leads))]
     flat, structure = jax.tree.flatten(operands)
@@ -133,14 +133,15 @@ def divide_mapped(rule: Rule, local: Local[Any], operands: Any, leads: Sequence[
 
 @functools.lru_cache(maxsize=4096)
 def divisible(plan: Plan, *static: Any, leads: tuple[Lead, ...] = ()) -> Callable[..., Any]:
-    """A function of pytrees of arrays that devices may divide, and whose axes `jax.vmap` may map.
+    """Return a function of pytrees of arrays that can be divided over devices and mapped by `jax.vmap`.
 
-    Mapped axes stay apart, in front, until each device has its own part of the arrays. Equal arguments give one
-    function object, so that JAX finds what it has traced.
+    Mapped axes stay separate leading axes until each device has its own part of the arrays. Equal arguments give the
+    same function object, so that JAX reuses its traces.
 
     Args:
-        plan: from the static arguments and the operands of one element to its rule and to what computes a part of it.
-        static: what else the call depends on; hashable.
+        plan: function of the static arguments and the operands of one element. It returns the sharding rule, and the
+            function that computes a part.
+        static: the static arguments, hashable.
         leads: the leading axes of the operands.
     """
 
@@ -158,9 +159,9 @@ def divisible(plan: Plan, *static: Any, leads: tuple[Lead, ...] = ()) -> Callabl
 
 
 def divide_array_code(rule: Rule, local: Local[Any], operands: Any) -> Any:
-    """Compute an operation that is array code, which XLA divides and JAX transforms by itself.
+    """Compute an operation that is array code, which XLA partitions and JAX transforms without rules of ours.
 
-    Only over explicit axes, which are parts of types that not all array code can follow, it is divided here.
+    It is divided here only over explicit axes: these are part of types, and not all array code has rules for them.
     """
     if explicit_mesh(jax.tree.leaves(operands)) is None:
         return local(_everything(rule))(*operands)
@@ -168,19 +169,19 @@ def divide_array_code(rule: Rule, local: Local[Any], operands: Any) -> Any:
 
 
 def _everything(rule: Rule) -> Part:
-    """The part of a device that computes all of an operation."""
+    """Return the part that is the whole operation, for a single device."""
     return Part(dict(rule.sizes), {}, {})
 
 
 def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The operation as one that XLA's partitioner divides, wherever a program with it has several devices."""
+    """Compute the operation by `custom_partitioning`: XLA's partitioner divides it if there are several devices."""
     joined = rule
     rule, local = _apart(rule, local)
     arrays = [split_axes(x, dims, joined, dict(joined.sizes)) for x, dims in zip(arrays, joined.operands, strict=True)]
     whole = jax.make_jaxpr(local(_everything(rule)))(*arrays)
-    # `custom_partitioning` takes no constants but as operands; on several devices they are made anew.
+    # `custom_partitioning` takes constants only as operands. The code of a single device creates its own.
     constants = [*(jnp.asarray(x) for x in whole.consts), jnp.asarray(digest_of(rule))]
-    # Functions that live as long as a program must not hold arrays of its trace.
+    # `compute` lives as long as the program, so it must not hold arrays of the trace.
     jaxpr, count = whole.jaxpr, len(constants)
     rule = dataclasses.replace(rule, operands=(*rule.operands, *(((),) * x.ndim for x in constants)))
 
@@ -203,7 +204,7 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
         shardings = (tuple(NamedSharding(mesh, spec) for spec in each) for each in wanted)
         return mesh, on_one_device(rule, local, division, mesh.shape, found, count), *shardings
 
-    # Shardings are decoded by `spec_on`: JAX raises an error where XLA has a sharding that it cannot express.
+    # `spec_on` decodes the shardings, because JAX raises an error for shardings of XLA that it cannot express.
     compute.def_partition(
         partition=partition,
         sharding_rule=lambda mesh, *_: shardy_rule(rule, mesh.shape),
@@ -214,10 +215,10 @@ def _on_automatic_axes(rule: Rule, local: Local[Sequence[jax.Array]], arrays: Se
 
 
 def _apart(rule: Rule, local: Local[Sequence[jax.Array]]) -> tuple[Rule, Local[Sequence[jax.Array]]]:
-    """A rule whose labels have axes of their own where devices may divide some labels of an axis and not others.
+    """Give each label its own axis wherever devices may divide only some labels of an axis.
 
-    Sequences and tokens of one axis, above all. XLA tells how tokens are sharded only where they have an axis: it
-    cancels the reshapes that join axes against those that split them.
+    The main case is an axis of sequences and tokens. XLA reports how tokens are sharded only if they have their own
+    axis. The reshapes that split axes here cancel in XLA against the earlier ones that joined them.
     """
 
     def on_device(part: Part) -> Callable[..., Sequence[jax.Array]]:
@@ -242,7 +243,7 @@ def _apart(rule: Rule, local: Local[Sequence[jax.Array]]) -> tuple[Rule, Local[S
 def _on_explicit_axes(
     rule: Rule, local: Local[Sequence[jax.Array]], arrays: Sequence[jax.Array], mesh: Any
 ) -> list[jax.Array]:
-    """The operation as `jax.shard_map` over the explicit axes of a mesh."""
+    """Compute the operation by `jax.shard_map` over the explicit axes of a mesh."""
     axes = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     shape = {name: mesh.shape[name] for name in axes}
     given = [(x.shape, jax.typeof(x).sharding.spec) for x in arrays]
@@ -250,7 +251,7 @@ def _on_explicit_axes(
     for (_, spec), dims in zip(given, rule.operands, strict=True):
         _warn_of_gathers(rule, spec, dims)
     specs = tuple(spec_of(rule, division, shape, dims) for dims in rule.operands)
-    # A sum is a gradient, as a rule: of the operand that has its axes, and it is to be sharded as this is.
+    # A sum is usually the gradient of the operand with the same axes, and should be sharded like that operand.
     wanted = {
         dims: P(*spec, *[None] * (len(dims) - len(spec))) for dims, (_, spec) in zip(rule.operands, given, strict=True)
     }
@@ -260,7 +261,7 @@ def _on_explicit_axes(
     ]
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
     compute = on_one_device(rule, local, division, shape, results)
-    # Within `jax.vmap` the axes that a mapped axis is sharded over are not to be named: none given means all others.
+    # Under `jax.vmap`, the mesh axes that shard a mapped axis must not be named. The empty set means all other axes.
     names = axes if len(axes) < len(mesh.axis_names) else set()
     mapped = jax.shard_map(
         compute, mesh=mesh, in_specs=specs, out_specs=tuple(results), axis_names=names, check_vma=False
@@ -269,10 +270,10 @@ def _on_explicit_axes(
 
 
 def _warn_of_gathers(rule: Rule, spec: P, dims: Sequence[Dim]) -> None:
-    """Warn where an axis is sharded of which every device needs all."""
+    """Warn about each sharded axis of an operand that every device needs whole."""
     sizes = dict(rule.sizes)
     for entry, dim in zip(tuple(spec), dims, strict=False):
-        # Axes without labels are those of small tables.
+        # Axes without labels belong to small tables, whose gathers need no warning.
         labels = [label for label in dim if sizes[label] > 1]
         if entry not in (None, ()) and labels and rule.independent.isdisjoint(labels):
             warn_of_gather(rule.operation, f"axis `{' '.join(labels)}`", entry)

@@ -1,4 +1,4 @@
-"""The dtypes of arrays: their names, their sizes, and which operations and architectures take them.
+"""Table of array dtypes: their names and sizes, and the operations and architectures that support them.
 
 Imports neither jax nor torch.
 """
@@ -11,10 +11,10 @@ class ElementType:
     """A dtype of array elements.
 
     Attributes:
-        name: as NumPy and JAX call it.
-        bytes: of one element.
-        triton: the name in the signatures of Triton's kernels.
-        first_arch: the first compute capability that converts to and from it, times ten; 0 for all.
+        name: its name in NumPy and JAX.
+        bytes: size of one element.
+        triton: its name in the signatures of Triton kernels.
+        first_arch: ten times the first compute capability that converts to and from it; 0 for all.
     """
 
     name: str
@@ -25,12 +25,12 @@ class ElementType:
 
 @dataclass(frozen=True, slots=True)
 class EightBitFloat:
-    """The finite range of a floating-point dtype of eight bits.
+    """The finite range of an 8-bit floating-point dtype.
 
     Attributes:
         largest: the largest finite number, at which rounding saturates.
-        fraction_bits: bits after the leading one of a normal number.
-        smallest_normal: the smallest positive number with all of these bits.
+        fraction_bits: explicit mantissa bits of a normal number.
+        smallest_normal: the smallest positive normal number.
     """
 
     largest: float
@@ -58,22 +58,22 @@ ELEMENT_TYPES = {
         ElementType("uint64", 8, "u64"),
     )
 }
-"""Element types that a launch plan may have, by name."""
+"""Element types that launch plans may use, by name."""
 
 SIXTEEN_BIT_FLOATS = ("bfloat16", "float16")
-"""Operands of the kernels that are written for one architecture: Gluon on Hopper, and Mosaic GPU."""
+"""Operand dtypes of kernels that are written for one architecture: Gluon on Hopper, and Mosaic GPU."""
 KERNEL_FLOATS = (*SIXTEEN_BIT_FLOATS, "float32")
-"""Operands of every operation's Triton kernels."""
+"""Operand dtypes of every operation's Triton kernels."""
 FLOATS = (*KERNEL_FLOATS, "float64")
-"""Operands of every operation by "reference" and "xla"."""
+"""Operand dtypes of every operation in "reference" and "xla"."""
 
 EIGHT_BIT_FLOATS = {
     "float8_e4m3fn": EightBitFloat(448.0, 3, 2.0**-6),
     "float8_e5m2": EightBitFloat(57344.0, 2, 2.0**-14),
 }
-"""Paged caches, and their queries, by every implementation."""
+"""Dtypes of paged caches, and of queries to them, in every implementation."""
 
 
 def lacking_dtype(arch: int, *dtypes: str) -> str | None:
-    """Return the first of some dtypes that an architecture does not convert; None where it converts all."""
+    """Return the first of these dtypes that an architecture cannot convert, or None if it converts all."""
     return next((dtype for dtype in dtypes if arch < ELEMENT_TYPES[dtype].first_arch), None)

@@ -6,5 +6,5 @@ from jaxtyping import DTypeLike
 
 
 def accumulation_dtype(dtype: DTypeLike) -> np.dtype:
-    """What sums and softmaxes over arrays of a floating dtype are computed in: float64 for float64, else float32."""
+    """Return the dtype for sums and softmaxes over a floating dtype: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)

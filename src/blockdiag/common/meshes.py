@@ -1,4 +1,4 @@
-"""How arrays are sharded over meshes, above all over explicit axes, where shardings are parts of types."""
+"""Shardings of arrays over meshes, mainly over explicit axes, where shardings are part of types."""
 
 import math
 import warnings
@@ -13,12 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 
 def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
-    """The mesh with explicit axes on which arrays are, one that is sharded first; None where none is on any."""
+    """Return the mesh with explicit axes that the arrays are on, or None.
+
+    The mesh of an array that is sharded takes precedence over the mesh of a replicated one.
+    """
     found = None
     for x in arrays:
         sharding = jax.typeof(x).sharding
         if AxisType.Explicit in sharding.mesh.axis_types:
-            # The mesh of devices where the array is concrete, otherwise the abstract one of its type.
+            # A concrete array has a mesh of devices; a traced one has only the abstract mesh of its type.
             placed = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
             mesh = placed.mesh if isinstance(placed, NamedSharding) else sharding.mesh
             if any(entry is not None for entry in sharding.spec):
@@ -28,11 +31,11 @@ def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
 
 
 def placed_like[T](arrays: T, like: Any) -> T:
-    """Arrays, sharded as others of their shapes are where axes of the mesh are explicit, and so parts of types.
+    """Reshard arrays like others of the same shapes, where mesh axes are explicit and shardings are part of types.
 
     Args:
-        arrays: pytree; gradients, for example.
-        like: pytree of the same structure; what they are gradients of.
+        arrays: pytree, for example of gradients.
+        like: pytree of the same structure, for example of the operands that they are gradients of.
     """
 
     def place(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -44,12 +47,12 @@ def placed_like[T](arrays: T, like: Any) -> T:
 
 
 def whole_but(operation: str, arrays: Any, kept: Callable[[int], Sequence[int]]) -> Any:
-    """Arrays whose axes are whole on every device of a mesh with explicit axes, but for some.
+    """Gather arrays over the explicit axes of a mesh, except along array axes that may stay sharded.
 
     Args:
-        operation: for the warning.
+        operation: name of the operation, for the warning.
         arrays: pytree.
-        kept: from an array's number of axes to those that may stay sharded.
+        kept: function from an array's number of axes to the axes that may stay sharded.
     """
 
     def gather(x: jax.Array) -> jax.Array:
@@ -67,17 +70,17 @@ def whole_but(operation: str, arrays: Any, kept: Callable[[int], Sequence[int]])
 
 
 def spec_on(mesh: Mesh, sharding: Sharding, rank: int) -> P:
-    """The spec of an array on a mesh, by whatever sharding XLA found for it.
+    """Return the spec of an array on a mesh for any sharding that XLA chose for it.
 
-    XLA may divide an axis of an array by a part of an axis of a mesh: two heads among four devices, of which two have
-    the same head each. No `PartitionSpec` says so. Such an axis counts as whole, and XLA gathers it.
+    XLA may divide an array axis by a part of a mesh axis: two heads among four devices, where each head is on two
+    devices. A `PartitionSpec` cannot express this. Such an axis counts as whole, and XLA gathers it.
 
     Args:
         mesh: the mesh.
-        sharding: over the devices of the mesh.
-        rank: how many axes the array has.
+        sharding: a sharding over the devices of the mesh.
+        rank: number of axes of the array.
     """
-    # Any number of parts divides the number of devices.
+    # The shape is a stand-in: the number of devices is a multiple of any number of parts.
     places = sharding.devices_indices_map((mesh.size,) * rank)
     starts = [[index.start or 0 for index in places[device]] for device in mesh.devices.flat]
     axes = np.asarray(starts, np.int64).reshape(*mesh.devices.shape, rank)
@@ -85,9 +88,9 @@ def spec_on(mesh: Mesh, sharding: Sharding, rank: int) -> P:
 
 
 def _names(mesh: Mesh, starts: np.ndarray) -> str | tuple[str, ...] | None:
-    """The axes of a mesh that divide an axis of an array, slowest first, from where the part of each device starts."""
+    """Return the mesh axes that divide an array axis, slowest first, given the start of each device's part."""
     sizes = starts.shape
-    # Where the second device along each axis of the mesh starts, if there is one.
+    # Index of the second device along each mesh axis, if there is one.
     second = np.minimum(np.eye(len(sizes), dtype=int), np.asarray(sizes) - 1)
     steps = [int(starts[tuple(place)]) for place in second]
     order = sorted((axis for axis, step in enumerate(steps) if step), key=lambda axis: -steps[axis])

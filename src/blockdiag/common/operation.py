@@ -1,8 +1,8 @@
 """Operations and their implementations, by name. Imports neither jax nor torch.
 
-An operation is a package with one module for each implementation. In such a module `available()` and
-`supports(problem)` return None or the reason why not, and `forward`, `backward` and what else the operation is made of
-compute the canonical call. Modules are imported when they are first asked.
+An operation is a package with one module per implementation. In such a module, `available()` and `supports(problem)`
+return None or the reason why not. `forward`, `backward` and any other methods of the operation compute the canonical
+call. Modules are imported on first use.
 """
 
 import importlib
@@ -13,16 +13,16 @@ from typing import ClassVar, Protocol
 
 from blockdiag.common.sizes import symbolic_field
 
-# They run on a CPU only through an interpreter of their kernels.
+# Implementations that run on a CPU only through an interpreter of their kernels.
 _INTERPRETED = ("triton", "pallas")
 
 
 class Problem(Protocol):
-    """The static, hashable description of a call: what is known of it before any array element is.
+    """The static, hashable description of a call: everything known before the values of its arrays.
 
     Attributes:
-        operation: what is computed.
-        is_empty: whether there is nothing to compute the result from.
+        operation: the operation that is called.
+        is_empty: whether there are no elements to compute the result from.
     """
 
     operation: "ClassVar[Operation]"
@@ -36,9 +36,9 @@ class Implementation:
     """A module that computes an operation.
 
     Attributes:
-        name: its name as the argument `implementation` of a call.
+        name: its name in the argument `implementation` of a call.
         module: import path of the module.
-        has_interpreter: whether it runs on a CPU only through an interpreter of its kernels, when asked for by name.
+        has_interpreter: whether it runs on a CPU only through an interpreter of its kernels, when selected by name.
 
     Example:
         >>> from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
@@ -55,22 +55,22 @@ class Implementation:
         return importlib.import_module(self.module)
 
     def why_unavailable(self) -> str | None:
-        """Return None where this implementation can run in this process at all; otherwise the reason and the remedy."""
+        """Return None if this implementation can run in this process at all, otherwise the reason and the remedy."""
         return self.load().available()
 
     def decline(self, problem: Problem) -> str | None:
-        """Say why this implementation cannot compute a call.
+        """Return the reason why this implementation cannot compute a call, or None.
 
         Args:
             problem: the call.
 
         Returns:
-            None where it can; otherwise a sentence with the reason and the remedy.
+            None if it can compute the call; otherwise a sentence with the reason and the remedy.
         """
         reason = self.why_unavailable()
         is_launch = self.has_interpreter and not problem.operation.takes_symbolic_sizes
         if reason is None and is_launch and (size := symbolic_field(problem)):
-            # A kernel's launch is laid out while tracing.
+            # Launch grids are computed while tracing, which needs numbers.
             return (
                 f"kernels are launched for sizes that are numbers, got {size}; export for each size, or with "
                 'implementation="xla"'
@@ -80,13 +80,14 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """A public operation, and who can compute it.
+    """A public operation and its implementations.
 
     Attributes:
-        name: of the public function.
+        name: name of the public function.
         package: import path of the package whose modules are the implementations.
-        implementations: by name.
-        takes_symbolic_sizes: whether implementations by kernels judge sizes of `jax.export` by themselves.
+        names: names of the implementations.
+        implementations: the implementations by name.
+        takes_symbolic_sizes: whether kernel implementations check symbolic sizes of `jax.export` themselves.
 
     Example:
         >>> from blockdiag.common.operation import Operation

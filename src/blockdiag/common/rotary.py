@@ -1,4 +1,4 @@
-"""Rotary position embedding: the tables that an attention call fuses, and the same rotation in plain `jax.numpy`."""
+"""Rotary position embedding: tables for fusion into an attention call, and the same rotation in `jax.numpy`."""
 
 import functools
 from collections.abc import Sequence
@@ -27,22 +27,22 @@ class Rotary:
     """Rotary embedding to fuse into an attention call; a pytree whose options are static.
 
     A pair (x0, x1) of a row becomes (x0 cos - x1 sin, x1 cos + x0 sin), computed in float32 and rounded once to the
-    dtype of the rotated array. Gradients use the exact transpose of that, also for tables whose cos² + sin² is not 1.
-    The tables themselves are constants: their gradient is zero.
+    dtype of the rotated array. Gradients use the exact transpose of this map, even for tables where cos² + sin² is not
+    1. The tables themselves are constants: their gradient is zero.
 
     Attributes:
         cos, sin: floating tables of one shape and dtype. Without `per_token`, [P, H/2] with one row per position.
             With `per_token`, [T, H/2] with one row per token (shared by all batch rows of a [B, T, N, H] query) or
             [B, T, H/2].
-        positions: int32 [T] or, for a batched query, [T] or [B, T]: the table row of each token, in [0, P). None takes
-            a token's position within its sequence; with `block_lengths` that is its position within its block. Rows
-            outside the table are refused where the values are known while tracing, and clamped otherwise.
+        positions: int32 [T] or, for a batched query, [T] or [B, T]: the table row of each token, in [0, P). None means
+            a token's position within its sequence, or within its block with `block_lengths`. Positions outside the
+            table raise an error where they are known while tracing, and are clamped otherwise.
         per_token: whether the tables hold one row per token rather than one per position.
         interleaved: whether pairs are (2i, 2i + 1); otherwise they are (i, i + H/2).
         apply_to: which of "query", "key" and "value" are rotated. A rotated value is not rotated back in the output.
 
     Raises:
-        ValueError: `apply_to` is empty or names something else. The tables are checked by the call that uses them.
+        ValueError: `apply_to` is empty or has an unknown name. The call that uses the tables checks them.
 
     References:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), whose pairs are
@@ -66,17 +66,17 @@ class Rotary:
     apply_to: Sequence[Operand] = ("query", "key")
 
     def __post_init__(self) -> None:
-        # Static fields are hashed by jit, so that a list given by the caller must become a tuple.
+        # jit hashes static fields, so a list must become a tuple.
         object.__setattr__(self, "apply_to", check_apply_to(self.apply_to))
 
 
 def rotary_tables(
     max_position: int, head_dim: int, theta: float = 10000.0, dtype: DTypeLike = jnp.float32
 ) -> tuple[Float[Array, "P half"], Float[Array, "P half"]]:
-    """The usual cosine and sine tables: angle position * theta ** (-2i / H) for pair i.
+    """Return the standard cosine and sine tables, with angle position * theta ** (-2i / H) for pair i.
 
-    The angles are computed in float64 on the host, because float32 loses the fraction of a large position. Call this
-    outside `jax.jit`, or the tables become constants of the compiled program.
+    The angles are computed in float64 on the host, because float32 loses the fraction of a large angle. Call this
+    outside `jax.jit`; inside it, the tables become constants of the compiled program.
 
     Args:
         max_position: rows P of the tables, at least 1.
@@ -110,7 +110,7 @@ def apply_rotary(
     *,
     interleaved: bool = False,
 ) -> Float[Array, "*batch T heads H"]:
-    """Rotate every head of every token by that token's row of the tables, without any attention.
+    """Rotate every head of every token by the token's row of the tables, without attention.
 
     This is what an attention call with a `Rotary` does to its operands before the scores.
 
@@ -143,7 +143,7 @@ def apply_rotary(
 
 
 def rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
-    """Rotate pairs of [..., H] by tables that broadcast to [..., H/2], in float32 (float64 for float64 arrays)."""
+    """Rotate the pairs of [..., H] by tables that broadcast to [..., H/2], in float32 (float64 for float64 arrays)."""
     wide = accumulation_dtype(x.dtype)
     first, second = _split_pairs(x.astype(wide), interleaved)
     cos, sin = cos.astype(wide), sin.astype(wide)
@@ -151,7 +151,7 @@ def rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
 
 
 def rotate_back(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
-    """The transpose of `rotate`: what turns the gradient of a rotated array into the gradient of the array."""
+    """Apply the transpose of `rotate`, which maps the gradient of a rotated array to the gradient of the array."""
     return rotate(x, cos, -sin, interleaved)
 
 

@@ -1,4 +1,4 @@
-"""What rotary embedding has in common for JAX and torch: angles, and checks. Imports neither."""
+"""Angles and checks of rotary embedding, shared by JAX and torch. Imports neither."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def rotary_angles(max_position: int, head_dim: int, theta: float) -> np.ndarray:
-    """Angles position * theta ** (-2i / H), float64 [max_position, head_dim / 2].
+    """Return the angles position * theta ** (-2i / H), float64 [max_position, head_dim / 2].
 
-    In float64 on the host, because float32 loses the fraction of a large position.
+    They are computed in float64 on the host, because float32 loses the fraction of a large angle.
 
     Raises:
         ValueError: an argument is out of range.
@@ -24,7 +24,7 @@ def rotary_angles(max_position: int, head_dim: int, theta: float) -> np.ndarray:
 
 
 def check_rotation(x: Any, cos: Any, sin: Any) -> int:
-    """Check x [*batch, T, heads, H] against tables [T, H/2] or [*batch, T, H/2]; returns H/2.
+    """Check x [*batch, T, heads, H] against tables [T, H/2] or [*batch, T, H/2], and return H/2.
 
     Raises:
         ValueError: the shapes do not fit together.

@@ -8,15 +8,15 @@ PositionSource = Literal["sequence", "explicit", "token"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryProblem:
-    """How rotary embedding is fused into an attention call.
+    """The rotary embedding that is fused into an attention call.
 
     Attributes:
-        interleaved: pairs are (2i, 2i + 1); otherwise (i, i + H/2).
-        query, key, value: which operands are rotated.
+        interleaved: whether pairs are (2i, 2i + 1); otherwise they are (i, i + H/2).
+        query, key, value: whether this operand is rotated.
         table_rows: rows of the cos and sin tables, P in [P, H/2].
         table_dtype: dtype name of both tables.
-        positions: where a token's table row comes from: its position within its sequence, an explicit int32 array
-            over tokens, or the token's own index in the flattened token axis.
+        positions: source of a token's table row. "sequence" is its position within its sequence, "explicit" an int32
+            array over tokens, and "token" its index in the flattened token axis.
     """
 
     interleaved: bool

@@ -1,7 +1,7 @@
-"""Rules of division: which axes of an operation's arrays the devices of a mesh may divide, and Shardy's text for them.
+"""Sharding rules: which axes of an operation's arrays the devices of a mesh may divide, and the rules in Shardy's form.
 
-A rule names the axes of each operand and result by labels, as einsum does, and says which labels devices may divide
-among themselves. One rule serves every kind of mesh (`division.py`).
+A rule labels the axes of each operand and result, as einsum does, and says which labels devices may divide. One rule
+serves every kind of mesh (`division.py`).
 """
 
 import functools
@@ -29,14 +29,13 @@ class Rule:
 
     Attributes:
         operation: its public name, for messages.
-        problem: text that differs where the computation does, beyond the shapes and dtypes of arrays.
+        problem: text that identifies the computation beyond the shapes and dtypes of its arrays.
         operands, results: the labels of every axis of every array.
         sizes: the size of each label, as pairs.
-        independent: the labels that devices may divide: no element of a result needs two indices of such a label, but
-            for results without the label, which are sums over it.
-        anchors: numbers of the operands that must not move, such as a pool of pages: how they are sharded counts before
-            all else.
-        is_anchored: whether labels that anchors have are divided as the anchors are, or not at all.
+        independent: the labels that devices may divide. An element of a result depends on a single index of such a
+            label; a result without the label is a sum over it.
+        anchors: indices of the operands that must not move, such as a pool of pages. Their shardings take precedence.
+        is_anchored: whether labels of anchors are divided only as the anchors are.
     """
 
     operation: str
@@ -50,9 +49,10 @@ class Rule:
 
 
 def shardy_rule(rule: Rule, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
-    """The text of a rule for Shardy, and what `def_partition` takes besides it.
+    """Return the text of a rule for Shardy, and the further keyword arguments of `def_partition`.
 
-    Axes that have no label, or no divisible one, get factors of their own that need replication.
+    An axis with no labels, or with several labels of size 1, gets a factor of its own that needs replication. Labels
+    that devices may not divide need replication too.
 
     Args:
         rule: the rule.
@@ -65,12 +65,14 @@ def shardy_rule(rule: Rule, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any
     size_of: dict[str, int] = {}
 
     lengths = [length for length in mesh.values() if length > 1]
-    # Shardy would pass parts of an axis of a mesh from heads of queries to key heads, of which there may be fewer than
-    # devices, and JAX cannot express parts: arrays that have a label alone do not hear from those that have it in a
-    # compound axis. Of anchors all others hear on meshes where no axis would be cut.
+    # Query heads are a compound axis (key_heads, group), and key heads have the first label alone. With fewer key heads
+    # than devices, Shardy would propagate a part of a mesh axis from query heads to key heads, and JAX cannot express
+    # such parts. A label that is alone on its axis therefore gets a factor of its own, "_alone", that nothing
+    # propagates to. Rules with anchors share the factor on meshes where no mesh axis would be cut.
     dims = {dim for array in (*rule.operands, *rule.results) for dim in array}
     in_compound = {label for dim in dims for label in dim if sum(sizes[x] > 1 for x in dim) > 1}
-    # What does not decide how a label is divided must not say so to the others.
+    # Only anchors decide how these labels are divided. Other operands get factors of their own for them, so that their
+    # shardings do not propagate.
     anchored = {label for i in rule.anchors for dim in rule.operands[i] for label in dim} if rule.is_anchored else set()
 
     def words(arrays: Sequence[Sequence[Dim]], prefix: str) -> str:
@@ -89,7 +91,7 @@ def shardy_rule(rule: Rule, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any
                 return name
 
             for axis, dim in enumerate(dims):
-                # Shardy has no factors of one element beside others.
+                # Shardy does not allow factors of size 1 in a compound axis.
                 names = [factor(label, len(dim) == 1) for label in dim if len(dim) == 1 or sizes[label] > 1]
                 if not names:
                     names = [f"x_{prefix}{number}_{axis}"]
@@ -102,7 +104,7 @@ def shardy_rule(rule: Rule, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any
     text = f"{words(rule.operands, 'o')} -> {words(rule.results, 'r')}"
     shared = {f"l_{label}" for label in sizes.keys() - rule.independent}
     options: dict[str, Any] = {
-        # Shardy wants these in the order in which they appear.
+        # Shardy requires these in order of appearance.
         "need_replication_factors": tuple(name for name in order if name.startswith("x_") or name in shared),
     }
     options |= {name: size for name, size in size_of.items() if name in compound - whole}
@@ -110,7 +112,7 @@ def shardy_rule(rule: Rule, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any
 
 
 def _cuts_no_axis(size: int, axes: Sequence[int]) -> bool:
-    """Return whether axes of a mesh of these sizes, in any order, are used up whole until each element is apart."""
+    """Return whether mesh axes of these sizes, taken in any order, divide `size` elements without cutting an axis."""
     return size == 1 or all(
         size % axis == 0 and _cuts_no_axis(size // axis, [*axes[:place], *axes[place + 1 :]])
         for place, axis in enumerate(axes)
@@ -118,15 +120,15 @@ def _cuts_no_axis(size: int, axes: Sequence[int]) -> bool:
 
 
 def digest_of(rule: Rule) -> np.ndarray:
-    """A number, uint32[8], that programs have for each division, so that it tells apart what they compute.
+    """Return a digest, uint32 [8], of everything that a division depends on; programs hold it as a constant.
 
-    JAX's compilation cache can be told to ignore which Python function divides a call
-    (`jax_remove_custom_partitioning_ptr_from_cache_key`). The program itself must then say all that this function
-    depends on, and say the same in every process: also which edition of this library's kernels it has.
+    JAX's compilation cache can be configured to ignore the Python function that divides a call
+    (`jax_remove_custom_partitioning_ptr_from_cache_key`). The program itself must then identify everything that the
+    function depends on, including the version of this library's kernels, and equally in every process.
     """
-    # The edition takes tens of milliseconds to find, once, and tells nothing apart where the function itself does.
+    # Hashing the library takes tens of milliseconds, once. It is needed only where the cache key ignores the function.
     edition = _library() if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key else None
-    # Addresses, in the text of objects that equal themselves alone, may be those of other objects in other processes.
+    # A default repr contains the object's address, which may belong to another object in another process.
     unique = uuid.uuid4().hex if _ADDRESS in rule.problem else ""
     settings = [getattr(jax.config, name) for name in ("jax_default_matmul_precision", "jax_enable_x64")]
     dims = (rule.operands, rule.results, rule.sizes, sorted(rule.independent), rule.anchors, rule.is_anchored)

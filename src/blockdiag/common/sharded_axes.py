@@ -1,4 +1,4 @@
-"""Which axes of a public function's operands may stay sharded where axes of the mesh are explicit."""
+"""Axes of a public function's operands that may stay sharded over explicit mesh axes."""
 
 from collections.abc import Sequence
 
@@ -14,5 +14,5 @@ def batch(axes: int) -> Sequence[int]:
 
 
 def batch_and_channels(axes: int) -> Sequence[int]:
-    """Of [*batch, T, K, H] the first batch axis, heads, and elements of heads."""
+    """Return the first batch axis, the heads and the head elements of [*batch, T, K, H]."""
     return (-2, -1) if axes == 3 else (0, -2, -1)

@@ -1,8 +1,8 @@
-"""How the labels of a rule are divided over a mesh, and what one device computes of an operation.
+"""Division of a rule's labels over a mesh, and the computation of one device.
 
-A label that an axis of the mesh divides is divided in all arrays that have it. A device reads the part of an operand
-that it needs, also where the operand is not sharded so: key heads, for example, where there are fewer of them than
-devices. A result without the label is a sum over it, which one all-reduce completes.
+A label that a mesh axis divides is divided in all arrays that have it. Where no sharding can express this for an
+operand, each device slices the part that it needs: for example key heads, where there are fewer of them than devices. A
+result without the label is a sum over it, which one all-reduce completes.
 """
 
 import functools
@@ -21,7 +21,7 @@ from blockdiag.common.rule import Dim, Rule
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of the devices along one axis of a mesh: their index, divided by `below`, modulo `count`."""
+    """A factor of a mesh axis: a device's index along the axis, divided by `below`, modulo `count`."""
 
     axis: str
     count: int
@@ -29,12 +29,12 @@ class Piece:
 
     @property
     def index(self) -> jax.Array:
-        """Which part this device has."""
+        """The index of this device's part."""
         return jax.lax.axis_index(self.axis) // self.below % self.count
 
 
 type Division = Mapping[str, tuple[Piece, ...]]
-"""The pieces of mesh axes that divide each label, the slowest first."""
+"""The pieces of mesh axes that divide each label, slowest first."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Part:
     """The part of an operation that one device computes.
 
     Attributes:
-        sizes: how many indices of each label the device has.
+        sizes: number of indices of each label on the device.
         starts: the first index of each divided label, int32.
-        axes: the axes of the mesh that divide a label, the slowest first.
+        axes: the mesh axes that divide each divided label, slowest first.
     """
 
     sizes: Mapping[str, int]
@@ -55,11 +55,11 @@ class Part:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class Share:
-    """One device's share of a sum over devices, wider than the sum, which is rounded once all shares are added up.
+    """One device's share of a sum over devices, in a wider dtype than the sum, which is rounded after the addition.
 
     Attributes:
         array: the share.
-        dtype: of the sum.
+        dtype: dtype of the rounded sum.
     """
 
     array: jax.Array
@@ -67,16 +67,16 @@ class Share:
 
 
 type Local[R] = Callable[[Part], Callable[..., R]]
-"""From the part of one device to the operation on its arrays; results that are sums over devices may be `Share`s."""
+"""A function from one device's part to the operation on its arrays. Results summed over devices may be `Share`s."""
 
 
 def division_of(rule: Rule, mesh: Mapping[str, int], arrays: Sequence[tuple[Sequence[int], P]]) -> Division:
-    """The division of labels that follows from shardings of arrays: of two that disagree, the larger one counts.
+    """Return the division of labels that follows from shardings of arrays. Where two disagree, the larger array wins.
 
     Args:
         rule: the rule.
         mesh: the size of each axis of the mesh.
-        arrays: shape and spec of each operand, or of each operand and result.
+        arrays: shape and spec of each operand, optionally followed by those of each result.
     """
     sizes = dict(rule.sizes)
     found: dict[str, tuple[Piece, ...]] = {}
@@ -95,9 +95,10 @@ def division_of(rule: Rule, mesh: Mapping[str, int], arrays: Sequence[tuple[Sequ
 def _agreed(
     pieces: dict[str, tuple[Piece, ...]], dim: Dim, found: dict[str, tuple[Piece, ...]]
 ) -> dict[str, tuple[Piece, ...]]:
-    """The pieces of one axis of an array if they continue what is found, else none.
+    """Return the pieces of one array axis if they are consistent with those found so far, else none.
 
-    An axis of key heads and their query heads, for example, may be divided further than key heads alone.
+    The pieces may add to the division: an axis of key heads and their query heads may be divided further than key heads
+    alone.
     """
     if any(pieces.get(label) != found[label] for label in dim if label in found):
         return {}
@@ -109,9 +110,9 @@ def _agreed(
 def _pieces(
     names: Sequence[str], mesh: Mapping[str, int], labels: Sequence[tuple[str, int]], independent: frozenset[str]
 ) -> dict[str, tuple[Piece, ...]]:
-    """Return how axes of a mesh, slowest first, divide an array's axis that has these labels of these sizes.
+    """Return how mesh axes, slowest first, divide an array axis with these labels of these sizes.
 
-    Axes count up to the first one that cannot be used as a whole, since it does not divide the sizes.
+    The first mesh axis that does not divide the sizes, and all after it, are left out.
     """
     found: dict[str, list[Piece]] = {}
     waiting = list(labels)
@@ -121,7 +122,7 @@ def _pieces(
         size, place, rest = mesh[axis], list(waiting), left
         while size > 1 and place and place[0][0] in independent:
             count = math.gcd(size, rest)
-            # A label is cut by a whole axis, or is cut up by a part of one: nothing between.
+            # Either the rest of the mesh axis divides the label, or a part of it divides the label down to 1.
             if count not in (size, rest):
                 break
             if count > 1:
@@ -139,12 +140,12 @@ def _pieces(
 
 
 def spec_of(rule: Rule, division: Division, mesh: Mapping[str, int], dims: Sequence[Dim]) -> P:
-    """The spec of an array where labels are divided so; axes that no spec can describe are whole."""
+    """Return the spec of an array under a division of labels; axes that no spec can describe are whole."""
     return P(*(_names(rule, division, mesh, dim) or None for dim in dims))
 
 
 def wanted_spec(rule: Rule, division: Division, mesh: Mapping[str, int], dims: Sequence[Dim], wanted: P) -> P:
-    """The spec of a result; of a sum, which an all-reduce completes, what is wanted whole is made whole by it."""
+    """Return the spec of a result. Axes of a sum that are wanted whole become whole by the sum's all-reduce."""
     spec = spec_of(rule, division, mesh, dims)
     own = {label for dim in dims for label in dim}
     if all(label in own for label in division if _parts(division, label) > 1):
@@ -154,17 +155,17 @@ def wanted_spec(rule: Rule, division: Division, mesh: Mapping[str, int], dims: S
 
 
 def _names(rule: Rule, division: Division, mesh: Mapping[str, int], dim: Dim) -> tuple[str, ...]:
-    """The axes of a mesh that shard an array's axis exactly as its labels are divided; empty where none do."""
+    """Return the mesh axes that shard an array axis exactly as its labels are divided; empty where none do."""
     sizes = dict(rule.sizes)
     pieces = [(label, piece) for label in dim for piece in division.get(label, ())]
     is_whole = True
     for label in dim:
         parts = _parts(division, label)
         if parts > 1 and not is_whole:
-            return ()  # parts of a fast label, for all of a slow one, lie apart
+            return ()  # parts of a faster label are not contiguous unless all slower labels are fully divided
         is_whole = is_whole and parts == sizes[label]
     names = tuple(dict.fromkeys(piece.axis for _, piece in pieces))
-    # Each axis as a whole, in one run, its slow part first.
+    # Each mesh axis must be used whole and in one run, slowest piece first.
     expected = []
     for name in names:
         own = [piece for _, piece in pieces if piece.axis == name]
@@ -179,14 +180,14 @@ def _parts(division: Division, label: str) -> int:
 
 
 def axes_of(dim: Dim, rule: Rule) -> tuple[Dim, ...]:
-    """The axes that the labels of one axis get: one each, if devices may divide some of them and not others."""
+    """Return the axes to split one axis into: one per label if devices may divide only some of its labels."""
     sizes = dict(rule.sizes)
     labels = {label for label in dim if sizes[label] > 1}
     return tuple((label,) for label in dim) if labels & rule.independent and labels - rule.independent else (dim,)
 
 
 def split_axes(x: jax.Array, dims: Sequence[Dim], rule: Rule, sizes: Mapping[str, int]) -> jax.Array:
-    """An array with the axes of `axes_of`, where labels have these sizes."""
+    """Reshape an array to the axes of `axes_of`, for labels of these sizes."""
     shape: list[int] = []
     for size, dim in zip(x.shape, dims, strict=True):
         shape += [size] if len(axes_of(dim, rule)) == 1 else [sizes[label] for label in dim]
@@ -194,7 +195,7 @@ def split_axes(x: jax.Array, dims: Sequence[Dim], rule: Rule, sizes: Mapping[str
 
 
 def join_axes(x: jax.Array, dims: Sequence[Dim], rule: Rule) -> jax.Array:
-    """The array from which `split_axes` made this one."""
+    """Undo `split_axes`."""
     left, shape = list(x.shape), []
     for dim in dims:
         count = len(axes_of(dim, rule))
@@ -211,11 +212,20 @@ def on_one_device(
     results: Sequence[P],
     unused: int = 0,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The operation on the shards of one device, inside of the mesh; `results` are the specs of its results."""
+    """Return the function of one device's shards, for use inside the mesh.
+
+    Args:
+        rule: the operation's sharding rule.
+        local: function from a part of the operation to the code that computes it.
+        division: the division of labels.
+        mesh: the size of each axis of the mesh.
+        results: the specs of the results.
+        unused: number of last operands that `local` does not take.
+    """
     sizes = {label: size // _parts(division, label) for label, size in rule.sizes}
 
     def cut_labels(dims: Sequence[Dim], spec: P) -> list[list[str]]:
-        """For every axis the labels that are divided, though the array is not sharded so."""
+        """Return, for every axis, the labels that are divided although the spec does not shard the axis."""
         return [
             [] if entry is not None else [label for label in dim if _parts(division, label) > 1]
             for dim, entry in zip(dims, spec, strict=True)
@@ -241,7 +251,7 @@ def _cut(
     x: jax.Array, dims: Sequence[Dim], cut: Sequence[Sequence[str]], rule: Rule, division: Division,
     sizes: Mapping[str, int],
 ) -> jax.Array:  # fmt: skip
-    """The part of an operand that this device needs."""
+    """Slice the part of an operand that this device needs."""
     for axis, (dim, labels) in enumerate(zip(dims, cut, strict=True)):
         if labels:
             whole = dict(rule.sizes)
@@ -258,7 +268,10 @@ def _completed(
     x: jax.Array | Share, dims: Sequence[Dim], cut: Sequence[Sequence[str]], rule: Rule, division: Division,
     sizes: Mapping[str, int],
 ) -> jax.Array:  # fmt: skip
-    """A result, its sums over divided labels that it lacks completed, and whole along axes that no spec describes."""
+    """Complete a result by an all-reduce.
+
+    It sums over divided labels that the result lacks, and makes axes whole that the spec does not shard.
+    """
     own = {label for dim in dims for label in dim}
     x, dtype = (x.array, x.dtype) if isinstance(x, Share) else (x, x.dtype)
     axes = {piece.axis for label, pieces in division.items() if label not in own for piece in pieces}
@@ -277,7 +290,7 @@ def _completed(
 
 
 def _index(division: Division, label: str) -> jax.Array:
-    """The number of this device's part of a label."""
+    """Return the index of this device's part of a label."""
     index = jnp.zeros((), jnp.int32)
     for piece in division[label]:
         index = index * piece.count + piece.index

@@ -1,6 +1,6 @@
-"""Sizes that are expressions, as arrays have them while `jax.export` traces a function for any size.
+"""Symbolic sizes, which arrays have while `jax.export` traces a function for any size.
 
-Imports nothing but the standard library, so that descriptions of calls may use it without JAX.
+Imports only the standard library, so that descriptions of calls may use it without JAX.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_symbolic(size: Any) -> bool:
-    """Return whether a size is an expression of `jax.export`; comparisons of those may be inconclusive.
+    """Return whether a size is a symbolic expression of `jax.export`, whose comparisons may be inconclusive.
 
     Example:
         >>> import jax
@@ -22,12 +22,12 @@ def is_symbolic(size: Any) -> bool:
 
 
 def smaller_bound(size: Any, bound: Any) -> Any:
-    """The smaller one of two upper bounds; the second one where they cannot be compared."""
+    """Return the smaller of two upper bounds, or `bound` where one is symbolic and they cannot be compared."""
     return bound if is_symbolic(size) or is_symbolic(bound) else min(size, bound)
 
 
 def symbolic_field(description: Any) -> str | None:
-    """The first field of a description, or of one within it, that holds a symbolic size, as "name=value"; or None."""
+    """Return the first field with a symbolic size, as "name=value", or None. Nested descriptions are searched too."""
     for field in dataclasses.fields(description):
         value = getattr(description, field.name)
         if is_symbolic(value):

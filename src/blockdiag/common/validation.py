@@ -1,7 +1,7 @@
 """Checks of public arguments. Each raises a ValueError that names the argument, its value and the remedy.
 
-Shapes, dtypes and options are always checked. Values of index arrays are checked where they are known: not inside a
-trace, where every implementation stays memory safe instead. Arrays may be JAX's or torch's.
+Shapes, dtypes and options are always checked. Values of index arrays are checked only where they are known. In a trace
+they are not, and every implementation stays memory safe instead. Arrays may be JAX's or torch's.
 """
 
 import math
@@ -16,7 +16,7 @@ from blockdiag.common.dtype_table import FLOATS
 
 
 def check_operands(query: Any, key: Any, value: Any) -> None:
-    """Shapes and dtypes of query [B, T, N, H] or [T, N, H] against key and value with K heads."""
+    """Check shapes and dtypes of query [B, T, N, H] or [T, N, H] against key and value with K heads."""
     if query.ndim not in (3, 4):
         raise ValueError(
             f"`query` must have shape [B, T, N, H] or [T, N, H], got {tuple(query.shape)}; "
@@ -47,7 +47,7 @@ def check_operands(query: Any, key: Any, value: Any) -> None:
 
 
 def check_heads(query_heads: int, key_heads: int) -> None:
-    """Query heads must divide into groups, one group for each key head."""
+    """Check that query heads divide into equal groups, one for each key head."""
     if key_heads == 0 or query_heads % key_heads:
         raise ValueError(
             f"the number of query heads must be a multiple of the number of key heads, got {query_heads} and "
@@ -56,7 +56,7 @@ def check_heads(query_heads: int, key_heads: int) -> None:
 
 
 def check_projection(x: Any, w_qkv: Any, bias: Any, query_heads: Any, key_heads: Any, head_dim: Any) -> None:
-    """Shapes and dtypes of a fused projection: x [B, T, D] or [T, D], w_qkv [D, (N + 2 K) H], bias [(N + 2 K) H]."""
+    """Check a fused projection: x [B, T, D] or [T, D], w_qkv [D, (N + 2 K) H], bias [(N + 2 K) H]."""
     for name, value in (("query_heads", query_heads), ("key_heads", key_heads), ("head_dim", head_dim)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{name}` must be a positive integer, got {value!r}; it describes the columns of `w_qkv`")
@@ -83,13 +83,13 @@ def check_projection(x: Any, w_qkv: Any, bias: Any, query_heads: Any, key_heads:
 
 
 def check_dtype(name: str, dtype: Any) -> None:
-    """Floating dtypes that have an accumulation type."""
+    """Check that a dtype is one of `FLOATS`."""
     if dtype_name(dtype) not in FLOATS:
         raise ValueError(f"`{name}` must have one of the dtypes {list(FLOATS)}, got {dtype}; cast it first")
 
 
 def check_block_size(block_size: Any) -> int:
-    """A positive integer."""
+    """Return `block_size` as a positive integer."""
     size = None if isinstance(block_size, bool) or is_traced(block_size) else as_index(block_size)
     if size is None or size < 1:
         raise ValueError(
@@ -100,7 +100,7 @@ def check_block_size(block_size: Any) -> int:
 
 
 def check_scale(scale: Any, head_dim: int) -> float:
-    """A positive finite number; 1 / sqrt(H) for None."""
+    """Return `scale` as a positive finite number; 1 / sqrt(H) for None."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     number = as_number(scale)
@@ -113,7 +113,7 @@ def check_scale(scale: Any, head_dim: int) -> float:
 
 
 def check_is_causal(is_causal: Any) -> bool:
-    """A bool that is known when tracing."""
+    """Return `is_causal` as a bool, which must be known when tracing."""
     if not isinstance(is_causal, (bool, np.bool_)):
         raise ValueError(f"`is_causal` must be True or False, known when tracing, got {is_causal!r}; pass a bool")
     return bool(is_causal)
@@ -129,7 +129,7 @@ def check_packing(
     """Check `sequence_offsets` or `block_lengths` against an operand's tokens of shape [T]; [B, T] allows neither.
 
     Returns:
-        The largest number of tokens in a sequence, None where it is not known.
+        The length of the longest sequence, or None where it is unknown.
     """
     if sequence_offsets is None and block_lengths is None:
         return tokens_shape[-1]
@@ -155,7 +155,7 @@ def check_packing(
 def check_sequence_offsets(
     tokens: int, sequence_offsets: Any, name: str = "sequence_offsets", operand: str = "query"
 ) -> int | None:
-    """Check offsets into the `tokens` rows of an operand; returns the longest sequence, None where it is not known."""
+    """Check offsets into the rows of an operand, and return the length of the longest sequence, or None if unknown."""
     check_int32(name, sequence_offsets, "1")
     if sequence_offsets.shape[0] == 0:
         raise ValueError(f"`{name}` must have shape [num_sequences + 1], got an empty array; pass [0] for no sequences")
@@ -202,7 +202,7 @@ def _check_block_lengths(tokens: int, block_size: int, block_lengths: Any) -> in
 
 
 def check_apply_to(apply_to: Any) -> tuple[str, ...]:
-    """Which operands a rotary embedding rotates, as a tuple."""
+    """Return the operands that a rotary embedding rotates, as a tuple."""
     operands = (apply_to,) if isinstance(apply_to, str) else tuple(apply_to)
     if not operands or not set(operands) <= {"query", "key", "value"}:
         raise ValueError(
@@ -275,7 +275,7 @@ def _check_tables(rotary: Any, tokens_shape: tuple[int, ...], head_dim: int) -> 
 
 
 def check_int32(name: str, array: Any, rank: str) -> None:
-    """An int32 array of a rank, "1" or "1 or 2"."""
+    """Check for an int32 array of a rank, which is given as "1" or "1 or 2"."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or dtype_name(dtype) != "int32":
         raise ValueError(
@@ -286,7 +286,7 @@ def check_int32(name: str, array: Any, rank: str) -> None:
 
 
 def as_index(value: Any) -> int | None:
-    """A Python integer of what counts as one, None for anything else."""
+    """Return a value with `__index__` as a Python integer, and None for anything else."""
     try:
         return operator.index(value)
     except TypeError:
@@ -294,7 +294,7 @@ def as_index(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """A Python float of a number, or of an array of rank 0 whose value is known; None for anything else."""
+    """Return a number, or an array of rank 0 with a known value, as a Python float; None for anything else."""
     if isinstance(value, bool) or is_traced(value):
         return None
     if isinstance(value, (int, float)):

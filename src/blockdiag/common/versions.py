@@ -1,4 +1,4 @@
-"""Which versions of other packages this library was tested with, and who else installs a package named `blockdiag`."""
+"""Tested versions of other packages, and other distributions that install a package named `blockdiag`."""
 
 import importlib.metadata
 import re
@@ -44,7 +44,7 @@ TESTED = {
 
 
 def release_numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version without suffixes: (2, 14, 1) of "2.14.1+cu130", (3, 9, 0) of "3.9.0rc1"."""
+    """Return the numbers of a version without suffixes: (2, 14, 1) for "2.14.1+cu130", (3, 9, 0) for "3.9.0rc1"."""
     found = re.match(r"\d+(\.\d+)*", version)
     if found is None:
         raise ValueError(f"version {version!r} does not start with a number")

@@ -1,8 +1,8 @@
-"""The zigzag order of tokens, which gives every device as much causal attention as any other.
+"""The zigzag order of tokens, which balances causal attention over devices.
 
-In consecutive parts the last of D devices has (2 D - 1) / D^2 of all causal pairs of a query and a key, where a fair
-share is 1 / D. In zigzag order device d has parts d and 2 D - 1 - d of 2 D equal parts: early queries, which see few
-keys, and late ones, which see many.
+With consecutive parts, the last of D devices has (2 D - 1) / D^2 of all causal pairs of a query and a key; its fair
+share is 1 / D. In zigzag order, device d has parts d and 2 D - 1 - d of 2 D equal parts. It then has early queries,
+which see few keys, and late queries, which see many.
 """
 
 from typing import Any
@@ -15,22 +15,22 @@ from blockdiag.common.context_sizes import zigzag_owner
 
 
 def zigzag_order(tokens: int, devices: int) -> np.ndarray:
-    """The places of tokens in zigzag order: `x[zigzag_order(len(x), devices)]` is in this order.
+    """Return the permutation into zigzag order: `x[zigzag_order(len(x), devices)]` is in this order.
 
-    Device d of several that share an axis in consecutive parts then has parts d and 2 devices - 1 - d of 2 devices
-    equal parts, so that all devices see equally many keys under a causal mask. Positions, such as those of
-    `Rotary(positions=)` or `jnp.take(table, order, axis=0)`, move like the tokens: the order itself is the position of
-    each token.
+    The reordered axis is then sharded in consecutive parts. Device d holds parts d and 2 devices - 1 - d of 2 devices
+    equal parts, so all devices compute equally many scores under a causal mask. Positions move with the tokens: the
+    order itself is the position of each token. It is the `positions` of `Rotary`, and `jnp.take(table, order, axis=0)`
+    reorders a table.
 
     Args:
-        tokens: a multiple of 2 devices.
-        devices: that share the tokens.
+        tokens: number of tokens, a multiple of 2 devices.
+        devices: number of devices that share the tokens.
 
     Returns:
-        int32 [tokens], a permutation. `inverse_zigzag_order` takes it back.
+        int32 [tokens], a permutation. `inverse_zigzag_order` inverts it.
 
     Raises:
-        ValueError: `tokens` is no such multiple.
+        ValueError: `tokens` is not a multiple of 2 devices.
 
     References:
         Pairs of an early and a late part: the context parallelism of Llama 3 (2024).
@@ -49,7 +49,7 @@ def zigzag_order(tokens: int, devices: int) -> np.ndarray:
 
 
 def inverse_zigzag_order(tokens: int, devices: int) -> np.ndarray:
-    """The permutation that takes `zigzag_order` back: where in zigzag order each token is.
+    """Return the inverse of `zigzag_order`: the index of each token in zigzag order.
 
     Args:
         tokens, devices: see `zigzag_order`.
@@ -74,16 +74,16 @@ def inverse_zigzag_order(tokens: int, devices: int) -> np.ndarray:
 
 
 def to_zigzag(x: jax.Array, axis: str, tokens: int) -> jax.Array:
-    """A device's consecutive part of an array as its part in zigzag order, by two exchanges of halves.
+    """Exchange a device's consecutive part of an array for its part in zigzag order, by two exchanges of halves.
 
     Args:
-        x: the part; an even number of tokens.
-        axis: of the mesh, manual here.
-        tokens: which axis of `x` has them.
+        x: the part, with an even number of tokens.
+        axis: name of the mesh axis, manual here.
+        tokens: index of the token axis of `x`.
     """
     devices = jax.lax.axis_size(axis)
     halves = jnp.split(x, 2, axis=tokens)
-    # Device d sends parts 2 d and 2 d + 1. Even parts all go to different devices, and so do odd ones.
+    # Device d sends parts 2 d and 2 d + 1. All even parts go to different devices, and so do all odd parts.
     even, odd = (
         jax.lax.ppermute(half, axis, [(device, zigzag_owner(2 * device + one, devices)) for device in range(devices)])
         for one, half in enumerate(halves)
@@ -92,11 +92,11 @@ def to_zigzag(x: jax.Array, axis: str, tokens: int) -> jax.Array:
 
 
 def from_zigzag(x: jax.Array, axis: str, tokens: int) -> jax.Array:
-    """A device's part in zigzag order as its consecutive part; see `to_zigzag`."""
+    """Exchange a device's part in zigzag order for its consecutive part; the inverse of `to_zigzag`."""
     devices = jax.lax.axis_size(axis)
     first, second = jnp.split(x, 2, axis=tokens)
     is_odd = jax.lax.axis_index(axis) % 2 == 1
-    # Device d has parts d and 2 devices - 1 - d, one of them even.
+    # Of parts d and 2 devices - 1 - d of device d, exactly one is even.
     even, odd = jnp.where(is_odd, second, first), jnp.where(is_odd, first, second)
     halves = [
         jax.lax.ppermute(half, axis, [(zigzag_owner(2 * device + one, devices), device) for device in range(devices)])
@@ -106,6 +106,6 @@ def from_zigzag(x: jax.Array, axis: str, tokens: int) -> jax.Array:
 
 
 def _ordered(even: Any, odd: Any, axis: str, tokens: int) -> jax.Array:
-    """The earlier part first."""
+    """Concatenate a device's even and odd part, the earlier one first."""
     is_odd = jax.lax.axis_index(axis) % 2 == 1
     return jnp.concatenate([jnp.where(is_odd, odd, even), jnp.where(is_odd, even, odd)], axis=tokens)

@@ -1,1 +1,1 @@
-"""Operations: what each one means, whoever computes it, one package an operation."""
+"""Operations, one package each: what an operation means, independent of its implementations."""

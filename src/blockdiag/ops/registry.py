@@ -1,4 +1,4 @@
-"""Every public operation that has implementations to choose from."""
+"""Registry of the public operations that have several implementations."""
 
 from blockdiag.common.operation import Operation
 from blockdiag.fusion.ir.tree import FUSE

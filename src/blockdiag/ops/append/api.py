@@ -42,53 +42,53 @@ def append_to_pages(
 ) -> tuple[Array, ...]:
     """Write the keys and values of new tokens into the pages that `paged_attention` reads.
 
-    Takes the arrays that `paged_attention` takes, with their meaning: `kv_lengths` counts the new tokens too, and token
-    t of the q new ones of sequence b goes to position ``kv_lengths[b] - q + t``, which is row ``position % page_size``
-    of page ``page_table[b, position // page_size]``. Nothing else of the pages changes, and pages may hold anything.
+    The arguments are those of `paged_attention`, with the same meaning. `kv_lengths` includes the new tokens: new token
+    t of q in sequence b goes to position ``kv_lengths[b] - q + t``. That position is row ``position % page_size`` of
+    page ``page_table[b, position // page_size]``. No other element of the pages changes. Pages may hold anything.
 
-    Under `jax.jit` with `donate_argnums` for the arrays that are returned, they are changed in place; otherwise JAX
-    copies them first. (Of pages of eight bits, XLA on a CPU passes over the whole pool even so.) Two tokens must not
-    have one place: sequences may share pages that nothing is written to.
+    The pages are updated in place under `jax.jit` with `donate_argnums` for the returned arrays; otherwise JAX copies
+    them first. (With 8-bit pages, XLA on a CPU passes over the whole pool even then.) Two tokens must not be written to
+    the same row. Sequences may share pages that are not written to.
 
-    A cache of eight bits holds numbers divided by a scale, rounded to nearest even; what would be too large becomes the
-    largest finite number. NaN stays NaN. Which scale, `key_scale` and `value_scale` say as they do in
-    `paged_attention`: one that is given, or one that is computed for each token and head.
+    An 8-bit cache holds values divided by a scale and rounded to nearest even. Values out of range saturate at the
+    largest finite number; NaN stays NaN. `key_scale` and `value_scale` mean the same as in `paged_attention`: a scale
+    is either given, or computed for each token and head.
 
-    For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes (each element
-    then has pages of its own), `jax.shard_map` and `jax.export`. On a mesh, the pages may be sharded over heads, and a
-    contiguous cache over batch rows too; each device writes its own part, in place where the pages are donated. New
-    tokens that are sharded otherwise are gathered, which explicit axes make a ValueError; pages never are.
+    For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` over any axes (each element
+    then has its own pages), `jax.shard_map` and `jax.export`. On a mesh, the pages may be sharded over heads, and a
+    contiguous cache also over batch rows. Each device writes its own part, in place where the pages are donated. Pages
+    are never gathered. New tokens that are sharded differently are gathered on automatic axes, and raise a ValueError
+    on explicit axes.
 
     Args:
         key, value: [B, T, K, H] and [B, T, K, V], T new tokens of each sequence; or packed [rows, K, H] and
-            [rows, K, V] with `query_offsets`. Of one dtype: float16, bfloat16, float32, float64, float8_e4m3fn or
-            float8_e5m2.
-        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], each of the dtype of `key`, or
-            of eight bits, float8_e4m3fn or float8_e5m2.
-        page_table: int32 [B, max_pages], numbers of pages. Known ones are checked, which outside `jax.jit` waits until
-            they are computed; where traced ones lie outside [0, P), nothing is written. None for a contiguous cache:
-            the pages are then [B, S, K, H], one for each sequence.
-        kv_lengths: int32 [B], keys of each sequence once the new ones are there. Known ones are checked; with traced
-            ones, tokens before position 0 or after the last page are not written.
-        query_lengths: int32 [B], how many of the T tokens each sequence has, the first ones; all when None. Known ones
-            are checked; traced ones are clipped to [0, T].
-        query_offsets: int32 [B + 1], for packed tokens: sequence b has rows [offsets[b], offsets[b + 1]). Starts with 0
-            and does not decrease. Rows beyond the last offset are not written.
-        rotary: rotary embedding of the key; its `positions` are those of the tokens in their sequences unless given.
-            Computed in float32 (float64) and rounded once, to the dtype of the pages. `apply_to` may say that keys are
-            not rotated; values never are.
-        key_scale, value_scale: a number, or float32 of shape [] or [B, K]: what each key or value is divided by. Or
-            pages of scales, float32 [P, page_size, K], beside pages of eight bits: then the scale of each new token and
-            head is computed, the largest magnitude over the largest finite number, and written to its place. Either way
-            the same array, after the append, is what `paged_attention` takes.
-        key_centroids: float32 [B, max_blocks, K, H], the mean key of each block of a sequence, which
-            `moba_paged_attention` chooses blocks by: those of blocks whose last key is new are written, the mean in
-            float32 of what the cache then holds, scale included. Earlier keys of such a block are read from the pages.
-            A block that lies partly outside of the pages is left out.
+            [rows, K, V] with `query_offsets`. Both have the same dtype: float16, bfloat16, float32, float64,
+            float8_e4m3fn or float8_e5m2.
+        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V]. Each has the dtype of `key` or
+            an 8-bit dtype, float8_e4m3fn or float8_e5m2.
+        page_table: int32 [B, max_pages], page numbers. Known entries are checked; outside `jax.jit` the check waits
+            until they are computed. Tokens whose traced entry lies outside [0, P) are not written. None means a
+            contiguous cache, whose pages [B, S, K, H] are one per sequence.
+        kv_lengths: int32 [B], number of keys of each sequence after the append. Known values are checked. With traced
+            values, tokens before position 0 or after the last page are not written.
+        query_lengths: int32 [B], number of new tokens of each sequence, counted from the first of the T; all when None.
+            Known values are checked; traced values are clipped to [0, T].
+        query_offsets: int32 [B + 1], for packed tokens: sequence b has rows [offsets[b], offsets[b + 1]). Offsets
+            start with 0 and do not decrease. Rows beyond the last offset are not written.
+        rotary: rotary embedding of the key. Its `positions` default to the positions of the tokens in their sequences.
+            The rotation is computed in float32 (float64) and rounded once, to the dtype of the pages. Keys are not
+            rotated if `apply_to` excludes them; values never are.
+        key_scale, value_scale: a number, or float32 of shape [] or [B, K], that each key or value is divided by. Beside
+            8-bit pages, also pages of scales, float32 [P, page_size, K]. The scale of each new token and head, its
+            largest magnitude divided by the largest finite number, is then computed and written there. In both cases
+            pass the same array, as it is after the append, to `paged_attention`.
+        key_centroids: float32 [B, max_blocks, K, H], the mean keys by which `moba_paged_attention` chooses blocks. The
+            means of blocks whose last key is new are written, in float32, from the cached keys with their scale.
+            Earlier keys of such a block are read from the pages. Blocks that lie partly outside the pages are skipped.
         block_size: keys of a block, known when tracing; with `key_centroids`.
-        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
-            it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on a
-            CPU runs in a slow interpreter. A sequence means the first that supports the call.
+        implementation: which implementation runs. None chooses by platform when the program is lowered: "triton" on
+            CUDA where it supports the call, "xla" otherwise. A name ("reference", "xla" or "triton") selects that one;
+            on a CPU "triton" runs in a slow interpreter. A sequence selects the first that supports the call.
 
     Returns:
         Every array that is written, in the order of the arguments: key_pages, value_pages, then key_scale and
@@ -96,12 +96,12 @@ def append_to_pages(
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations supports this call; the message says why.
         TypeError: the call is differentiated.
 
     References:
         Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
-        Caches of eight bits: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+        8-bit caches: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -140,7 +140,7 @@ def append_to_pages(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`)."""
+    """The static part of a call: the problem and the implementations to try (see `dispatch.resolve`)."""
 
     problem: AppendProblem
     implementations: tuple[str, ...] | None
@@ -152,7 +152,7 @@ def _as_array(x: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _append(call: Call, arrays: dict[str, Any]) -> tuple[Array, ...]:
-    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    """Compute the array part of the public function, as one compiled program even outside `jax.jit`."""
     arrays = jax.tree.map(functools.partial(not_differentiable, name="append_to_pages"), arrays)
     rotary = arrays["rotary"] if call.problem.rotary is not None else None
     tables = {} if rotary is None else {name: getattr(rotary, name) for name in ("cos", "sin", "positions")}
@@ -163,13 +163,13 @@ def _append(call: Call, arrays: dict[str, Any]) -> tuple[Array, ...]:
 
 
 def _plan(call: Call, rule: Rule, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
-    """The rule of a call, and what computes a part of it."""
+    """Return the sharding rule of a call, and the function that computes a part of it."""
     del operands
     return rule, functools.partial(_on_device, call)
 
 
 def _on_device(call: Call, part: Part) -> Any:
-    """The call on the arrays of one device."""
+    """Return the function that computes the call on the arrays of one device."""
 
     def append(*operands: Any) -> tuple[Array, ...]:
         arrays = dict(zip(sharding.OPERANDS, operands, strict=True))
@@ -180,14 +180,14 @@ def _on_device(call: Call, part: Part) -> Any:
 
 
 def _canonical(problem: AppendProblem, part: Part, arrays: dict[str, Any]) -> AppendArrays:
-    """The arrays of the canonical call."""
+    """Return the arrays of the canonical call."""
     key, value = (arrays[name].reshape(problem.tokens, *arrays[name].shape[-2:]) for name in ("key", "value"))
     query_lengths, offsets, sequences, first_rows = arrays["query_lengths"], arrays["query_offsets"], None, None
     if offsets is not None:
         offsets = jax.lax.cummax(jnp.clip(offsets, 0, problem.tokens))
         first = part.starts.get("rows")
         if first is not None:
-            # Rows of sequences that other devices have are rows of none.
+            # Rows of sequences on other devices belong to no sequence here.
             offsets = jax.lax.dynamic_slice_in_dim(offsets, first, problem.batch + 1)
         query_lengths, first_rows = jnp.diff(offsets), offsets[:-1]
         row = jnp.arange(problem.tokens, dtype=jnp.int32)
@@ -217,7 +217,7 @@ def _canonical(problem: AppendProblem, part: Part, arrays: dict[str, Any]) -> Ap
 def _canonical_rotary(
     problem: AppendProblem, arrays: dict[str, Any], tokens_shape: tuple[int, ...]
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Tables [rows, H / 2], and the row of each token where it is not its position."""
+    """Return the tables [rows, H / 2], and the table row of each token; None where that is its position."""
     if problem.rotary is None:
         return None, None, None
     cos, sin = (arrays[name].reshape(-1, arrays[name].shape[-1]) for name in ("cos", "sin"))
@@ -231,13 +231,13 @@ def _canonical_rotary(
 
 
 def _by_head(scale: Array | None, shape: tuple[int, int]) -> Array | None:
-    """A scale [] as [B, K]; others as they are."""
+    """Broadcast a scale [] to [B, K]; return any other scale unchanged."""
     return scale if scale is None or scale.ndim else jnp.broadcast_to(scale[None, None], shape)
 
 
 @functools.lru_cache(maxsize=1024)
 def _mappable(call: Call) -> Any:
-    """The canonical call with its batching rule; one function object for each call."""
+    """Return the canonical call with its batching rule; one function object per call."""
 
     @jax.custom_batching.custom_vmap
     def compute(arrays: AppendArrays) -> tuple[Array, ...]:

@@ -1,6 +1,6 @@
-"""Mapped axes folded into the batch: what `jax.vmap` makes of a call that appends to a paged cache.
+"""Batching rule of appending to a paged cache: fold an axis mapped by `jax.vmap` into the batch of a call.
 
-Each mapped element writes to pages of its own, which become one pool; page numbers are shifted for each element.
+Each mapped element writes to its own pages, which become one pool. Page numbers are shifted for each element.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from blockdiag.ops.block_diagonal.batching import fold_rows
 def fold_append(
     problem: AppendProblem, axis_size: int, is_mapped: AppendArrays, arrays: AppendArrays
 ) -> tuple[AppendProblem, AppendArrays]:
-    """The canonical call over `axis_size` times as many sequences and pages.
+    """Return the canonical call over `axis_size` times as many sequences and pages.
 
     Args:
         problem: the call of one mapped element.
         axis_size: length of the mapped axis.
-        is_mapped: for each array, whether it has the mapped axis, in front.
-        arrays: the arrays. Pages that are not mapped are repeated, since each element changes its own.
+        is_mapped: for each array, whether it has the mapped axis as its leading axis.
+        arrays: the arrays. Pages that are not mapped are repeated, because each element changes its own copy.
 
     Returns:
         The problem and the arrays of the folded call.
@@ -31,7 +31,7 @@ def fold_append(
     element = jnp.arange(axis_size, dtype=jnp.int32)
 
     def shifted(x: Array, size: int) -> Array:
-        """Numbers below `size` as numbers of their element; those that are none as -1."""
+        """Shift indices in [0, size) to the range of their element; others become -1."""
         shift = jnp.repeat(element * size, x.shape[0] // axis_size).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where((x >= 0) & (x < size), x + shift, -1)
 
@@ -45,7 +45,7 @@ def fold_append(
     if problem.rotary is not None and not (is_mapped.cos or is_mapped.sin):
         return new_problem, folded._replace(cos=arrays.cos, sin=arrays.sin)
     if problem.rotary is not None:
-        # Within the element's own table first, so that none reads rows of another's.
+        # Positions are clipped before they are shifted, so that no element reads another element's table.
         rows = problem.rotary.table_rows
         positions = folded.positions
         positions = find_places(new_problem, folded).position if positions is None else positions

@@ -1,7 +1,7 @@
-"""From the arguments of a public call that appends to a paged cache to the description that implementations read.
+"""Checks of the arguments of appending to a paged cache, and the static description that implementations read.
 
-Each mistake is a ValueError that names the argument, its value and the remedy. The same for arrays of JAX and of torch,
-of which only shapes and dtypes are read, and values of lengths and page numbers where they are known.
+Each wrong argument raises a ValueError that names it, its value and the remedy. Arrays may be JAX's or torch's. Only
+their shapes and dtypes are read, and the values of lengths and page numbers where they are known.
 """
 
 import math
@@ -35,7 +35,7 @@ def describe_append_call(
     key_centroids: Any,
     block_size: Any,
 ) -> AppendProblem:
-    """Check every argument and describe the call.
+    """Check every argument and return the static description of the call.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -72,7 +72,7 @@ def describe_append_call(
 
 
 def _check_operands(key: Any, value: Any, key_pages: Any, value_pages: Any) -> None:
-    """Shapes and dtypes of new keys and values, and of the pages they go to."""
+    """Check shapes and dtypes of new keys and values, and of the pages that they are written to."""
     if key.ndim not in (3, 4) or 0 in key.shape[-2:]:
         raise ValueError(
             f"`key` must have shape [B, T, K, H], or [rows, K, H] with `query_offsets`, got {tuple(key.shape)}; "
@@ -113,7 +113,7 @@ def _check_operands(key: Any, value: Any, key_pages: Any, value_pages: Any) -> N
 
 
 def _check_sequences(key: Any, batch: int, query_lengths: Any, query_offsets: Any) -> None:
-    """How the rows of `key` are divided among `batch` sequences."""
+    """Check how the rows of `key` are divided among `batch` sequences."""
     if query_offsets is None:
         if key.ndim == 3:
             raise ValueError(
@@ -152,7 +152,7 @@ def _check_sequences(key: Any, batch: int, query_lengths: Any, query_offsets: An
 
 
 def _check_positions(key: Any, kv_lengths: Any, query_lengths: Any, query_offsets: Any) -> None:
-    """No new token stands before the first position of its sequence, where lengths are known."""
+    """Check that no new token is before the first position of its sequence, where lengths are known."""
     lengths = known_values(kv_lengths)
     given = query_lengths if query_offsets is None else query_offsets
     new = None if given is None else known_values(given)
@@ -194,7 +194,7 @@ def _describe_rotary(rotary: Any, key: Any, kv_lengths: Any) -> RotaryProblem | 
 
 
 def _check_scale(name: str, scale: Any, batch: int, pages: Any) -> CacheScale:
-    """How a scale is given; as pages it is computed, which a dtype needs that it could not hold otherwise."""
+    """Return the form of a scale; scales in pages are computed, and only 8-bit pages may have them."""
     kind = check_cache_scale(name, scale, batch, pages.shape[2], tuple(pages.shape[:3]))
     if kind == "token" and dtype_name(pages.dtype) not in EIGHT_BIT_FLOATS:
         cache = name.replace("scale", "pages")
@@ -206,7 +206,7 @@ def _check_scale(name: str, scale: Any, batch: int, pages: Any) -> CacheScale:
 
 
 def _check_centroids(key_centroids: Any, block_size: Any, sizes: tuple[int, int, int]) -> int | None:
-    """The block size of `key_centroids` [B, max_blocks, K, H]; None without them."""
+    """Check `key_centroids` [B, max_blocks, K, H], and return their block size; None without them."""
     if key_centroids is None and block_size is None:
         return None
     if key_centroids is None or block_size is None:

@@ -1,4 +1,4 @@
-"""Where new tokens go: sequence, position, page and place in the page of each row of a call that appends."""
+"""Destinations of new tokens: sequence, position, page and offset in the page of each row of an append."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from blockdiag.ops.append.problem import AppendArrays, AppendProblem
 
 
 class Places(NamedTuple):
-    """Of each row, int32 [tokens].
+    """The destination of each row, int32 [tokens] except for `is_written`, bool [tokens].
 
     Attributes:
-        sequence: the sequence it belongs to; some one where it belongs to none.
-        position: its position in the sequence.
-        page, offset: where its key and value go; of rows that are not written the page is the one after the last.
-        is_written: whether it goes anywhere.
+        sequence: the sequence of the row; arbitrary but valid if it belongs to none.
+        position: the position of the row in its sequence.
+        page, offset: the destination of key and value; for rows that are not written, `page` is `num_pages`.
+        is_written: whether the row is written.
     """
 
     sequence: Array
@@ -26,7 +26,7 @@ class Places(NamedTuple):
 
 
 def find_places(problem: AppendProblem, arrays: AppendArrays) -> Places:
-    """Places of all rows, whatever table and lengths hold."""
+    """Return the places of all rows, for arbitrary values of table and lengths."""
     row = jnp.arange(problem.tokens, dtype=jnp.int32)
     if problem.query_tokens is None:
         sequence = jnp.maximum(arrays.sequences, 0)
@@ -44,7 +44,7 @@ def find_places(problem: AppendProblem, arrays: AppendArrays) -> Places:
 
 
 def token_counts(problem: AppendProblem, arrays: AppendArrays) -> Array:
-    """New tokens of each sequence, int32 [batch]."""
+    """Return the number of new tokens of each sequence, int32 [batch]."""
     most = problem.tokens if problem.query_tokens is None else problem.query_tokens
     if arrays.query_lengths is None:
         return jnp.full_like(arrays.kv_lengths, most)
@@ -52,7 +52,7 @@ def token_counts(problem: AppendProblem, arrays: AppendArrays) -> Array:
 
 
 def find_pages(problem: AppendProblem, arrays: AppendArrays, sequence: Array, position: Array) -> Array:
-    """Numbers of the pages that positions within the table lie in; those numbers may be anything."""
+    """Return the page numbers for positions within the table; the numbers may be out of range."""
     if arrays.page_table is None:
         return jnp.broadcast_to(sequence, position.shape)
     return arrays.page_table[sequence, position // problem.page_size]

@@ -22,20 +22,21 @@ class AppendProblem:
 
     Attributes:
         tokens: rows of key and value.
-        batch: sequences.
-        query_tokens: T, where row b * T + t is token t of sequence b; None where arrays say which row is whose.
+        batch: number of sequences.
+        query_tokens: T, where row b * T + t is token t of sequence b; None for packed rows, whose sequences are given
+            by arrays.
         key_heads, head_dim, value_dim: K, H and V.
         dtype: dtype name of key and value.
-        key_dtype, value_dtype: dtype names of the pages: `dtype`, or one of eight bits.
-        num_pages, page_size, max_pages: pages of the pool, tokens of a page, pages of a sequence at most.
+        key_dtype, value_dtype: dtype names of the pages: `dtype` or an 8-bit dtype.
+        num_pages, page_size, max_pages: pages of the pool, tokens of a page, maximum pages of a sequence.
         has_page_table: whether there is a table; without one, sequence b is page b.
-        has_query_lengths: whether sequences have fewer than `query_tokens` tokens; always where that is None.
-        rotary: the rotation of the key before it is stored; None for none. Table rows are a token's position in its
-            sequence, or explicit.
-        key_scale, value_scale: what keys and values are divided by before they are rounded: nothing, what is given for
-            each sequence and head, or what is computed for each token and head and written to pages of scales.
-        block_size: tokens of a block whose mean key is kept; None where no means are.
-        max_blocks: blocks of a sequence that there is a mean of.
+        has_query_lengths: whether an array says how many new tokens each sequence has; always True for packed rows.
+        rotary: the rotation of the key before it is stored, or None. Table rows are a token's position in its sequence,
+            or explicit.
+        key_scale, value_scale: divisor of keys and values before rounding. It is "none", "head" (given for each
+            sequence and head), or "token" (computed for each token and head, and written to pages of scales).
+        block_size: tokens of a block whose mean key is maintained; None without mean keys.
+        max_blocks: number of blocks per sequence with a mean key.
     """
 
     operation: ClassVar[Operation] = APPEND
@@ -62,22 +63,22 @@ class AppendProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no tokens or pages to compute anything from."""
+        """True if there are no tokens or pages to compute anything from."""
         return 0 in (self.batch, self.tokens, self.num_pages, self.max_keys)
 
     @property
     def is_packed(self) -> bool:
-        """Whether arrays say which sequence a row belongs to."""
+        """True if rows are packed, so that arrays give each row's sequence."""
         return self.query_tokens is None
 
     @property
     def max_keys(self) -> int:
-        """Keys that a sequence can have."""
+        """Maximum number of keys of a sequence."""
         return self.max_pages * self.page_size
 
     @property
     def max_completed(self) -> int:
-        """Blocks of a sequence that one call can complete."""
+        """Maximum number of blocks of a sequence that one call can complete."""
         if self.block_size is None:
             return 0
         tokens = self.tokens if self.query_tokens is None else self.query_tokens
@@ -85,7 +86,7 @@ class AppendProblem:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The arrays that the call changes, names of `AppendArrays`, in the order in which they are returned."""
+        """Names in `AppendArrays` of the arrays that the call changes, in the order in which they are returned."""
         is_written = {
             "key_pages": True,
             "value_pages": True,
@@ -97,16 +98,16 @@ class AppendProblem:
 
 
 class AppendArrays(NamedTuple):
-    """The arrays of a call; None for those that it does not have.
+    """The arrays of a call; None for arrays that the call does not have.
 
     Attributes:
         key, value: [tokens, K, H] and [tokens, K, V].
         key_pages, value_pages: [P, page_size, K, H] and [P, page_size, K, V].
-        page_table: int32 [batch, max_pages], of any content.
-        kv_lengths: int32 [batch], keys of each sequence after the append, of any content.
+        page_table: int32 [batch, max_pages], with arbitrary values.
+        kv_lengths: int32 [batch], keys of each sequence after the append, with arbitrary values.
         query_lengths: int32 [batch], new tokens of each sequence.
-        sequences: of packed rows, int32 [tokens], the sequence of each, -1 for none.
-        first_rows: of packed rows, int32 [batch], where those of each sequence begin.
+        sequences: int32 [tokens], the sequence of each packed row, -1 for none.
+        first_rows: int32 [batch], the first packed row of each sequence.
         cos, sin: [table_rows, H / 2].
         positions: int32 [tokens], the table row of each token where it is explicit.
         key_scale, value_scale: float32 [batch, K], or pages [P, page_size, K].

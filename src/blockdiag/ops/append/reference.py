@@ -1,7 +1,7 @@
 """Appending to a paged cache, written to be read: the executable specification of the operation.
 
-A loop writes one token after the other; a second one goes over all blocks and computes the means of those that became
-complete.
+A loop writes one token after the other. A second loop goes over all blocks and computes the mean keys of those that
+became complete.
 """
 
 import jax
@@ -15,18 +15,18 @@ from blockdiag.ops.append.problem import AppendArrays, AppendProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: AppendProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
 
 def append(problem: AppendProblem, arrays: AppendArrays, *, interpret: bool = False) -> tuple[Array, ...]:
-    """The arrays that the call changes, `problem.written`."""
+    """Return the arrays that the call changes, `problem.written`."""
     del interpret
     if 0 not in (problem.tokens, problem.batch, problem.max_keys, problem.num_pages):
 
@@ -45,7 +45,7 @@ def append(problem: AppendProblem, arrays: AppendArrays, *, interpret: bool = Fa
 
 
 def _lengths(problem: AppendProblem, arrays: AppendArrays, sequence: Array) -> tuple[Array, Array]:
-    """Keys of a sequence, and how many of them are new."""
+    """Return the number of keys of a sequence, and how many of them are new."""
     most = problem.tokens if problem.query_tokens is None else problem.query_tokens
     num_new = jnp.asarray(most, jnp.int32)
     if arrays.query_lengths is not None:
@@ -56,7 +56,10 @@ def _lengths(problem: AppendProblem, arrays: AppendArrays, sequence: Array) -> t
 def _place(
     problem: AppendProblem, arrays: AppendArrays, sequence: Array, position: Array
 ) -> tuple[Array, Array, Array]:
-    """Whether a position has a place, its page and its place in the page; some page where it has none."""
+    """Return whether a position lies in a page, its page and its offset in the page.
+
+    Page and offset are valid indices even if the position lies in no page.
+    """
     is_inside = (position >= 0) & (position < problem.max_keys)
     inside = jnp.clip(position, 0, problem.max_keys - 1)
     page = sequence if arrays.page_table is None else arrays.page_table[sequence, inside // problem.page_size]
@@ -65,7 +68,7 @@ def _place(
 
 
 def _with_token(problem: AppendProblem, arrays: AppendArrays, row: Array) -> tuple[Array, ...]:
-    """The arrays that change, after one token was written."""
+    """Return the changed arrays after writing one token."""
     row = jnp.asarray(row, jnp.int32)
     if problem.query_tokens is None:
         sequence = jnp.maximum(arrays.sequences[row], 0)
@@ -99,7 +102,7 @@ def _with_token(problem: AppendProblem, arrays: AppendArrays, row: Array) -> tup
 
 
 def _with_block(problem: AppendProblem, arrays: AppendArrays, number: Array) -> tuple[Array, ...]:
-    """The arrays that change, after the mean of one block of one sequence was written if the block became complete."""
+    """Return the changed arrays after writing the mean key of one block of a sequence, if the block became complete."""
     assert problem.block_size is not None
     sequence, block = jnp.divmod(jnp.asarray(number, jnp.int32), jnp.asarray(problem.max_blocks, jnp.int32))
     num_keys, num_new = _lengths(problem, arrays, sequence)

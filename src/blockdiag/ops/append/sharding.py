@@ -1,7 +1,7 @@
-"""How appending to a paged cache divides over devices: by key heads, and a contiguous cache by batch rows too.
+"""Sharding of appending to a paged cache: key heads are divided, and batch rows too with a contiguous cache.
 
-Every device that has pages of a pool writes the new tokens of all batch rows to them, so that tokens, which are few,
-are gathered; what is written never is. That alone decides what is divided.
+The shardings of the written arrays alone decide the division, because they are large and never gathered. New tokens are
+few and are gathered where needed: each device with pages of a pool writes the tokens of all batch rows to them.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ OPERANDS = (
     "key", "value", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "query_offsets", "cos",
     "sin", "positions", "key_scale", "value_scale", "key_centroids",
 )  # fmt: skip
-"""The arrays of a call in the order in which a rule has them: its arguments, with those of `rotary` taken out."""
+"""The arrays of a call in the order of a rule's operands: its arguments, with the arrays of `rotary` inlined."""
 
 _POOLS = ("key_pages", "value_pages")
 
 
 def rule(problem: AppendProblem, implementations: tuple[str, ...] | None, operands: Mapping[str, Any]) -> Rule:
-    """The rule of a call.
+    """Return the sharding rule of a call.
 
     Args:
         problem: the call.
-        implementations: who may compute it.
+        implementations: names of the implementations to try, or None.
         operands: arrays or None, by name, in the order of `OPERANDS`.
     """
     given = {name: x for name, x in operands.items() if x is not None}
@@ -74,7 +74,7 @@ def rule(problem: AppendProblem, implementations: tuple[str, ...] | None, operan
 
 
 def local_problem(problem: AppendProblem, part: Part, operands: Mapping[str, Any]) -> AppendProblem:
-    """The call of one device, which has these operands."""
+    """Return the call of one device, given the operands on it."""
     if not part.starts:
         return problem
     sizes, rotary = part.sizes, problem.rotary
@@ -91,11 +91,11 @@ def local_problem(problem: AppendProblem, part: Part, operands: Mapping[str, Any
 
 
 def check(rule: Rule, operands: Mapping[str, Any]) -> None:
-    """Refuse what would move or cut pages on a mesh with explicit axes.
+    """Refuse shardings that would move or divide pages on a mesh with explicit axes.
 
     Raises:
-        ValueError: tokens or features of the key are sharded, or its batch rows where pages are shared, or the pages
-            otherwise than the key.
+        ValueError: the key is sharded over tokens or features, or over batch rows of shared pages; or the pages are
+            sharded differently from the key.
     """
     key = operands["key"]
     check_tokens("key", key)
@@ -105,7 +105,7 @@ def check(rule: Rule, operands: Mapping[str, Any]) -> None:
             f"`key` must not be sharded over batch rows, {spec}, where sequences share the pages of a table: devices "
             "would write different tokens into copies of one pool; call inside jax.shard_map where each has its own"
         )
-    # Whatever the key could divide, pages must be divided by.
+    # The pages must be divided by everything that the key's sharding would divide, so the rule is not anchored here.
     rule = dataclasses.replace(rule, is_anchored=False)
     for name, (given, wanted) in unfit_pools(rule, operands, _POOLS, is_exact=True).items():
         raise ValueError(

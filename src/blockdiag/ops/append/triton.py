@@ -1,4 +1,4 @@
-"""The Triton implementation of appending to a paged cache, from JAX: the canonical call as one kernel launch."""
+"""The Triton implementation of appending to a paged cache in JAX: the canonical call as one kernel launch."""
 
 from jax import Array
 
@@ -10,11 +10,11 @@ __all__ = ["append", "available", "supports"]
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
 def append(problem: AppendProblem, arrays: AppendArrays, *, interpret: bool = False) -> tuple[Array, ...]:
-    """The arrays that the call changes, `problem.written`."""
+    """Return the arrays that the call changes, `problem.written`."""
     launch = AppendLaunch(problem)
     return jax_call.launch(launch, *(getattr(arrays, name) for name in launch.input_names), interpret=interpret)

@@ -1,4 +1,4 @@
-"""Appending to a paged cache in plain `jax.numpy`: one scatter, which XLA does in place where the pages are donated."""
+"""Appending to a paged cache in plain `jax.numpy`: one scatter, which XLA runs in place if the pages are donated."""
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,18 @@ from blockdiag.ops.paged.problem import CacheScale
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: AppendProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
 
 def append(problem: AppendProblem, arrays: AppendArrays, *, interpret: bool = False) -> tuple[Array, ...]:
-    """The arrays that the call changes, `problem.written`."""
+    """Return the arrays that the call changes, `problem.written`."""
     del interpret
     places = find_places(problem, arrays)
     key = _rotated_key(problem, arrays, places)
@@ -38,7 +38,7 @@ def append(problem: AppendProblem, arrays: AppendArrays, *, interpret: bool = Fa
 
 
 def _rotated_key(problem: AppendProblem, arrays: AppendArrays, places: Places) -> Array:
-    """The key [tokens, K, H] in float32 or float64, rotated where the call says so."""
+    """Return the key [tokens, K, H] in float32 or float64, rotated if the call has a rotary embedding."""
     if problem.rotary is None:
         return arrays.key.astype(accumulation_dtype(arrays.key.dtype))
     row = places.position if arrays.positions is None else arrays.positions
@@ -48,7 +48,7 @@ def _rotated_key(problem: AppendProblem, arrays: AppendArrays, places: Places) -
 
 
 def _store(x: Array, pages: Array, scale: Array | None, kind: CacheScale, places: Places) -> tuple[Array, Array | None]:
-    """Pages, and their scale, with the rows of wide [tokens, K, D] in their places."""
+    """Return pages and scale after writing `x`, float32 or float64 [tokens, K, D], to its places."""
     name = pages.dtype.name
     by_row = None
     if kind == "token":
@@ -63,7 +63,7 @@ def _store(x: Array, pages: Array, scale: Array | None, kind: CacheScale, places
 
 
 def _with_completed_blocks(problem: AppendProblem, block_size: int, arrays: AppendArrays, places: Places) -> Array:
-    """The centroids with those of the blocks whose last key is new, of keys as they lie in the pages."""
+    """Return the centroids, updated from the keys in the pages for the blocks whose last key is new."""
     is_last = places.is_written & (places.position % block_size == block_size - 1)
     is_last = is_last & (places.position // block_size < problem.max_blocks)
     rows = jnp.nonzero(is_last, size=problem.tokens, fill_value=0)[0]
@@ -78,7 +78,7 @@ def _with_completed_blocks(problem: AppendProblem, block_size: int, arrays: Appe
         if scale is not None:
             scale = scale[page, offset] if problem.key_scale == "token" else scale[sequence][None]
         mean = jnp.mean(widen_from_cache(arrays.key_pages[page, offset], scale), axis=0)
-        # A block that lies partly in no page is left as it was.
+        # A block that lies partly outside the pages is skipped.
         number = jnp.where(is_sound, last // block_size, problem.max_blocks)
         return centroids.at[sequence, number].set(mean.astype(centroids.dtype), mode="drop")
 

@@ -1,4 +1,4 @@
-"""Block-diagonal attention: the public function, its one derivative rule and its one batching rule."""
+"""Block-diagonal attention: the public function, its derivative rule and its batching rule."""
 
 import functools
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ BLOCK_DIAGONAL_OUTPUT = "blockdiag_block_diagonal_output"
 """Name of the attention output for rematerialisation policies.
 
 `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(blockdiag.BLOCK_DIAGONAL_OUTPUT))` keeps the
-output of each attention call, so that the backward pass does not run the forward kernel again. (The backward kernel
-itself needs no output: it starts from query, key and value. Of blocks of more than 256 rows it does, and needs their
-log-sum-exp, which has the same name.)
+output of each attention call, so that the backward pass does not run the forward kernel again. With blocks of at most
+256 rows, the backward kernel needs only query, key and value. With longer blocks it also needs the output and the
+log-sum-exp, which this name covers as well.
 
 Example:
     >>> import functools
@@ -62,61 +62,63 @@ def block_diagonal_attention(
     implementation: str | Sequence[str] | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> Float[Array, "*batch T N H"]:
-    """Self-attention in which every token attends within its own fixed-size block of its own sequence.
+    """Compute self-attention in which every token attends within its own fixed-size block of its own sequence.
 
-    Blocks are anchored at the start of each sequence and never cross it; the last block of a sequence holds what is
-    left. Query head n attends to key head n // (N // K), so that K = N is multi-head, K = 1 multi-query attention.
-    Scores, softmax and sums are float32 (float64 for float64 arrays); the output and each gradient are rounded once.
-    NaN and infinity stay within their block.
+    Blocks start at the first token of each sequence and never span two sequences. The last block of a sequence may be
+    shorter. Query head n attends to key head n // (N // K): K = N is multi-head attention, K = 1 is multi-query
+    attention. Scores, softmax and sums are float32 (float64 for float64 arrays). The output and each gradient are
+    rounded once. NaN and infinity stay within their block.
 
-    Works under `jax.jit`, `jax.grad` (any number of times), `jax.vmap` with any axes, `jax.checkpoint` (see
+    Works under `jax.jit`, `jax.grad` (any number of times), `jax.vmap` over any axes, `jax.checkpoint` (see
     `BLOCK_DIAGONAL_OUTPUT`), `jax.shard_map` and `jax.export`. Forward-mode differentiation raises a TypeError except
-    with `implementation="reference"`. The only arrays kept for the backward pass are the arguments, and of blocks of
-    more than 256 rows the output and one float32 number for each row and head. `rotary`, `sequence_offsets` and
-    `block_lengths` are constants to differentiation: their gradient is zero.
+    with `implementation="reference"`. The residuals of the backward pass are the arguments. Blocks of more than 256
+    rows add the output and one float32 log-sum-exp per row and head. `rotary`, `sequence_offsets` and `block_lengths`
+    are constants under differentiation: their gradient is zero.
 
     Operands may be sharded over batch rows and heads, packed sequences over heads, on meshes with automatic or explicit
-    axes: each device computes its own, without communication. Sharded tokens are gathered, with a warning where axes
-    are explicit, unless `context_parallel` is given. See docs/several_gpus.md.
+    axes. Each device then computes its own part without communication. Sharded tokens are gathered, with a warning,
+    unless `context_parallel` is given. See docs/several_gpus.md.
 
     Args:
-        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets` or
-            `block_lengths` describe. float16, bfloat16, float32 or float64. T need not be a multiple of anything.
+        query: [B, T, N, H], B sequences of T tokens. Or packed [T, N, H]: one sequence, or the sequences that
+            `sequence_offsets` or `block_lengths` describe. float16, bfloat16, float32 or float64. T may be any number.
         key, value: [B, T, K, H] or [T, K, H] in the dtype of `query`, N a multiple of K.
-        block_size: rows of a block, any positive number; with `block_lengths` the most rows of a block. Up to 256 rows
-            a block's scores are in one piece; longer blocks are computed as flash attention (docs/block_diagonal.md).
+        block_size: rows of a block, any positive number; with `block_lengths` the maximum. The scores of a block of
+            up to 256 rows are one tile. Longer blocks are computed as flash attention (docs/block_diagonal.md).
         sequence_offsets: int32 [num_sequences + 1], only for packed arrays: sequence s is rows [offsets[s],
-            offsets[s + 1]). Starts with 0 and does not decrease; sequences may be empty; rows after the last offset
-            belong to no sequence, give 0 and get zero gradients. Known values are checked, which outside `jax.jit`
-            waits until they are computed. Traced ones cannot be: then rows before the first offset belong to no
-            sequence either, offsets are clipped to [0, T], and one below its predecessor counts as equal to it.
+            offsets[s + 1]). Offsets start with 0 and do not decrease; sequences may be empty. Rows after the last
+            offset belong to no sequence: their output and gradients are 0. Known values are checked; outside `jax.jit`
+            the check waits until they are computed. Traced values cannot be checked. They are clipped to [0, T], and
+            an offset below its predecessor counts as equal to it. Rows before the first offset then belong to no
+            sequence either.
         block_lengths: int32 [num_blocks], only for packed arrays and instead of `sequence_offsets`: the rows of each
-            block, 0..block_size, back to back; rows after the last block give 0. Where traced, rows of a block beyond
-            `block_size` belong to no block.
-        rotary: rotary embedding of query and key (or as it says), fused into both directions.
+            block, 0..block_size, back to back. Rows after the last block give 0. If a traced length exceeds
+            `block_size`, the excess rows belong to no block.
+        rotary: rotary embedding of query and key, or of the operands in its `apply_to`. Fused into the forward and
+            the backward pass.
         scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
         is_causal: whether a token attends only to itself and earlier tokens of its block.
-        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
-            it supports the call, "xla" otherwise. A name, "reference", "xla", "triton" or "pallas", means that one;
-            "triton" and "pallas" on a CPU run in slow interpreters. A sequence means the first that supports the call.
-        context_parallel: the axis of a mesh along which devices share the tokens of each sequence; see
-            `ContextParallel`. Sequences that are cut between blocks need no communication. Devices that share a block
-            send each other rows, at most `block_size - 1`, or exchange tokens for heads where a device has fewer
-            than that. Inside `jax.shard_map` operands are then the device's tokens; offsets and lengths are
-            those of all tokens.
+        implementation: which implementation runs. None chooses by platform when the program is lowered: "triton" on
+            CUDA where it supports the call, "xla" otherwise. A name ("reference", "xla", "triton" or "pallas") selects
+            that one; on a CPU "triton" and "pallas" run in slow interpreters. A sequence selects the first that
+            supports the call.
+        context_parallel: the mesh axis along which devices share the tokens of each sequence; see `ContextParallel`.
+            Sequences that are cut between blocks need no communication. Devices that share a block send each other
+            at most `block_size - 1` rows. Where a device has fewer rows than that, devices exchange tokens for heads.
+            Inside `jax.shard_map`, operands are the device's tokens; offsets and lengths describe all tokens.
 
     Returns:
         The attention output, in the shape and dtype of `query`.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations supports this call; the message says why.
 
     References:
         Attention within blocks of tokens: the local attention of Liu et al., "Generating Wikipedia by Summarizing Long
-        Sequences" (2018). Fixed blocks of packed sequences, with the rotary embedding fused: the block attention of
-        Meta's ads_model_kernel_library (2026). Blocks of more than 256 rows: FlashAttention of Dao et al. (2022). Fewer
-        key heads: Ainslie et al., "GQA" (2023).
+        Sequences" (2018). Fixed blocks of packed sequences with a fused rotary embedding: the block attention of
+        Meta's ads_model_kernel_library (2026). Blocks of more than 256 rows: FlashAttention of Dao et al. (2022).
+        Grouped key heads: Ainslie et al., "GQA" (2023).
 
     Example:
         >>> import jax
@@ -165,26 +167,26 @@ def block_diagonal_attention(
 type Gradients = tuple[Array, Array | None, Array | None]
 
 type Statistics = tuple[()] | tuple[Array, Array]
-"""Of long blocks the output [tokens, N, H] and the log-sum-exp [tokens, N] of a forward pass; else nothing."""
+"""For long blocks, the output [tokens, N, H] and log-sum-exp [tokens, N] of the forward pass; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`)."""
+    """The static part of a call: the problem and the implementations to try (see `dispatch.resolve`)."""
 
     problem: BlockDiagonalProblem
     implementations: tuple[str, ...] | None
 
     @property
     def is_reference(self) -> bool:
-        """Whether the call is the reference's, which JAX differentiates and maps by itself."""
+        """True if the reference computes the call, so that JAX differentiates and maps it without rules of ours."""
         return resolve(self.problem, self.implementations).elsewhere.name == "reference"
 
 
 def prepare_call(
     query: Any, key: Any, *, implementation: str | Sequence[str] | None, is_packed: bool = False, **options: Any
 ) -> Call:
-    """Check every argument but the operands and describe the call; see `checks.describe_call`."""
+    """Check every argument except the operands, and return the static call; see `checks.describe_call`."""
     problem = describe_call(query, key, is_packed=is_packed, **options)
     names = normalise_implementation(implementation, BLOCK_DIAGONAL)
     resolve(problem, names)
@@ -198,7 +200,7 @@ def canonical_tables(
     block_lengths: Array | None,
     rotary: Rotary | None,
 ) -> tuple[Array | None, tuple[Array, Array, Array | None] | None]:
-    """The tile table and rotary arrays of the canonical call, for tokens of shape [B, T] or [T]."""
+    """Return the tile table and the rotary arrays of the canonical call, for tokens of shape [B, T] or [T]."""
     problem = call.problem
     tiles = None
     if sequence_offsets is not None:
@@ -207,7 +209,7 @@ def canonical_tables(
         tiles = tiles_from_lengths(jnp.asarray(block_lengths), problem.tokens, problem.block_size)
     if rotary is None:
         return tiles, None
-    # Tables are constants: a tangent that reached the derivative rule would be refused rather than ignored.
+    # The derivative rule refuses tangents of the tables instead of ignoring them, so they are stopped here.
     cos, sin = (jax.lax.stop_gradient(jnp.asarray(x)).reshape(-1, x.shape[-1]) for x in (rotary.cos, rotary.sin))
     positions = None
     if rotary.positions is not None:
@@ -227,7 +229,7 @@ def _attention(
     block_lengths: Array | None,
     rotary: Rotary | None,
 ) -> Array:
-    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    """Compute the array part of the public function, as one compiled program even outside `jax.jit`."""
     tables = canonical_tables(call, query.shape[:-2], sequence_offsets, block_lengths, rotary)
     shape = query.shape
     query, key, value = (x.reshape(call.problem.tokens, *x.shape[-2:]) for x in (query, key, value))
@@ -235,11 +237,11 @@ def _attention(
 
 
 def differentiable_attention(call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple) -> Array:
-    """The canonical call with everything that transformations need.
+    """Compute the canonical call with its derivative, batching and sharding rules.
 
     Args:
         call: the static part.
-        query: [tokens, N, H]; [tokens, N + 2K, H] of a packed problem, whose key and value are None.
+        query: [tokens, N, H]; [tokens, N + 2K, H] in a packed problem, whose key and value are None.
         key, value: [tokens, K, H].
         tables: tile table or None, and rotary arrays or None.
     """
@@ -250,7 +252,7 @@ def differentiable_attention(call: Call, query: Array, key: Array | None, value:
 def attention_and_statistics(
     call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple
 ) -> tuple[Array, Statistics]:
-    """The same, and what `attention_gradients` can use of it."""
+    """Return the attention output and the statistics that `attention_gradients` can reuse."""
     if call.is_reference:
         output = _reference(call, query, key, value, *tables)
         return checkpoint_name(output, BLOCK_DIAGONAL_OUTPUT), ()
@@ -272,7 +274,7 @@ def _reference(call: Call, *operands: Any) -> Array:
 def _attend(
     call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple
 ) -> tuple[Array, Array | None]:
-    """Output, and of long blocks the log-sum-exp, which has no derivative."""
+    """Return the output and, for long blocks, the log-sum-exp, which has no derivative."""
     if call.problem.is_long:
         return divisible(_plan, call, "forward_with_log_sum")(query, key, value, *tables)
     return divisible(_plan, call, "forward")(query, key, value, *tables), None
@@ -281,7 +283,7 @@ def _attend(
 def _attend_forward(
     call: Call, query: Array, key: Array | None, value: Array | None, tables: tuple
 ) -> tuple[tuple[Array, Array | None], tuple]:
-    # Through `_attend` itself, not what it computes with, so that a second differentiation finds this rule again.
+    # Calls `_attend` itself rather than its body, so that a second differentiation finds this rule again.
     output, log_sum = _attend(call, query, key, value, tables)
     # The name must be given inside this rule: a policy cannot see into it from outside.
     output, log_sum = checkpoint_name((output, log_sum), BLOCK_DIAGONAL_OUTPUT)
@@ -308,9 +310,10 @@ def attention_gradients(
     cotangent: Array,
     statistics: Statistics = (),
 ) -> Gradients:
-    """Gradients of the canonical call with respect to query, key and value; itself differentiable in reverse mode.
+    """Return the gradients of the canonical call with respect to query, key and value.
 
-    `statistics` are those of the same operands, or empty: then they are computed again.
+    The gradients are themselves differentiable in reverse mode. `statistics` are those of the same operands, or empty
+    to compute them again.
     """
     query, key, value, cotangent = jax.tree.map(reverse_only, (query, key, value, cotangent))
     return _gradients(call, query, key, value, cotangent, tables, statistics)
@@ -343,9 +346,9 @@ def _gradients_forward(
 
 
 def _gradients_backward(call: Call, residuals: tuple, cotangents: Gradients) -> tuple:
-    """Second derivatives go through the array code of the xla implementation, which JAX differentiates.
+    """Differentiate the gradients through the array code of the xla implementation.
 
-    There the statistics are functions of the operands, so that as arguments they have no derivative of their own.
+    That code computes the statistics from the operands, so the statistics passed as arguments get no cotangent.
     """
     *operands, tables = residuals
 
@@ -360,7 +363,7 @@ _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
-    """The rule of forward or backward of a canonical call, and what computes a part of it."""
+    """Return the sharding rule of a method of the canonical call, and the function that computes a part of it."""
 
     def local(part: Part) -> Any:
         return _mappable(Call(sharding.local_problem(call.problem, part), call.implementations), method)
@@ -370,7 +373,7 @@ def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Loc
 
 @functools.lru_cache(maxsize=1024)
 def _mappable(call: Call, method: str) -> Any:
-    """Forward or backward of the canonical call, with its batching rule; one function object for each call."""
+    """Return a method of the canonical call with its batching rule; one function object per call."""
 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Mapped axes folded into the token axis: what `jax.vmap` makes of a canonical call.
+"""Batching rule of block-diagonal attention: fold an axis mapped by `jax.vmap` into the token axis of a canonical call.
 
-A mapped axis is one more batch axis, and sequences of all batch rows share the token axis anyway. So a mapped call is
-the same call with more tokens: starts of its tiles and rows of its tables are shifted for each mapped element.
+A mapped axis is one more batch axis, and all batch rows share the token axis anyway. A mapped call is therefore the
+same call with more tokens. The starts of its tiles and the rows of its tables are shifted for each mapped element.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 def fold_mapped_axis(
     problem: BlockDiagonalProblem, axis_size: int, is_mapped: Any, operands: tuple
 ) -> tuple[BlockDiagonalProblem, tuple]:
-    """The canonical call over `axis_size` times as many tokens.
+    """Return the canonical call over `axis_size` times as many tokens.
 
     Args:
         problem: the call of one mapped element.
         axis_size: length of the mapped axis.
-        is_mapped: for each operand, a pytree of bools: whether it has the mapped axis, in front.
-        operands: query, key, value, tiles, rotary, and for a backward call the cotangent of the output.
+        is_mapped: for each operand, a pytree of bools: whether it has the mapped axis as its leading axis.
+        operands: query, key, value, tiles, rotary, and in a backward call the cotangent of the output.
 
     Returns:
         The problem and the operands of the folded call.
@@ -54,9 +54,9 @@ def _fold_rotary(
     rotary: tuple[Array, Array, Array | None],
     is_mapped: tuple[bool, bool, bool | None],
 ) -> tuple[RotaryProblem, tuple[Array, Array, Array | None]]:
-    """Tables and positions of the folded call, whose tile table is `tiles`.
+    """Return the tables and positions of the folded call, whose tile table is `tiles`.
 
-    Tables shared by all elements and read by position stay as they are; otherwise positions become explicit.
+    Tables that all elements share and read by position stay as they are. Otherwise positions become explicit.
     """
     cos, sin, positions = rotary
     axis_size = element.shape[0]
@@ -73,7 +73,7 @@ def _fold_rotary(
         positions = jnp.arange(axis_size * problem.tokens, dtype=jnp.int32) % (problem.sequence_length or 1)
     rows = rotary_problem.table_rows
     if tables_mapped:
-        # Clamped to the element's own table first, so that a mapped call never reads another element's rows.
+        # Positions are clipped before they are shifted, so that no element reads another element's table.
         shift = jnp.repeat(element * rows, problem.tokens)
         positions = jnp.clip(positions, 0, rows - 1) + shift
         rows = axis_size * rows
@@ -82,7 +82,7 @@ def _fold_rotary(
 
 
 def fold_rows(x: Any, axis_size: int, is_mapped: Any) -> Any:
-    """[axis_size, rows, ...], or [rows, ...] for every element, as [axis_size * rows, ...]; None stays None."""
+    """Fold [axis_size, rows, ...], or a shared [rows, ...], to [axis_size * rows, ...]; None stays None."""
     if x is None:
         return None
     if not is_mapped:

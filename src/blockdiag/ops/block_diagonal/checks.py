@@ -1,6 +1,6 @@
-"""From the arguments of a public call to the static description that every implementation reads.
+"""Checks of the arguments of block-diagonal attention, and the static description that implementations read.
 
-The same for arrays of JAX and of torch, of which only shapes and dtypes are read, and values where they are known.
+Arrays may be JAX's or torch's. Only their shapes and dtypes are read, and values of index arrays where they are known.
 """
 
 import math
@@ -26,7 +26,7 @@ def describe_call(
     is_causal: bool,
     is_packed: bool = False,
 ) -> BlockDiagonalProblem:
-    """Check every argument but the operands and describe the call; of query and key only shape and dtype are read.
+    """Check all arguments except the operands, and describe the call; reads only shape and dtype of query and key.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -38,7 +38,7 @@ def describe_call(
     if rotary is not None:
         validation.check_rotary(rotary, tokens_shape, head_dim, longest)
     is_uniform = sequence_offsets is None and block_lengths is None
-    # No block is longer than all tokens; what fits into one tile of scores is computed in one.
+    # No block is longer than its sequence. Blocks of up to `MOST_TILE_ROWS` rows are one tile of scores.
     if not is_symbolic(length):
         block_size = min(block_size, max(length, MOST_TILE_ROWS))
     if sequence_offsets is not None:
@@ -67,7 +67,7 @@ def _rotary_problem(rotary: Any, is_uniform: bool) -> RotaryProblem:
     if rotary.positions is not None:
         positions = "explicit"
     elif not rotary.per_token or (is_uniform and rotary.cos.ndim == 2):
-        # A table with one row for each token of a sequence, shared by all sequences, is a table by position.
+        # A table with one row per token of a sequence, which all sequences share, is a table by position.
         positions = "sequence"
     else:
         positions = "token"

@@ -1,4 +1,4 @@
-"""Block-diagonal attention over sequences whose tokens several devices share."""
+"""Context-parallel block-diagonal attention: several devices share the tokens of each sequence."""
 
 import dataclasses
 import functools
@@ -38,20 +38,21 @@ def attend_to_shared_tokens(
     block_size: int,
     is_causal: bool,
 ) -> Array:
-    """The output of each device's tokens.
+    """Compute block-diagonal attention of tokens that several devices share.
 
-    Batched sequences whose cuts lie between blocks need nothing of each other. Of blocks that a cut divides, a device
-    is sent the rows that the devices beside it have: at most `block_size - 1` on each side, and none of later rows
-    where attention is causal. Where a device has fewer rows than that, tokens are exchanged for heads.
+    Batched sequences that are cut between blocks need no communication. Where a cut divides a block, its devices
+    receive each other's rows: at most `block_size - 1` on each side, and no later rows in causal calls. Where a device
+    has fewer rows than that, devices exchange tokens for heads.
 
     Args:
-        context: which devices share the tokens.
-        attend: `block_diagonal_attention` with everything but these arrays.
-        query, key, value, sequence_offsets, block_lengths, rotary, block_size, is_causal: of the call; offsets, lengths
-            and tables of positions are those of all tokens, tables of tokens and positions those of the device's.
+        context: the devices that share the tokens, and their strategy.
+        attend: `block_diagonal_attention` with all options except these arrays.
+        query, key, value, sequence_offsets, block_lengths, rotary, block_size, is_causal: arguments of the call.
+            Offsets, lengths and tables by position are those of all tokens. Inside `jax.shard_map`, positions and
+            tables by token are those of the device's tokens.
 
     Raises:
-        ValueError: the strategy cannot serve.
+        ValueError: the strategy does not support the call.
     """
     refuse_ring(context, "`block_diagonal_attention`", "leave it None, or use 'ulysses'")
     if context.strategy == "gather":
@@ -94,7 +95,7 @@ def _on_device(
     own = query.shape[-3]
 
     def with_tables(cos: Array | None, sin: Array | None, positions: Array | None) -> Rotary | None:
-        # Of the wanted shapes, whatever the public constructor was given.
+        # If there is a rotary embedding, the tables are arrays of the right shapes, which the type checker cannot know.
         return None if rotary is None else dataclasses.replace(rotary, cos=cos, sin=sin, positions=positions)  # pyrefly: ignore[bad-argument-type]
 
     if has_equal_sequences and context.strategy is None and own % block_size == 0:
@@ -119,7 +120,7 @@ def _on_device(
         output = rows.own_rows(output)
         if block_lengths is None:
             return output
-        # Rows of a block beyond `block_size` belong to no block.
+        # Rows beyond `block_size` of a traced length belong to no block.
         is_inside = rows.places(offsets)[rows.before : rows.before + own] < block_size
         return jnp.where(is_inside[:, None, None], output, 0)
     exchanging = dataclasses.replace(context, strategy="ulysses")
@@ -146,13 +147,13 @@ def _on_device(
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """A device's rows with those of its neighbours that its blocks reach.
+    """A device's rows, extended by the rows of its neighbours that its blocks reach.
 
     Attributes:
-        axis: of the mesh, manual here.
-        own: rows of the device.
-        before, after: rows of the device before it and after it.
-        batch: sizes of the batch axes of operands. Batch rows lie one after the other, as packed sequences.
+        axis: name of the mesh axis, manual here.
+        own: number of the device's own rows.
+        before, after: number of rows from the previous and the next device.
+        batch: sizes of the batch axes of operands. Batch rows are laid out back to back, as packed sequences.
     """
 
     axis: str
@@ -167,29 +168,29 @@ class _Rows:
 
     @property
     def first(self) -> Array:
-        """The place of the first row among those of all devices; below 0 on the first device."""
+        """Index of the first row among the rows of all devices; negative on the first device."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32) * self.own - self.before
 
     def longer(self, x: Array, from_last: int) -> Array:
-        """An array [.., own, ..] as [rows, ..], with its neighbours' rows; its tokens are axis -`from_last`."""
+        """Extend an array [.., own, ..], with tokens in axis -`from_last`, by its neighbours' rows to [rows, ..]."""
         tokens = x.ndim - from_last
         rows = [rows_before(x, self.axis, tokens, self.before), x, rows_after(x, self.axis, tokens, self.after)]
         return self.flat(jnp.concatenate(rows, tokens), from_last)
 
     def flat(self, x: Array, from_last: int) -> Array:
-        """[.., length, ..] as [rows, ..], the same for all batch rows where it has none."""
+        """Flatten [.., length, ..] to [rows, ..]; an array without batch axes is repeated for all batch rows."""
         rest = x.shape[x.ndim - from_last :]
         return jnp.broadcast_to(x, (*self.batch, *rest)).reshape(-1, *rest[1:])
 
     def own_rows(self, x: Array) -> Array:
-        """[rows, ..] as [.., own, ..]."""
+        """Return the device's own rows [.., own, ..] of [rows, ..]."""
         x = x.reshape(*self.batch, self.length, *x.shape[1:])
         return jax.lax.slice_in_dim(x, self.before, self.before + self.own, axis=len(self.batch))
 
     def offsets(self, offsets: Array, block_size: int) -> Array:
-        """Offsets of the sequences in these rows, so that blocks lie where they lie among all rows."""
+        """Return offsets of the sequences in these rows that keep every block boundary where it is among all rows."""
         first = self.first
-        # A sequence that began before these rows goes on with its first block that begins within them.
+        # A sequence that began before these rows continues with its first block that begins within them.
         begun = offsets + -(-(first - offsets) // block_size) * block_size
         ends = jnp.maximum(jnp.concatenate([offsets[1:], offsets[-1:]]), first)
         starts = jnp.where(offsets < first, jnp.minimum(begun, ends), offsets)
@@ -198,7 +199,7 @@ class _Rows:
         return (jnp.arange(count, dtype=jnp.int32)[:, None] * self.length + starts[None]).reshape(-1)
 
     def places(self, offsets: Array) -> Array:
-        """int32 [length]: the place of each row in its sequence."""
+        """Return the position of each row in its sequence, int32 [length]."""
         first = self.first
         at = jnp.clip(offsets - first, 0, self.length)
         starts = jnp.zeros(self.length + 1, jnp.int32).at[at].max(offsets.astype(jnp.int32))
@@ -206,5 +207,5 @@ class _Rows:
 
 
 def _edges(block_lengths: Array) -> Array:
-    """Offsets of blocks that lie one after the other, each as a sequence of its own."""
+    """Return the offsets of blocks that lie back to back, each as its own sequence."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(block_lengths, dtype=jnp.int32)])

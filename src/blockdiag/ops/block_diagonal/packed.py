@@ -1,4 +1,4 @@
-"""Packed calls of block-diagonal attention, by implementations that take query, key and value apart."""
+"""Packed calls for implementations that take separate query, key and value."""
 
 import dataclasses
 import functools
@@ -11,14 +11,14 @@ from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 
 def takes_packed(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a pass of an implementation take the one array of a packed problem, [tokens, N + 2K, H].
+    """Extend a forward or backward pass to packed problems, whose one array is [tokens, N + 2K, H].
 
     Args:
         compute: `forward(problem, query, key, value, ...)` or `backward(...)`, whose gradients are packed again.
 
     Returns:
-        The same function, for packed problems too: the query is then the one array; key and value are None, and so are
-        the second and the third gradient.
+        The extended function. In packed problems, the query is the one array, and key and value are None. The first
+        gradient is then packed too, and the second and third are None.
     """
 
     @functools.wraps(compute)

@@ -1,6 +1,6 @@
-"""Block-diagonal attention through Pallas and Mosaic GPU: what is supported, and the forward and backward calls.
+"""Block-diagonal attention by Pallas and Mosaic GPU: supported calls, and the forward and backward pass.
 
-For Hopper GPUs (sm_90). The same kernels run in Pallas's interpreter on the CPU, slowly, for tests.
+The kernels are for Hopper GPUs (sm_90). For tests, they also run on the CPU in Pallas's slow interpreter.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ _REMEDY = "use implementation='triton' or 'xla'"
 
 
 def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None when these kernels can compute `problem`, else a sentence that says why not and what to use."""
+    """Return None if these kernels can compute `problem`, otherwise a sentence with the reason and the remedy."""
     if problem.dtype not in SIXTEEN_BIT_FLOATS:
         return f"pallas computes in bfloat16 or float16, got dtype {problem.dtype}; {_REMEDY}"
     if problem.block_size != 64:
@@ -37,7 +37,7 @@ def supports(problem: BlockDiagonalProblem) -> str | None:
 
 
 def available() -> str | None:
-    """None when the installed jax has what these kernels need, else the reason."""
+    """Return None if the installed jax has the features that these kernels need, otherwise the reason."""
     try:
         from jax.experimental.pallas import mosaic_gpu
     except ImportError as error:
@@ -59,7 +59,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> "jax.Array":
-    """Attention output [tokens, N, H] of query [tokens, N, H], key and value [tokens, K, H], in their dtype.
+    """Return the attention output [tokens, N, H] of query [tokens, N, H], key and value [tokens, K, H], in their dtype.
 
     `tiles` and `rotary` must be None, as `supports` demands. `interpret=True` runs on the CPU.
 
@@ -84,7 +84,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> "tuple[jax.Array, jax.Array, jax.Array]":
-    """Gradients of query [tokens, N, H] and of key and value [tokens, K, H], in their dtype.
+    """Return the gradients of query [tokens, N, H] and of key and value [tokens, K, H], in their dtype.
 
     `tiles` and `rotary` must be None, as `supports` demands. `interpret=True` runs on the CPU.
 

@@ -1,8 +1,8 @@
-"""Static descriptions of a call, shared by every implementation.
+"""The static description of a call of block-diagonal attention, shared by every implementation.
 
-A problem is everything about a call that is known before any array element is: sizes, dtypes and options, as plain
-hashable data. Public functions build one, `supports` functions judge it, kernels and launch plans are functions of it.
-This module imports neither jax nor torch, so that device code may use it without them.
+A problem holds everything about a call that is known before the values of its arrays: sizes, dtypes and options, as
+plain hashable data. Public functions build it, `supports` functions check it, and kernels and launch plans are
+functions of it. This module imports neither jax nor torch, so that device code may use it without them.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from blockdiag.common.operation import Operation
 from blockdiag.common.rotary_problem import RotaryProblem
 
 MOST_TILE_ROWS = 256
-"""Rows of the longest blocks whose scores are in one piece: longer ones are computed a tile of them at a time."""
+"""Maximum rows of a block whose scores are one tile. The scores of longer blocks are computed tile by tile."""
 
 
 BLOCK_DIAGONAL = Operation(
@@ -27,16 +27,16 @@ class BlockDiagonalProblem:
     query is [tokens, query_heads, head_dim]; key and value are [tokens, key_heads, head_dim].
 
     Attributes:
-        tokens: rows of the flattened token axis, every batch row and mapped axis included.
-        block_size: the most rows a block (and so a tile of the tile table) has.
-        sequence_length: tokens of each sequence when all sequences are equally long, back to back; then no tile table
-            is given. None when a tile table int32 [num_tiles, 3] says where the blocks lie.
-        num_tiles: tiles the launch covers; rows of the tile table when there is one.
-        dtype: dtype name of query, key, value, output and gradients: "bfloat16", "float16", "float32", or "float64",
-            which array code alone computes.
+        tokens: rows of the flattened token axis, including all batch rows and mapped axes.
+        block_size: maximum rows of a block, and so of a tile of the tile table.
+        sequence_length: tokens of each sequence if all sequences are equally long, back to back, and there is no tile
+            table. None if a tile table int32 [num_tiles, 3] says where the blocks lie.
+        num_tiles: number of tiles that the launch covers; rows of the tile table if there is one.
+        dtype: dtype name of query, key, value, output and gradients: "bfloat16", "float16", "float32" or "float64".
+            Kernels do not support "float64".
         scale: factor on the scores, before the softmax.
         is_packed: whether one array [tokens, N + 2K, H] holds query, key and value, in this order along its heads, and
-            another one their gradients; the call's key and value are then None.
+            another array their gradients. The call's key and value are then None.
     """
 
     operation: ClassVar[Operation] = BLOCK_DIAGONAL
@@ -56,7 +56,7 @@ class BlockDiagonalProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no tokens to compute anything from."""
+        """True if there are no tokens to compute anything from."""
         return self.tokens == 0
 
     @property
@@ -66,20 +66,20 @@ class BlockDiagonalProblem:
 
     @property
     def is_long(self) -> bool:
-        """Whether blocks may be longer than one tile of scores."""
+        """True if blocks may be longer than one tile of scores."""
         return self.block_size > MOST_TILE_ROWS
 
     @property
     def packed_heads(self) -> int:
-        """Heads of an array that holds query, key and value, N + 2K."""
+        """Number of heads of a packed array of query, key and value, N + 2K."""
         return self.query_heads + 2 * self.key_heads
 
     @property
     def is_uniform(self) -> bool:
-        """Whether tiles follow from arithmetic alone, without a tile table."""
+        """True if sequences are equally long, so that no tile table is needed."""
         return self.sequence_length is not None
 
     @property
     def is_full(self) -> bool:
-        """Whether every tile is known to have exactly `block_size` rows."""
+        """True if every tile is known to have exactly `block_size` rows."""
         return self.sequence_length is not None and self.sequence_length % self.block_size == 0

@@ -1,4 +1,4 @@
-"""The training entry: query, key and value projection, rotary embedding and block-diagonal attention in one."""
+"""Fused training function: query, key and value projection, rotary embedding and block-diagonal attention."""
 
 import functools
 import math
@@ -63,38 +63,40 @@ def fused_qkv_block_attention(
 ) -> Float[Array, "*batch T N H"]:
     """Project tokens to query, key and value by one matrix product, then attend within blocks.
 
-    Equal to `block_diagonal_attention` on the three parts of `x @ w_qkv + bias`. Its derivative keeps `x`, `w_qkv` and
-    the projected buffer (named `BLOCK_DIAGONAL_QKV`, so that a rematerialisation policy may drop or keep it) in the
-    place of query, key and value, lays the gradients of these side by side in one buffer of the same shape, and takes
-    the gradients of `x`, `w_qkv` and `bias` from that by one product or sum each, accumulated in float32 and rounded
-    once.
+    Equal to `block_diagonal_attention` on the three parts of `x @ w_qkv + bias`. The residuals are `x`, `w_qkv` and the
+    projected buffer instead of query, key and value. The buffer has the name `BLOCK_DIAGONAL_QKV`, by which a
+    rematerialisation policy may drop or keep it. The backward pass writes the gradients of query, key and value side by
+    side into one buffer of the same shape. One product or sum each turns it into the gradients of `x`, `w_qkv` and
+    `bias`, accumulated in float32 and rounded once.
 
-    Works under the transformations that `block_diagonal_attention` names. Devices of a mesh divide the batch rows of
-    `x`; the gradients of `w_qkv` and `bias` are summed over them in float32. Heads are not divided, since columns in
-    this order cannot be cut into parts with heads of each kind: of weights that are sharded over columns, an explicit
-    mesh gathers the weights and an automatic one the projected buffer. For tensor parallelism use three products and
-    `block_diagonal_attention`; or sort the columns by device, and call inside `jax.shard_map` with the heads of one.
+    Works under the transformations that `block_diagonal_attention` lists. Devices of a mesh divide the batch rows of
+    `x`; the gradients of `w_qkv` and `bias` are summed over them in float32. Heads are not divided, because no
+    contiguous part of the columns has heads of all three kinds. If the weights are sharded over columns, an explicit
+    mesh gathers the weights, and an automatic one gathers the projected buffer.
+
+    For tensor parallelism, use three products and `block_diagonal_attention`. Or sort the columns by device, and call
+    inside `jax.shard_map` with one device's heads.
 
     Args:
         x: [B, T, D], or packed [T, D]. float16, bfloat16, float32 or float64.
-        w_qkv: [D, (N + 2 K) H] in the dtype of `x`, columns query | key | value, each head by head.
+        w_qkv: [D, (N + 2 K) H] in the dtype of `x`, with columns query | key | value, each of them head by head.
         bias: [(N + 2 K) H] in the dtype of `x`, or None.
         query_heads: N, a multiple of `key_heads`.
         key_heads: K.
         head_dim: H.
         block_size, sequence_offsets, block_lengths, rotary, scale, is_causal, implementation: as for
-            `block_diagonal_attention`, with `x` in the place of `query`.
+            `block_diagonal_attention`, with `x` instead of `query`.
 
     Returns:
         The attention output [B, T, N, H] or [T, N, H] in the dtype of `x`.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations supports this call; the message says why.
 
     References:
-        The projections of multi-head attention as one matrix: Vaswani et al., "Attention Is All You Need" (2017), laid
-        out as `in_proj_weight` of `torch.nn.MultiheadAttention` (transposed). The attention: see
+        Projections of multi-head attention: Vaswani et al., "Attention Is All You Need" (2017). One matrix in the
+        layout of `in_proj_weight` of `torch.nn.MultiheadAttention` (transposed). Attention: see
         `block_diagonal_attention`.
 
     Example:
@@ -135,7 +137,7 @@ def _fused(
     block_lengths: Array | None,
     rotary: Rotary | None,
 ) -> Array:
-    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    """Compute the array part of the public function, as one compiled program even outside `jax.jit`."""
     tokens_shape = x.shape[:-1]
     problem = call.problem
     tables = canonical_tables(call, tokens_shape, sequence_offsets, block_lengths, rotary)
@@ -150,7 +152,7 @@ def _fused(
 
 
 def _compute(call: Call, x: Array, w_qkv: Array, bias: Array | None, tables: tuple) -> tuple[Array, Array, Statistics]:
-    """Attention output [tokens, N, H], the projected buffer [tokens, (N + 2 K) H], and what the gradients can use."""
+    """Return the attention output [tokens, N, H], the projected buffer [tokens, (N + 2 K) H] and the statistics."""
     projected = _product("td,dc->tc", x, w_qkv)
     if bias is not None:
         projected = projected + bias.astype(projected.dtype)[None, :]
@@ -192,17 +194,17 @@ _project_and_attend.defvjp(_project_and_attend_forward, _project_and_attend_back
 
 
 def _by_heads(call: Call, projected: Array) -> Array:
-    """The projected buffer as [tokens, N + 2K, H]."""
+    """Reshape the projected buffer to [tokens, N + 2K, H]."""
     problem = call.problem
     return projected.reshape(problem.tokens, problem.packed_heads, problem.head_dim)
 
 
 def _product(subscripts: str, left: Array, right: Array, like: Array | None = None) -> Array:
-    """A matrix product accumulated in float32 (float64 for float64), in full precision for float32 operands.
+    """Return a matrix product accumulated in float32 (float64 for float64), in full precision for float32 operands.
 
     Args:
-        subscripts, left, right: as of `jnp.einsum`.
-        like: an array of the product's shape; where axes of a mesh are explicit the product is sharded as it is.
+        subscripts, left, right: as for `jnp.einsum`.
+        like: an array of the product's shape; the product is sharded like it over explicit mesh axes.
     """
     wide = accumulation_dtype(left.dtype)
     precision = jax.lax.Precision.HIGHEST if left.dtype == wide else None
@@ -213,7 +215,7 @@ def _product(subscripts: str, left: Array, right: Array, like: Array | None = No
 
 
 def _gathered(arrays: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
-    """Weights, whole on every device of a mesh with explicit axes; their gradients are sharded as they were."""
+    """Gather weights over explicit mesh axes; their gradients are sharded like the given weights."""
 
     def gather(x: Array) -> Array:
         mesh = explicit_mesh([x])

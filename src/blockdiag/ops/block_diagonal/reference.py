@@ -1,7 +1,7 @@
 """Block-diagonal attention, written to be read: the executable specification of the operation.
 
-One function attends within one block; `jax.vmap` runs it over the tile table. Everything is computed in float32, or in
-float64 for float64 arrays, without intermediate rounding, and every JAX transformation applies, forward mode included.
+One function attends within one block, and `jax.vmap` runs it over the tile table. Everything is computed in float32, or
+in float64 for float64 arrays, without intermediate rounding. Every JAX transformation applies, including forward mode.
 """
 
 import functools
@@ -21,12 +21,12 @@ type RotaryArrays = tuple[Array, Array, Array | None]
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
@@ -42,7 +42,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Attention output [tokens, N, H] in the dtype of `query`; padding rows are 0."""
+    """Return the attention output [tokens, N, H] in the dtype of `query`; padding rows are 0."""
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(query)
@@ -72,21 +72,21 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype."""
+    """Return the gradients of `forward` with respect to query, key and value, in their dtype."""
     del interpret
     wide = accumulation_dtype(query.dtype)
 
     def wide_forward(query: Array, key: Array, value: Array) -> Array:
         return forward(problem, query, key, value, tiles, rotary)
 
-    # The gradients are taken of the float32 function, so that each is rounded once, at the end.
+    # Differentiating the float32 function rounds each gradient once, at the end.
     _, pull_back = jax.vjp(wide_forward, query.astype(wide), key.astype(wide), value.astype(wide))
     d_query, d_key, d_value = pull_back(output_cotangent.astype(wide))
     return d_query.astype(query.dtype), d_key.astype(query.dtype), d_value.astype(query.dtype)
 
 
 def _rows_of_tile(problem: BlockDiagonalProblem, tile: Array) -> tuple[Array, Array]:
-    """Row of the token axis of each of a tile's `block_size` rows, and whether it lies in the tile's block."""
+    """Return the token row of each of a tile's `block_size` rows, and whether it lies in the tile's block."""
     start, length, _ = tile
     offset = jnp.arange(problem.block_size, dtype=jnp.int32)
     return jnp.minimum(start + offset, problem.tokens - 1), offset < length
@@ -95,7 +95,7 @@ def _rows_of_tile(problem: BlockDiagonalProblem, tile: Array) -> tuple[Array, Ar
 def _attend_tile(
     problem: BlockDiagonalProblem, query: Array, key: Array, value: Array, rotary: RotaryArrays | None, tile: Array
 ) -> Array:
-    """Output [block_size, N, H] of one tile; query, key and value are [tokens, N, H]."""
+    """Return output [block_size, N, H] of one tile; query, key and value are [tokens, N, H]."""
     row, is_inside = _rows_of_tile(problem, tile)
     # Rows outside the block become 0 before any product, because 0 * NaN would carry a neighbour's NaN in here.
     query, key, value = (jnp.where(is_inside[:, None, None], x[row], 0) for x in (query, key, value))
@@ -110,12 +110,12 @@ def _attend_tile(
 
     scores = problem.scale * jnp.einsum("inh,jnh->nij", query, key, precision="highest")
     offset = jnp.arange(problem.block_size, dtype=jnp.int32)
-    # A tile without rows looks at its first, all-zero row: a softmax over nothing would be NaN.
+    # A tile without rows sees its first row, which is 0, because a softmax over nothing would be NaN.
     is_seen = (offset < jnp.maximum(tile[1], 1))[None, :]
     if problem.is_causal:
         is_seen = is_seen & (offset[None, :] <= offset[:, None])
     weights = jax.nn.softmax(jnp.where(is_seen[None], scores, -jnp.inf), axis=-1)
-    # A NaN among a row's scores would become its weight of keys, too, that it does not see.
+    # A NaN among a row's scores also makes its weights of unseen keys NaN.
     weights = jnp.where(is_seen[None], weights, 0)
     return jnp.einsum("nij,jnh->inh", weights, value, precision="highest")
 
@@ -123,7 +123,7 @@ def _attend_tile(
 def _table_rows(
     problem: BlockDiagonalProblem, options: RotaryProblem, rotary: RotaryArrays, tile: Array
 ) -> tuple[Array, Array]:
-    """Rows of the cos and sin tables for a tile's rows, [block_size, 1, H/2]; 0 outside the block."""
+    """Return the rows of the cos and sin tables for a tile's rows, [block_size, 1, H/2]; 0 outside the block."""
     cos, sin, positions = rotary
     row, is_inside = _rows_of_tile(problem, tile)
     if positions is not None:

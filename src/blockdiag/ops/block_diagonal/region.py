@@ -1,7 +1,7 @@
 """Block-diagonal attention as a fused region, for blocks that are too long for one tile of scores.
 
-Tiles of a layout are batch axes of the region: keys of other blocks are never read. Where a tile has rows of no block,
-or of several blocks, a mask says which keys a query sees, and lists of tiles leave out what it leaves out.
+Tiles of a layout are batch axes of the region, so keys of other blocks are never read. Where a layout's tile has rows
+of no block or of several blocks, a mask says which keys a query sees. Tile lists skip fully masked tiles of scores.
 """
 
 import functools
@@ -33,11 +33,11 @@ type Backward = Callable[[Region, Sequence[Any], Any, Any, Any, Any], tuple[list
 def forward(
     compute: Forward, layout: Layout, query: Array, key: Array, value: Array, rotary: RotaryArrays | None
 ) -> tuple[Array, Array]:
-    """Output [tokens, N, H] in the dtype of `query`, and log-sum-exp [tokens, N]; both 0 in rows of padding.
+    """Return output [tokens, N, H] in the dtype of `query`, and log-sum-exp [tokens, N]; both 0 in rows of padding.
 
     Args:
         compute: forward pass of a region.
-        layout: of the tokens.
+        layout: layout of the tokens.
         query: [tokens, N, H].
         key, value: [tokens, K, H].
         rotary: (cos, sin, positions or None), or None.
@@ -62,11 +62,13 @@ def backward(
     output: Array,
     log_sum: Array,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value in their dtype; arguments as for `forward`, and what it returned.
+    """Return the gradients of query, key and value in their dtype.
 
     Args:
         compute: backward pass of a region.
+        layout, query, key, value, rotary: as for `forward`.
         output_cotangent: [tokens, N, H].
+        output, log_sum: the results of `forward`.
     """
     problem = layout.problem
     query, key, value = operand_tiles(layout, query, key, value)
@@ -84,9 +86,9 @@ def backward(
 
 @functools.lru_cache(maxsize=1024)
 def region_of(problem: BlockDiagonalProblem, kind: type[Layout], lead: tuple[int, ...], rows: int) -> Region:
-    """The attention of a layout's tiles: query [lead.., rows, K, G, H], key and value [lead.., rows, K, H].
+    """Return the region of a layout's tiles: query [lead.., rows, K, G, H], key and value [lead.., rows, K, H].
 
-    The same object for the same arguments, so that nothing is traced or generated twice.
+    Equal arguments give the same object, so that nothing is traced or generated twice.
     """
     labels = tuple(f"b{axis}" for axis in range(len(lead) + 1))
     *outer, heads = labels
@@ -121,7 +123,7 @@ def region_of(problem: BlockDiagonalProblem, kind: type[Layout], lead: tuple[int
 def _masks(
     problem: BlockDiagonalProblem, kind: type[Layout], lead: tuple[int, ...], rows: int
 ) -> tuple[tuple[Leaf, ...], list[tuple[Any, Leaf, Leaf]]]:
-    """The leaves that masks are made of, and the comparisons that a score must pass."""
+    """Return the leaves of the masks, and the predicates that all hold for an unmasked score."""
     integer = np.dtype(np.int32)
     places = Source(None, (rows,), integer)
     row, column = Leaf(places, (("q",),), "row", ()), Leaf(places, (("k",),), "column", ())
@@ -134,7 +136,7 @@ def _masks(
         leaves = [own, other]
         predicates = [(lax.eq_p, own, other)]
     elif not _is_full(problem, kind):
-        # Of the tiles of a sequence, which are the same for all sequences, or of those of a table.
+        # The lengths are those of one sequence's tiles, which all sequences share, or of the tiles of a table.
         label = f"b{len(lead) - 1}"
         known = _equal(problem).known_lengths if kind is EqualSequences else None
         lengths = Leaf(Source("lengths", lead[-1:], integer, known), ((label,),), "scalar", (label,))
@@ -151,7 +153,7 @@ def _region(layout: Layout) -> Region:
 
 
 def _leaves(layout: Layout, query: Array, key: Array) -> list[Array]:
-    """The arrays of the leaves of a layout's region."""
+    """Return the arrays for the leaves of a layout's region."""
     named = {"query": query, "key": key, None: jnp.arange(layout.rows, dtype=jnp.int32)}
     if isinstance(layout, Windows):
         named["query segments"], named["key segments"] = layout.segments
@@ -161,7 +163,7 @@ def _leaves(layout: Layout, query: Array, key: Array) -> list[Array]:
 
 
 def _is_full(problem: BlockDiagonalProblem, kind: type[Layout]) -> bool:
-    """Whether no tile of the layout has rows of no block."""
+    """Return whether every row of every tile of the layout belongs to a block."""
     return kind is EqualSequences and _equal(problem).is_full
 
 

@@ -1,6 +1,6 @@
-"""How block-diagonal attention divides over devices: sequences of equal length, and heads, are independent.
+"""Sharding of block-diagonal attention: sequences of equal length, and heads, are independent.
 
-Packed sequences, which a tile table describes, stay whole: their heads alone are divided.
+The token axis of packed sequences, which a tile table describes, stays whole; only their heads are divided.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ _QUERY_HEADS: Dim = ("key_heads", "group")
 def rule(
     problem: BlockDiagonalProblem, implementations: tuple[str, ...] | None, method: str, operands: tuple[Any, ...]
 ) -> Rule:
-    """The rule of a canonical call.
+    """Return the sharding rule of a canonical call.
 
     Args:
         problem: the call.
-        implementations: who may compute it.
+        implementations: names of the implementations to try, or None.
         method: "forward", "forward_with_log_sum" or "backward".
-        operands: query, key, value, tile table, rotary arrays, and of a backward call the cotangent of the output and
-            perhaps output and log-sum-exp; the labels are for those that are not None.
+        operands: query, key, value, tile table and rotary arrays. A backward call adds the cotangent of the output, and
+            optionally output and log-sum-exp. The rule has labels for those that are not None.
     """
     packed = (_ROWS, (), ())
     output = (_ROWS, _QUERY_HEADS, ("features",))
@@ -47,7 +47,7 @@ def rule(
         "group": problem.group_size,
         "features": problem.head_dim,
     }
-    # Of one array for query, key and value no device could take its heads as one part.
+    # In a packed array, a device's heads of query, key and value would not be contiguous, so heads stay whole.
     heads = () if problem.is_packed else ("key_heads", "group")
     return Rule(
         "block_diagonal_attention",
@@ -60,7 +60,7 @@ def rule(
 
 
 def local_problem(problem: BlockDiagonalProblem, part: Part) -> BlockDiagonalProblem:
-    """The call of one device."""
+    """Return the call of one device."""
     if not part.starts:
         return problem
     sizes = part.sizes
@@ -79,7 +79,7 @@ def local_problem(problem: BlockDiagonalProblem, part: Part) -> BlockDiagonalPro
 
 
 def _rotary(problem: BlockDiagonalProblem, *, has_positions: bool) -> list[tuple[Dim, ...]]:
-    """The labels of cos, sin, and positions where there are any."""
+    """Return the labels of cos, sin, and positions if there are any."""
     assert problem.rotary is not None
     table: tuple[Dim, ...] = (_ROWS, ()) if problem.rotary.positions == "token" else ((), ())
     return [table, table, *([(_ROWS,)] if has_positions else [])]

@@ -7,7 +7,7 @@ from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 
 def uniform_tiles(problem: BlockDiagonalProblem) -> TileTable:
-    """The tile table that a uniform problem leaves implicit."""
+    """Return the tile table that is implicit in a uniform problem."""
     length = problem.sequence_length
     if length is None:
         raise ValueError("`problem` must be uniform, got one with a tile table; use that table")

@@ -1,4 +1,4 @@
-"""The Triton implementation of block-diagonal attention, from JAX: the canonical call as kernel launches.
+"""The Triton implementation of block-diagonal attention in JAX: the canonical call as kernel launches.
 
 Long blocks (`BlockDiagonalProblem.is_long`) go to the generated kernels of fused attention.
 """
@@ -19,12 +19,12 @@ type RotaryArrays = tuple[Array, Array, Array | None]
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
 def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernels can compute `problem`, otherwise a sentence with the reason and the remedy."""
     return fused.supports(problem) if problem.is_long else kernels.supports(problem)
 
 
@@ -38,15 +38,15 @@ def forward(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Output [tokens, N, H] of the canonical call.
+    """Return output [tokens, N, H] of the canonical call.
 
     Args:
-        problem: what is computed.
-        query: [tokens, N, H]; [tokens, N + 2K, H] of a packed problem, whose key and value are None.
+        problem: the call.
+        query: [tokens, N, H]; [tokens, N + 2K, H] in a packed problem, whose key and value are None.
         key, value: [tokens, K, H].
         tiles: tile table int32 [num_tiles, 3], or None for a uniform problem.
         rotary: (cos, sin, positions or None), or None.
-        interpret: run in Triton's interpreter on the CPU, with the kernels that it knows.
+        interpret: run in Triton's interpreter on the CPU, with kernels that it supports.
     """
     if problem.is_long:
         return forward_with_log_sum(problem, query, key, value, tiles, rotary, interpret=interpret)[0]
@@ -65,7 +65,7 @@ def forward_with_log_sum(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Of long blocks the output, and the log-sum-exp of the scores, float32 [tokens, N]."""
+    """Return output and log-sum-exp, float32 [tokens, N]; for long blocks only."""
     operands = _apart(problem, query, key, value)
     return fused.forward(problem, *operands, tiles, rotary, interpret=interpret)
 
@@ -83,10 +83,10 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Gradients of query, key and value; arguments as for `forward`, and the output's cotangent [tokens, N, H].
+    """Return the gradients of query, key and value, given the arguments of `forward` and the output's cotangent.
 
-    Of long blocks `output` and `log_sum` are what `forward_with_log_sum` returned, where they were kept.
-    Of a packed problem the gradients are one array [tokens, N + 2K, H] in the place of the query's.
+    For long blocks, `output` and `log_sum` are the results of `forward_with_log_sum`, or None to compute them again. In
+    a packed problem, the first gradient is one array [tokens, N + 2K, H] and the others are None.
     """
     if problem.is_long:
         parts = _apart(problem, query, key, value)
@@ -118,14 +118,14 @@ def _present(*arrays: Array | None) -> list[Array]:
 
 
 def _tables(tiles: Array | None, rotary: RotaryArrays | None) -> list[Array]:
-    """The optional inputs there are, in the order the launches take them."""
+    """Return the optional inputs that are given, in the order in which launches take them."""
     return _present(tiles, *(rotary or ()))
 
 
 def _apart(
     problem: BlockDiagonalProblem, query: Array, key: Array | None, value: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Query, key and value, also of a packed problem."""
+    """Return query, key and value, split from one array in a packed problem."""
     if key is None or value is None:
         query, key, value = jnp.split(query, (problem.query_heads, problem.query_heads + problem.key_heads), axis=1)
     return query, key, value

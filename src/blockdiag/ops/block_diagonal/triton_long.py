@@ -1,8 +1,8 @@
-"""Block-diagonal attention of blocks too long for one tile of scores, from JAX: the generated kernels of `fuse`.
+"""Block-diagonal attention of blocks too long for one tile of scores, in JAX: the generated kernels of `fuse`.
 
-Blocks of equal sequences are a batch, which the kernels read where it lies if it has no partial blocks. Others are laid
-side by side in windows first, each from a multiple of a tile's rows: no list has tiles of two blocks, and no tile has
-rows of two. Rotary embedding comes before the kernels.
+Blocks of equally long sequences are a batch, which the kernels read in place if it has no partial blocks. Other blocks
+are first packed into windows, where each begins at a multiple of a tile's rows. No tile then has rows of two blocks,
+and no tile list has tiles of two. Rotary embedding is applied before the kernels.
 """
 
 import functools
@@ -26,7 +26,7 @@ from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
 
 @functools.lru_cache(maxsize=1024)
 def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None where the kernels can compute `problem`; otherwise a sentence with the reason and the remedy."""
+    """Return None if the kernels can compute `problem`, otherwise a sentence with the reason and the remedy."""
     length = problem.sequence_length
     if length is not None:
         layout = EqualSequences(problem, length)
@@ -44,7 +44,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [tokens, N, H] and log-sum-exp, float32 [tokens, N]; arguments as the canonical call has them."""
+    """Return output [tokens, N, H] and log-sum-exp, float32 [tokens, N], of the canonical call."""
     compute = functools.partial(triton_fused.forward, interpret=interpret)
     return blocks.forward(compute, _layout(problem, tiles), query, key, value, rotary)
 
@@ -62,7 +62,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value; what `forward` returned is computed again where it was not kept."""
+    """Return the gradients of query, key and value; results of `forward` that are not given are computed again."""
     if output is None or log_sum is None:
         output, log_sum = forward(problem, query, key, value, tiles, rotary, interpret=interpret)
     compute = functools.partial(triton_fused.backward, interpret=interpret)
@@ -76,7 +76,7 @@ def _layout(problem: BlockDiagonalProblem, tiles: Array | None) -> Layout:
 
 @functools.lru_cache(maxsize=1024)
 def sizes_of_windows(problem: BlockDiagonalProblem) -> WindowSizes:
-    """Windows in which blocks begin where tiles of every kernel do."""
+    """Return window sizes in which every block begins at a tile boundary of every kernel."""
     sizes = window_sizes(problem, 32)
     while (most := _largest_tile(problem, sizes)) > sizes.alignment:
         sizes = window_sizes(problem, most)
@@ -84,11 +84,11 @@ def sizes_of_windows(problem: BlockDiagonalProblem) -> WindowSizes:
 
 
 def _largest_tile(problem: BlockDiagonalProblem, sizes: WindowSizes) -> int:
-    """Rows or columns of the largest tile of any kernel; all are powers of two."""
+    """Return the largest number of rows or columns of any kernel's tile; all are powers of two."""
     kernels = triton_fused.kernels(region_in_windows(problem, sizes))
     return max(size for kernel in kernels for size in (kernel.tile.rows, kernel.tile.columns))
 
 
 def region_in_windows(problem: BlockDiagonalProblem, sizes: WindowSizes) -> Region:
-    """The attention of blocks that lie in windows."""
+    """Return the region of blocks in windows."""
     return blocks.region_of(problem, Windows, (sizes.count,), sizes.rows)

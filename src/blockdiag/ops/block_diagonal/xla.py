@@ -1,10 +1,15 @@
 """Block-diagonal attention in plain `jax.numpy`, blocked: scores exist only within blocks, as [tiles, K, G, b, b].
 
-The token axis is laid out in tiles of b rows: by a reshape where every sequence has the same whole number of blocks, by
-padding and a reshape where sequences are equal, and by a gather (and a scatter back) where a tile table says so.
-Query heads that share a key head are an axis of the einsums, so that keys and values are never repeated.
+The token axis is laid out in tiles of b rows:
 
-Of longer blocks scores exist for some keys at a time: the tiles are then the batch of a fused region.
+| sequences | layout |
+|---|---|
+| equally long, whole blocks | reshape |
+| equally long, with a partial block | padding and reshape |
+| tile table | gather, and scatter back |
+
+Query heads that share a key head are an axis of the einsums, so keys and values are never repeated. Long blocks are the
+batch of a fused region, which computes the scores of some keys at a time.
 """
 
 import jax
@@ -31,12 +36,12 @@ type _Layout = EqualSequences | TileTable
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: BlockDiagonalProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
@@ -52,7 +57,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Attention output [tokens, N, H] in the dtype of `query`; padding rows are 0."""
+    """Return the attention output [tokens, N, H] in the dtype of `query`; padding rows are 0."""
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(query)
@@ -78,7 +83,7 @@ def forward_with_log_sum(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Of long blocks the output, and the log-sum-exp of the scores [tokens, N] in float32 or float64."""
+    """Return output and log-sum-exp [tokens, N] in float32 or float64; for long blocks only."""
     del interpret
     return blocks.forward(fused.forward, layout_of(problem, tiles), query, key, value, rotary)
 
@@ -97,9 +102,9 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype.
+    """Return the gradients of `forward` with respect to query, key and value, in their dtype.
 
-    Of long blocks `output` and `log_sum` are what `forward_with_log_sum` returned, where they were kept.
+    For long blocks, `output` and `log_sum` are the results of `forward_with_log_sum`, or None to compute them again.
     """
     del interpret
     if problem.tokens == 0:
@@ -109,7 +114,8 @@ def backward(
             output, log_sum = forward_with_log_sum(problem, query, key, value, tiles, rotary)
         layout = layout_of(problem, tiles)
         return blocks.backward(fused.backward, layout, query, key, value, rotary, output_cotangent, output, log_sum)
-    # Without the barrier XLA would find the forward's softmax weights again and keep them, b / H times an operand.
+    # Without the barrier, XLA would reuse the forward pass's softmax weights and keep them, b / H times an operand's
+    # size.
     query, key, value, output_cotangent = jax.lax.optimization_barrier((query, key, value, output_cotangent))
     layout = layout_of(problem, tiles)
     query, key, value = operand_tiles(layout, query, key, value)
@@ -120,7 +126,7 @@ def backward(
     weights = _weights(layout, query, key)
     value_gradient = _product("...kgij,...ikgh->...jkh", weights.astype(dtype), cotangent)
     weights_gradient = _product("...ikgh,...jkh->...kgij", cotangent, value)
-    # Di = sum(P * dP) stays in float32, unrounded: neither the output nor a log-sum-exp is needed here.
+    # Delta is computed as sum(P * dP) and stays in float32, so neither the output nor a log-sum-exp is needed.
     mean = jnp.sum(weights * weights_gradient, axis=-1, keepdims=True)
     scores_gradient = (weights * (weights_gradient - mean) * problem.scale).astype(dtype)
     query_gradient = _product("...kgij,...jkh->...ikgh", scores_gradient, key)
@@ -131,31 +137,34 @@ def backward(
 
 
 def _to_tokens(layout: _Layout, x: Array) -> Array:
-    """Tiles [lead.., b, K, (G,) H] as [tokens, heads, H] in the problem's dtype."""
+    """Convert tiles [lead.., b, K, (G,) H] to [tokens, heads, H] in the problem's dtype."""
     x = layout.to_tokens(x.astype(layout.problem.dtype))
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def _product(subscripts: str, left: Array, right: Array) -> Array:
-    """An einsum accumulated in float32 (float64 for float64), with full-precision products for float32 operands."""
+    """Return an einsum accumulated in float32 (float64 for float64), with full precision for float32 operands."""
     wide = accumulation_dtype(left.dtype)
     precision = jax.lax.Precision.HIGHEST if left.dtype == wide else None
     return jnp.einsum(subscripts, left, right, preferred_element_type=wide, precision=precision)
 
 
 def _weights(layout: _Layout, query: Array, key: Array) -> Array:
-    """Softmax weights [tiles, K, G, b, b] in float32 of rotated query [tiles, b, K, G, H] and key [tiles, b, K, H]."""
+    """Return softmax weights [tiles, K, G, b, b] of rotated query [tiles, b, K, G, H] and key [tiles, b, K, H].
+
+    They are float32, or float64 for float64 arrays.
+    """
     scores = _product("...ikgh,...jkh->...kgij", query, key) * layout.problem.scale
     if not layout.is_full or layout.problem.is_causal:
         scores = jnp.where(_seen_keys(layout, scores.ndim), scores, -jnp.inf)
-    # The maximum cancels in the quotient, so that no gradient flows through it.
+    # The maximum cancels in the quotient, so no gradient needs to flow through it.
     exponentials = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     return exponentials / jnp.sum(exponentials, axis=-1, keepdims=True)
 
 
 def _seen_keys(layout: _Layout, ndim: int) -> Array:
-    """Which keys each query of each tile sees, [tiles, 1, 1, 1 or b, b] with `ndim` axes."""
+    """Return the mask of the keys that each query of each tile sees, [tiles, 1, 1, 1 or b, b] with `ndim` axes."""
     offset = jnp.arange(layout.rows, dtype=jnp.int32).reshape((1,) * (ndim - 1) + (-1,))
-    # A tile without rows looks at its first, all-zero row: a softmax over nothing would be NaN.
+    # A tile without rows sees its first row, which is 0, because a softmax over nothing would be NaN.
     is_seen = offset < jnp.maximum(layout.lengths, 1).reshape((1,) * (ndim - 5) + (-1, 1, 1, 1, 1))
     return is_seen & (offset <= jnp.swapaxes(offset, -1, -2)) if layout.problem.is_causal else is_seen

@@ -1,1 +1,1 @@
-"""Depthwise causal convolution of keys, which precedes MoBA's routing."""
+"""Depthwise causal convolution of keys, applied before MoBA's routing."""

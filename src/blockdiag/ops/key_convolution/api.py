@@ -1,4 +1,4 @@
-"""Key convolution: the public function, its one derivative rule and its one batching rule."""
+"""Key convolution: the public function, its derivative rule and its batching rule."""
 
 import dataclasses
 import functools
@@ -46,45 +46,46 @@ def key_convolution(
     implementation: str | Sequence[str] | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> Float[Array, "*batch T K H"]:
-    """Mix each key with the few keys before it: a short causal convolution, for every channel of every head by itself.
+    """Convolve each channel of the keys with the few keys before them: a short depthwise causal convolution.
 
     ``output[t] = key[t] + silu(sum over lags l of weights[size - 1 - l] * key[t - l])``, as MoBA does with keys before
-    routing and attention. Tokens before the start of a sequence count as 0; nothing crosses from one sequence to
-    another, NaN and infinity neither. Sums, activation and residual are float32 (float64 for float64 keys); the output
-    and each gradient are rounded once. Bitwise repeatable.
+    routing and attention. Tokens before the start of a sequence count as 0. Nothing crosses from one sequence to
+    another, not even NaN and infinity. Sums, activation and residual are float32 (float64 for float64 keys). The output
+    and each gradient are rounded once. Results are bitwise repeatable.
 
-    Works under `jax.jit`, `jax.grad` (any number of times), `jax.vmap` with any axes, `jax.checkpoint`,
+    Works under `jax.jit`, `jax.grad` (any number of times), `jax.vmap` over any axes, `jax.checkpoint`,
     `jax.shard_map` and `jax.export`. Forward-mode differentiation raises a TypeError except with
-    `implementation="reference"`. The only arrays kept for the backward pass are the arguments.
+    `implementation="reference"`. The residuals of the backward pass are only the arguments.
 
-    Devices of a mesh, whether its axes are automatic or explicit, divide batch rows, heads and elements of heads as
-    `key` is sharded. The gradient of weights that they share is summed, in float32 (float64), by one all-reduce.
+    On a mesh with automatic or explicit axes, devices divide batch rows, heads and head elements as `key` is sharded.
+    One all-reduce in float32 (float64) sums the gradient of weights that devices share.
 
     Args:
-        key: [B, T, K, H], B sequences of T tokens; or packed [T, K, H], one sequence or what `sequence_offsets`
-            describes. float16, bfloat16, float32 or float64.
-        weights: [size, K, H] with size 1..8, in the dtype of `key` or in float32 (a narrower key's parameters may
-            stay what they are). The last row multiplies the current token, the one before it the token before.
+        key: [B, T, K, H], B sequences of T tokens. Or packed [T, K, H]: one sequence, or the sequences that
+            `sequence_offsets` describes. float16, bfloat16, float32 or float64.
+        weights: [size, K, H] with size 1..8, in the dtype of `key` or in float32, so that parameters of 16-bit keys may
+            stay float32. The last row multiplies the current token, the row before it the previous token.
         sequence_offsets: int32 [num_sequences + 1], only for packed keys: sequence s is rows [offsets[s],
-            offsets[s + 1]). Starts with 0 and does not decrease; sequences may be empty; rows after the last offset
-            belong to no sequence, give 0 and get zero gradients. Known values are checked, which outside `jax.jit`
-            waits until they are computed. Traced ones cannot be: then rows before the first offset belong to no
-            sequence either, offsets are clipped to [0, T], and one below its predecessor counts as equal to it.
-        activation: "silu" (z * sigmoid(z)) or None, what the weighted sum goes through.
+            offsets[s + 1]). Offsets start with 0 and do not decrease; sequences may be empty. Rows after the last
+            offset belong to no sequence: their output and gradients are 0. Known values are checked; outside `jax.jit`
+            the check waits until they are computed. Traced values cannot be checked. They are clipped to [0, T], and
+            an offset below its predecessor counts as equal to it. Rows before the first offset then belong to no
+            sequence either.
+        activation: "silu" (z * sigmoid(z)) or None, applied to the weighted sum.
         residual: whether the key itself is added, after the activation.
-        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
-            it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on
-            a CPU runs in a slow interpreter. A sequence means the first that supports the call.
-        context_parallel: the axis of a mesh along which devices share the tokens of each sequence: each device is sent
-            the last size - 1 keys of the one before it, whatever the strategy, which may not be "ring". Inside
-            `jax.shard_map` `key` is then the device's tokens, and `sequence_offsets` those of all tokens.
+        implementation: which implementation runs. None chooses by platform when the program is lowered: "triton" on
+            CUDA where it supports the call, "xla" otherwise. A name ("reference", "xla" or "triton") selects that one;
+            on a CPU "triton" runs in a slow interpreter. A sequence selects the first that supports the call.
+        context_parallel: the mesh axis along which devices share the tokens of each sequence. Each device receives the
+            last size - 1 keys of the device before it. The strategy makes no difference, except that "ring" is
+            refused. Inside `jax.shard_map`, `key` is the device's tokens and `sequence_offsets` describes all tokens.
 
     Returns:
         The convolved keys, in the shape and dtype of `key`.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations supports this call; the message says why.
 
     References:
         Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
@@ -113,19 +114,19 @@ def key_convolution(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`)."""
+    """The static part of a call: the problem and the implementations to try (see `dispatch.resolve`)."""
 
     problem: KeyConvolutionProblem
     implementations: tuple[str, ...] | None
 
     @property
     def is_reference(self) -> bool:
-        """Whether the call is the reference's, which JAX differentiates and maps by itself."""
+        """True if the reference computes the call, so that JAX differentiates and maps it without rules of ours."""
         return resolve(self.problem, self.implementations).elsewhere.name == "reference"
 
 
 def prepare_call(problem: KeyConvolutionProblem, implementation: str | Sequence[str] | None) -> Call:
-    """The call of a problem, once it is known that someone can compute it."""
+    """Return the static call of a problem, after checking that an implementation supports it."""
     names = normalise_implementation(implementation, KEY_CONVOLUTION)
     resolve(problem, names)
     return Call(problem, names)
@@ -138,7 +139,7 @@ def _convolve_shared_tokens(
     weights: Array,
     sequence_offsets: Array | None,
 ) -> Array:
-    """The convolved keys of each device, which is sent the few keys before its own."""
+    """Convolve keys whose tokens are divided over devices; each device receives the few keys before its own."""
 
     def on_device(key: Array, weights: Array, offsets: Array | None) -> Array:
         tokens, before = key.ndim - 3, weights.shape[0] - 1
@@ -149,7 +150,7 @@ def _convolve_shared_tokens(
                 f"`weights` of {before + 1} rows need at least {before} tokens on each device, got "
                 f"{key.shape[tokens]}; pad them, to {before * jax.lax.axis_size(context.axis)} in all"
             )
-        # Of the first device they are 0, as keys before a sequence are.
+        # The first device receives 0, the value of keys before a sequence.
         longer = jnp.concatenate([rows_before(key, context.axis, tokens, before), key], axis=tokens)
         offsets = _own_offsets(context, offsets, key.shape[tokens], before)
         return jax.lax.slice_in_dim(convolve(longer, weights, sequence_offsets=offsets), before, None, axis=tokens)
@@ -161,7 +162,7 @@ def _convolve_shared_tokens(
 
 
 def _own_offsets(context: ContextParallel, offsets: Array | None, own: int, before: int) -> Array | None:
-    """Offsets of packed sequences in the rows of a device, `own` ones behind `before` ones of the device before it."""
+    """Return offsets of packed sequences in a device's rows: `before` rows of the previous device, then `own` rows."""
     if offsets is None:
         return None
     first = jax.lax.axis_index(context.axis).astype(offsets.dtype) * own - before
@@ -171,7 +172,7 @@ def _own_offsets(context: ContextParallel, offsets: Array | None, own: int, befo
 def canonical_arrays(
     call: Call, key: Array, weights: Array, sequence_offsets: Array | None
 ) -> tuple[Array, Array, Array | None]:
-    """Key [tokens, K, H], weights [1, size, K, H], and the tile table of a packed call."""
+    """Return key [tokens, K, H], weights [1, size, K, H], and the tile table of a packed call."""
     problem = call.problem
     tiles = None
     if sequence_offsets is not None:
@@ -181,13 +182,13 @@ def canonical_arrays(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _convolve_tokens(call: Call, key: Array, weights: Array, sequence_offsets: Array | None) -> Array:
-    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    """Compute the array part of the public function, as one compiled program even outside `jax.jit`."""
     arrays = canonical_arrays(call, key, weights, sequence_offsets)
     return differentiable_convolution(call, *arrays).reshape(key.shape)
 
 
 def differentiable_convolution(call: Call, key: Array, weights: Array, tiles: Array | None) -> Array:
-    """The canonical call with everything that transformations need."""
+    """Compute the canonical call with its derivative, batching and sharding rules."""
     if call.is_reference:
         return _divided_array_code(call, "forward", key, weights, tiles)
     key, weights, tiles = on_common_axes(key, weights, tiles)
@@ -200,7 +201,7 @@ def _convolve(call: Call, key: Array, weights: Array, tiles: Array | None) -> Ar
 
 
 def _convolve_forward(call: Call, key: Array, weights: Array, tiles: Array | None) -> tuple[Array, tuple]:
-    # Through `_convolve` itself, not what it computes with, so that a second differentiation finds this rule again.
+    # Calls `_convolve` itself rather than its body, so that a second differentiation finds this rule again.
     return _convolve(call, key, weights, tiles), (key, weights, tiles)
 
 
@@ -216,7 +217,7 @@ _convolve.defvjp(_convolve_forward, _convolve_backward)
 def convolution_gradients(
     call: Call, key: Array, weights: Array, tiles: Array | None, cotangent: Array
 ) -> tuple[Array, Array]:
-    """Gradients of the canonical call with respect to key and weights; themselves differentiable in reverse mode."""
+    """Return the gradients with respect to key and weights, which are themselves differentiable in reverse mode."""
     key, weights, cotangent = map(reverse_only, (key, weights, cotangent))
     return _gradients(call, key, weights, cotangent, tiles)
 
@@ -234,7 +235,7 @@ def _gradients_forward(
 
 
 def _gradients_backward(call: Call, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
-    """Second derivatives go through the array code of the xla implementation, which JAX differentiates."""
+    """Differentiate the gradients through the array code of the xla implementation."""
     *operands, tiles = residuals
 
     def gradients(key: Array, weights: Array, cotangent: Array) -> tuple[Array, Array]:
@@ -250,7 +251,7 @@ _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def _divided_array_code(call: Call, method: str, *operands: Any) -> Any:
-    """Array code of the canonical call, which is divided here where axes of a mesh are explicit."""
+    """Compute a method of the canonical call that is array code, and divide it over explicit mesh axes."""
 
     def local(part: Part) -> Any:
         problem = sharding.local_problem(call.problem, method, part)
@@ -261,9 +262,9 @@ def _divided_array_code(call: Call, method: str, *operands: Any) -> Any:
 
 
 def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
-    """The rule of forward or backward of a canonical call, and what computes a part of it.
+    """Return the sharding rule of a method of the canonical call, and the function that computes a part of it.
 
-    The gradient of the weights is float32 (float64), so that it is rounded after the devices' sums.
+    Each device's gradient of the weights is float32 (float64), so that it is rounded after the all-reduce.
     """
 
     def local(part: Part) -> Any:
@@ -275,7 +276,7 @@ def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Loc
 
 @functools.lru_cache(maxsize=1024)
 def _mappable(call: Call, method: str) -> Any:
-    """Forward or backward of the canonical call, with its batching rule; one function object for each call."""
+    """Return a method of the canonical call with its batching rule; one function object per call."""
 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
@@ -294,9 +295,9 @@ def _mappable(call: Call, method: str) -> Any:
 def _fold_mapped_axis(
     problem: KeyConvolutionProblem, axis_size: int, is_mapped: Sequence[Any], operands: tuple
 ) -> tuple[KeyConvolutionProblem, tuple]:
-    """The canonical call over `axis_size` times as many tokens, in as many times as many groups.
+    """Fold a mapped axis into the tokens and groups of the canonical call: `axis_size` times as many of both.
 
-    Every element gets weights of its own, be they the same, because the gradient of the weights is one for each.
+    Every element gets its own copy of the weights, even if they are equal, because each has its own weight gradient.
     """
     key, weights, tiles, *cotangents = (
         fold_rows(x, axis_size, mapped) for x, mapped in zip(operands, is_mapped, strict=True)

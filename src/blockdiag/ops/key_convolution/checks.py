@@ -1,4 +1,4 @@
-"""Checks of the arguments of key convolution, and from them to its static description, for arrays of JAX and torch."""
+"""Checks of the arguments of key convolution, of JAX or torch, and the static description of the call."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from blockdiag.ops.key_convolution.problem import MAX_SIZE, KeyConvolutionProble
 def describe_key_convolution(
     key: Any, weights: Any, *, sequence_offsets: Any, activation: Any, residual: Any
 ) -> KeyConvolutionProblem:
-    """Check every argument and describe the call; of key and weights only shape and dtype are read.
+    """Check every argument and describe the call; reads only shape and dtype of key and weights.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.

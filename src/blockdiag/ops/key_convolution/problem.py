@@ -28,16 +28,16 @@ class KeyConvolutionProblem:
         tokens: rows of the flattened token axis, every batch row and mapped axis included.
         key_heads, head_dim: K and H. Channels are independent, so that kernels see K * H of them.
         size: taps of the convolution, 1..8.
-        groups: the token axis and the tiles are this many equal parts, each with weights of its own; more than one
-            only in mapped calls.
+        groups: number of equal parts of the token axis and the tiles, each with its own weights; more than one only in
+            mapped calls.
         dtype: dtype name of key, output and the key's gradient.
         weights_dtype: dtype name of the weights and their gradient: that of the key, or "float32".
-        activation: what the weighted sum goes through; None for nothing.
+        activation: function applied to the weighted sum; None for the identity.
         has_residual: whether the key itself is added.
-        sequence_length: tokens of each sequence when all sequences are equally long, back to back; then no tile table
-            is given. None when a tile table int32 [num_tiles, 3] says where sequences lie (see `common.packing`).
-        tile_rows: the most rows of a tile; at least `size - 1`, so that a tap reaches no further than the next tile.
-        num_tiles: tiles the launch covers; rows of the tile table when there is one.
+        sequence_length: tokens of each sequence if all sequences are equally long, back to back, and there is no tile
+            table. None if a tile table int32 [num_tiles, 3] says where sequences lie (see `common.packing`).
+        tile_rows: maximum rows of a tile; at least `size - 1`, so that a tap reaches no further than the adjacent tile.
+        num_tiles: number of tiles that the launch covers; rows of the tile table if there is one.
     """
 
     operation: ClassVar[Operation] = KEY_CONVOLUTION
@@ -57,7 +57,7 @@ class KeyConvolutionProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no tokens to compute anything from."""
+        """True if there are no tokens to compute anything from."""
         return self.tokens == 0
 
     @property
@@ -67,28 +67,28 @@ class KeyConvolutionProblem:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether tiles follow from arithmetic alone, without a tile table."""
+        """True if sequences are equally long, so that no tile table is needed."""
         return self.sequence_length is not None
 
 
 def count_tiles(tokens: int, length: int, num_sequences: int | None) -> tuple[int, int]:
-    """Rows of a tile and number of tiles, both functions of shapes alone.
+    """Return the rows of a tile and the number of tiles, both from shapes alone.
 
     Args:
         tokens: rows of the token axis.
         length: tokens of each sequence of a uniform call.
-        num_sequences: sequences of a packed call; None of a uniform one.
+        num_sequences: number of sequences of a packed call; None for a uniform one.
     """
     if num_sequences is None:
         rows = _tile_rows(length)
         return rows, count_uniform_tiles(tokens, length, rows)
-    # Tiles that suit sequences of the mean length.
+    # Tiles are sized for sequences of mean length.
     rows = _tile_rows(tokens // max(num_sequences, 1))
     return rows, count_offset_tiles(tokens, num_sequences, rows)
 
 
 def _tile_rows(length: int) -> int:
-    """The power of two that holds a sequence of `length` tokens, within limits."""
+    """Return the smallest power of two that holds a sequence of `length` tokens, within limits."""
     if is_symbolic(length):
         return _MOST_TILE_ROWS
     return max(_FEWEST_TILE_ROWS, min(_MOST_TILE_ROWS, 1 << max(length - 1, 0).bit_length()))

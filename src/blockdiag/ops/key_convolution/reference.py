@@ -1,7 +1,7 @@
 """Key convolution, written to be read: the executable specification of the operation.
 
-Computed in float32, or in float64 for float64 keys, without intermediate rounding, and every JAX transformation
-applies, forward mode included.
+Everything is computed in float32, or in float64 for float64 keys, without intermediate rounding. Every JAX
+transformation applies, including forward mode.
 """
 
 import jax
@@ -13,12 +13,12 @@ from blockdiag.ops.key_convolution.problem import KeyConvolutionProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: KeyConvolutionProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
@@ -26,7 +26,7 @@ def supports(problem: KeyConvolutionProblem) -> str | None:
 def forward(
     problem: KeyConvolutionProblem, key: Array, weights: Array, tiles: Array | None, *, interpret: bool = False
 ) -> Array:
-    """Output [tokens, K, H] in the dtype of `key`; rows outside every sequence are 0.
+    """Return output [tokens, K, H] in the dtype of `key`; rows outside every sequence are 0.
 
     Args:
         problem: the call.
@@ -36,13 +36,13 @@ def forward(
         interpret: ignored.
     """
     del interpret
-    # Widened once, so that JAX's gradients of this function are rounded once as well.
+    # Operands are widened only once, so that JAX's gradients of this function are rounded only once.
     wide = accumulation_dtype(key.dtype)
     wide_key, wide_weights = key.astype(wide), weights.astype(wide)
     token = jnp.arange(problem.tokens, dtype=jnp.int32)
     position = _positions(problem, tiles)
     is_token = (position >= 0)[:, None, None]
-    # Selected, never multiplied by 0, because 0 * NaN would carry a neighbour's NaN in here.
+    # Selection instead of multiplication by 0, because 0 * NaN would carry a neighbour's NaN in here.
     total = jnp.zeros(key.shape, wide)
     for lag in range(problem.size):
         reaches = (position >= lag)[:, None, None]
@@ -65,26 +65,26 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Gradients of `forward` with respect to key and weights, each in its operand's dtype."""
+    """Return the gradients of `forward` with respect to key and weights, each in its operand's dtype."""
     del interpret
     wide = accumulation_dtype(key.dtype)
 
     def wide_forward(key: Array, weights: Array) -> Array:
         return forward(problem, key, weights, tiles)
 
-    # The gradients are taken of the float32 function, so that each is rounded once, at the end.
+    # Differentiating the float32 function rounds each gradient once, at the end.
     _, pull_back = jax.vjp(wide_forward, key.astype(wide), weights.astype(wide))
     d_key, d_weights = pull_back(output_cotangent.astype(wide))
     return d_key.astype(key.dtype), d_weights.astype(weights.dtype)
 
 
 def _weights_of_tokens(problem: KeyConvolutionProblem, row: Array) -> Array:
-    """One row of each group's weights [groups, K, H] for every token, [tokens, K, H]."""
+    """Repeat one row of each group's weights [groups, K, H] for every token, [tokens, K, H]."""
     return jnp.repeat(row, problem.tokens // problem.groups, axis=0)
 
 
 def _positions(problem: KeyConvolutionProblem, tiles: Array | None) -> Array:
-    """Each token's position within its sequence, int32 [tokens]; -1 outside every sequence."""
+    """Return each token's position within its sequence, int32 [tokens]; -1 outside every sequence."""
     if tiles is None:
         return jnp.arange(problem.tokens, dtype=jnp.int32) % max(problem.sequence_length or 1, 1)
     offset = jnp.arange(problem.tile_rows, dtype=jnp.int32)[None, :]

@@ -1,7 +1,7 @@
-"""How key convolution divides over devices: sequences of equal length, heads and elements of heads are independent.
+"""Sharding of key convolution: sequences of equal length, heads and head elements are independent.
 
-Packed sequences, which a tile table describes, stay whole: their heads and elements alone are divided. The gradient of
-weights that devices share is a sum over the sequences of all.
+The token axis of packed sequences, which a tile table describes, stays whole; only their heads and head elements are
+divided. The gradient of weights that devices share is a sum over the sequences of all devices.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ def rule(
 
     Args:
         problem: the call.
-        implementations: who may compute it.
+        implementations: names of the implementations to try, or None.
         method: "forward" or "backward".
-        operands: key, weights, tile table, and of a backward call the cotangent of the output; the labels are for
+        operands: key, weights, tile table, and in a backward call the cotangent of the output. The rule has labels for
             those that are not None.
     """
     key = (("sequences", "tokens"), *_CHANNELS)
@@ -52,7 +52,7 @@ def rule(
 
 
 def local_problem(problem: KeyConvolutionProblem, method: str, part: Part) -> KeyConvolutionProblem:
-    """The call of one device."""
+    """Return the call of one device."""
     if not part.starts:
         return problem
     sizes = part.sizes
@@ -64,18 +64,20 @@ def local_problem(problem: KeyConvolutionProblem, method: str, part: Part) -> Ke
         num_tiles=problem.num_tiles * tokens // max(problem.tokens, 1),
         key_heads=sizes["heads"],
         head_dim=sizes["features"],
-        # Weights of a narrower dtype have a gradient that is rounded, once: after the sum over devices.
+        # The gradient of narrower weights is rounded only once, after the sum over devices.
         weights_dtype=accumulation_dtype(problem.dtype).name if is_sum else problem.weights_dtype,
     )
 
 
 def with_wide_sums(problem: KeyConvolutionProblem, method: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """The computation of one device, with weights as its call has them and their gradient in float32 (float64).
+    """Wrap the computation of one device: it casts weights to its call's dtype, and returns their gradient wide.
+
+    The gradient of the weights is float32 (float64), so that it is rounded after the sum over devices.
 
     Args:
         problem: the call of one device.
         method: "forward" or "backward".
-        compute: the call.
+        compute: function that computes the method.
     """
     if method != "backward":
         return compute

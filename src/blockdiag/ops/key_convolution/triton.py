@@ -1,4 +1,4 @@
-"""The Triton implementation of key convolution, from JAX: the canonical call as kernel launches."""
+"""The Triton implementation of key convolution in JAX: the canonical call as kernel launches."""
 
 from jax import Array
 
@@ -10,17 +10,17 @@ __all__ = ["available", "backward", "forward", "supports"]
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
 def forward(
     problem: KeyConvolutionProblem, key: Array, weights: Array, tiles: Array | None, *, interpret: bool = False
 ) -> Array:
-    """Output [tokens, K, H] of the canonical call.
+    """Return output [tokens, K, H] of the canonical call.
 
     Args:
-        problem: what is computed.
+        problem: the call.
         key: [tokens, K, H].
         weights: [groups, size, K, H].
         tiles: tile table int32 [num_tiles, 3], or None for a uniform problem.
@@ -40,7 +40,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Gradients of key and weights; arguments as for `forward`, and the output's cotangent [tokens, K, H]."""
+    """Return the gradients of key and weights, given the arguments of `forward` and the output's cotangent."""
     launch = KeyConvolutionLaunch(problem, "backward")
     d_key, parts = jax_call.launch(launch, key, weights, output_cotangent, *_table(tiles), interpret=interpret)
     launch = KeyConvolutionLaunch(problem, "weights_gradient")

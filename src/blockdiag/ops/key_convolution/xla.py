@@ -1,4 +1,4 @@
-"""Key convolution in plain `jax.numpy`: shifted copies of the token axis, which XLA fuses with what is done to them."""
+"""Key convolution in plain `jax.numpy`: shifted copies of the token axis, which XLA fuses into their consumers."""
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,12 @@ from blockdiag.ops.key_convolution.problem import KeyConvolutionProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: KeyConvolutionProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
@@ -23,7 +23,7 @@ def supports(problem: KeyConvolutionProblem) -> str | None:
 def forward(
     problem: KeyConvolutionProblem, key: Array, weights: Array, tiles: Array | None, *, interpret: bool = False
 ) -> Array:
-    """Output [tokens, K, H] in the dtype of `key`; rows outside every sequence are 0.
+    """Return output [tokens, K, H] in the dtype of `key`; rows outside every sequence are 0.
 
     Args:
         problem: the call.
@@ -54,7 +54,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Gradients of `forward` with respect to key and weights, each in its operand's dtype."""
+    """Return the gradients of `forward` with respect to key and weights, each in its operand's dtype."""
     del interpret
     if problem.tokens == 0:
         return jnp.zeros_like(key), jnp.zeros_like(weights)
@@ -77,14 +77,14 @@ def backward(
 
 
 def _sequence_rows(problem: KeyConvolutionProblem, x: Array) -> Array:
-    """[tokens, K, H] as float32 or float64 [groups, sequences, rows, K, H]; packed sequences are one."""
+    """Reshape [tokens, K, H] to float32 or float64 [groups, sequences, rows, K, H]; packed sequences count as one."""
     length = problem.sequence_length
     rows = problem.tokens // problem.groups if length is None else length
     return x.reshape(problem.groups, -1, rows, *x.shape[1:]).astype(accumulation_dtype(x.dtype))
 
 
 def _positions(problem: KeyConvolutionProblem, tiles: Array | None) -> Array:
-    """Each row's position within its sequence, int32 [groups or 1, 1, rows, 1, 1]; -1 outside every sequence."""
+    """Return each row's position in its sequence, int32 [groups or 1, 1, rows, 1, 1]; -1 outside every sequence."""
     if tiles is None:
         return jnp.arange(problem.sequence_length, dtype=jnp.int32).reshape(1, 1, -1, 1, 1)
     offset = jnp.arange(problem.tile_rows, dtype=jnp.int32)[None, :]
@@ -95,22 +95,22 @@ def _positions(problem: KeyConvolutionProblem, tiles: Array | None) -> Array:
 
 
 def _lagged(problem: KeyConvolutionProblem, rows: Array, positions: Array) -> list[Array]:
-    """For each lag the rows that many tokens earlier in the same sequence, 0 where there is none."""
+    """Return, for each lag, the rows that many tokens earlier in the same sequence; 0 where there is none."""
     return [_select(positions, lag, _shift(rows, lag)) for lag in range(problem.size)]
 
 
 def _select(positions: Array, lag: int, x: Array) -> Array:
-    """`x` in rows with at least `lag` rows of their sequence before them, 0 elsewhere.
+    """Return `x` in rows with at least `lag` rows of their sequence before them, 0 elsewhere.
 
-    Not a product, because 0 * NaN would carry a neighbour's NaN in here.
+    This is a selection, not a product, because 0 * NaN would carry a neighbour's NaN in here.
     """
     return jnp.where(positions >= lag, x, 0)
 
 
 def _shift(x: Array, lag: int) -> Array:
-    """`x` with its rows moved `lag` rows back in time (forth where negative); what moves in is 0."""
+    """Shift the rows of `x` by `lag` rows, so that row t gets row t - lag; zeros move in."""
     if is_symbolic(x.shape[2]):
-        # There may be fewer rows than the lag: one pad could not take more away than there are.
+        # A symbolic size may be less than the lag, and negative padding cannot remove more rows than there are.
         edges = [(0, 0)] * x.ndim
         edges[2] = (max(lag, 0), max(-lag, 0))
         return jax.lax.slice_in_dim(jnp.pad(x, edges), edges[2][1], edges[2][1] + x.shape[2], axis=2)
@@ -127,5 +127,5 @@ def _weighted_sum(lagged: list[Array], weights: Array) -> Array:
 
 
 def _row(weights: Array, lag: int, dtype: jax.typing.DTypeLike) -> Array:
-    """The weights of one lag, [groups, 1, 1, K, H]."""
+    """Return the weights of one lag, [groups, 1, 1, K, H]."""
     return weights[:, weights.shape[1] - 1 - lag, None, None].astype(dtype)

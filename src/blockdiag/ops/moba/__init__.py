@@ -1,1 +1,1 @@
-"""Mixture of block attention: each query head attends to the best key blocks and to its own one."""
+"""Mixture of block attention: each query attends to its own key block and to the best-scoring others."""

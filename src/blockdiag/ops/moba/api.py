@@ -1,4 +1,4 @@
-"""MoBA, mixture of block attention: the public functions, their derivative rule and their batching rule."""
+"""MoBA (mixture of block attention): the public functions, their derivative rule and their batching rule."""
 
 import functools
 import math
@@ -35,8 +35,8 @@ MOBA_OUTPUT = "blockdiag_moba_output"
 """Name of the attention output and its log-sum-exp for rematerialisation policies.
 
 `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(blockdiag.MOBA_OUTPUT, blockdiag.MOBA_ROUTING))`
-keeps what the backward pass of each attention call needs besides query, key and value, so that neither the routing nor
-the attention is computed again.
+keeps everything that the backward pass of each attention call needs besides query, key and value. Neither the routing
+nor the attention is then computed again.
 
 Example:
     >>> import functools
@@ -109,69 +109,71 @@ def moba_attention(
     context_parallel: ContextParallel | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Mixture of block attention: each query of each head attends to its own block and to those that suit it best.
+    """Compute mixture of block attention: each query attends to its own block and to the best-scoring other blocks.
 
-    Keys are cut into blocks, from the start of each sequence. A query sees its own block, up to itself, and all of the
-    `top_k - 1` earlier blocks whose mean key has the largest product with it; of equal products the later block. One
-    softmax runs over all keys seen. So `top_k=1` is attention within blocks, and as many as there are blocks is causal
-    attention. Without `is_causal` there is no own block, and the best `top_k` blocks of the whole sequence are seen.
+    Keys are cut into blocks from the start of each sequence. A query sees its own block, up to its own position, and
+    all of `top_k - 1` earlier blocks: those whose mean keys have the largest dot products with the query. Ties go to
+    the later block. One softmax runs over all keys seen. `top_k=1` is attention within blocks; with `top_k` equal to
+    the number of blocks it is full causal attention. Without `is_causal` a query's own block is not special, and the
+    query sees the best `top_k` blocks of the whole sequence.
 
-    Query head n attends to key head n // (N // K) but chooses its blocks by itself. Mean keys and their products are
-    float32, and so are scores, softmax and sums (float64 for float64 arrays). Each implementation adds in a fixed order
-    and so repeats itself bit by bit; but matrix units round in ways of their own, by GPU and shape of tile, so that of
-    blocks whose products with a query differ by rounding alone another kernel may choose another one (see
-    docs/moba.md, Numerics). The output and each gradient are rounded once. NaN and infinity stay within their sequence.
-    There is no dropout.
+    Query head n attends to key head n // (N // K), and each query head chooses its own blocks. Mean keys, their dot
+    products, scores, softmax and sums are float32 (float64 for float64 arrays). The output and each gradient are
+    rounded once. NaN and infinity stay within their sequence. There is no dropout.
 
-    Gradients hold the routing constant, as everywhere with MoBA. Works under `jax.jit`, `jax.grad` (any number of
-    times), `jax.vmap` with any axes, `jax.checkpoint` (see `MOBA_OUTPUT`), `jax.shard_map` and `jax.export`.
-    Forward-mode differentiation raises a TypeError except with `implementation="reference"`. Kept for the backward
-    pass are the arguments, the output, its log-sum-exp, and the routing as lists.
+    Each implementation sums in a fixed order, so its results are bitwise repeatable. Matrix units round differently by
+    GPU and tile shape. Two kernels may therefore choose different blocks where dot products differ only by rounding
+    (see docs/moba.md, Numerics).
 
-    Operands may be sharded over batch rows and heads, on meshes with automatic or explicit axes: each device computes
-    its own, also where there are fewer key heads than devices. Sharded tokens are gathered, with a warning where axes
-    are explicit, unless `context_parallel` is given. See docs/several_gpus.md.
+    Gradients treat the routing as constant, as is usual for MoBA. Works under `jax.jit`, `jax.grad` (any number of
+    times), `jax.vmap` over any axes, `jax.checkpoint` (see `MOBA_OUTPUT`), `jax.shard_map` and `jax.export`.
+    Forward-mode differentiation raises a TypeError except with `implementation="reference"`. The residuals of the
+    backward pass are the arguments, the output, its log-sum-exp and the routing as block-major lists.
+
+    Operands may be sharded over batch rows and heads, on meshes with automatic or explicit axes. Each device then
+    computes its own part, even with fewer key heads than devices. Sharded tokens are gathered, with a warning, unless
+    `context_parallel` is given. See docs/several_gpus.md.
 
     Args:
-        query: [B, T, N, H], B sequences of T tokens; or packed [T, N, H], one sequence or what `sequence_offsets`
-            describes. float16, bfloat16, float32 or float64. T need not be a multiple of anything.
+        query: [B, T, N, H], B sequences of T tokens. Or packed [T, N, H]: one sequence, or the sequences that
+            `sequence_offsets` describes. float16, bfloat16, float32 or float64. T may be any number.
         key, value: [B, S, K, H] or [S, K, H] in the dtype of `query`, N a multiple of K. Where S differs from T, the
-            last query has the position of the last key; a query before the first key sees nothing and gives 0.
+            last query has the position of the last key. A query before the first key sees nothing and gives 0.
         block_size: keys of a block, a multiple of 16 from 16 to 4096.
-        top_k: blocks that a query sees, its own included, 1..64.
+        top_k: number of blocks that a query sees, including its own, 1..64.
         scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None. Known when tracing.
         is_causal: whether a token attends only to itself and earlier tokens.
         sequence_offsets: int32 [num_sequences + 1], only for packed arrays: sequence s is rows [offsets[s],
-            offsets[s + 1]) of `query`. Starts with 0 and does not decrease; sequences may be empty; rows after the last
-            offset belong to no sequence, give 0 and get zero gradients. Known values are checked, which outside
-            `jax.jit` waits until they are computed. Traced ones cannot be: offsets are clipped to [0, T], and one below
-            its predecessor counts as equal to it.
+            offsets[s + 1]) of `query`. Offsets start with 0 and do not decrease; sequences may be empty. Rows after
+            the last offset belong to no sequence: their output and gradients are 0. Known values are checked; outside
+            `jax.jit` the check waits until they are computed. Traced values cannot be checked. They are clipped to
+            [0, T], and an offset below its predecessor counts as equal to it.
         key_sequence_offsets: int32 [num_sequences + 1], the same for rows of `key` and `value`; `sequence_offsets` when
             None.
-        routing: which blocks each query sees, instead of those that suit it best, from `moba_routing` or made or edited
-            by hand; with indices [B, T, N, top_k] or [T, N, top_k]. See `Routing`.
-        key_mask: bool [B, S] or [S], True for keys that take part. Others are not seen and do not count in the mean key
-            of their block; blocks without keys are not chosen.
-        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
-            it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on a
-            CPU runs in a slow interpreter. A sequence means the first that supports the call.
-        context_parallel: the axis of a mesh along which devices share the tokens of each sequence, and how they work
-            together; see `ContextParallel`. Inside `jax.shard_map` operands are then the device's tokens, and
-            `sequence_offsets` those of all tokens.
+        routing: the blocks that each query sees, instead of the best-scoring ones. Comes from `moba_routing`, or is
+            made or edited by hand; indices have shape [B, T, N, top_k] or [T, N, top_k]. See `Routing`.
+        key_mask: bool [B, S] or [S], True for keys that take part. Masked keys are not seen and do not count in the
+            mean key of their block. Blocks without any unmasked key are not chosen.
+        implementation: which implementation runs. None chooses by platform when the program is lowered: "triton" on
+            CUDA where it supports the call, "xla" otherwise. A name ("reference", "xla" or "triton") selects that one;
+            on a CPU "triton" runs in a slow interpreter. A sequence selects the first that supports the call.
+        context_parallel: the mesh axis along which devices share the tokens of each sequence, and their strategy; see
+            `ContextParallel`. Inside `jax.shard_map`, operands are the device's tokens and `sequence_offsets`
+            describes all tokens.
         return_residual: whether to return the log-sum-exp too.
 
     Returns:
-        The attention output, in the shape and dtype of `query`; with `return_residual` also the natural logarithm of
-        the sum of the exponentials of the scaled scores seen, float32 [B, T, N] or [T, N] (float64 for float64 arrays;
-        -inf where a query sees nothing). Both are differentiable.
+        The attention output, in the shape and dtype of `query`. With `return_residual`, also the log-sum-exp (natural
+        logarithm) of the scaled scores seen: float32 [B, T, N] or [T, N], float64 for float64 arrays, and -inf where a
+        query sees nothing. Both are differentiable.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations supports this call; the message says why.
 
     References:
-        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Small blocks, and lists of queries
-        by block: Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
+        Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Small blocks, and block-major lists
+        of queries: Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
 
     Example:
         >>> import jax
@@ -215,23 +217,23 @@ def moba_routing(
     key_mask: Bool[Array, "*batch S"] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Routing:
-    """The blocks that each query of each head sees in `moba_attention` with the same arguments.
+    """Return the blocks that each query of each head sees in `moba_attention` with the same arguments.
 
-    The result can be looked at, converted, edited, and given to `moba_attention`, of several layers too. It is constant
-    to differentiation.
+    The result can be inspected, converted, edited and passed to `moba_attention`, also in several layers. It is
+    constant under differentiation.
 
     Args:
         query, key, block_size, top_k, is_causal, sequence_offsets, key_sequence_offsets, key_mask, implementation: see
             `moba_attention`.
 
     Returns:
-        A `Routing` with indices int32 [B, T, N, top_k] or [T, N, top_k]: numbers of blocks within the sequence; first
-        the query's own block, in causal calls, then the others by falling score, of equal scores the later block first;
-        then -1.
+        A `Routing` with indices int32 [B, T, N, top_k] or [T, N, top_k], which number blocks within the sequence. In
+        causal calls the query's own block comes first. The other blocks follow by descending score; of equal scores,
+        the later block comes first. The remaining entries are -1.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations supports this call; the message says why.
 
     References:
         Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025).
@@ -265,10 +267,10 @@ def moba_routing(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`).
+    """The static part of a call: the problem and the implementations to try (see `dispatch.resolve`).
 
     Attributes:
-        sequences: how many equal parts, which share nothing, the token axes have; 1 for packed sequences.
+        sequences: number of equally long, independent parts of the token axes; 1 for packed sequences.
     """
 
     problem: MoBAProblem
@@ -277,21 +279,21 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no query, or no block for one to see."""
+        """True if there is no query or no block to see."""
         return self.problem.query_tokens == 0 or self.problem.num_blocks == 0
 
     @property
     def is_reference(self) -> bool:
-        """Whether the call is the reference's, which JAX differentiates and maps by itself."""
+        """True if the reference computes the call, so that JAX differentiates and maps it without rules of ours."""
         return resolve(self.problem, self.implementations).elsewhere.name == "reference"
 
 
 def prepare_moba_call(query: Any, key: Any, *, implementation: str | Sequence[str] | None, **options: Any) -> Call:
-    """Check every argument but the operands and describe the call; see `describe_moba_call`."""
+    """Check every argument except the operands, and return the static call; see `describe_moba_call`."""
     problem = describe_moba_call(query, key, **options)
     names = normalise_implementation(implementation, MOBA)
     resolve(problem, names)
-    # Batched calls, which have no offsets, have sequences of equal length.
+    # Batched calls have no offsets, and their sequences are equally long.
     return Call(problem, names, math.prod(query.shape[:-3]))
 
 
@@ -310,8 +312,8 @@ def _attend_to_tokens(
     """Check the arguments of `moba_attention`, and compute its output and log-sum-exp.
 
     Args:
-        query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing, options: of the call.
-        chosen: what `_choose` would return, where it is known.
+        query, key, value, sequence_offsets, key_sequence_offsets, key_mask, routing, options: arguments of the call.
+        chosen: the result of `_choose` where it is known already, or None.
     """
     call = prepare_moba_call(
         query,
@@ -334,7 +336,7 @@ def _find_centroids(
     key_mask: Array | None,
     blocks: Array,
 ) -> Centroids:
-    """Compute the mean keys of the blocks of a table, as a call of `problem` does."""
+    """Compute the mean keys of the blocks of a table, as a call with this problem does."""
     call = Call(problem, normalise_implementation(implementation, MOBA))
     key, key_mask, blocks = on_common_axes(jax.lax.stop_gradient(key), key_mask, blocks)
     return divisible(_plan, call, "centroids")(key, key_mask, blocks)
@@ -349,12 +351,12 @@ def _choose_by_centroids(
     centroids: Centroids,
     **options: Any,
 ) -> Array:
-    """Choose the blocks of each query of packed arrays, as `_choose` does, by mean keys that are there already.
+    """Choose the blocks of each query of packed arrays, as `_choose` does, from precomputed mean keys.
 
     Args:
-        query, sequence_offsets, key_sequence_offsets, key_mask, options: of the call.
+        query, sequence_offsets, key_sequence_offsets, key_mask, options: arguments of the call.
         key: shape and dtype of the call's keys.
-        centroids: of all blocks.
+        centroids: mean keys of all blocks.
     """
     call = prepare_moba_call(
         query,
@@ -382,7 +384,7 @@ def _attention(
     routing: Routing | None,
     chosen: Array | None,
 ) -> tuple[Array, Array]:
-    """The array part of `moba_attention`, compiled as one program where the caller does not compile it."""
+    """Compute the array part of `moba_attention`, as one compiled program even outside `jax.jit`."""
     shape = query.shape
     if call.is_empty:
         return jnp.zeros_like(query), jnp.full(shape[:-1], -jnp.inf, accumulation_dtype(query.dtype))
@@ -413,7 +415,7 @@ def _routing(
     key_sequence_offsets: Array | None,
     key_mask: Array | None,
 ) -> Array:
-    """The array part of `moba_routing`, whose indices it returns."""
+    """Compute the indices of `moba_routing`, as one compiled program even outside `jax.jit`."""
     shape = query.shape
     if call.is_empty:
         return jnp.full((*shape[:-1], top_k), -1, jnp.int32)
@@ -432,18 +434,18 @@ def _routing(
 def _tables(
     call: Call, shape: Sequence[int], sequence_offsets: Array | None, key_sequence_offsets: Array | None
 ) -> tuple[Array, Array]:
-    """The block table and the query table, for a query of `shape`."""
+    """Return the block table and the query table for a query of `shape`."""
     offsets = (None if x is None else jnp.asarray(x) for x in (sequence_offsets, key_sequence_offsets))
     return moba_tables(call.problem, math.prod(shape[:-3]), *offsets)
 
 
 def _flatten(x: Array, query_shape: Sequence[int]) -> Array:
-    """An operand with batch axes and token axis made one."""
+    """Merge the batch axes and the token axis of an operand."""
     return jnp.asarray(x).reshape(-1, *x.shape[len(query_shape) - 2 :])
 
 
 def _choose(call: Call, query: Array, key: Array, key_mask: Array | None, tables: tuple) -> Array:
-    """Blocks that each query chooses, int32 [N, query_tokens, slots]."""
+    """Return the blocks that each query chooses, int32 [N, query_tokens, slots]."""
     problem = call.problem
     if problem.slots == 0:
         return jnp.zeros((problem.query_heads, problem.query_tokens, 0), jnp.int32)
@@ -452,7 +454,7 @@ def _choose(call: Call, query: Array, key: Array, key_mask: Array | None, tables
 
 
 def _make_lists(call: Call, chosen: Array) -> Lists:
-    """The block-major lists of what was chosen."""
+    """Return the block-major lists of the chosen blocks."""
     problem = call.problem
     if problem.slots == 0:
         empty = jnp.zeros((problem.query_heads, problem.num_blocks), jnp.int32)
@@ -462,13 +464,13 @@ def _make_lists(call: Call, chosen: Array) -> Lists:
 
 
 def differentiable_moba(call: Call, query: Array, key: Array, value: Array, constants: tuple) -> tuple[Array, Array]:
-    """The canonical call with everything that transformations need; output and log-sum-exp.
+    """Compute output and log-sum-exp of the canonical call with its derivative, batching and sharding rules.
 
     Args:
         call: the static part.
         query: [query_tokens, N, H].
         key, value: [key_tokens, K, H].
-        constants: what has no gradient: key mask or None, both tables, lists, and own or None.
+        constants: operands without gradients: key mask or None, both tables, lists, and own or None.
     """
     if call.is_reference:
 
@@ -483,7 +485,7 @@ def differentiable_moba(call: Call, query: Array, key: Array, value: Array, cons
 
 
 def _array_code(call: Call, method: str, compute: Callable[..., Any], *operands: Any) -> Any:
-    """`compute(problem, *operands)`, which is array code; `method` names its rule."""
+    """Compute `compute(problem, *operands)`, which is array code, by the sharding rule of `method`."""
 
     def local(part: Part) -> Any:
         problem = sharding.local_problem(call.problem, part)
@@ -501,8 +503,8 @@ def _attend(call: Call, query: Array, key: Array, value: Array, constants: tuple
 def _attend_forward(
     call: Call, query: Array, key: Array, value: Array, constants: tuple
 ) -> tuple[tuple[Array, Array], tuple]:
-    # Through `_attend` itself, not what it computes with, so that a second differentiation finds this rule again. The
-    # name must be given inside this rule: a policy cannot see into it from outside.
+    # Calls `_attend` itself rather than its body, so that a second differentiation finds this rule again. The name
+    # must be given inside this rule: a policy cannot see into it from outside.
     results = checkpoint_name(_attend(call, query, key, value, constants), MOBA_OUTPUT)
     return results, (query, key, value, constants, *results)
 
@@ -530,7 +532,7 @@ def _gradients_forward(call: Call, operands: tuple, constants: tuple) -> tuple[G
 
 
 def _gradients_backward(call: Call, residuals: tuple, cotangents: Gradients) -> tuple:
-    """Second derivatives go through the array code of the xla implementation, which JAX differentiates."""
+    """Differentiate the gradients through the array code of the xla implementation."""
     operands, constants = residuals
 
     def gradients(query: Array, key: Array, value: Array, *more: Array) -> Gradients:
@@ -544,7 +546,7 @@ _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
-    """The rule of a canonical call, and what computes a part of it."""
+    """Return the sharding rule of a method of the canonical call, and the function that computes a part of it."""
 
     def local(part: Part) -> Any:
         problem = sharding.local_problem(call.problem, part)
@@ -555,7 +557,7 @@ def _plan(call: Call, method: str, operands: tuple[Any, ...]) -> tuple[Rule, Loc
 
 @functools.lru_cache(maxsize=1024)
 def _mappable(call: Call, method: str) -> Any:
-    """A function of the canonical call with its batching rule; one function object for each call."""
+    """Return a method of the canonical call with its batching rule; one function object per call."""
 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:

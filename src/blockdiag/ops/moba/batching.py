@@ -1,8 +1,8 @@
-"""Mapped axes folded into the token axes: what `jax.vmap` makes of a canonical call of MoBA.
+"""Batching rule of MoBA: fold an axis mapped by `jax.vmap` into the token axes of a canonical call.
 
-A mapped axis is one more batch axis, so a mapped call is the same call with more tokens and more blocks: rows and block
-numbers in its tables and lists are shifted for each mapped element. Lists are made for more heads instead, because each
-element's lists then fill a range of their own.
+A mapped axis is one more batch axis, so a mapped call is the same call with more tokens and blocks. Rows and block
+numbers in its tables and lists are shifted for each mapped element. "make_lists" folds the axis into the heads instead,
+so that the lists of each element fill a range of their own.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from blockdiag.ops.moba.problem import MoBAProblem
 def fold_moba(
     method: str, problem: MoBAProblem, axis_size: int, is_mapped: Any, operands: tuple
 ) -> tuple[MoBAProblem, tuple]:
-    """The canonical call of `method` over `axis_size` elements.
+    """Return the canonical call of `method` over `axis_size` elements.
 
     Args:
         method: "route", "centroids", "choose", "make_lists", "forward" or "backward".
         problem: the call of one mapped element.
         axis_size: length of the mapped axis.
-        is_mapped: for each operand, a pytree of bools: whether it has the mapped axis, in front.
-        operands: what the method takes after the problem.
+        is_mapped: for each operand, a pytree of bools: whether it has the mapped axis as its leading axis.
+        operands: operands of the method after the problem.
 
     Returns:
         The problem and the operands of the folded call.
@@ -70,7 +70,7 @@ def fold_moba(
 
 
 def unfold_moba(method: str, problem: MoBAProblem, axis_size: int, results: Any) -> Any:
-    """The results of one folded call with the mapped axis in front again."""
+    """Return the results of a folded call with the mapped axis as leading axis."""
     if method in ("route", "choose"):
         chosen = results.reshape(problem.query_heads, axis_size, problem.query_tokens, problem.slots)
         chosen = jnp.moveaxis(chosen, 1, 0)
@@ -106,13 +106,13 @@ def _fold_lists(problem: MoBAProblem, axis_size: int, lists: Lists, is_mapped: L
 
 
 def _shift(table: Array, shifts: tuple[int, ...], is_shifted: Array) -> Array:
-    """A table [axis_size, rows, columns] with element times shift added to each column where wanted."""
+    """Add element number times column shift to a table [axis_size, rows, columns] where `is_shifted`."""
     by_column = _elements(axis_size=table.shape[0], rank=3) * jnp.asarray(shifts, jnp.int32)[None, None, :]
     return table + jnp.where(is_shifted, by_column, 0)
 
 
 def _elements(axis_size: int, rank: int) -> Array:
-    """The number of each mapped element, as the first axis of an array of a rank."""
+    """Return the mapped elements' numbers, as an array of this rank whose first axis is the mapped axis."""
     return jnp.arange(axis_size, dtype=jnp.int32).reshape(axis_size, *[1] * (rank - 1))
 
 
@@ -121,5 +121,5 @@ def _stack(x: Array, axis_size: int, is_mapped: bool) -> Array:
 
 
 def _fold_behind_heads(x: Array) -> Array:
-    """[axis_size, N, rows] as [N, axis_size * rows]."""
+    """Reshape [axis_size, N, rows] to [N, axis_size * rows]."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)

@@ -1,7 +1,7 @@
-"""Mean keys of blocks as arrays that every implementation of MoBA writes and reads, so that devices can share them.
+"""Mean keys of blocks, in a form that every implementation of MoBA writes and reads, so that devices can share them.
 
-Mean keys are float32. Matrix units multiply numbers of the operands' dtype, so that a mean key of a 16-bit dtype is
-held in parts: each is the rounding of what the ones before it leave.
+Mean keys are float32, but matrix units multiply numbers of the operands' dtype. For a 16-bit dtype a mean key is
+therefore split into parts of that dtype. Each part is the rounded remainder of the parts before it.
 """
 
 import jax
@@ -17,22 +17,22 @@ type Centroids = Float[Array, "num_blocks K parts H"]
 def centroids_of_sums(
     problem: MoBAProblem, sums: Float[Array, "num_blocks K H"], counts: Int[Array, " blocks"]
 ) -> Centroids:
-    """Divide sums of keys by their number; a block without keys gets NaN, whose scores no query chooses."""
+    """Divide sums of keys by their counts; a block without keys gets NaN, which no query chooses."""
     sizes = jnp.where(counts > 0, counts.astype(sums.dtype), jnp.nan)
     rest = sums / sizes[:, None, None]
     kind = jnp.finfo(problem.dtype)
     parts = []
     for _ in range(problem.centroid_parts):
-        # XLA may leave out a conversion to a narrower dtype and back, but not this.
+        # XLA may remove a conversion to a narrower dtype and back, but not `reduce_precision`.
         part = jax.lax.reduce_precision(rest, kind.nexp, kind.nmant)
         parts.append(part.astype(problem.dtype))
-        # Infinity leaves nothing.
+        # An infinite part leaves no remainder.
         rest = jnp.where(jnp.isfinite(part), (rest - part) * problem.centroid_scale, 0)
     return jnp.stack(parts, axis=2)
 
 
 def whole_centroids(problem: MoBAProblem, centroids: Centroids) -> Float[Array, "num_blocks K H"]:
-    """Add up the parts, in float32 (float64): exactly what they were made of, but for numbers that underflow."""
+    """Add up the parts in float32 (float64), which restores the mean keys exactly except for underflow."""
     wide = centroids.astype(accumulation_dtype(problem.dtype))
     total = wide[:, :, -1]
     for part in reversed(range(problem.centroid_parts - 1)):

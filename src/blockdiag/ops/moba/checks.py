@@ -1,7 +1,7 @@
-"""From the arguments of a public call of MoBA to the static description that every implementation reads.
+"""Checks of the arguments of MoBA, and the static description that every implementation reads.
 
-Each mistake is a ValueError that names the argument, its value and the remedy. The same for arrays of JAX and of torch,
-of which only shapes and dtypes are read, and values where they are known.
+Each wrong argument raises a ValueError that names it, its value and the remedy. Arrays may be JAX's or torch's. Only
+their shapes and dtypes are read, and the values of index arrays where they are known.
 """
 
 import math
@@ -30,11 +30,11 @@ def describe_moba_call(
     key_mask: Any,
     routing: Any = None,
 ) -> MoBAProblem:
-    """Check every argument but the operands and describe the call; of query and key only shape and dtype are read.
+    """Check all arguments except the operands, and describe the call; reads only shape and dtype of query and key.
 
     Args:
-        routing: None, or what has the attributes of a `blockdiag.Routing`. A query may then choose `top_k` blocks that
-            are not its own, so that the call has as many slots.
+        routing: None, or an object with the attributes of a `blockdiag.Routing`. A query may then choose `top_k` blocks
+            besides its own, so the call has `top_k` slots.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -71,25 +71,25 @@ def describe_moba_call(
 
 
 def count_sequence_blocks(length: int, block_size: int) -> int:
-    """Blocks of a sequence."""
+    """Return the number of blocks of a sequence."""
     return -(-length // block_size)
 
 
 def count_packed_blocks(tokens: int, num_sequences: int, block_size: int) -> int:
-    """Blocks that `num_sequences` sequences, at most `tokens` rows together, have at most."""
+    """Return the maximum number of blocks of `num_sequences` sequences with at most `tokens` rows in total."""
     if num_sequences == 0:
         return 0
     return smaller_bound(tokens, (tokens + num_sequences * (block_size - 1)) // block_size)
 
 
 def count_slots(top_k: int, sequence_blocks: int, is_causal: bool) -> int:
-    """Blocks, its own not counted, that a query can choose at most, of a sequence of `sequence_blocks` blocks."""
+    """Return the maximum number of blocks besides its own that a query can choose, of `sequence_blocks` blocks."""
     # Torch's symbols cannot subtract a bool.
     return max(smaller_bound(sequence_blocks, top_k) - int(is_causal), 0)
 
 
 def check_moba_operands(query: Any, key: Any, value: Any = None) -> None:
-    """Shapes and dtypes of query [B, T, N, H] or [T, N, H] against key and value [B, S, K, H] or [S, K, H]."""
+    """Check shapes and dtypes of query [B, T, N, H] or [T, N, H], key and value [B, S, K, H] or [S, K, H]."""
     if query.ndim not in (3, 4):
         raise ValueError(
             f"`query` must have shape [B, T, N, H] or [T, N, H], got {tuple(query.shape)}; "
@@ -119,7 +119,7 @@ def check_moba_operands(query: Any, key: Any, value: Any = None) -> None:
 
 
 def check_moba_block_size(block_size: Any) -> int:
-    """A multiple of 16 from 16 to 4096."""
+    """Return `block_size`, which must be a multiple of 16 from 16 to 4096."""
     size = _known_integer(block_size)
     if size is None or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size % MIN_BLOCK_SIZE:
         raise ValueError(
@@ -130,7 +130,7 @@ def check_moba_block_size(block_size: Any) -> int:
 
 
 def check_top_k(top_k: Any) -> int:
-    """An integer of 1..64."""
+    """Return `top_k`, which must be an integer in 1..64."""
     count = _known_integer(top_k)
     if count is None or not 1 <= count <= MAX_TOP_K:
         raise ValueError(
@@ -173,7 +173,7 @@ def check_moba_packing(
 
 
 def check_key_mask(key_mask: Any, key_tokens_shape: Sequence[int]) -> None:
-    """A bool array over the key tokens, or None."""
+    """Check for a bool array over the key tokens, or None."""
     if key_mask is None:
         return
     dtype = getattr(key_mask, "dtype", None)
@@ -190,7 +190,7 @@ def check_key_mask(key_mask: Any, key_tokens_shape: Sequence[int]) -> None:
 
 
 def check_routing(routing: Any, shape: Sequence[int], block_size: int, num_blocks: int) -> None:
-    """A `blockdiag.Routing`, or its torch twin, with indices of `shape` and the call's blocks."""
+    """Check for a `blockdiag.Routing`, or its torch twin, with indices of `shape` and the call's blocks."""
     if not all(hasattr(routing, name) for name in ("indices", "block_size", "num_blocks")):
         raise ValueError(
             f"`routing` must be a blockdiag.Routing or None, got {type(routing)}; make one with moba_routing, "

@@ -1,11 +1,11 @@
-"""Options of calls, for the overloads of the public functions of JAX and of torch; `A` is the type of an array."""
+"""Types of call options, for the overloads of the public functions of JAX and torch; `A` is the array type."""
 
 from collections.abc import Sequence
 from typing import TypedDict
 
 
 class MoBAOptions[A, RoutingType, ContextType](TypedDict, total=False):
-    """Options of `moba_attention`; see there. Routings and contexts are types of the framework."""
+    """Options of `moba_attention`; see there. `RoutingType` and `ContextType` are the framework's classes."""
 
     scale: float | None
     is_causal: bool

@@ -16,22 +16,23 @@ MOBA = Operation("moba_attention", "blockdiag.ops.moba", ("reference", "xla", "t
 class MoBAProblem:
     """One call over flattened token axes: query [query_tokens, N, H], key and value [key_tokens, K, H].
 
-    Two tables describe sequences and blocks (see `moba_tables`): where each block of keys lies and which queries own
-    it, and for each query the blocks it may choose from and the keys of its own block that it sees.
+    Two tables describe sequences and blocks (see `moba_tables`). The block table says where each block of keys lies and
+    which queries own it. The query table holds the blocks that each query may choose from, and the keys that it sees in
+    its own block.
 
     Attributes:
-        query_tokens, key_tokens: rows of the flattened axes, every batch row and mapped axis included.
+        query_tokens, key_tokens: rows of the flattened axes, including all batch rows and mapped axes.
         query_heads, key_heads, head_dim: N, K and H; N is a multiple of K.
         dtype: dtype name of query, key, value, output and gradients.
-        block_size: the most keys of a block.
+        block_size: maximum keys of a block.
         num_blocks: rows of the block table.
-        slots: blocks that a query may choose, its own block not counted: `top_k - 1` in causal calls, `top_k` in others
-            and with a given routing, and never more than a sequence can have.
-        is_causal: whether queries have blocks of their own, of which they see the keys up to themselves. Chosen blocks
-            are seen whole in any case.
-        has_key_mask: whether a key mask, bool [key_tokens], takes keys out.
+        slots: maximum number of blocks that a query chooses besides its own: `top_k - 1` in causal calls, `top_k` in
+            others, in both at most the blocks that a sequence can add; always `top_k` with a given routing.
+        is_causal: whether queries own a block, of which they see the keys up to themselves. Chosen blocks are always
+            seen whole.
+        has_key_mask: whether a key mask, bool [key_tokens], removes keys.
         scale: factor on the scores, before the softmax.
-        has_padding: whether there may be rows of key and value that lie in no block, as after packed sequences.
+        has_padding: whether rows of key and value may lie in no block, as after packed sequences.
     """
 
     operation: ClassVar[Operation] = MOBA
@@ -52,7 +53,7 @@ class MoBAProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries or blocks to compute anything from."""
+        """True if there are no queries or blocks to compute anything from."""
         return self.query_tokens == 0 or self.num_blocks == 0
 
     @property
@@ -62,10 +63,10 @@ class MoBAProblem:
 
     @property
     def centroid_parts(self) -> int:
-        """Numbers of `dtype` that hold an element of a mean key: 16-bit dtypes need three for float32."""
+        """Number of `dtype` elements that represent an element of a mean key: 16-bit dtypes need three for float32."""
         return 3 if self.dtype in SIXTEEN_BIT_FLOATS else 1
 
     @property
     def centroid_scale(self) -> float:
-        """The factor on what each part leaves to the next one, which is 2^11 times smaller and could underflow."""
+        """The factor on the remainder that each part leaves, which is 2^11 times smaller and could underflow."""
         return 2048.0 if self.dtype == "float16" else 1.0

@@ -1,8 +1,8 @@
 """Mixture of block attention, written to be read: the executable specification of the operation.
 
 A dense mask [N, query_tokens, key_tokens] says which keys each query of each head sees. One function attends from one
-query; a loop runs it over the queries. Everything is computed in float32, or in float64 for float64 arrays, without
-intermediate rounding, and gradients are JAX's own.
+query, and a loop runs it over the queries. Everything is computed in float32, or in float64 for float64 arrays, without
+intermediate rounding. Gradients are JAX's own.
 """
 
 import jax
@@ -16,12 +16,12 @@ from blockdiag.ops.moba.problem import MoBAProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: MoBAProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
@@ -36,10 +36,10 @@ def route(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
+    """Return the blocks that each query chooses, int32 [N, query_tokens, slots]: by descending score, then -1.
 
-    The score of a block is the product of the query with the mean of the block's unmasked keys. Of equal scores the
-    later block comes first. A block whose score is NaN is not chosen.
+    The score of a block is the dot product of the query with the mean of the block's unmasked keys. Of equal scores,
+    the later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret
     return choose(problem, query, centroids(problem, key, key_mask, blocks), queries)
@@ -48,10 +48,10 @@ def route(
 def centroids(
     problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
 ) -> Centroids:
-    """Mean of each block's unmasked keys, NaN where there is none."""
+    """Return the mean of each block's unmasked keys, NaN where there is none."""
     del interpret
     is_member = _members(problem, key_mask, blocks)  # [num_blocks, key_tokens]
-    # What is no member becomes 0 before the sum: 0 * NaN would carry a masked key's NaN into the mean.
+    # Other keys become 0 before the sum, because 0 * NaN would carry a masked key's NaN into the mean.
     members = jnp.where(is_member[:, :, None, None], key.astype(accumulation_dtype(key.dtype))[None], 0)
     return centroids_of_sums(problem, jnp.sum(members, axis=1), jnp.sum(is_member, axis=1, dtype=jnp.int32))
 
@@ -59,7 +59,7 @@ def centroids(
 def choose(
     problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
 ) -> Array:
-    """Blocks that each query chooses by mean keys; see `route`."""
+    """Return the blocks that each query chooses, given mean keys; see `route`."""
     del interpret
     wide = accumulation_dtype(query.dtype)
     means = jnp.repeat(whole_centroids(problem, centroids), problem.group_size, axis=1)  # [num_blocks, N, H]
@@ -68,7 +68,7 @@ def choose(
     block = jnp.arange(problem.num_blocks, dtype=jnp.int32)[None, :]
     is_allowed = (block >= queries[:, :1]) & (block < queries[:, 1:2])
     is_candidate = is_allowed[None] & ~jnp.isnan(scores)  # [N, query_tokens, blocks]
-    # A stable sort of the blocks from last to first, candidates before others, larger scores before smaller ones.
+    # A stable sort of the blocks in reverse order: candidates before others, and larger scores before smaller ones.
     is_other, falling = ~is_candidate, jnp.where(scores == 0, 0, -scores)
     backwards = jnp.broadcast_to(block[None, :, ::-1], falling.shape)
     *_, order = jax.lax.sort((is_other[..., ::-1], falling[..., ::-1], backwards), num_keys=2, is_stable=True)
@@ -80,7 +80,7 @@ def choose(
 
 
 def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) -> Lists:
-    """The block-major lists of `chosen`, int32 [N, query_tokens, slots], whose rows hold blocks first, then -1."""
+    """Return the block-major lists of `chosen`, int32 [N, query_tokens, slots]; its rows hold blocks, then -1."""
     del interpret
     by_pair = chosen.reshape(problem.query_heads, -1)
     block = jnp.arange(problem.num_blocks, dtype=jnp.int32)
@@ -107,10 +107,10 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Attention output [query_tokens, N, H] in the dtype of `query`, and log-sum-exp of the scaled scores.
+    """Return the attention output [query_tokens, N, H] in the dtype of `query`, and log-sum-exp of the scaled scores.
 
-    The latter is [query_tokens, N] in float32, or in float64 for float64 arrays. Queries that see nothing have output
-    0 and log-sum-exp -inf.
+    The log-sum-exp is [query_tokens, N] in float32, or in float64 for float64 arrays. Queries that see nothing have
+    output 0 and log-sum-exp -inf.
     """
     del interpret
     wide = accumulation_dtype(query.dtype)
@@ -136,7 +136,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype; the routing is held constant."""
+    """Return the gradients of `forward` for query, key and value, in their dtype; the routing is held constant."""
     del output, log_sum, interpret
     wide = accumulation_dtype(query.dtype)
     is_seen = _seen_keys(problem, key_mask, blocks, queries, lists, own)
@@ -144,14 +144,14 @@ def backward(
     def wide_attend(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         return _attend(problem, query, key, value, is_seen)
 
-    # The gradients are taken of the float32 function, so that each is rounded once, at the end.
+    # Differentiating the float32 function rounds each gradient once, at the end.
     _, pull_back = jax.vjp(wide_attend, query.astype(wide), key.astype(wide), value.astype(wide))
     d_query, d_key, d_value = pull_back((output_cotangent.astype(wide), log_sum_cotangent.astype(wide)))
     return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
 
 
 def _members(problem: MoBAProblem, key_mask: Array | None, blocks: Array) -> Array:
-    """Whether each key takes part and lies in each block, bool [num_blocks, key_tokens]."""
+    """Return whether each key is unmasked and lies in each block, bool [num_blocks, key_tokens]."""
     key_row = jnp.arange(problem.key_tokens, dtype=jnp.int32)[None, :]
     first, length = blocks[:, 0, None], blocks[:, 1, None]
     is_member = (key_row >= first) & (key_row < first + length)
@@ -161,8 +161,8 @@ def _members(problem: MoBAProblem, key_mask: Array | None, blocks: Array) -> Arr
 def _seen_keys(
     problem: MoBAProblem, key_mask: Array | None, blocks: Array, queries: Array, lists: Lists, own: Array | None
 ) -> Array:
-    """Which keys each query of each head sees, bool [N, query_tokens, key_tokens]."""
-    # Keys of chosen blocks. Query t chose block c if one of the pairs in the list of c is t's.
+    """Return the mask of the keys that each query of each head sees, bool [N, query_tokens, key_tokens]."""
+    # Keys of chosen blocks: query t chose block c if the list of c has one of t's pairs.
     position = jnp.arange(lists.entries.shape[1], dtype=jnp.int32)[None, None, :]
     begin = lists.offsets[:, :, None]
     is_in_list = (position >= begin) & (position < begin + lists.counts[:, :, None])  # [N, num_blocks, positions]
@@ -182,18 +182,18 @@ def _seen_keys(
 
 
 def _attend(problem: MoBAProblem, query: Array, key: Array, value: Array, is_seen: Array) -> tuple[Array, Array]:
-    """Output [query_tokens, N, H] and log-sum-exp [query_tokens, N] of softmax attention to the keys seen."""
+    """Return output [query_tokens, N, H] and log-sum-exp [query_tokens, N] of softmax attention to the keys seen."""
     key, value = (jnp.repeat(x, problem.group_size, axis=1) for x in (key, value))
 
-    # A checkpoint, because the gradient would otherwise keep all keys for each query.
+    # Without this checkpoint, the residuals would hold all keys for each query.
     @jax.checkpoint
     def attend_from_one(operands: tuple[Array, Array]) -> tuple[Array, Array]:
         query, is_seen = operands  # [N, H], [N, key_tokens]
-        # Keys unseen become 0 before any product, because 0 * NaN would carry their NaN in here.
+        # Unseen keys become 0 before any product, because 0 * NaN would carry their NaN in here.
         seen_key, seen_value = (jnp.where(is_seen.T[:, :, None], x, 0) for x in (key, value))
         scores = problem.scale * jnp.einsum("nh,jnh->nj", query, seen_key, precision="highest")
         is_any_seen = jnp.any(is_seen, axis=-1, keepdims=True)
-        # A query that sees nothing scores everything 0: a softmax over nothing would be NaN.
+        # All scores of a query that sees nothing are 0, because a softmax over nothing would be NaN.
         scores = jnp.where(is_seen, scores, jnp.where(is_any_seen, -jnp.inf, 0))
         largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
         exponentials = jnp.exp(scores - largest)

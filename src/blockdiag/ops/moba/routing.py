@@ -1,4 +1,4 @@
-"""The routing of MoBA as a value: which blocks each query of each head sees."""
+"""The routing of MoBA as a value: the blocks that each query of each head sees."""
 
 import functools
 import math
@@ -28,20 +28,20 @@ type BlockLists = tuple[
 class Routing:
     """The blocks that each query of each head sees; a pytree whose block size and number of blocks are static.
 
-    `blockdiag.moba_routing` computes one, `blockdiag.moba_attention` takes one, so that layers can share it. It may be
-    edited with `dataclasses.replace`: the blocks of a query may stand in any order, a block that is named twice counts
-    once, and what a query cannot see, such as blocks behind its own in causal calls, is ignored. A query whose own
-    block is missing does not see it. Attention is constant in the routing: it has no gradient.
+    `blockdiag.moba_routing` computes a routing and `blockdiag.moba_attention` takes one, so layers can share it. It may
+    be edited with `dataclasses.replace`. The blocks of a query may be in any order, and a repeated block counts once.
+    Blocks that a query cannot see are ignored, such as later blocks in causal calls. A query does not see its own block
+    if the block is missing. The routing has no gradient.
 
     Attributes:
-        indices: int32 [B, T, N, k] or [T, N, k]: numbers of blocks within the sequence of the query, -1 for none. From
-            `moba_routing` first the query's own block, in causal calls, then the others by falling score.
+        indices: int32 [B, T, N, k] or [T, N, k]: block numbers within the query's sequence, -1 for none. In a causal
+            result of `moba_routing` the query's own block comes first; the others follow by descending score.
         block_size: keys of a block.
         num_blocks: blocks of the longest possible sequence, ceil(S / block_size) for keys with S tokens.
 
     References:
-        What is chosen: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Lists by block: Xiao
-        et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
+        Choice of blocks: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs" (2025). Block-major lists:
+        Xiao et al., "Optimizing Mixture of Block Attention" (FlashMoBA, 2025).
 
     Example:
         >>> import dataclasses
@@ -64,16 +64,16 @@ class Routing:
     def from_pattern(
         cls, pattern: Bool[Array, "*batch T N num_blocks"], *, block_size: int, top_k: int | None = None
     ) -> Self:
-        """A routing from a pattern that says of each block whether a query sees it.
+        """Create a routing from a mask of the blocks that each query sees.
 
         Args:
             pattern: bool [B, T, N, num_blocks] or [T, N, num_blocks].
             block_size: keys of a block.
-            top_k: how many blocks of each query there is room for; num_blocks when None. The last k blocks are taken
-                where a traced pattern has more.
+            top_k: maximum number of blocks per query; num_blocks when None. If a traced pattern has more, the last
+                `top_k` blocks are kept.
 
         Returns:
-            The routing, indices int32 [B, T, N, k] or [T, N, k]; the blocks of a query from the last to the first.
+            The routing, with indices int32 [B, T, N, k] or [T, N, k] in descending order.
 
         Raises:
             ValueError: an argument is wrong, or a known pattern has a query with more than `top_k` blocks.
@@ -98,14 +98,14 @@ class Routing:
         if most > top_k:
             raise ValueError(f"`top_k` must be at least the {most} blocks that `pattern` gives a query, got {top_k}")
         blocks = jnp.where(pattern, jnp.arange(num_blocks, dtype=jnp.int32), -1)
-        # From the last block to the first, so that in causal calls a query's own block comes first.
+        # Descending order puts a query's own block first in causal calls.
         blocks, _ = jax.lax.top_k(blocks, min(top_k, num_blocks))
         padding = [(0, 0)] * (blocks.ndim - 1) + [(0, top_k - blocks.shape[-1])]
         indices = jnp.pad(blocks, padding, constant_values=-1)
         return cls(indices, check_moba_block_size(block_size), num_blocks)
 
     def to_pattern(self) -> Bool[Array, "*batch T N num_blocks"]:
-        """Whether each query names each block.
+        """Return the mask of the blocks that each query sees; the inverse of `from_pattern`.
 
         Returns:
             bool [B, T, N, num_blocks] or [T, N, num_blocks].
@@ -122,16 +122,16 @@ class Routing:
         return jnp.any(self.indices[..., None, :] == block, axis=-1)
 
     def to_block_lists(self, sequence_offsets: Int[Array, " offsets"] | None = None) -> BlockLists:
-        """Lists of the queries that name each block, in the format of FlashMoBA.
+        """Return the list of queries that see each block, in the format of FlashMoBA.
 
         Args:
-            sequence_offsets: int32 [num_sequences + 1] for the routing of packed sequences. Without it each batch row
+            sequence_offsets: int32 [num_sequences + 1] for the routing of packed sequences. Without it, each batch row
                 is a sequence.
 
         Returns:
-            Offsets and counts, int32 [num_sequences, N, num_blocks] (FlashMoBA takes the offsets as int64), and rows,
-            int32 [B * T * N * k]. The list of a sequence, head and block is rows[offset : offset + count]: rows of
-            queries within their sequence, ascending. The rest is -1.
+            Offsets and counts, int32 [num_sequences, N, num_blocks] (FlashMoBA takes int64 offsets), and rows, int32
+            [B * T * N * k]. The list of a sequence, head and block is rows[offset : offset + count], the ascending rows
+            of its queries within their sequence. Unused entries are -1.
 
         Raises:
             ValueError: `sequence_offsets` is wrong, or the lists are too long for int32 offsets.
@@ -158,7 +158,7 @@ class Routing:
         is_named = is_member[:, None, None] & (indices >= 0) & (indices < self.num_blocks) & ~_is_repeated(indices)
         number = jnp.where(is_named, sequence[:, None, None] * self.num_blocks + indices, num_lists)
         number = jnp.moveaxis(number, 1, 0).reshape(num_heads, tokens * top_k)
-        # Of each head a stable sort by list, so that queries ascend; what is in no list comes last.
+        # A stable sort by list within each head keeps queries ascending. Entries in no list come last.
         row = jnp.repeat(jnp.arange(tokens, dtype=jnp.int32) - edges[sequence], top_k)
         number, rows = jax.lax.sort((number, jnp.broadcast_to(row[None], number.shape)), num_keys=1, is_stable=True)
         rows = jnp.where(number < num_lists, rows, -1)
@@ -183,25 +183,25 @@ class Routing:
         top_k: int,
         sequence_offsets: Int[Array, " offsets"] | None = None,
     ) -> Self:
-        """A routing from lists in the format of FlashMoBA, see `to_block_lists`.
+        """Create a routing from lists in the format of FlashMoBA; see `to_block_lists`.
 
-        The blocks of a query stand from the last to the first. Where traced lists name more than `top_k` blocks for a
-        query, the last ones are taken. Queries beyond the end of their sequence are ignored.
+        The blocks of a query are in descending order. If traced lists have more than `top_k` blocks for a query, the
+        last `top_k` are kept. Queries beyond the end of their sequence are ignored.
 
         Args:
             offsets, counts: [num_sequences, N, num_blocks], of any integer dtype.
             rows: [entries], of any integer dtype. Lists must not overlap.
-            num_queries: T, tokens of a sequence, or of all packed sequences together.
+            num_queries: T, tokens of a sequence, or the total over packed sequences.
             block_size: keys of a block.
-            top_k: how many blocks of each query there is room for.
+            top_k: maximum number of blocks per query.
             sequence_offsets: int32 [num_sequences + 1] for packed sequences; the result is then [T, N, k], otherwise
                 [num_sequences, T, N, k].
 
         Returns:
-            The routing, indices int32 [num_sequences, T, N, k], or [T, N, k] with `sequence_offsets`.
+            The routing, with indices int32 [num_sequences, T, N, k], or [T, N, k] with `sequence_offsets`.
 
         Raises:
-            ValueError: an argument is wrong, or known lists name more than `top_k` blocks for a query.
+            ValueError: an argument is wrong, or known lists have more than `top_k` blocks for a query.
 
         Example:
             >>> import jax.numpy as jnp
@@ -234,7 +234,7 @@ class Routing:
         if tokens == 0 or num_lists == 0 or rows.size == 0:
             return cls(jnp.full(shape, -1, jnp.int32), block_size, num_blocks)
         pair, block = _pairs_of_lists(offsets, counts, rows, edges, tokens)
-        # By pair of query and head, and from the last block to the first; the place within a pair is the slot.
+        # Sort by (query, head) pair, then by descending block. The rank within a pair is the slot.
         pair, block = jax.lax.sort((pair, -block), num_keys=2)
         slot = jnp.arange(rows.size, dtype=jnp.int32) - count_below(pair, pair)
         most = known_values(jnp.max(jnp.where(pair < tokens * num_heads, slot, -1)) + 1)
@@ -251,33 +251,33 @@ def given_choice(
     blocks: Int[Array, "num_blocks 4"],
     queries: Int[Array, "query_tokens 4"],
 ) -> tuple[Int[Array, "N query_tokens k"], Bool[Array, "N query_tokens"] | None]:
-    """What implementations take of a routing: blocks that queries choose, and which queries see their own block.
+    """Convert a given routing to the form that implementations take.
 
     Args:
         problem: a call with k slots.
-        indices: numbers of blocks within the sequence of each query.
+        indices: block numbers within the sequence of each query.
         key_mask, blocks, queries: the key mask and the tables of the call.
 
     Returns:
-        chosen: global numbers of the blocks that the query may choose, in the order of `indices`, then -1.
-        own: None in calls that are not causal.
+        chosen: global numbers of the chosen blocks that the query may see, in the order of `indices`, then -1.
+        own: whether each query sees its own block; None in calls that are not causal.
     """
     first = queries[:, 0, None, None]
-    # Compared before anything is added, because an index of any size may have been given.
+    # Indices are compared before anything is added to them, because huge values would overflow.
     end = queries[:, 1, None, None] - first
     is_chosen = (indices >= 0) & (indices < end) & ~_is_repeated(indices)
     block = first + jnp.where(is_chosen, indices, 0)
     if key_mask is not None:
         has_keys = count_unmasked(key_mask, blocks) > 0
         is_chosen = is_chosen & has_keys[block]
-    # Each chosen block moves to as many slots from the first as chosen ones stand before it.
+    # Compact the slots: the slot of a chosen block is the number of chosen blocks before it.
     slot = jnp.cumsum(is_chosen, axis=-1, dtype=jnp.int32) - 1
     target = jnp.arange(problem.slots, dtype=jnp.int32).reshape(1, 1, -1, 1)
     is_target = is_chosen[..., None, :] & (slot[..., None, :] == target)
     chosen = jnp.max(jnp.where(is_target, block[..., None, :], -1), axis=-1, initial=-1)
     own = None
     if problem.is_causal:
-        # The end of the blocks that a query may choose is the number of its own.
+        # In causal calls, the end of the blocks that a query may choose is the number of its own block.
         own = jnp.any(indices == end, axis=-1) & (queries[:, 3] > queries[:, 2])[:, None]
     return jnp.moveaxis(chosen, 1, 0), None if own is None else own.T
 
@@ -285,7 +285,7 @@ def given_choice(
 def indices_of_choice(
     problem: MoBAProblem, chosen: Int[Array, "N query_tokens slots"], queries: Int[Array, "query_tokens 4"], top_k: int
 ) -> Int[Array, "query_tokens N k"]:
-    """Numbers of blocks within the sequence of each query, of the global ones that were chosen; own block first."""
+    """Convert chosen global block numbers to numbers within each query's sequence, with its own block first."""
     first, own = queries[:, 0, None, None], queries[:, 1, None, None]
     indices = jnp.moveaxis(chosen, 0, 1)
     indices = jnp.where(indices < 0, -1, indices - first)
@@ -297,10 +297,13 @@ def indices_of_choice(
 
 
 def _pairs_of_lists(offsets: Array, counts: Array, rows: Array, edges: Array, tokens: int) -> tuple[Array, Array]:
-    """For each entry of `rows` the pair of query and head, row * N + n, and the block; a pair too large for none."""
+    """Return the (query, head) pair, row * N + n, and the block of each entry of `rows`.
+
+    Entries in no list get the out-of-range pair tokens * N.
+    """
     num_sequences, num_heads, num_blocks = offsets.shape
     starts, counts = offsets.reshape(-1), counts.reshape(-1)
-    # Of lists with one start the longest comes last; the others are empty.
+    # Where lists have the same start, the longest comes last and the others are empty.
     starts, counts, number = jax.lax.sort(
         (starts, counts, jnp.arange(offsets.size, dtype=jnp.int32)), num_keys=2, is_stable=True
     )
@@ -314,14 +317,14 @@ def _pairs_of_lists(offsets: Array, counts: Array, rows: Array, edges: Array, to
 
 
 def _is_repeated(indices: Array) -> Array:
-    """Whether an earlier slot holds the same block."""
+    """Return whether an earlier slot holds the same block."""
     slot = jnp.arange(indices.shape[-1], dtype=jnp.int32)
     is_earlier = (slot[None, :] < slot[:, None]).reshape(*[1] * (indices.ndim - 1), slot.size, slot.size)
     return jnp.any((indices[..., :, None] == indices[..., None, :]) & is_earlier, axis=-1)
 
 
 def _edges(tokens_shape: tuple[int, ...] | list[int], sequence_offsets: Array | None) -> Array:
-    """First and last rows of sequences in the flattened token axis, int32 [num_sequences + 1]."""
+    """Return the offsets of sequences in the flattened token axis, int32 [num_sequences + 1]."""
     tokens = math.prod(tokens_shape)
     if sequence_offsets is None:
         num_sequences = math.prod(tokens_shape[:-1])

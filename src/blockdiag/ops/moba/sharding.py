@@ -1,7 +1,7 @@
-"""How MoBA divides over devices: sequences of equal length, and heads, are independent.
+"""Sharding of MoBA: sequences of equal length, and heads, are independent.
 
-Packed sequences, which share one token axis, stay whole: their heads alone are divided. Blocks and rows are numbered
-through all sequences, so that numbers in lists change where a device has some of the sequences.
+Packed sequences share one token axis, which stays whole; only their heads are divided. Blocks and rows are numbered
+across all sequences. A device with some of the sequences therefore renumbers them in lists and tables.
 """
 
 import dataclasses
@@ -31,16 +31,16 @@ def rule(
     method: str,
     operands: tuple[Any, ...],
 ) -> Rule:
-    """The rule of a canonical call.
+    """Return the sharding rule of a canonical call.
 
     Args:
         problem: the call.
-        implementations: who may compute it.
-        sequences: how many equal parts, which share nothing, the token axes have; 1 for packed sequences.
-        method: "route", or its halves "centroids" and "choose"; "make_lists", "forward" or "backward"; "indices" for
-            `routing.indices_of_choice`, of which the chosen blocks and both tables are the operands, and "choice" for
-            `routing.given_choice`.
-        operands: what the method takes after the problem; the labels are for those that are not None.
+        implementations: names of the implementations to try, or None.
+        sequences: number of equally long, independent parts of the token axes; 1 for packed sequences.
+        method: "route", or its halves "centroids" and "choose"; "make_lists", "forward" or "backward"; "choice" for
+            `routing.given_choice`; or "indices" for `routing.indices_of_choice`, whose operands are the chosen blocks
+            and both tables.
+        operands: operands of the method after the problem. The rule has labels for those that are not None.
     """
     query = (_QUERIES, _QUERY_HEADS, ("features",))
     key = (_KEYS, ("key_heads",), ("features",))
@@ -85,7 +85,7 @@ def rule(
 
 
 def local_problem(problem: MoBAProblem, part: Part) -> MoBAProblem:
-    """The call of one device."""
+    """Return the call of one device."""
     if not part.starts:
         return problem
     sizes = part.sizes
@@ -100,13 +100,13 @@ def local_problem(problem: MoBAProblem, part: Part) -> MoBAProblem:
 
 
 def renumbered(problem: MoBAProblem, method: str, part: Part, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """The computation of one device, between arrays whose numbers count through the sequences of all devices.
+    """Wrap the computation of one device for operands and results that are numbered across all devices.
 
     Args:
         problem: the call of one device.
         method: see `rule`.
-        part: what the device has.
-        compute: takes and gives numbers that count through its own sequences.
+        part: the part of the device.
+        compute: computation whose operands and results are numbered within the device's own sequences.
     """
     first = part.starts.get("sequences")
     if first is None:

@@ -1,15 +1,15 @@
 """Tables of MoBA: where the blocks of all sequences lie, and which of them each query may see.
 
-Both tables are int32, and their sizes depend on shapes only, so that new offsets never compile anything anew.
+Both tables are int32. Their sizes depend only on shapes, so new offsets never cause a recompilation.
 
 - blocks [num_blocks, 4]: first key row, number of keys, first query row and number of queries of each block. Its
-  queries are those whose own block it is; in calls that are not causal there are none. Blocks start at the start of
-  each sequence and are numbered through all sequences in order. Unused rows, which are all 0, come last.
-- queries [query_tokens, 4]: first block that the query may choose and the end of those, then first key row that it sees
-  in its own block and the end of those. In causal calls a query may choose the blocks before its own block, so that
-  the end of those is the number of its own block. Queries that see nothing have all 0.
+  queries are those that own the block; calls that are not causal have none. Blocks are cut from the start of each
+  sequence and numbered across all sequences in order. Unused rows, which are all 0, come last.
+- queries [query_tokens, 4]: the half-open range of blocks that the query may choose, then the half-open range of key
+  rows that it sees in its own block. In causal calls a query may choose the blocks before its own, so the end of the
+  first range is the number of its own block. The rows of queries that see nothing are all 0.
 
-Queries align with the end of their sequence's keys: of Sq queries and Sk keys, query i has position i + Sk - Sq.
+Queries align with the end of their sequence's keys: with Sq queries and Sk keys, query i has position i + Sk - Sq.
 """
 
 import jax.numpy as jnp
@@ -28,14 +28,14 @@ def moba_tables(
     sequence_offsets: Int[Array, " offsets"] | None = None,
     key_sequence_offsets: Int[Array, " offsets"] | None = None,
 ) -> tuple[BlockTable, QueryTable]:
-    """The block table and the query table of a call.
+    """Return the block table and the query table of a call.
 
     Args:
         problem: the call, with at least one block.
-        num_sequences: batch rows, equally long and back to back; not read where offsets are given.
-        sequence_offsets, key_sequence_offsets: int32 [num_sequences + 1], the first and last rows of packed sequences
-            in the query axis and in the key axis; None for the latter takes the former. Any values are memory safe:
-            offsets are clipped to the axis, and one below its predecessor counts as equal to it.
+        num_sequences: number of batch rows, equally long and back to back; unused if offsets are given.
+        sequence_offsets, key_sequence_offsets: int32 [num_sequences + 1], offsets of packed sequences in the query axis
+            and the key axis. The key offsets default to the query offsets. Any values are memory safe: offsets are
+            clipped to the axis, and one below its predecessor counts as equal to it.
     """
     if sequence_offsets is None:
         query_edges = jnp.arange(num_sequences + 1, dtype=jnp.int32) * (problem.query_tokens // num_sequences)
@@ -53,25 +53,25 @@ def moba_tables(
 
 
 def clip_offsets(offsets: Int[Array, " offsets"], tokens: int) -> Int[Array, " offsets"]:
-    """Offsets within [0, tokens] that do not decrease, whatever `offsets` holds."""
+    """Clip arbitrary offsets to [0, tokens], and raise each to at least its predecessor."""
     return running_maximum(jnp.clip(offsets, 0, tokens))
 
 
 def rows_to_sequences(edges: Int[Array, " offsets"], tokens: int) -> tuple[Array, Array]:
-    """For each row of a token axis its sequence, and whether it belongs to one; the sequence is valid in any case."""
+    """Return each row's sequence, and whether it belongs to one; the sequence is a valid index in any case."""
     segment = count_not_above(edges, jnp.arange(tokens, dtype=jnp.int32)) - 1
     num_sequences = edges.shape[0] - 1
     return jnp.clip(segment, 0, num_sequences - 1), (segment >= 0) & (segment < num_sequences)
 
 
 def count_unmasked(key_mask: Bool[Array, " key_tokens"], blocks: BlockTable) -> Int[Array, " num_blocks"]:
-    """How many keys of each block the mask leaves."""
+    """Return the number of unmasked keys of each block."""
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(key_mask, dtype=jnp.int32)])
     return before[blocks[:, 0] + blocks[:, 1]] - before[blocks[:, 0]]
 
 
 def _first_blocks(problem: MoBAProblem, key_edges: Array) -> Array:
-    """[num_sequences + 1]: the number of each sequence's first block, and at the end that of all blocks."""
+    """Return the number of each sequence's first block, then the total number of blocks, int32 [num_sequences + 1]."""
     counts = (key_edges[1:] - key_edges[:-1] + (problem.block_size - 1)) // problem.block_size
     return jnp.concatenate([jnp.zeros(1, jnp.int32), running_sum(counts)])
 
@@ -92,7 +92,7 @@ def _block_table(problem: MoBAProblem, query_edges: Array, key_edges: Array, is_
     end = jnp.minimum(position + problem.block_size, num_keys)
     columns = [key_start + position, end - position]
     if problem.is_causal:
-        # Query i has position i + shift, so that positions below `shift` belong to no query.
+        # Query i has position i + shift, so positions below `shift` belong to no query.
         shift = num_keys - num_queries
         begin = jnp.maximum(position - shift, 0)
         columns += [query_start + begin, jnp.maximum(end - shift, 0) - begin]

@@ -1,4 +1,4 @@
-"""The Triton implementation of MoBA, from JAX: the canonical call as kernel launches."""
+"""The Triton implementation of MoBA in JAX: the canonical call as kernel launches."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ __all__ = ["available", "backward", "centroids", "choose", "forward", "make_list
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
@@ -37,7 +37,7 @@ def route(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Blocks that each query chooses, int32 [N, query_tokens, slots], by falling score; -1 after the last."""
+    """Return the blocks that each query chooses, int32 [N, query_tokens, slots]: by descending score, then -1."""
     if problem.slots == 0:
         return jnp.zeros((problem.query_heads, problem.query_tokens, 0), jnp.int32)
     means = centroids(problem, key, key_mask, blocks, interpret=interpret)
@@ -47,7 +47,7 @@ def route(
 def centroids(
     problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
 ) -> Centroids:
-    """Mean of each block's unmasked keys, NaN where there is none."""
+    """Return the mean of each block's unmasked keys, NaN where there is none."""
     arrays = {"key": key, "blocks": blocks} | _optional(key_mask, None)
     return _run(centroid_steps(), problem, arrays, interpret)["centroids"]
 
@@ -55,13 +55,13 @@ def centroids(
 def choose(
     problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
 ) -> Array:
-    """Blocks that each query chooses by mean keys; see `route`."""
+    """Return the blocks that each query chooses, given mean keys; see `route`."""
     arrays = {"query": query, "centroids": centroids, "queries": queries}
     return _run(choice_steps(), problem, arrays, interpret)["chosen"]
 
 
 def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) -> Lists:
-    """The queries that chose each block."""
+    """Return the block-major lists of the queries that chose each block."""
     if problem.slots == 0:
         heads, tokens, blocks = problem.query_heads, problem.query_tokens, problem.num_blocks
         nothing = jnp.zeros((heads, blocks), jnp.int32)
@@ -83,7 +83,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [query_tokens, N, H] and natural log-sum-exp float32 [query_tokens, N]."""
+    """Return output [query_tokens, N, H] and natural log-sum-exp float32 [query_tokens, N]."""
     arrays = {"query": query, "key": key, "value": value, "blocks": blocks, "queries": queries}
     arrays |= lists._asdict() | _optional(key_mask, own)
     results = _run(forward_steps(problem), problem, arrays, interpret)
@@ -107,12 +107,13 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     arrays = {"query": query, "key": key, "value": value, "blocks": blocks, "queries": queries, "output": output}
     arrays |= {"log_sum": log_sum, "output_cotangent": output_cotangent, "log_sum_cotangent": log_sum_cotangent}
     arrays |= lists._asdict() | _optional(key_mask, own)
     if problem.has_padding:
-        # The launch writes into these. XLA (jaxlib 0.11.2) gave both the same memory where they held the same number.
+        # The launch writes into these two buffers. They start as 0 and -0, because XLA (jaxlib 0.11.2) gave both the
+        # same memory where they held the same value.
         arrays |= {"d_key": jnp.zeros_like(key), "d_value": jnp.full_like(value, -0.0)}
     results = _run(backward_steps(problem), problem, arrays, interpret)
     return results["d_query"], results["d_key"], results["d_value"]
@@ -124,7 +125,7 @@ def _optional(key_mask: Array | None, own: Array | None) -> dict[str, Array]:
 
 
 def _run(steps: tuple[Step, ...], problem: MoBAProblem, arrays: dict[str, Any], interpret: bool) -> dict[str, Array]:
-    """All arrays after the launches, each of which reads some by name and adds those that it writes."""
+    """Run the launches, each of which reads arrays by name and adds its outputs, and return all arrays."""
     arrays = dict(arrays)
     for kind, heads in steps:
         spec = MoBALaunch(problem, kind, has_own="own" in arrays, heads=heads, is_portable=interpret)

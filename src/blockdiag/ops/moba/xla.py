@@ -1,9 +1,10 @@
-"""Mixture of block attention in plain `jax.numpy`: work and memory as the routing needs, never a [T, T] array.
+"""Mixture of block attention in plain `jax.numpy`: work and memory follow the routing, without any [T, T] array.
 
 The queries that chose a block, and those that own it, are cut into tiles of equal height. One step of a scan gathers a
-tile's queries, computes their attention to the block with dense products, and merges it into a running softmax (in the
-backward: adds to the running gradients). No two rows of a tile are the same query, so that every scatter has distinct
-rows and results repeat bit by bit. Query heads that share a key head take turns: keys and values are never repeated.
+tile's queries, computes their attention to the block with dense products, and merges it into an online softmax. The
+backward pass adds to running gradients instead. The rows of a tile are distinct queries, so every scatter has distinct
+rows and results are bitwise repeatable. Query heads that share a key head are computed one after the other, so keys and
+values are never repeated.
 """
 
 from collections.abc import Callable
@@ -22,19 +23,19 @@ from blockdiag.ops.moba.centroids import Centroids, centroids_of_sums, whole_cen
 from blockdiag.ops.moba.lists import Lists
 from blockdiag.ops.moba.problem import MoBAProblem
 
-# Scores that routing holds at once, over queries, heads and blocks.
+# Number of routing scores in memory at once, over queries, heads and blocks.
 _ROUTING_SCORES = 1 << 22
-# How many blocks are assumed where their number is symbolic.
+# Number of blocks that is assumed where it is symbolic.
 _SYMBOLIC_BLOCKS = 1 << 10
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: MoBAProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
@@ -49,10 +50,10 @@ def route(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Blocks that each query chooses, int32 [N, query_tokens, slots]: by falling score, then -1.
+    """Return the blocks that each query chooses, int32 [N, query_tokens, slots]: by descending score, then -1.
 
-    The score of a block is the product of the query with the mean of the block's unmasked keys. Of equal scores the
-    later block comes first. A block whose score is NaN is not chosen.
+    The score of a block is the dot product of the query with the mean of the block's unmasked keys. Of equal scores,
+    the later block comes first. A block whose score is NaN is not chosen.
     """
     del interpret
     if 0 in (problem.num_blocks, problem.slots, problem.query_tokens, problem.key_tokens):
@@ -63,7 +64,7 @@ def route(
 def centroids(
     problem: MoBAProblem, key: Array, key_mask: Array | None, blocks: Array, *, interpret: bool = False
 ) -> Centroids:
-    """Mean of each block's unmasked keys, NaN where there is none."""
+    """Return the mean of each block's unmasked keys, NaN where there is none."""
     del interpret
     wide = accumulation_dtype(key.dtype)
 
@@ -78,11 +79,11 @@ def centroids(
 def choose(
     problem: MoBAProblem, query: Array, centroids: Centroids, queries: Array, *, interpret: bool = False
 ) -> Array:
-    """Blocks that each query chooses by mean keys; see `route`."""
+    """Return the blocks that each query chooses, given mean keys; see `route`."""
     del interpret
     num_chosen = smaller_bound(problem.num_blocks, problem.slots)
     wide = accumulation_dtype(query.dtype)
-    # From the last block to the first, because `top_k` takes the first of equal scores.
+    # Blocks are in reverse order, because `top_k` takes the first of equal scores.
     means = whole_centroids(problem, centroids)[::-1]  # [num_blocks, K, H]
     block = jnp.arange(problem.num_blocks - 1, -1, -1, dtype=jnp.int32)
     lowest = float(jnp.finfo(wide).min)
@@ -93,11 +94,11 @@ def choose(
         scores = _product("kgh,bkh->kgb", query, means).reshape(problem.query_heads, problem.num_blocks)
         is_allowed = (block >= bounds[0]) & (block < bounds[1])
         is_candidate = is_allowed[None, :] & ~jnp.isnan(scores)  # [N, num_blocks]
-        # Every candidate must stand before all others, and -0 beside 0.
+        # Candidates must rank before all other blocks, even with score -inf, and -0 must equal 0.
         scores = jnp.where(scores == 0, 0, jnp.maximum(scores, lowest))
         scores = jnp.where(is_candidate, scores, -jnp.inf)
         if is_symbolic(problem.num_blocks):
-            # There may be fewer blocks than are to be chosen.
+            # A symbolic number of blocks may be less than the number to choose.
             scores = jnp.pad(scores, ((0, 0), (0, num_chosen)), constant_values=-jnp.inf)
         _, order = jax.lax.top_k(scores, num_chosen)
         count = jnp.sum(is_candidate, axis=-1, keepdims=True, dtype=jnp.int32)
@@ -113,7 +114,7 @@ def choose(
 
 
 def make_lists(problem: MoBAProblem, chosen: Array, *, interpret: bool = False) -> Lists:
-    """The block-major lists of `chosen`, int32 [N, query_tokens, slots], whose rows hold blocks first, then -1."""
+    """Return the block-major lists of `chosen`, int32 [N, query_tokens, slots]; its rows hold blocks, then -1."""
     del interpret
     by_pair = chosen.reshape(problem.query_heads, -1)
     # Pairs without a block come last. The sort is stable: the pairs of each block stay in order.
@@ -138,10 +139,10 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Attention output [query_tokens, N, H] in the dtype of `query`, and log-sum-exp of the scaled scores.
+    """Return the attention output [query_tokens, N, H] in the dtype of `query`, and log-sum-exp of the scaled scores.
 
-    The latter is [query_tokens, N] in float32, or in float64 for float64 arrays. Queries that see nothing have output
-    0 and log-sum-exp -inf.
+    The log-sum-exp is [query_tokens, N] in float32, or in float64 for float64 arrays. Queries that see nothing have
+    output 0 and log-sum-exp -inf.
     """
     del interpret
     if _is_empty(problem):
@@ -174,7 +175,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of `forward` with respect to query, key and value, in their dtype; the routing is held constant."""
+    """Return the gradients of `forward` for query, key and value, in their dtype; the routing is held constant."""
     del interpret
     if _is_empty(problem):
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
@@ -202,7 +203,7 @@ def backward(
 
 
 class _Tables(NamedTuple):
-    """What all heads share: the tables of blocks and queries, and the key mask."""
+    """Arrays that all heads share: the tables of blocks and queries, and the key mask."""
 
     blocks: Array
     queries: Array
@@ -210,13 +211,15 @@ class _Tables(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Lists of queries to attend to blocks: block c has list c, of those that chose it, and num_blocks + c, of owners.
+    """Lists of the queries that attend to each block.
+
+    List c holds the queries that chose block c, and list num_blocks + c the queries that own it.
 
     Attributes:
-        entries: int32 [pairs + 1], of which the lists of the first kind are slices.
-        offsets: int32 [num_blocks], where in `entries` these begin.
-        counts: int32 [2 * num_blocks], how long each list is.
-        ends: int32 [2 * num_blocks], tiles of this list and all before it.
+        entries: int32 [pairs + 1]; each of the first num_blocks lists is a slice of it.
+        offsets: int32 [num_blocks], the starts of these slices.
+        counts: int32 [2 * num_blocks], the length of each list.
+        ends: int32 [2 * num_blocks], the number of tiles of this list and all lists before it.
         own: whether each query sees its own block, bool [query_tokens]; None if all do.
     """
 
@@ -232,8 +235,8 @@ class _Tile:
     """Some queries of one head and the keys of one block.
 
     Attributes:
-        row: int32 [tile height], rows of the query axis; distinct, and beyond it where the tile has no query.
-        key_row: int32 [block_size], rows of the key axis; distinct, and beyond it where the block has no key to see.
+        row: int32 [tile height], distinct rows of the query axis; out of range where the tile has no query.
+        key_row: int32 [block_size], distinct rows of the key axis; out of range where the block has no visible key.
         is_seen: bool [tile height, block_size].
     """
 
@@ -247,11 +250,11 @@ def _is_empty(problem: MoBAProblem) -> bool:
 
 
 def _map_in_batches(function: Callable[[Any], Any], operands: Any, at_once: int) -> Any:
-    """`jax.lax.map` of `at_once` elements at a time, for any number of elements."""
+    """Apply `jax.lax.map` to `at_once` elements at a time, also for a symbolic number of elements."""
     count = jax.tree.leaves(operands)[0].shape[0]
     if not is_symbolic(count):
         return jax.lax.map(function, operands, batch_size=max(1, min(count, at_once)))
-    # Whole batches, of which the last one may have elements too many: `lax.map` needs to know how many remain.
+    # The elements are padded to whole batches, because `lax.map` needs to know the size of the remainder.
     at_once = max(1, at_once)
     batches = (count + (at_once - 1)) // at_once
 
@@ -264,7 +267,7 @@ def _map_in_batches(function: Callable[[Any], Any], operands: Any, at_once: int)
 
 
 def _key_rows(problem: MoBAProblem, key_mask: Array | None, block: Array) -> Array:
-    """Rows of the key axis of a block's keys, int32 [block_size]; beyond it where there is none, or a masked one."""
+    """Return the rows of a block's keys, int32 [block_size]; out of range where there is no key or a masked one."""
     offset = jnp.arange(problem.block_size, dtype=jnp.int32)
     row = jnp.where(offset < block[1], block[0] + offset, problem.key_tokens + offset)
     if key_mask is None:
@@ -273,9 +276,9 @@ def _key_rows(problem: MoBAProblem, key_mask: Array | None, block: Array) -> Arr
 
 
 def _tile_height(problem: MoBAProblem) -> int:
-    """Queries of a tile: about a quarter of what a block has on average, so that few rows of tiles stay unused."""
+    """Return the queries per tile: about a quarter of a block's average number, so that few rows stay unused."""
     if is_symbolic(problem.query_tokens) or is_symbolic(problem.num_blocks):
-        # As if there were as many queries as keys.
+        # Assume as many queries as keys.
         average = problem.block_size * (problem.slots + 1)
         return min(max(1 << (average // 4).bit_length(), 16), 512)
     average = problem.query_tokens * (problem.slots + 1) // problem.num_blocks
@@ -283,7 +286,7 @@ def _tile_height(problem: MoBAProblem) -> int:
 
 
 def _count_tiles(problem: MoBAProblem) -> int:
-    """Tiles that are enough for any routing."""
+    """Return a number of tiles that is enough for any routing."""
     height = _tile_height(problem)
 
     def most(rows: int) -> int:
@@ -294,11 +297,11 @@ def _count_tiles(problem: MoBAProblem) -> int:
 
 
 def _work(problem: MoBAProblem, blocks: Array, lists: Lists, own: Array | None) -> _Work:
-    """The work of every query head; each array has the leading axes [G, K]."""
+    """Return the work of every query head; each array has the leading axes [G, K]."""
     owners = jnp.broadcast_to(blocks[None, :, 3], lists.counts.shape)
     counts = jnp.concatenate([lists.counts, owners], axis=1)
     ends = jnp.cumsum((counts + (_tile_height(problem) - 1)) // _tile_height(problem), axis=1, dtype=jnp.int32)
-    entries = jnp.pad(lists.entries, ((0, 0), (0, 1)))  # never without an element
+    entries = jnp.pad(lists.entries, ((0, 0), (0, 1)))  # keeps the array from being empty
     work = _Work(entries, lists.offsets, counts, ends, own)
 
     def groups_apart(x: Array) -> Array:
@@ -308,7 +311,7 @@ def _work(problem: MoBAProblem, blocks: Array, lists: Lists, own: Array | None) 
 
 
 def _tile(problem: MoBAProblem, tables: _Tables, work: _Work, index: Array) -> _Tile:
-    """Tile `index` of one head."""
+    """Return tile `index` of one head."""
     height, num_lists = _tile_height(problem), 2 * problem.num_blocks
     number = count_not_above(work.ends, index[None])[0]
     is_used = number < num_lists
@@ -329,7 +332,7 @@ def _tile(problem: MoBAProblem, tables: _Tables, work: _Work, index: Array) -> _
     if work.own is not None:
         end = jnp.where(is_own & ~_rows(work.own, row), 0, end)
     end = jnp.where(row < problem.query_tokens, end, 0)
-    # Own keys begin where the block does. Rows of keys that nobody sees lie beyond every end.
+    # Own keys start where the block starts, so only ends are compared. Out-of-range key rows lie beyond every end.
     is_seen = key_row[None, :] < jnp.minimum(end, problem.key_tokens)[:, None]
     return _Tile(row, key_row, is_seen)
 
@@ -337,7 +340,11 @@ def _tile(problem: MoBAProblem, tables: _Tables, work: _Work, index: Array) -> _
 def _attend_head(
     problem: MoBAProblem, tables: _Tables, query: Array, key: Array, value: Array, work: _Work
 ) -> tuple[Array, Array]:
-    """Output [query_tokens, H] and log-sum-exp [query_tokens] of one query head; key and value are [key_tokens, H]."""
+    """Attend from one query head to key and value [key_tokens, H].
+
+    Returns:
+        Output [query_tokens, H] and log-sum-exp [query_tokens].
+    """
     wide = accumulation_dtype(query.dtype)
 
     def step(carry: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], None]:
@@ -366,10 +373,10 @@ def _merge_tile(
     problem: MoBAProblem, is_seen: Array, query: Array, key: Array, value: Array, output: Array, largest: Array,
     total: Array,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Running sums of weighted values and of weights, both over exp(the running maximum), with a tile added."""
+    """Add a tile to the online softmax: sums of weighted values and of weights, divided by exp(running maximum)."""
     scores = _product("ih,jh->ij", query, key) * problem.scale
     scores = jnp.where(is_seen, scores, -jnp.inf)
-    # The maximum cancels in the quotient, so that no gradient flows through it.
+    # The maximum cancels in the normalised result, so no gradient needs to flow through it.
     new_largest = jax.lax.stop_gradient(jnp.maximum(largest, jnp.max(scores, axis=-1)))
     shift = jnp.where(new_largest == -jnp.inf, 0, new_largest)
     weights = jnp.exp(scores - shift[:, None])
@@ -382,7 +389,7 @@ def _differentiate_head(
     problem: MoBAProblem, tables: _Tables, key_gradient: Array, value_gradient: Array, key: Array, value: Array,
     query: Array, cotangent: Array, log_sum: Array, mean: Array, work: _Work,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Query gradient of one query head in its dtype, and the sums of key and value gradients with this head added."""
+    """Return the query gradient of one query head, and add the head to the sums of key and value gradients."""
 
     def step(carry: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], None]:
         tile = _tile(problem, tables, work, index)
@@ -397,7 +404,7 @@ def _differentiate_head(
         )
         return tuple(added), None
 
-    # The key gradient, a carry already, varies over all axes of a mesh that any operand varies over.
+    # The key gradient is a carry already, so it varies over all mesh axes that any operand varies over.
     start = _vary_like(key_gradient, jnp.zeros(query.shape, key_gradient.dtype)), key_gradient, value_gradient
     (query_gradient, key_sum, value_sum), _ = jax.lax.scan(
         step, start, jnp.arange(_count_tiles(problem), dtype=jnp.int32)
@@ -410,7 +417,7 @@ def _tile_gradients(
     problem: MoBAProblem, is_seen: Array, query: Array, cotangent: Array, log_sum: Array, mean: Array, key: Array,
     value: Array,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """What one tile adds to the gradients of its queries [height, H], and of its keys and values [block_size, H]."""
+    """Return one tile's terms of the gradients of its queries [height, H], and its keys and values [block_size, H]."""
     scores = _product("ih,jh->ij", query, key) * problem.scale
     weights = jnp.exp(jnp.where(is_seen, scores - log_sum[:, None], -jnp.inf))
     weights_gradient = _product("ih,jh->ij", cotangent, value)
@@ -424,36 +431,36 @@ def _tile_gradients(
 
 
 def _vary_like(operands: Any, x: Array) -> Array:
-    """`x`, what a scan starts from, marked as varying over each manual mesh axis that any operand varies over."""
+    """Mark a scan's initial carry `x` as varying over each manual mesh axis that any operand varies over."""
     varying = (jax.typeof(operand).manual_axis_type.varying for operand in jax.tree.leaves(operands))
     axes = frozenset().union(*varying)
     return jax.lax.pcast(x, tuple(sorted(axes, key=str)), to="varying") if axes else x
 
 
 def _rows(x: Array, row: Array) -> Array:
-    """Rows of `x`, 0 (or False) where `row` is beyond it."""
+    """Return rows of `x`, 0 (or False) where `row` is out of range."""
     return x.at[row].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 def _product(subscripts: str, left: Array, right: Array) -> Array:
-    """An einsum accumulated in float32 (float64 for float64), with full-precision products for float32 operands."""
+    """Return an einsum accumulated in float32 (float64 for float64), with full precision for float32 operands."""
     wide = accumulation_dtype(left.dtype)
     precision = jax.lax.Precision.HIGHEST if left.dtype == wide else None
     return jnp.einsum(subscripts, left, right, preferred_element_type=wide, precision=precision)
 
 
 def _key_heads_apart(x: Array) -> Array:
-    """[key_tokens, K, H] as [K, key_tokens, H]."""
+    """Transpose [key_tokens, K, H] to [K, key_tokens, H]."""
     return jnp.swapaxes(x, 0, 1)
 
 
 def _groups_apart(problem: MoBAProblem, x: Array) -> Array:
-    """[query_tokens, N, ...] as [G, K, query_tokens, ...]."""
+    """Transpose [query_tokens, N, ...] to [G, K, query_tokens, ...]."""
     x = x.reshape(x.shape[0], problem.key_heads, problem.group_size, *x.shape[2:])
     return jnp.moveaxis(x, 0, 2).swapaxes(0, 1)
 
 
 def _groups_together(x: Array) -> Array:
-    """[G, K, query_tokens, ...] as [query_tokens, N, ...]."""
+    """Transpose [G, K, query_tokens, ...] to [query_tokens, N, ...]; the inverse of `_groups_apart`."""
     x = jnp.moveaxis(x.swapaxes(0, 1), 2, 0)
     return x.reshape(x.shape[0], -1, *x.shape[3:])

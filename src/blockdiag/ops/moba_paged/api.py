@@ -1,5 +1,4 @@
-"""MoBA over a paged cache: few queries that read only the blocks they choose; the public function and its batching
-rule."""
+"""MoBA over a paged cache, where few queries read only the blocks they choose: the public function and its batching."""
 
 import dataclasses
 import functools
@@ -80,52 +79,50 @@ def moba_paged_attention(
     implementation: str | Sequence[str] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Mixture of block attention of the last few queries of each sequence to a cache of keys and values in pages.
+    """Compute mixture of block attention of the last few queries of each sequence to a paged cache.
 
-    What `moba_attention` computes for the last rows of each sequence, from a cache as in `paged_attention` and the mean
-    keys of complete blocks, which are kept beside it. A query at position p has the own block p // block_size, of which
-    it sees the keys up to p, and sees all of the `top_k - 1` earlier blocks whose mean key has the largest product with
-    it; of equal products the later block. Only the chosen blocks are read.
+    The result is that of `moba_attention` for the last rows of each sequence. The keys and values come from a cache as
+    in `paged_attention`, and the mean keys of complete blocks are stored beside it. A query at position p sees the keys
+    up to p of its own block, p // block_size. It also sees all of `top_k - 1` earlier blocks: those whose mean keys
+    have the largest dot products with the query. Ties go to the later block. Only the chosen blocks are read.
 
-    Query head n attends to key head n // (N // K) but chooses its blocks by itself. Products with mean keys, softmax
-    and sums are float32 (float64 for float64 queries); the output is rounded once. Bitwise repeatable. Scales play no
-    part in the choice: mean keys are those of keys with their scale, and the query's is positive. A block whose product
-    is NaN is never chosen.
+    Query head n attends to key head n // (N // K), and each query head chooses its own blocks. Dot products with mean
+    keys, softmax and sums are float32 (float64 for float64 queries). The output is rounded once. Results are bitwise
+    repeatable. Scale arguments do not affect the choice: mean keys already include the key scale, and a positive query
+    scale does not change the order. A block whose dot product is NaN is never chosen.
 
-    What lies beyond the lengths, in pages that no sequence uses, in unused entries of the table and in mean keys of
-    blocks that are not complete may be anything, NaN too, and never reaches a result. A sequence without keys gives 0
+    Keys and values beyond the lengths, pages that no sequence uses, unused entries of the table and mean keys of
+    incomplete blocks may hold anything, even NaN. They never reach a result. A sequence without keys gives the output 0
     and the log-sum-exp -inf.
 
-    Nothing that decides how a call is computed reads a length, so that calls live under `jax.jit` and in CUDA graphs.
-    For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes, `jax.shard_map`
-    and `jax.export`. On a mesh, `query` and mean keys may be sharded over batch rows and heads, the pages over heads,
-    and a contiguous cache over both; each device computes its own part, without communication.
+    The schedule of a call does not depend on lengths, so calls work under `jax.jit` and in CUDA graphs. For inference:
+    differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` over any axes, `jax.shard_map` and
+    `jax.export`. On a mesh, `query` and mean keys may be sharded over batch rows and heads, the pages over heads, and a
+    contiguous cache over both. Each device then computes its own part without communication.
 
     Args:
-        query: [B, T, N, H], T queries of each sequence, few. float16, bfloat16, float32, float64, float8_e4m3fn or
+        query: [B, T, N, H], a few queries (T) per sequence. float16, bfloat16, float32, float64, float8_e4m3fn or
             float8_e5m2.
         key_pages, value_pages, page_table, kv_lengths, query_lengths: the cache and its lengths, see `paged_attention`.
-        key_centroids: float32 [B, max_blocks, K, H], the mean key of each complete block of each sequence. Enough for
-            all blocks that may come before another one: at least (S - 1) // block_size of them, for S keys that a
-            sequence may have. `append_to_pages` keeps them.
-        block_size: keys of a block, a multiple of 16 from 16 to 4096; independent of the size of pages.
-        top_k: blocks that a query sees, its own included, 1..64.
+        key_centroids: float32 [B, max_blocks, K, H], the mean key of each complete block of each sequence. For up to S
+            keys per sequence, `max_blocks` is at least (S - 1) // block_size, since the last block needs no mean key.
+            `append_to_pages` maintains them.
+        block_size: keys of a block, a multiple of 16 from 16 to 4096; independent of the page size.
+        top_k: number of blocks that a query sees, including its own, 1..64.
         scale: positive factor on the scores of the softmax; 1 / sqrt(H) when None. Known when tracing.
-        key_scale, value_scale, query_scale: what keys, values and queries are to be multiplied by, see
-            `paged_attention`.
-        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
-            it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on a
-            CPU runs in a slow interpreter. A sequence means the first that supports the call.
+        key_scale, value_scale, query_scale: factors on keys, values and queries, see `paged_attention`.
+        implementation: which implementation runs. None chooses by platform when the program is lowered: "triton" on
+            CUDA where it supports the call, "xla" otherwise. A name ("reference", "xla" or "triton") selects that one;
+            on a CPU "triton" runs in a slow interpreter. A sequence selects the first that supports the call.
         return_residual: whether to return the log-sum-exp too.
 
     Returns:
-        The output [B, T, N, V] in the dtype of `query`, bfloat16 for queries of eight bits; with `return_residual` also
-        the natural logarithm of the sum of the exponentials of the scaled scores seen, float32 [B, T, N] (float64 for
-        float64 queries).
+        The output [B, T, N, V] in the dtype of `query`, or bfloat16 for 8-bit queries. With `return_residual`, also the
+        log-sum-exp (natural logarithm) of the scaled scores seen, float32 [B, T, N] (float64 for float64 queries).
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations supports this call; the message says why.
         TypeError: the call is differentiated.
 
     References:
@@ -160,7 +157,7 @@ def moba_paged_attention(
     names = normalise_implementation(implementation, MOBA_PAGED)
     resolve(problem, names)
     call = Call(problem, names)
-    # Numbers among the scales become float32.
+    # Scales given as Python numbers become float32 arrays.
     arrays = {
         name: None if x is None else jnp.asarray(x, jnp.float32 if isinstance(x, (int, float)) else None)
         for name, x in arrays.items()
@@ -171,7 +168,7 @@ def moba_paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`)."""
+    """The static part of a call: the problem and the implementations to try (see `dispatch.resolve`)."""
 
     problem: MoBAPagedProblem
     implementations: tuple[str, ...] | None
@@ -179,7 +176,7 @@ class Call:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
-    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    """Compute the array part of the public function, as one compiled program even outside `jax.jit`."""
     arrays = jax.tree.map(lambda x: not_differentiable(x, "moba_paged_attention"), arrays)
     problem, query = call.problem.paged, arrays["query"]
     if problem.batch == 0 or problem.query_tokens == 0:
@@ -194,13 +191,13 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
 
 
 def _plan(call: Call, rule: Rule, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
-    """The rule of a call, and what computes a part of it."""
+    """Return the sharding rule of a call, and the function that computes a part of it."""
     del operands
     return rule, functools.partial(_on_device, call)
 
 
 def _on_device(call: Call, part: Part) -> Any:
-    """The call on the arrays of one device."""
+    """Return the function that computes the call on the arrays of one device."""
     paged = sharding.local_problem(call.problem.paged, part)
     call = dataclasses.replace(call, problem=dataclasses.replace(call.problem, paged=paged))
 
@@ -223,7 +220,7 @@ def _on_device(call: Call, part: Part) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _mappable(call: Call) -> Any:
-    """The canonical call with its batching rule; one function object for each call."""
+    """Return the canonical call with its batching rule; one function object per call."""
 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
@@ -231,7 +228,7 @@ def _mappable(call: Call) -> Any:
 
     @compute.def_vmap
     def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        # Paged attention has sinks before the scales, and no mean keys.
+        # `fold_paged` takes the operands of paged attention: with sinks before the scales, and without mean keys.
         *paged, centroids = operands
         *paged_mapped, centroids_mapped = is_mapped
         paged.insert(6, None)

@@ -1,7 +1,7 @@
-"""From the arguments of a public call of MoBA over a paged cache to the static description that implementations read.
+"""Checks of the arguments of MoBA over a paged cache, and the static description that implementations read.
 
-Each mistake is a ValueError that names the argument, its value and the remedy. The same for arrays of JAX and of torch,
-of which only shapes and dtypes are read, and values of lengths and page numbers where they are known.
+Each wrong argument raises a ValueError that names it, its value and the remedy. Arrays may be JAX's or torch's. Only
+their shapes and dtypes are read, and the values of lengths and page numbers where they are known.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def describe_moba_paged_call(
     value_scale: Any,
     query_scale: Any,
 ) -> MoBAPagedProblem:
-    """Check every argument and describe the call.
+    """Check every argument and return the static description of the call.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -76,7 +76,7 @@ def describe_moba_paged_call(
 
 
 def _check_centroids(key_centroids: Any, sizes: tuple[int, int, int]) -> int:
-    """Blocks that there are mean keys for."""
+    """Check `key_centroids`, and return the number of blocks per sequence that they have."""
     batch, key_heads, head_dim = sizes
     if not hasattr(key_centroids, "dtype") or dtype_name(key_centroids.dtype) != "float32":
         got = key_centroids.dtype if hasattr(key_centroids, "dtype") else type(key_centroids)

@@ -1,4 +1,4 @@
-"""Options of calls, for the overloads of the public functions of JAX and of torch; `A` is the type of an array."""
+"""Types of call options, for the overloads of the public functions of JAX and torch; `A` is the array type."""
 
 from collections.abc import Sequence
 from typing import TypedDict

@@ -17,14 +17,14 @@ class MoBAPagedProblem:
     """One call: queries, caches and lengths as in causal paged attention, and the mean keys of complete blocks, float32
     [batch, max_blocks, K, H].
 
-    A query at position p has the own block `p // block_size`, of which it sees the keys up to p, and chooses up to
-    `slots` of the blocks before, which it sees whole.
+    A query at position p owns block `p // block_size`, of which it sees the keys up to p. It also chooses up to `slots`
+    earlier blocks, which it sees whole.
 
     Attributes:
         paged: the call without blocks: causal, without window, soft cap and sinks.
         block_size: keys of a block, from the start of each sequence.
-        max_blocks: blocks that there are mean keys for, `num_candidates` at least.
-        slots: blocks that a query may choose, its own not counted, `num_candidates` at most.
+        max_blocks: number of blocks per sequence with mean keys, at least `num_candidates`.
+        slots: maximum number of blocks that a query chooses besides its own, at most `num_candidates`.
     """
 
     operation: ClassVar[Operation] = MOBA_PAGED
@@ -36,10 +36,10 @@ class MoBAPagedProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries or keys to compute anything from."""
+        """True if there are no queries or keys to compute anything from."""
         return self.paged.is_empty
 
     @property
     def num_candidates(self) -> int:
-        """Blocks before the own block of the last query that a sequence can have."""
+        """Maximum number of blocks before the own block of a sequence's last query."""
         return max(self.paged.max_keys - 1, 0) // self.block_size

@@ -1,8 +1,8 @@
 """MoBA over a paged cache, written to be read: the executable specification of the operation.
 
-One function chooses blocks for the queries of one sequence, marks the keys that each of them sees, and attends to the
-keys, which are gathered from their pages; a loop runs it over the sequences. Everything is computed in float32, or in
-float64 for float64 queries, without intermediate rounding.
+One function chooses blocks for the queries of one sequence, masks the keys that a query does not see, and attends to
+the keys, which are gathered from their pages. A loop runs it over the sequences. Everything is computed in float32, or
+in float64 for float64 queries, without intermediate rounding.
 """
 
 import functools
@@ -16,12 +16,12 @@ from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: MoBAPagedProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
@@ -41,7 +41,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [B, T, N, V] in the output's dtype, and log-sum-exp [B, T, N] in float32 or float64.
+    """Return output [B, T, N, V] in the output's dtype, and log-sum-exp [B, T, N] in float32 or float64.
 
     Queries that see nothing, and rows beyond the queries of their sequence, have output 0 and log-sum-exp -inf.
     """
@@ -65,16 +65,16 @@ def forward(
 
 
 def _choose(problem: MoBAPagedProblem, query: Array, centroids: Array, own: Array) -> Array:
-    """Whether queries [T, N, H] choose each block before their own one, `own` [T]: bool [T, N, candidates].
+    """Return whether queries [T, N, H] choose each block before their own, `own` [T]: bool [T, N, candidates].
 
-    Of equal scores the later block comes first. A block whose score is NaN is not chosen.
+    Ties go to the later block. A block whose score is NaN is not chosen.
     """
     call, wide = problem.paged, accumulation_dtype(query.dtype)
     block = jnp.arange(problem.num_candidates, dtype=jnp.int32)
     centroids = jnp.repeat(centroids[: problem.num_candidates].astype(wide), call.group_size, axis=1)
     scores = jnp.einsum("tnh,cnh->tnc", query.astype(wide), centroids, precision="highest")
     is_candidate = (block[None, :] < own[:, None])[:, None, :] & ~jnp.isnan(scores)
-    # A block is chosen where few enough others stand before it.
+    # A block is chosen if fewer than `slots` candidates rank before it.
     this, other = scores[..., :, None], scores[..., None, :]
     is_before = (other > this) | ((other == this) & (block[None, :] > block[:, None])[None, None])
     ahead = jnp.sum(is_before & is_candidate[..., None, :], axis=-1, dtype=jnp.int32)
@@ -95,7 +95,11 @@ def _attend(
     score_scale: Array,
     value_scale: Array | None,
 ) -> tuple[Array, Array]:
-    """Output [T, N, V] and log-sum-exp [T, N] of one sequence: query [T, N, H], pages [max_pages], scales [K]."""
+    """Attend from query [T, N, H] of one sequence with pages [max_pages] and scales [K].
+
+    Returns:
+        Output [T, N, V] and log-sum-exp [T, N].
+    """
     call, wide = problem.paged, accumulation_dtype(query.dtype)
     pages = jnp.clip(pages, 0, call.num_pages - 1)
     kv_length = jnp.clip(kv_length, 0, call.max_keys)
@@ -103,7 +107,7 @@ def _attend(
     key_number = jnp.arange(call.max_keys, dtype=jnp.int32)
 
     def gather(pool: Array) -> Array:
-        """What the pages hold for each key, [keys, K, ...]; 0 where there is none, because 0 * NaN would be NaN."""
+        """Return the pages' rows for each key, [keys, K, ...]; 0 beyond the keys, because 0 * NaN would be NaN."""
         rows = pool[pages].reshape(call.max_keys, *pool.shape[2:]).astype(wide)
         return jnp.where((key_number < kv_length).reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
@@ -111,7 +115,7 @@ def _attend(
     position = jnp.where(row < query_length, kv_length - query_length + row, -1)
     own = jnp.maximum(position, 0) // problem.block_size
     is_chosen = _choose(problem, query, centroids, own)
-    # Own blocks and those behind are not among the candidates' columns that are chosen.
+    # Blocks beyond the candidates read an extra column that is False. Own blocks are added below.
     is_chosen = jnp.pad(is_chosen, ((0, 0), (0, 0), (0, 1)))
     block = key_number // problem.block_size
     is_seen = is_chosen[:, :, jnp.minimum(block, problem.num_candidates)]
@@ -135,7 +139,7 @@ def _attend(
     shift = jnp.where(is_blind, 0, largest)
     weights = jnp.exp(scores - shift[:, :, None])
     total = jnp.where(is_blind, 1, jnp.sum(weights, axis=-1))
-    # A NaN among the values must reach those alone who see it.
+    # A NaN among the values must reach only the queries that see it.
     seen_value = jnp.where(is_seen[..., None], jnp.swapaxes(value, 0, 1)[None], 0)  # [T, N, keys, V]
     output = jnp.einsum("tnj,tnjv->tnv", weights / total[:, :, None], seen_value, precision="highest")
     return output, jnp.where(is_blind, -jnp.inf, jnp.log(total) + shift)

@@ -1,7 +1,7 @@
 """MoBA over a paged cache in plain `jax.numpy`: only the keys of chosen blocks are gathered.
 
-Each step of a loop gathers, for each query of each head, a tile of one of its blocks, and merges attention to it into a
-running softmax.
+Each step of a loop gathers a tile of one chosen block for each query of each head, and merges attention to it into an
+online softmax.
 """
 
 import math
@@ -16,23 +16,23 @@ from blockdiag.common.dtypes import accumulation_dtype
 from blockdiag.common.sizes import is_symbolic
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 
-# Elements of keys, and of values, that one step gathers at most, where queries are few enough for tiles of 16 keys.
+# Maximum number of key elements, and of value elements, that one step gathers. Tiles have at least 16 keys even so.
 _GATHERED = 1 << 23
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: MoBAPagedProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
 
 class _Cache(NamedTuple):
-    """What sequences share: pages of keys and values, and their scales where each token has one."""
+    """Arrays that sequences share: pages of keys and values, and their scales where each token has one."""
 
     key: Array
     value: Array
@@ -53,7 +53,7 @@ class _Sequence(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Running sums [T, N, V] and [T, N] over exp(largest): of weighted values, and of weights."""
+    """Online softmax state: sums of weighted values [T, N, V] and of weights [T, N], divided by exp(largest)."""
 
     output: Array
     total: Array
@@ -75,7 +75,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [B, T, N, V] in the output's dtype, and log-sum-exp [B, T, N] in float32 or float64."""
+    """Return output [B, T, N, V] in the output's dtype, and log-sum-exp [B, T, N] in float32 or float64."""
     del interpret
     call = problem.paged
     if page_table is None:
@@ -98,9 +98,9 @@ def forward(
 
 
 def _choose(problem: MoBAPagedProblem, sequence: _Sequence, position: Array) -> Array:
-    """Blocks that each query sees, int32 [T, N, 1 + slots]: its own, then others by falling score, then -1.
+    """Return the blocks of each query, int32 [T, N, 1 + slots]: its own, then others by descending score, then -1.
 
-    Of equal scores the later block comes first. A block whose score is NaN is not chosen.
+    Ties go to the later block. A block whose score is NaN is not chosen.
     """
     call, wide = problem.paged, accumulation_dtype(sequence.query.dtype)
     own = jnp.where(position < 0, -1, position // problem.block_size)
@@ -108,14 +108,14 @@ def _choose(problem: MoBAPagedProblem, sequence: _Sequence, position: Array) -> 
     if problem.slots == 0:
         return own_column
     by_head = (call.query_tokens, call.key_heads, call.group_size, call.head_dim)
-    # From the last block to the first, because `top_k` takes the first of equal scores.
+    # Blocks are in reverse order, because `top_k` takes the first of equal scores.
     centroids = sequence.centroids[: problem.num_candidates][::-1].astype(wide)
     query = sequence.query.astype(wide).reshape(by_head)
     scores = jnp.einsum("tkgh,ckh->tkgc", query, centroids, precision="highest")
     scores = scores.reshape(call.query_tokens, call.query_heads, problem.num_candidates)
     block = jnp.arange(problem.num_candidates - 1, -1, -1, dtype=jnp.int32)
     is_candidate = (block[None, :] < own[:, None])[:, None, :] & ~jnp.isnan(scores)
-    # Every candidate must stand before all others, and -0 beside 0.
+    # Candidates must rank before all other blocks, even with score -inf, and -0 must equal 0.
     lowest = float(jnp.finfo(wide).min)
     scores = jnp.where(is_candidate, jnp.where(scores == 0, 0, jnp.maximum(scores, lowest)), -jnp.inf)
     _, order = jax.lax.top_k(scores, problem.slots)
@@ -125,7 +125,7 @@ def _choose(problem: MoBAPagedProblem, sequence: _Sequence, position: Array) -> 
 
 
 def _tile_keys(problem: MoBAPagedProblem) -> int:
-    """Keys of a block that one step gathers for each query."""
+    """Return the number of keys of a block that one step gathers for each query."""
     call = problem.paged
     sizes = (call.batch, call.query_tokens, call.query_heads, max(call.head_dim, call.value_dim))
     if any(map(is_symbolic, sizes)):
@@ -135,7 +135,7 @@ def _tile_keys(problem: MoBAPagedProblem) -> int:
 
 
 def _attend(problem: MoBAPagedProblem, cache: _Cache, sequence: _Sequence) -> tuple[Array, Array]:
-    """Output [T, N, V] and log-sum-exp [T, N] of one sequence."""
+    """Return output [T, N, V] and log-sum-exp [T, N] of one sequence."""
     call, wide = problem.paged, accumulation_dtype(sequence.query.dtype)
     rows = (call.query_tokens, call.query_heads)
     row = jnp.arange(call.query_tokens, dtype=jnp.int32)
@@ -169,7 +169,7 @@ def _merge_tile(
     tile: Array,
     sums: _Sums,
 ) -> _Sums:
-    """The running sums with a tile of block `block[t, n]` added for each query of each head."""
+    """Add a tile of block `block[t, n]` to the running sums of each query of each head."""
     call, wide = problem.paged, sums.output.dtype
     offset = tile * _tile_keys(problem) + jnp.arange(_tile_keys(problem), dtype=jnp.int32)
     key_number = block[:, :, None] * problem.block_size + offset[None, None, :]  # [T, N, keys]
@@ -180,7 +180,7 @@ def _merge_tile(
     head = (jnp.arange(call.query_heads, dtype=jnp.int32) // call.group_size)[None, :, None]
 
     def gather(pool: Array) -> Array:
-        """Of each key, [T, N, keys, ...]; 0 where it is not seen, because 0 * NaN would be NaN."""
+        """Return the pages' rows for each key, [T, N, keys, ...]; 0 where it is not seen, because 0 * NaN is NaN."""
         rows = pool[page, place, head].astype(wide)
         return jnp.where(is_seen.reshape(*is_seen.shape, *[1] * (rows.ndim - 3)), rows, 0)
 

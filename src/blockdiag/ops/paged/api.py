@@ -1,4 +1,4 @@
-"""Paged attention: few queries against a long cache of keys and values; the public functions and the batching rule."""
+"""Paged attention of few queries to a long cache of keys and values: the public functions and the batching rule."""
 
 import dataclasses
 import functools
@@ -77,79 +77,79 @@ def paged_attention(
     implementation: str | Sequence[str] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Attention of the last few queries of each sequence to its keys and values, which lie in pages of a pool.
+    """Compute attention of the last few queries of each sequence to its keys and values in a paged cache.
 
     Key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``, for j below
-    ``kv_lengths[b]``, which counts the new tokens too: the last query has the position of the last key. Query head n
-    attends to key head n // (N // K). Softmax and sums are float32 (float64 for float64 queries); the output is rounded
-    once. Bitwise repeatable.
+    ``kv_lengths[b]``. The lengths include the new tokens, so the last query has the position of the last key. Query
+    head n attends to key head n // (N // K). Softmax and sums are float32 (float64 for float64 queries). The output is
+    rounded once. Results are bitwise repeatable.
 
-    What lies beyond the lengths, in pages that no sequence uses and in unused entries of the table may be anything, NaN
-    too, and never reaches a result. A sequence without keys gives 0 and the log-sum-exp -inf.
+    Keys and values beyond the lengths, pages that no sequence uses and unused entries of the table may hold anything,
+    even NaN. They never reach a result. A sequence without keys gives the output 0 and the log-sum-exp -inf.
 
-    The keys of each sequence are divided into splits, which are computed side by side and merged; the result depends on
-    how only by rounding. Everything that decides how a call is computed follows from shapes and options, nothing from
-    lengths, so that calls live under `jax.jit` and in CUDA graphs.
+    The keys of each sequence are divided into splits, which are computed in parallel and merged. The number of splits
+    changes the result only by rounding. The schedule of a call depends on shapes and options, never on lengths, so
+    calls work under `jax.jit` and in CUDA graphs.
 
-    For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` with any axes, `jax.shard_map`
+    For inference: differentiation raises a TypeError. Works under `jax.jit`, `jax.vmap` over any axes, `jax.shard_map`
     and `jax.export`. On a mesh, `query` may be sharded over batch rows and heads, the pages over heads, and a
-    contiguous cache over both; each device computes its own part, without communication. Query heads may be sharded
-    over more devices than there are key heads. Packed queries of a contiguous cache that is sharded over batch rows
-    cost one sum over the devices.
+    contiguous cache over both. Each device then computes its own part without communication. Query heads may be
+    sharded over more devices than there are key heads. Packed queries with a contiguous cache that is sharded over
+    batch rows cost one all-reduce.
 
     Args:
-        query: [B, T, N, H], T queries of each sequence, few; or packed [rows, N, H] with `query_offsets`. float16,
+        query: [B, T, N, H], a few queries (T) per sequence; or packed [rows, N, H] with `query_offsets`. float16,
             bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
-        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], N a multiple of K; pages of any
-            size, V any. Of the dtype of `query`, or of eight bits, float8_e4m3fn or float8_e5m2, each by itself; beside
-            a query of eight bits both have eight.
-        page_table: int32 [B, max_pages], numbers of pages. Known ones are checked where keys use them, which outside
-            `jax.jit` waits until they are computed; traced ones are clipped to [0, P). None for a contiguous cache: the
-            pages are then [B, S, K, H], one for each sequence.
-        kv_lengths: int32 [B], keys of each sequence, those of the new tokens included, 0 to max_pages * page_size.
-            Known ones are checked; traced ones are clipped.
-        query_lengths: int32 [B], how many of the T queries each sequence has, the first ones; all when None. Rows
-            beyond give 0 and -inf. Known ones are checked; traced ones are clipped to [0, T].
-        query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Starts with
-            0 and does not decrease. Rows beyond the last offset give 0 and -inf.
-        max_query_length: queries that the longest packed sequence may have, known when tracing; the number of rows, at
-            most 64, when None. Work grows with it. Longer sequences are a ValueError where offsets are known; a traced
-            one gives NaN.
+        key_pages, value_pages: the pool, [P, page_size, K, H] and [P, page_size, K, V], N a multiple of K. Page size
+            and V may be any number. Each has the dtype of `query` or an 8-bit dtype, float8_e4m3fn or float8_e5m2. With
+            an 8-bit query both must be 8-bit.
+        page_table: int32 [B, max_pages], page numbers. Known entries that keys use are checked; outside `jax.jit` the
+            check waits until they are computed. Traced entries are clipped to [0, P). None means a contiguous cache,
+            whose pages [B, S, K, H] are one per sequence.
+        kv_lengths: int32 [B], number of keys of each sequence including the new tokens, 0 to max_pages * page_size.
+            Known values are checked; traced values are clipped.
+        query_lengths: int32 [B], number of valid queries of each sequence, counted from the first of the T; all when
+            None. Rows beyond give the output 0 and the log-sum-exp -inf. Known values are checked; traced values are
+            clipped to [0, T].
+        query_offsets: int32 [B + 1], for packed queries: sequence b has rows [offsets[b], offsets[b + 1]). Offsets
+            start with 0 and do not decrease. Rows beyond the last offset give 0 and -inf.
+        max_query_length: upper bound on the queries of a packed sequence, known when tracing. When None it is the
+            number of rows, at most 64. Work grows with it. A longer sequence raises a ValueError where offsets are
+            known, and gives NaN where they are traced.
         scale: positive factor on the scores; 1 / sqrt(H) when None. Known when tracing.
-        is_causal: whether a query sees no keys after its own position.
-        local_window_size: how many keys before and after its own position a query sees at most, as in
-            `jax.nn.dot_product_attention`: one integer, or (left, right), None for no bound.
-        logits_soft_cap: scores s become ``cap * tanh(s / cap)``; positive.
-        sinks: [N], floating, a logit of each query head that takes part in the softmax without a value; it is computed
-            in float32 and counted in the log-sum-exp. A query that sees no key has its sink's logit there.
-        key_scale, value_scale: what keys and values are to be multiplied by: a number, or float32 of shape [], [B, K],
-            or [P, page_size, K], one factor for each token and head in pages like those of the cache. They cost a
-            multiplication of scores, weights or outputs; keys and values are never written.
+        is_causal: whether the keys after a query's own position are masked.
+        local_window_size: maximum number of keys that a query sees before and after its own position, as in
+            `jax.nn.dot_product_attention`: one integer or (left, right), with None for no bound.
+        logits_soft_cap: positive cap; scores s become ``cap * tanh(s / cap)``.
+        sinks: [N], floating, one logit per query head that takes part in the softmax without a value. It is computed
+            in float32 and counted in the log-sum-exp, which is the sink's logit for a query that sees no key.
+        key_scale, value_scale: factors on keys and values: a number, or float32 of shape [], [B, K] or
+            [P, page_size, K]. The last shape has one factor per token and head, in pages like those of the cache. The
+            kernels multiply scores, weights or outputs; scaled keys and values are never written to memory.
         query_scale: the same for queries: a number, or float32 of shape [] or [B, K], by key head.
-        num_splits: parts that the keys of each sequence are divided into, evenly, 1..256; chosen from the shapes when
-            None.
-        split_size: keys of a part, a multiple of 64, instead of `num_splits`: then every bit of a sequence's result is
-            independent of the other sequences, and of how many there are ("xla" and "triton"; "reference" does not
-            split).
-        implementation: who computes it. None chooses by platform when the program is lowered: "triton" on CUDA where
-            it supports the call, "xla" otherwise. A name, "reference", "xla" or "triton", means that one; "triton" on a
-            CPU runs in a slow interpreter. A sequence means the first that supports the call.
-        return_residual: whether to return the log-sum-exp too, with which `merge_attention_states` merges results.
+        num_splits: number of equal parts that the keys of each sequence are divided into, 1..256; chosen from the
+            shapes when None.
+        split_size: keys per split, a multiple of 64, instead of `num_splits`. Every bit of a sequence's result is then
+            independent of the other sequences and of their number ("xla" and "triton"; "reference" does not split).
+        implementation: which implementation runs. None chooses by platform when the program is lowered: "triton" on
+            CUDA where it supports the call, "xla" otherwise. A name ("reference", "xla" or "triton") selects that one;
+            on a CPU "triton" runs in a slow interpreter. A sequence selects the first that supports the call.
+        return_residual: whether to return the log-sum-exp too, which `merge_attention_states` needs.
 
     Returns:
-        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, bfloat16 for queries of eight bits; with
-        `return_residual` also the natural logarithm of the sum of the exponentials of the scores seen, scale, soft cap
-        and sink included, float32 [B, T, N] or [rows, N] (float64 for float64 queries).
+        The output [B, T, N, V] or [rows, N, V] in the dtype of `query`, or bfloat16 for 8-bit queries. With
+        `return_residual`, also the log-sum-exp (natural logarithm) of the scores seen, including scale, soft cap and
+        sink: float32 [B, T, N] or [rows, N], float64 for float64 queries.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
-        NotImplementedError: none of the implementations asked for can compute this call; the message says why.
+        NotImplementedError: none of the requested implementations supports this call; the message says why.
         TypeError: the call is differentiated.
 
     References:
         Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
-        Splits: Flash-Decoding of Dao et al. (2023). The soft cap as in Gemma 2 (2024), sinks as in gpt-oss (2025).
-        Layout of the pages as FlashInfer's NHD, Ye et al. (2025).
+        Splits: Flash-Decoding of Dao et al. (2023). Soft cap: Gemma 2 (2024). Sinks: gpt-oss (2025). Page layout: NHD
+        of FlashInfer, Ye et al. (2025).
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -196,23 +196,24 @@ def merge_attention_states(
     outputs: Float[Array, "parts *rows V"] | Sequence[Float[Array, "*rows V"]],
     lses: Float[Array, "parts ..."] | Sequence[Float[Array, "*rows"]],
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
-    """Attention to several sets of keys, as attention to all of them: outputs weighted by their log-sum-exps.
+    """Merge attention over several sets of keys into attention over all of them, by their log-sum-exps.
 
-    With `paged_attention` it joins, say, a prefix that sequences share with what each has of its own; or what several
-    devices computed of one long cache. Each set has its keys counted once, and sinks belong into one of the calls only.
+    Together with `paged_attention` this joins a prefix that sequences share with each sequence's own keys, or the
+    results of several devices that each hold a part of one long cache. No key may occur in two sets, and sinks may be
+    passed to only one of the calls.
 
-    Computed in float32 (float64 for float64 outputs), and plain `jax.numpy`: every transformation applies. Devices of a
-    mesh divide every axis but the parts without communication; parts on several devices are summed over them.
+    Computed in float32 (float64 for float64 outputs) and plain `jax.numpy`, so every transformation applies. Devices
+    of a mesh divide every axis except the parts without communication. Parts on several devices are summed over them.
 
     Args:
-        outputs: normalised outputs of each part, a sequence of arrays [..., V] of one shape and one floating dtype, or
-            those stacked along a leading axis.
-        lses: their natural log-sum-exps [...], floating, likewise. Where one is -inf the part saw nothing, and its
-            output, NaN too, plays no part.
+        outputs: normalised output of each part: a sequence of arrays [..., V] of one shape and one floating dtype, or
+            these arrays stacked along a leading axis.
+        lses: their log-sum-exps [...] (natural logarithm), floating, as a sequence or stacked. -inf means that the
+            part saw no key; its output is then ignored, even if it is NaN.
 
     Returns:
-        The merged output [..., V] in the dtype of `outputs`, and its log-sum-exp [...] in float32 (float64). Where no
-        part saw anything they are 0 and -inf.
+        The merged output [..., V] in the dtype of `outputs`, and its log-sum-exp [...] in float32 (float64 for float64
+        outputs). Where no part saw a key they are 0 and -inf.
 
     Raises:
         ValueError: there are no parts, or their shapes or dtypes do not match.
@@ -251,7 +252,7 @@ def merge_attention_states(
 
 
 def _sharded_beside(log_sum: Array, output: Array) -> Array:
-    """Log-sum-exps sharded as outputs are, where explicit axes of a mesh shard other axes of theirs."""
+    """Reshard log-sum-exps like the outputs where explicit mesh axes shard different axes of the two."""
     spec, wanted = (tuple(jax.typeof(x).sharding.spec) for x in (log_sum, output))
     wanted = (*wanted, *[None] * (output.ndim - len(wanted)))
     used = {name for entry in wanted for name in (entry if isinstance(entry, tuple) else (entry,))} - {None}
@@ -277,13 +278,13 @@ def _stacked(name: str, parts: Any) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The static part of a call: what is computed, and who may compute it (see `dispatch.resolve`).
+    """The static part of a call: the problem and the implementations to try (see `dispatch.resolve`).
 
     Attributes:
         problem: the canonical call.
         implementations: names to try, or None.
-        chooses_splits: whether the number of splits was chosen from the shapes, so that it follows them when they
-            change.
+        chooses_splits: whether the number of splits was chosen from the shapes. It is then chosen again when sharding
+            or batching changes the shapes.
     """
 
     problem: PagedProblem
@@ -292,14 +293,14 @@ class Call:
 
 
 def _dtype(name: str, x: Any) -> Any:
-    """What an argument is converted to: its own dtype, or float32."""
+    """Return the dtype to convert an argument to: float32 for numbers and sinks, else None for its own dtype."""
     is_number = isinstance(x, (int, float))
     return jnp.float32 if is_number or name == "sinks" else None
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
-    """The array part of the public function, compiled as one program where the caller does not compile it."""
+    """Compute the array part of the public function, as one compiled program even outside `jax.jit`."""
     arrays = jax.tree.map(lambda x: not_differentiable(x, "paged_attention"), arrays)
     problem, query = call.problem, arrays["query"]
     if problem.batch == 0 or problem.query_tokens == 0:
@@ -313,13 +314,13 @@ def _attention(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
 
 
 def _plan(call: Call, rule: Rule, operands: tuple[Any, ...]) -> tuple[Rule, Local[Any]]:
-    """The rule of a call, and what computes a part of it."""
+    """Return the sharding rule of a call, and the function that computes a part of it."""
     del operands
     return rule, functools.partial(_on_device, call)
 
 
 def _on_device(call: Call, part: Part) -> Any:
-    """The call on the arrays of one device."""
+    """Return the function that computes the call on the arrays of one device."""
     problem = sharding.local_problem(call.problem, part)
     if part.starts and call.chooses_splits:
         problem = with_chosen_splits(problem)
@@ -349,18 +350,18 @@ def _on_device(call: Call, part: Part) -> Any:
 
 
 def _clipped(offsets: Array, rows: int) -> Array:
-    """Offsets within the rows, each at least its predecessor."""
+    """Clip offsets to the rows, and raise each to at least its predecessor."""
     return jax.lax.cummax(jnp.clip(offsets, 0, rows))
 
 
 def _own(offsets: Array, part: Part) -> Array:
-    """The offsets of the sequences that a device has."""
+    """Return the offsets of the sequences on this device."""
     first = part.starts.get("rows")
     return offsets if first is None else jax.lax.dynamic_slice_in_dim(offsets, first, part.sizes["rows"] + 1)
 
 
 def _unpack(problem: PagedProblem, packed: Array, offsets: Array) -> tuple[Array, Array]:
-    """Packed queries [rows, N, H] as [B, T, N, H], and how many each sequence has."""
+    """Return packed queries [rows, N, H] as [B, T, N, H], and the number of queries of each sequence."""
     row = offsets[:-1, None] + jnp.arange(problem.query_tokens, dtype=jnp.int32)[None, :]
     return packed.at[row].get(mode="clip"), jnp.diff(offsets)
 
@@ -368,9 +369,10 @@ def _unpack(problem: PagedProblem, packed: Array, offsets: Array) -> tuple[Array
 def _pack(
     problem: PagedProblem, output: Array, log_sum: Array, rows: int, offsets: Array, part: Part
 ) -> tuple[Array, Array]:
-    """Results [B, T, ...] of own sequences as [rows, ...], 0 where other devices have the sequence.
+    """Pack the results [B, T, ...] of this device's sequences into [rows, ...], with 0 for those of other devices.
 
-    Sequences too long to be computed get NaN. Of rows without a sequence the first device gives what they get.
+    The results of all devices are then summed. Sequences longer than the problem's queries get NaN. For rows without a
+    sequence, only the first device contributes the log-sum-exp -inf.
     """
     own = _own(offsets, part)
     row = jnp.arange(rows, dtype=jnp.int32)
@@ -394,7 +396,7 @@ def _pack(
 
 @functools.lru_cache(maxsize=1024)
 def _mappable(call: Call) -> Any:
-    """The canonical call with its batching rule; one function object for each call."""
+    """Return the canonical call with its batching rule; one function object per call."""
 
     @jax.custom_batching.custom_vmap
     def compute(*operands: Any) -> Any:
@@ -404,7 +406,7 @@ def _mappable(call: Call) -> Any:
     def compute_mapped(axis_size: int, is_mapped: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
         sinks = 6
         if is_mapped[sinks]:
-            # Sequences of a batch share the sinks, so that elements take turns.
+            # All sequences of a call share the sinks, so mapped sinks cannot be folded into the batch.
             return _loop(compute, is_mapped, operands), (True, True)
         problem, folded = fold_paged(call.problem, axis_size, is_mapped, operands)
         problem = with_chosen_splits(problem) if call.chooses_splits else problem
@@ -416,7 +418,7 @@ def _mappable(call: Call) -> Any:
 
 
 def _loop(function: Any, is_mapped: Sequence[Any], operands: tuple) -> Any:
-    """A function of operands, some of which have a mapped axis in front, one element after the other."""
+    """Apply a function to one element of the mapped axis after the other; `is_mapped` says which operands have it."""
     mapped = [x for x, has_axis in zip(operands, is_mapped, strict=True) if has_axis]
 
     def compute(elements: list[Array]) -> Any:

@@ -1,7 +1,7 @@
-"""Mapped axes folded into the batch: what `jax.vmap` makes of a canonical call of paged attention.
+"""Batching rule of paged attention: fold an axis mapped by `jax.vmap` into the batch of a canonical call.
 
-A mapped axis is one more batch axis. Pages that are shared by all elements stay as they are; where each element has
-pages of its own, they become one pool, and page numbers are shifted for each element.
+A mapped axis is one more batch axis. Pages that all elements share stay as they are. Where each element has its own
+pages, they become one pool, and page numbers are shifted for each element.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from blockdiag.ops.paged.problem import PagedProblem
 def fold_paged(
     problem: PagedProblem, axis_size: int, is_mapped: Sequence[bool | None], operands: tuple[Array | None, ...]
 ) -> tuple[PagedProblem, tuple[Array | None, ...]]:
-    """The canonical call over `axis_size` times as many sequences.
+    """Return the canonical call over `axis_size` times as many sequences.
 
     Args:
         problem: the call of one mapped element.
         axis_size: length of the mapped axis.
-        is_mapped: for each operand, whether it has the mapped axis, in front.
+        is_mapped: for each operand, whether it has the mapped axis as its leading axis.
         operands: query, key_pages, value_pages, page_table, kv_lengths, query_lengths, sinks, score_scale, key_scales
-            and value_scales, as implementations take them. The sinks, which a batch shares, must not be mapped.
+            and value_scales, as implementations take them. All sequences share the sinks, which must not be mapped.
 
     Returns:
         The problem and the operands of the folded call.
@@ -45,14 +45,14 @@ def fold_paged(
         folded = dataclasses.replace(folded, num_pages=axis_size * problem.num_pages)
     table = arrays["page_table"]
     if table is not None:
-        # Within the element's own pages first, so that no element reads those of another.
+        # Page numbers are clipped before they are shifted, so that no element reads another element's pages.
         table = jnp.clip(table, 0, max(problem.num_pages, 1) - 1)
         table = fold_rows(table, axis_size, mapped["page_table"])
         if has_pools:
             element = jnp.arange(axis_size * problem.batch, dtype=jnp.int32) // max(problem.batch, 1)
             table = table + (element * problem.num_pages)[:, None]
     elif not has_pools:
-        # Every element reads the same contiguous cache: a page is a whole sequence.
+        # All elements read the same contiguous cache, in which a page is a whole sequence.
         table = jnp.tile(jnp.arange(problem.batch, dtype=jnp.int32), axis_size)[:, None]
         folded = dataclasses.replace(folded, has_page_table=True)
     return folded, tuple({**arrays, "page_table": table}[name] for name in names)

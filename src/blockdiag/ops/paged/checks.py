@@ -1,7 +1,7 @@
-"""From the arguments of a public call of paged attention to the static description that every implementation reads.
+"""Checks of the arguments of paged attention, and the static description that every implementation reads.
 
-Each mistake is a ValueError that names the argument, its value and the remedy. The same for arrays of JAX and of torch,
-of which only shapes and dtypes are read, and values of lengths and page numbers where they are known.
+Each wrong argument raises a ValueError that names it, its value and the remedy. Arrays may be JAX's or torch's. Only
+their shapes and dtypes are read, and the values of lengths and page numbers where they are known.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def describe_paged_call(
     num_splits: Any,
     split_size: Any,
 ) -> PagedProblem:
-    """Check every argument and describe the call.
+    """Check every argument and return the static description of the call.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and the remedy.
@@ -96,7 +96,7 @@ def describe_paged_call(
 
 
 def with_chosen_splits(problem: PagedProblem) -> PagedProblem:
-    """The same call, divided as its shapes suggest; a symbolic size counts as 1."""
+    """Return the call with the number of splits chosen from its shapes; a symbolic size counts as 1."""
     sizes = dict(
         batch=problem.batch,
         query_tokens=problem.query_tokens,
@@ -109,7 +109,7 @@ def with_chosen_splits(problem: PagedProblem) -> PagedProblem:
 
 
 def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
-    """Shapes and dtypes of query [B, T, N, H] or [rows, N, H] against pages [P, page_size, K, H] and [.., V]."""
+    """Check shapes and dtypes of query [B, T, N, H] or [rows, N, H] against pages [P, page_size, K, H] and [.., V]."""
     if query.ndim not in (3, 4):
         raise ValueError(
             f"`query` must have shape [B, T, N, H], or [rows, N, H] with `query_offsets`, got {tuple(query.shape)}; "
@@ -147,7 +147,7 @@ def check_paged_operands(query: Any, key_pages: Any, value_pages: Any) -> None:
 def check_sequences(
     query: Any, kv_lengths: Any, query_lengths: Any, query_offsets: Any, max_query_length: Any
 ) -> tuple[int, int]:
-    """Sequences of a call, and queries of each at most."""
+    """Check lengths and offsets, and return the number of sequences and the maximum number of queries of each."""
     validation.check_int32("kv_lengths", kv_lengths, "1")
     if query_offsets is None:
         if query.ndim == 3:
@@ -179,7 +179,7 @@ def check_sequences(
 
 
 def _check_packed(query: Any, query_lengths: Any, query_offsets: Any, max_query_length: Any) -> int:
-    """Queries of a packed sequence at most."""
+    """Check packed queries, and return the maximum number of queries of a sequence."""
     if query.ndim != 3:
         raise ValueError(
             f"`query_offsets` describes packed queries [rows, N, H], got a query of shape {tuple(query.shape)}; "
@@ -208,7 +208,7 @@ def _check_packed(query: Any, query_lengths: Any, query_offsets: Any, max_query_
 
 
 def check_cache(key_pages: Any, page_table: Any, kv_lengths: Any, batch: int) -> None:
-    """Page table and lengths against the pages; values where they are known."""
+    """Check the page table and lengths against the pages, and their values where they are known."""
     num_pages, page_size = key_pages.shape[:2]
     if page_table is None:
         if num_pages != batch:
@@ -251,7 +251,7 @@ def _check_range(name: str, lengths: Any, largest: int, meaning: str) -> None:
 def check_window(
     local_window_size: Any, is_causal: bool, max_keys: int, query_tokens: int
 ) -> tuple[bool, tuple[int | None, int | None]]:
-    """Whether later keys are hidden, and the keys seen before and after a query; None where nothing is cut off."""
+    """Return whether the call is causal, and the bounds on keys before and after a query; None where unbounded."""
     if local_window_size is None:
         return is_causal, (None, None)
     sizes = local_window_size if isinstance(local_window_size, (tuple, list)) else (local_window_size,) * 2
@@ -265,14 +265,14 @@ def check_window(
             f"when tracing, got {local_window_size!r}"
         )
     left, right = numbers
-    # A query may stand before the first key, when there are more queries than keys.
+    # A query's position may be before the first key, if there are more queries than keys.
     left = None if left is not None and left >= max_keys else left
     right = None if is_causal or (right is not None and right >= max_keys + query_tokens) else right
     return (True, (left, None)) if right == 0 else (is_causal, (left, right))
 
 
 def check_soft_cap(logits_soft_cap: Any) -> float | None:
-    """A positive finite number, or None."""
+    """Return `logits_soft_cap` as a positive finite number, or None."""
     if logits_soft_cap is None:
         return None
     number = validation.as_number(logits_soft_cap)
@@ -299,7 +299,7 @@ def _check_sinks(sinks: Any, query_heads: int) -> None:
 def check_cache_scale(
     name: str, scale: Any, batch: int, key_heads: int, pool: tuple[int, int, int] | None
 ) -> CacheScale:
-    """How a scale is given: a number, [] or [B, K] is "head"; as pages, which a query has not, it is "token"."""
+    """Return the form of a scale: "head" for a number, [] or [B, K], "token" for pages; `pool` is None for a query."""
     if scale is None:
         return "none"
     if type(scale) in (int, float):
@@ -335,7 +335,7 @@ def _check_num_splits(num_splits: Any, split_size: int | None, max_keys: int) ->
             f"`num_splits` must be an integer of 1..{MAX_NUM_SPLITS}, known when tracing, got {num_splits!r}; "
             "leave it out to have it chosen"
         )
-    # A split has whole tiles, so that more splits than tiles would have no keys.
+    # Splits consist of whole tiles, so with more splits than tiles some would have no keys.
     return max(1, min(count, -(-max_keys // SPLIT_TILE)))
 
 

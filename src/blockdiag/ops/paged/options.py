@@ -1,10 +1,10 @@
-"""Options of calls, for the overloads of the public functions of JAX and of torch; `A` is the type of an array."""
+"""Types of call options, for the overloads of the public functions of JAX and torch; `A` is the array type."""
 
 from collections.abc import Sequence
 from typing import TypedDict
 
 type Window = int | tuple[int | None, int | None]
-"""Keys before and after a query's own position that it sees; one number for both, None for no bound."""
+"""Maximum number of keys seen before and after a query's own position; one number for both, None for no bound."""
 
 
 class PagedOptions[A](TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""Checks of shardings on meshes with explicit axes, for calls that read or write a pool of pages."""
+"""Checks of shardings over explicit mesh axes, for calls that read or write a pool of pages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from blockdiag.common.shards import division_of, spec_of
 
 
 def check_tokens(name: str, x: jax.Array) -> None:
-    """Refuse tokens [..., T, N, H] of which no device has whole sequences and heads.
+    """Refuse tokens [..., T, N, H] that are sharded so that no device has whole sequences and heads.
 
     Raises:
         ValueError: tokens or features are sharded over explicit axes of a mesh.
@@ -27,7 +27,7 @@ def check_tokens(name: str, x: jax.Array) -> None:
 
 
 def full_spec(x: jax.Array) -> P:
-    """How an array is sharded over explicit axes, with an entry for each of its axes."""
+    """Return the spec of an array over explicit axes, with an entry for each array axis."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return P(*spec, *[None] * (x.ndim - len(spec)))
 
@@ -40,11 +40,11 @@ def unfit_pools(
     Args:
         rule: the rule of the call.
         operands: arrays or None, by name, in the rule's order.
-        names: of the pools.
-        is_exact: whether a pool may not be cut either, since it is written.
+        names: names of the pools.
+        is_exact: whether a whole pool may not be divided either, because it is written.
 
     Returns:
-        For each such pool how it is sharded, and how the call divides it.
+        For each such pool, its spec and the spec by which the call divides it.
     """
     given = {name: x for name, x in operands.items() if x is not None}
     mesh = explicit_mesh(list(given.values()))
@@ -63,5 +63,5 @@ def unfit_pools(
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """The axes of a mesh in an entry of a spec."""
+    """Return the mesh axes in an entry of a spec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

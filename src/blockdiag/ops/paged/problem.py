@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from blockdiag.common.operation import Operation
 
-# How a cache's scale is given: not at all, [batch, K], or beside every token as pages, [P, page_size, K].
+# Form of a cache's scale: none, one per sequence and head [batch, K], or one per token in pages [P, page_size, K].
 type CacheScale = Literal["none", "head", "token"]
 
 
@@ -20,29 +20,30 @@ class PagedProblem:
     """One call: query [batch, query_tokens, N, H] against pages of keys [P, page_size, K, H] and values
     [P, page_size, K, V], found through a page table int32 [batch, max_pages].
 
-    Sequence b has `kv_lengths[b]` keys, and the last of them belongs to its last query: query i of `query_lengths[b]`
-    sees keys up to `kv_lengths[b] - query_lengths[b] + i`.
+    Sequence b has `kv_lengths[b]` keys, and its last query has the position of its last key. Query i of
+    `query_lengths[b]` has position `kv_lengths[b] - query_lengths[b] + i`, up to which a causal call sees keys.
 
     Attributes:
-        batch, query_tokens: sequences, and queries of each at most.
+        batch, query_tokens: number of sequences, and maximum number of queries of each.
         query_heads, key_heads: N and K; N is a multiple of K.
         head_dim, value_dim: H and V.
-        query_dtype, key_dtype, value_dtype, output_dtype: dtype names. The output's is the query's, or bfloat16 where
-            that has eight bits.
-        num_pages, page_size, max_pages: pages of the pool, tokens of a page, pages of a sequence at most.
+        query_dtype, key_dtype, value_dtype, output_dtype: dtype names. The output has the query's dtype, or bfloat16
+            for an 8-bit query.
+        num_pages, page_size, max_pages: pages of the pool, tokens of a page, maximum pages of a sequence.
         has_page_table: whether there is a table; without one, sequence b is page b.
-        has_query_lengths: whether sequences have fewer than `query_tokens` queries, int32 [batch]; rows beyond give 0.
-        is_causal: whether queries see no later keys.
-        window: keys before and after a query's own position that it sees, itself not counted; None for no bound.
-        soft_cap: scores s become `soft_cap * tanh(s / soft_cap)`, before masking; None for none.
+        has_query_lengths: whether int32 [batch] says how many of the `query_tokens` queries a sequence has; rows beyond
+            give 0.
+        is_causal: whether the keys after a query's position are masked.
+        window: maximum number of keys seen before and after a query's own position; None for no bound.
+        soft_cap: scores s become `soft_cap * tanh(s / soft_cap)` before masking; None for no cap.
         has_sinks: whether each query head has a logit, float32 [N], that takes part in the softmax without a value.
         has_score_scale: whether scores have a factor besides `scale`, float32 [batch, K].
-        key_scale, value_scale: how the caches' scales are given. One factor for all keys of a head is part of
-            `has_score_scale`, so `key_scale` is "none" or "token".
+        key_scale, value_scale: forms of the caches' scales. A factor per key head is part of the score scale, so
+            `key_scale` is "none" or "token".
         scale: factor on the scores, before the soft cap.
-        num_splits: parts that the keys of a sequence are divided into, computed side by side and merged.
-        split_size: keys of a part where that is fixed, so that results do not depend on what else is in the batch; None
-            divides evenly.
+        num_splits: parts that the keys of a sequence are divided into, computed in parallel and merged.
+        split_size: fixed number of keys per split, so that results do not depend on the rest of the batch; None divides
+            evenly.
     """
 
     operation: ClassVar[Operation] = PAGED
@@ -75,7 +76,7 @@ class PagedProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries or keys to compute anything from."""
+        """True if there are no queries or keys to compute anything from."""
         return 0 in (self.batch, self.query_tokens, self.num_pages, self.max_keys)
 
     @property
@@ -85,5 +86,5 @@ class PagedProblem:
 
     @property
     def max_keys(self) -> int:
-        """Keys that a sequence can have."""
+        """Maximum number of keys of a sequence."""
         return self.max_pages * self.page_size

@@ -1,8 +1,8 @@
 """Paged attention, written to be read: the executable specification of the operation.
 
-One function attends from the queries of one sequence to its keys, which are gathered from their pages; a loop runs it
+One function attends from the queries of one sequence to its keys, which are gathered from their pages. A loop runs it
 over the sequences. Everything is computed in float32, or in float64 for float64 queries, without intermediate rounding.
-How keys are split plays no part here.
+Splits are ignored.
 """
 
 import functools
@@ -16,12 +16,12 @@ from blockdiag.ops.paged.problem import PagedProblem
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: PagedProblem) -> str | None:
-    """None: the reference computes every problem."""
+    """Return None: the reference computes every problem."""
     del problem
     return None
 
@@ -41,15 +41,15 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [B, T, N, V] in the output's dtype, and log-sum-exp [B, T, N] in float32 or float64.
+    """Return output [B, T, N, V] in the output's dtype, and log-sum-exp [B, T, N] in float32 or float64.
 
-    Queries that see nothing have output 0 and log-sum-exp -inf, or their sink's logit; rows beyond the queries of their
-    sequence 0 and -inf.
+    Queries that see nothing have output 0, and their sink's logit or -inf as log-sum-exp. Rows beyond the queries of
+    their sequence have 0 and -inf.
     """
     del interpret
     wide = accumulation_dtype(query.dtype)
     if problem.max_keys == 0 or problem.num_pages == 0:
-        # Without a key, every sequence looks at one page of one masked key.
+        # With no keys at all, every sequence gets one page with one masked key.
         ones = (1, 1, problem.key_heads)
         key_pages = jnp.zeros((*ones, problem.head_dim), key_pages.dtype)
         value_pages = jnp.zeros((*ones, problem.value_dim), value_pages.dtype)
@@ -85,7 +85,11 @@ def _attend(
     score_scale: Array,
     value_scale: Array | None,
 ) -> tuple[Array, Array]:
-    """Output [T, N, V] and log-sum-exp [T, N] of one sequence: query [T, N, H], pages [max_pages], scales [K]."""
+    """Attend from query [T, N, H] of one sequence with pages [max_pages] and scales [K].
+
+    Returns:
+        Output [T, N, V] and log-sum-exp [T, N].
+    """
     wide = accumulation_dtype(query.dtype)
     pages = jnp.clip(pages, 0, key_pages.shape[0] - 1)
     num_keys = pages.shape[0] * key_pages.shape[1]
@@ -93,7 +97,7 @@ def _attend(
     query_length = jnp.clip(query_length, 0, problem.query_tokens)
 
     def gather(pool: Array) -> Array:
-        """What the pages hold for each key, [keys, K, ...]; 0 where there is none, because 0 * NaN would be NaN."""
+        """Return the pages' rows for each key, [keys, K, ...]; 0 beyond the keys, because 0 * NaN would be NaN."""
         rows = pool[pages].reshape(num_keys, *pool.shape[2:]).astype(wide)
         is_key = jnp.arange(num_keys, dtype=jnp.int32) < kv_length
         return jnp.where(is_key.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
@@ -132,7 +136,7 @@ def _attend(
 
 
 def _is_seen(problem: PagedProblem, position: Array, key: Array, kv_length: Array) -> Array:
-    """Whether queries at each position see each key, bool [T, keys]."""
+    """Return whether the query at each position sees each key, bool [T, keys]."""
     position, key = position[:, None], key[None, :]
     left, right = problem.window
     is_seen = jnp.broadcast_to(key < kv_length, (position.shape[0], key.shape[1]))

@@ -1,4 +1,4 @@
-"""Scales of queries and paged caches, as implementations take them."""
+"""Scales of queries and paged caches in canonical form, as implementations take them."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -9,10 +9,10 @@ from blockdiag.ops.paged.problem import PagedProblem
 def canonical_scales(
     problem: PagedProblem, key_scale: Array | None, value_scale: Array | None, query_scale: Array | None
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """The factor on scores [B, K], scales of keys by token, and those of values by head [B, K] or by token.
+    """Return the factor on scores [B, K], the key scales by token, and the value scales by head [B, K] or by token.
 
     Args:
-        problem: the call, which says which of them there are.
+        problem: the call, which determines which of these exist; the others are None.
         key_scale, value_scale: [], [B, K] or [P, page_size, K], float32.
         query_scale: [] or [B, K], float32.
     """
@@ -29,6 +29,6 @@ def canonical_scales(
 
 
 def _by_head(scale: Array | None, shape: tuple[int, int]) -> Array:
-    """A scale [] or [B, K] as [B, K]; 1 for none."""
+    """Broadcast a scale [] or [B, K] to [B, K]; None becomes 1."""
     scale = jnp.ones((), jnp.float32) if scale is None else scale
     return jnp.broadcast_to(scale if scale.ndim else scale[None, None], shape)

@@ -1,8 +1,8 @@
-"""How paged attention divides over devices, with or without chosen blocks: batch rows and key heads are independent.
+"""Sharding of paged attention, with or without chosen blocks: batch rows and key heads are independent.
 
-All rows share a pool of pages, which is whole along its pages; a contiguous cache is divided with the rows. Packed
-queries have no axis of batch rows. They are whole, each device of a divided contiguous cache computes the queries of
-its own rows, and one sum joins the results.
+All batch rows share a pool of pages, which stays whole along its pages. A contiguous cache is divided with the batch
+rows. Packed queries have no batch axis and stay whole: with a divided contiguous cache, each device computes the
+queries of its own sequences, and one all-reduce sums the results.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ OPERANDS = (
     "query", "key_pages", "value_pages", "page_table", "kv_lengths", "query_lengths", "query_offsets", "sinks",
     "key_scale", "value_scale", "query_scale", "key_centroids",
 )  # fmt: skip
-"""Arguments of the public functions that are arrays, in the order in which a rule has them."""
+"""Array arguments of the public functions, in the order of a rule's operands."""
 
 _POOLS = ("key_pages", "value_pages")
 _QUERY_HEADS: Dim = ("key_heads", "group")
@@ -34,19 +34,19 @@ def rule(
     whole: Problem | None = None,
     blocks: int = 0,
 ) -> Rule:
-    """The rule of a call.
+    """Return the sharding rule of a call.
 
     Args:
-        paged: the call, or the paged attention in it.
-        implementations: who may compute it.
-        method: text that says what else the computation depends on.
+        paged: the call, or the paged attention that is a part of it.
+        implementations: names of the implementations to try, or None.
+        method: text that identifies what else the computation depends on.
         operands: arrays or None, by name, in the order of `OPERANDS`.
-        whole: the call, where paged attention is a part of it.
-        blocks: blocks of a sequence that there are mean keys of.
+        whole: the whole call, where paged attention is only a part of it.
+        blocks: number of blocks per sequence with mean keys.
     """
     problem = whole or paged
     is_packed = operands.get("query_offsets") is not None
-    # Tables and lengths of packed queries are cut only where the cache is.
+    # With packed queries, tables and lengths are divided only if the cache is contiguous.
     row: Dim = () if is_packed and paged.has_page_table else ("rows",)
     pool = (("pages",) if paged.has_page_table else ("rows",), ("page_rows",), ("key_heads",))
     rows = (("queries",),) if is_packed else (row, ("queries",))
@@ -87,7 +87,7 @@ def rule(
 
 
 def local_problem(problem: PagedProblem, part: Part) -> PagedProblem:
-    """The call of one device, with as many splits as that of all devices."""
+    """Return the call of one device, with the same number of splits as the whole call."""
     if not part.starts:
         return problem
     sizes = part.sizes
@@ -101,11 +101,10 @@ def local_problem(problem: PagedProblem, part: Part) -> PagedProblem:
 
 
 def check(rule: Rule, operands: Mapping[str, Any]) -> None:
-    """Refuse what would move a pool between devices of a mesh with explicit axes.
+    """Refuse shardings that would move a pool between devices of a mesh with explicit axes.
 
     Raises:
-        ValueError: the query is sharded over tokens or features, or the pages over what devices cannot have of their
-            own.
+        ValueError: the query is sharded over tokens or features, or the pages over an axis that the call cannot divide.
     """
     check_tokens("query", operands["query"])
     for name, (spec, wanted) in unfit_pools(rule, operands, _POOLS, is_exact=False).items():

@@ -1,4 +1,4 @@
-"""The Triton implementation of paged attention, from JAX: the canonical call as kernel launches."""
+"""The Triton implementation of paged attention in JAX: the canonical call as kernel launches."""
 
 from jax import Array
 
@@ -10,7 +10,7 @@ __all__ = ["available", "forward", "supports"]
 
 
 def available() -> str | None:
-    """None where kernels can be compiled and launched from this process; otherwise the reason and the remedy."""
+    """Return None if this process can compile and launch kernels, otherwise the reason and the remedy."""
     return jax_call.available()
 
 
@@ -29,7 +29,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [B, T, N, V] and natural log-sum-exp float32 [B, T, N]."""
+    """Return output [B, T, N, V] and natural log-sum-exp float32 [B, T, N]."""
     arrays: dict[str, Array | None] = {
         "query": query,
         "key": key_pages,

@@ -1,8 +1,8 @@
-"""Paged attention in plain `jax.numpy`: a tile of keys at a time, gathered from its pages and merged into a softmax.
+"""Paged attention in plain `jax.numpy`: tiles of keys are gathered from the pages and merged by an online softmax.
 
-Sequences are computed side by side, as many tiles as the longest has. With a fixed `split_size` they are computed one
-after the other instead, in tiles whose size depends on nothing else, so that no bit of a result depends on what else is
-in the batch. Query heads that share a key head are rows of one product: keys and values are never repeated.
+Sequences are computed in parallel, with as many tiles as the longest has. With a fixed `split_size` they are computed
+one after the other, in tiles whose size depends only on the split size. No bit of a result then depends on the rest of
+the batch. Query heads that share a key head are rows of one product, so keys and values are never repeated.
 """
 
 from typing import NamedTuple
@@ -15,23 +15,23 @@ from blockdiag.common.derivatives import on_common_axes
 from blockdiag.common.dtypes import accumulation_dtype
 from blockdiag.ops.paged.problem import PagedProblem
 
-# Keys of a tile, at most.
+# Maximum keys of a tile.
 _TILE_KEYS = 512
 
 
 def available() -> str | None:
-    """None: plain `jax.numpy` always runs."""
+    """Return None: plain `jax.numpy` always runs."""
     return None
 
 
 def supports(problem: PagedProblem) -> str | None:
-    """None: this implementation computes every problem."""
+    """Return None: this implementation computes every problem."""
     del problem
     return None
 
 
 class _Cache(NamedTuple):
-    """What sequences share: pages of keys and values, and their scales where each token has one."""
+    """Arrays that sequences share: pages of keys and values, and their scales where each token has one."""
 
     key: Array
     value: Array
@@ -51,7 +51,7 @@ class _Sequence(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Running sums [K, G, T, V] and [K, G, T] over exp(largest): of weighted values, and of weights."""
+    """Online softmax state: sums of weighted values [K, G, T, V] and of weights [K, G, T], divided by exp(largest)."""
 
     output: Array
     total: Array
@@ -73,7 +73,7 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Output [B, T, N, V] in the output's dtype, and log-sum-exp [B, T, N] in float32 or float64."""
+    """Return output [B, T, N, V] in the output's dtype, and log-sum-exp [B, T, N] in float32 or float64."""
     del interpret
     if page_table is None:
         page_table = jnp.arange(problem.batch, dtype=jnp.int32)[:, None]
@@ -102,12 +102,12 @@ def forward(
 def _tile_keys(problem: PagedProblem) -> int:
     if problem.split_size is None:
         return max(1, min(_TILE_KEYS, problem.max_keys))
-    # The largest number of keys that divides the split and is no more than a tile.
+    # The largest divisor of the split size that fits in a tile.
     return next(size for size in range(min(_TILE_KEYS, problem.split_size), 0, -1) if problem.split_size % size == 0)
 
 
 def _attend(problem: PagedProblem, cache: _Cache, sinks: Array | None, sequence: _Sequence) -> tuple[Array, Array]:
-    """Output [T, N, V] and log-sum-exp [T, N] of one sequence."""
+    """Return output [T, N, V] and log-sum-exp [T, N] of one sequence."""
     wide, num_keys = accumulation_dtype(sequence.query.dtype), _tile_keys(problem)
     by_head = (problem.key_heads, problem.group_size)
     query = sequence.query.astype(wide).reshape(problem.query_tokens, *by_head, problem.head_dim)
@@ -116,7 +116,7 @@ def _attend(problem: PagedProblem, cache: _Cache, sinks: Array | None, sequence:
     is_row = row < sequence.query_length
     sink = jnp.full(by_head, -jnp.inf, wide) if sinks is None else sinks.astype(wide).reshape(by_head)
     sink = jnp.where(is_row[None, None, :], sink[:, :, None], -jnp.inf)
-    # The sink is a score that was seen before the first key, and has no value.
+    # The sink initialises the softmax, as a score without a value before the first key.
     rows = (*by_head, problem.query_tokens)
     total = jnp.exp(sink - jnp.where(sink == -jnp.inf, 0, sink))
     start = _Sums(jnp.zeros((*rows, problem.value_dim), wide), total, sink)
@@ -143,14 +143,14 @@ def _attend(problem: PagedProblem, cache: _Cache, sinks: Array | None, sequence:
 def _merge_tile(
     problem: PagedProblem, cache: _Cache, sequence: _Sequence, query: Array, first: Array, sums: _Sums
 ) -> _Sums:
-    """The running sums with the tile of keys that begins with key `first` added."""
+    """Add the tile of keys that begins with key `first` to the running sums."""
     wide = query.dtype
     key_number = first + jnp.arange(_tile_keys(problem), dtype=jnp.int32)
     is_key = key_number < sequence.kv_length
     page, offset = sequence.pages[key_number // problem.page_size], key_number % problem.page_size
 
     def gather(pool: Array) -> Array:
-        """Of each key, [keys, K, ...]; 0 where there is none, because 0 * NaN would be NaN."""
+        """Return the pages' rows for each key, [keys, K, ...]; 0 beyond the keys, because 0 * NaN would be NaN."""
         rows = pool[page, offset].astype(wide)
         return jnp.where(is_key.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
@@ -174,7 +174,7 @@ def _merge_tile(
 
 
 def _is_seen(problem: PagedProblem, sequence: _Sequence, key_number: Array) -> Array:
-    """Whether each query sees each of some keys, bool [T, keys]."""
+    """Return whether each query sees each of these keys, bool [T, keys]."""
     row = jnp.arange(problem.query_tokens, dtype=jnp.int32)[:, None]
     position, key_number = sequence.kv_length - sequence.query_length + row, key_number[None, :]
     left, right = problem.window
