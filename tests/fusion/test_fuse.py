@@ -48,7 +48,7 @@ def test_refusals_name_the_primitive_and_the_line():
         scores = jnp.sort(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value)
 
-    with pytest.raises(NotFusible, match=r"`sort` of scores .*test_fusion.py:\d+"):
+    with pytest.raises(NotFusible, match=r"`sort` of scores .*test_fuse.py:\d+"):
         fuse(sorted_scores)(*arrays())
 
 

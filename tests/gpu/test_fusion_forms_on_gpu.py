@@ -30,7 +30,7 @@ from tests.fusion.resident_cases import CASES as RESIDENT
 pytestmark = pytest.mark.gpu
 
 FORMS = {
-    f"{module.__name__.removeprefix('tests.test_fusion_')}-{function.__name__}": (module, function)
+    f"{module.__name__.rpartition('.test_')[2]}-{function.__name__}": (module, function)
     for module in (test_fusion_sums, test_fusion_grids, test_fusion_lone)
     for function in module.CASES
 }

@@ -216,7 +216,7 @@ def test_messages_name_the_primitive_the_line_and_the_rule(name):
     jax.eval_shape(function, *inputs)  # What is refused is a valid function.
     with pytest.raises(NotFusible, match=re.escape(message)) as failure:
         fuse(function)(*inputs)
-    assert re.search(r"test_fusion_refusals\.py:\d+", str(failure.value))
+    assert re.search(r"test_refusals\.py:\d+", str(failure.value))
     assert explain(function)(*inputs).reason == str(failure.value)
 
 
@@ -286,7 +286,7 @@ def test_sinks_are_dropped_from_where_they_are():
     inputs = (*operands(), jnp.ones(2))
     fused = fuse(joined)(*inputs, first=True)
     np.testing.assert_allclose(fused, joined(*inputs, first=True), rtol=1e-5, atol=1e-5)
-    with pytest.raises(NotFusible, match=r"`slice` of weights: some .*test_fusion_refusals"):
+    with pytest.raises(NotFusible, match=r"`slice` of weights: some .*test_refusals"):
         fuse(joined)(*inputs, first=False)
 
 

@@ -84,6 +84,6 @@ def test_parts_of_results_are_results_of_parts(function, axis):
     ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
 )
 def test_equation_that_mixes_tokens_is_refused_with_its_line(function, name, reason):
-    message = f"`{name}` at .*test_fusion_parts.*may do{reason}.*; compute it before or after the fused function"
+    message = f"`{name}` at .*test_token_parts.*may do{reason}.*; compute it before or after the fused function"
     with pytest.raises(ValueError, match=message):
         results_of_part(function, 0, X)
