@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Recall:
-    """Whether routing finds the block of a needle, for one kind of keys and one block size.
+    """Success of routing in finding the block of a needle, for one kind of keys and one block size.
 
     Attributes:
         keys: which keys.
@@ -31,7 +31,7 @@ class Recall:
 
 @dataclass(frozen=True, kw_only=True)
 class RecallRow(Recall):
-    """The same with where it was found."""
+    """Success of routing with the device, the version and the date of its measurement."""
 
     device: str
     jax: str

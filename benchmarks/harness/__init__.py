@@ -1,1 +1,1 @@
-"""What all benchmarks share: clocks, records, reports, the style of pictures."""
+"""Parts that all benchmarks share: clocks, records, reports, the style of pictures."""

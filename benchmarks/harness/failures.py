@@ -1,4 +1,4 @@
-"""What a benchmark refuses to time: wrong results, and programs that do other work than they should."""
+"""Errors that stop a measurement: wrong results, and programs that do other work than they should."""
 
 # ||out - exact|| / ||exact||. Rounding of bfloat16 operands, weights and results gives 2e-3 to 6e-3.
 GATE = 1.5e-2

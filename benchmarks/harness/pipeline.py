@@ -1,4 +1,4 @@
-"""What all benchmarks do alike, and how the command line sees one.
+"""Common steps of all benchmarks, and the description of one for the command line.
 
 An op's `command.py` goes cases -> programs -> check -> clock -> records -> report, and `harness/plots.py` draws the
 records.

@@ -22,7 +22,7 @@ class Verdict:
 
     @property
     def is_met(self) -> bool:
-        """Whether it was measured and is within the limit."""
+        """Return whether the figure was measured and is within its limit."""
         if self.value is None:
             return False
         if self.at_least:

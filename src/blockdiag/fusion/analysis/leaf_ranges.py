@@ -73,7 +73,7 @@ class Extent:
 
     @property
     def is_known(self) -> bool:
-        """Whether the interval is known while tracing."""
+        """Return whether the interval is known while tracing."""
         return module_of([self.interval]) is np
 
     @property

@@ -111,7 +111,7 @@ class MaskStates:
 
     @property
     def is_by_distance(self) -> bool:
-        """Whether the states depend on the distance between queries and keys alone."""
+        """Return whether the states depend on the distance between queries and keys alone."""
         kinds: list[str] = []
         for extent in self.extents:
             ends = (extent.interval.low, extent.interval.high)
