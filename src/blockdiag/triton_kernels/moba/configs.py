@@ -11,8 +11,10 @@ from blockdiag.triton_kernels.parts.shapes import next_power_of_2, uses_mma_sync
 # Rows of keys that the centroid kernel adds at a time. This number fixes the order of the sum.
 CENTROID_ROWS = 16
 
-# Maximum number of spans that the query axis is cut into for counting, and the minimum number of rows of a span.
-_MOST_SPANS = 256
+# Number of spans that the query axis is cut into for counting, at most: for many heads, and of all heads where there
+# are few. One warp goes through a span, so that few spans leave the GPU idle. The minimum number of rows of a span.
+MANY_HEADS_SPANS = 256
+_ALL_HEADS_SPANS = 1024
 _FEWEST_SPAN_ROWS = 256
 
 
@@ -66,9 +68,10 @@ ADJUSTMENTS = (
 )
 
 
-def span_rows(query_tokens: int) -> int:
+def span_rows(problem: MoBAProblem) -> int:
     """Return the number of queries of a span."""
-    return max(_FEWEST_SPAN_ROWS, 64 * -(-query_tokens // (64 * _MOST_SPANS)))
+    spans = max(MANY_HEADS_SPANS, _ALL_HEADS_SPANS // max(1, problem.query_heads))
+    return max(_FEWEST_SPAN_ROWS, 64 * -(-problem.query_tokens // (64 * spans)))
 
 
 def key_rows(problem: MoBAProblem) -> int:

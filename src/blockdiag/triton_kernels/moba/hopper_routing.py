@@ -309,11 +309,13 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCKS, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     c_smem = gl.allocate_shared_memory(dtype, [PARTS, BLOCKS, HEAD_DIM], TILE)
-    o_line = gl.expand_dims(gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), 1)
+    # Late queries choose among more blocks. Their programs start first, so that none of them runs alone at the end.
+    first_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * ROWS
+    o_line = gl.expand_dims(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), 1)
     o_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)), 0)
     p_query = query + o_line.to(gl.int64) * (QUERY_HEADS * HEAD_DIM) + head * HEAD_DIM + o_column
     b_query = gl.load(p_query, mask=(o_line < query_tokens) & (o_column >= 0), other=0.0)
-    o_row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, ROW)
+    o_row = first_row + gl.arange(0, ROWS, ROW)
     m_row = o_row < query_tokens
     b_first = gl.load(p_queries + o_row * 4, mask=m_row, other=0)
     b_end = gl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
@@ -381,7 +383,7 @@ def moba_hopper_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
         chosen = ()
         for slot in gl.static_range(SLOTS):
             chosen = chosen + (gl.convert_layout(exact[slot], ONE),)
-    o_store = gl.program_id(0) * ROWS + gl.arange(0, ROWS, ONE)
+    o_store = first_row + gl.arange(0, ROWS, ONE)
     p_row = p_chosen + (head.to(gl.int64) * query_tokens + o_store) * SLOTS
     for slot in gl.static_range(SLOTS):
         gl.store(p_row + slot, chosen[slot], mask=o_store < query_tokens)

@@ -18,7 +18,15 @@ from blockdiag.triton_kernels.launch.plan import (
     TensorSpec,
     named_arguments,
 )
-from blockdiag.triton_kernels.moba.configs import ADJUSTMENTS, Config, config_of, hopper_config, key_tiles, span_rows
+from blockdiag.triton_kernels.moba.configs import (
+    ADJUSTMENTS,
+    MANY_HEADS_SPANS,
+    Config,
+    config_of,
+    hopper_config,
+    key_tiles,
+    span_rows,
+)
 from blockdiag.triton_kernels.parts.shapes import next_power_of_2
 
 Kind = Literal[
@@ -242,7 +250,7 @@ class MoBALaunch:
     def _array_spec(self, name: str) -> TensorSpec:
         problem = self.problem
         tokens, heads, head_dim = problem.query_tokens, problem.query_heads, problem.head_dim
-        spans = -(-tokens // span_rows(tokens))
+        spans = -(-tokens // span_rows(problem))
         match name:
             case "query" | "output" | "output_cotangent" | "d_query":
                 return TensorSpec((tokens, heads, head_dim), problem.dtype)
@@ -284,7 +292,7 @@ class MoBALaunch:
     def _grid(self, config: Config) -> tuple[int, int, int]:
         problem = self.problem
         tokens, heads, blocks = problem.query_tokens, problem.query_heads, problem.num_blocks
-        spans = -(-tokens // span_rows(tokens))
+        spans = -(-tokens // span_rows(problem))
         query_tiles = max(1, -(-tokens // config.rows))
         match self.kind:
             case "centroids":
@@ -311,7 +319,7 @@ class MoBALaunch:
         """Return the run-time scalars. None is compiled in, so different lengths and scales share a kernel."""
         problem = self.problem
         tokens = problem.query_tokens
-        rows = span_rows(tokens)
+        rows = span_rows(problem)
         return {
             "query_tokens": Scalar(tokens, "i32"),
             "num_blocks": Scalar(problem.num_blocks, "i32"),
@@ -344,7 +352,8 @@ class MoBALaunch:
             "KEYS": config.keys,
             "KEY_TILES": self._key_tiles,
             "BLOCKS": config.blocks,
-            "SPANS": 16,
+            # Spans that one program adds up at a time.
+            "SPANS": 16 if -(-problem.query_tokens // span_rows(problem)) <= MANY_HEADS_SPANS else 64,
             "PAIRS": config.pairs,
             # match.any finds equal values within a warp in one instruction. The interpreter does not support it.
             "MATCH": not self.is_portable,

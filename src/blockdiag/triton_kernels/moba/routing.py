@@ -59,7 +59,8 @@ def moba_choose(query, p_centroids, p_queries, p_chosen, query_tokens,
     """
     head = tl.program_id(1)
     key_head = head // (QUERY_HEADS // KEY_HEADS)
-    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Late queries choose among more blocks. Their programs start first, so that none of them runs alone at the end.
+    o_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < query_tokens
     b_first = tl.load(p_queries + o_row * 4, mask=m_row, other=0)
     b_end = tl.load(p_queries + o_row * 4 + 1, mask=m_row, other=0)
