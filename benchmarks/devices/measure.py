@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.harness.clock import Subject, interleave, summarise
 from benchmarks.harness.records import DeviceTiming, Environment
-from blockdiag.common.context_parallel import ContextParallel, Strategy, exchange
+from blockdiag.common.context_parallel import ContextParallel, Strategy
+from blockdiag.common.exchange import exchange
 from blockdiag.fusion.api import fuse
 from blockdiag.ops.block_diagonal.api import block_diagonal_attention
 from blockdiag.ops.moba.api import moba_attention
@@ -312,14 +313,10 @@ def _exchanges(mesh: Mesh, in_groups: bool) -> Callable[..., Any]:
 
     def compute(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         def there_and_back(*arrays: jax.Array) -> jax.Array:
-            def of_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array]:
-                # Equal gradients of key and value would be exchanged once.
-                return (query + jnp.repeat(key + 2 * value, query.shape[-2] // key.shape[-2], axis=-2),)
-
             if in_groups:
-                output, *_ = exchange("devices", of_heads, arrays[0], arrays[1:])
+                output, *_ = exchange("devices", _add_all, arrays[0], arrays[1:])
             else:
-                (output,) = at_once(of_heads, *arrays)
+                (output,) = at_once(lambda query, *keys: _add_all(query, keys, ()), *arrays)
             return output
 
         output, pull_back = jax.vjp(there_and_back, query, key, value)
@@ -327,6 +324,13 @@ def _exchanges(mesh: Mesh, in_groups: bool) -> Callable[..., Any]:
 
     spec = P(None, "devices")
     return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def _add_all(query: jax.Array, keys: Sequence[jax.Array], others: tuple[()]) -> tuple[jax.Array]:
+    del others
+    key, value = keys
+    # Equal gradients of key and value would be exchanged once.
+    return (query + jnp.repeat(key + 2 * value, query.shape[-2] // key.shape[-2], axis=-2),)
 
 
 def _check_whole(results: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.xla_metadata import xla_metadata_call
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from blockdiag.common import validation
-from blockdiag.common.context_sizes import choose_groups, next_multiple
+from blockdiag.common.context_sizes import next_multiple
 from blockdiag.common.dtypes import accumulation_dtype
 from blockdiag.common.meshes import explicit_mesh
 
@@ -138,135 +136,7 @@ def on_parts(context: ContextParallel, compute: Parts, arrays: Sequence[Any], ro
     return mapped(*arrays)
 
 
-def exchange(
-    axis: str, compute: Parts, query: Array, keys: Sequence[Array], head_axes: Sequence[int] = (2,)
-) -> tuple[Array, ...]:
-    """Run attention over whole sequences of each device's heads, between exchanges of tokens for heads (Ulysses).
-
-    Heads move in groups to overlap communication with computation: while one group is computed, the next one arrives
-    and the results of the previous one leave. A group consists of key heads and their query heads. If a device has one
-    key head, a group consists of query heads alone, and the key head moves with the first group. If there are fewer
-    key heads than devices, several devices have the same key head.
-
-    Args:
-        axis: name of the mesh axis, which must be manual here.
-        compute: maps query [.., T, n, H] and keys [.., T, k, H] with the device's heads to a tuple of results.
-        query: [.., t, N, H], the device's tokens.
-        keys: [.., t, K, H] each. K is a multiple or a divisor of the number of devices, N is a multiple.
-        head_axes: position of the head axis of each result, counted from the end with 1 as the last axis; the token
-            axis comes before it.
-
-    Returns:
-        The results for the device's tokens and all heads.
-    """
-    devices = jax.lax.axis_size(axis)
-    if devices == 1:
-        return tuple(compute(query, *keys))
-    tokens = query.ndim - 3
-    keys = [_repeat_heads(x, max(devices // x.shape[-2], 1)) for x in keys]
-    has_one_key_head = keys[0].shape[-2] == devices
-    groups = choose_groups((query if has_one_key_head else keys[0]).shape[-2], devices)
-    moving = [query] if has_one_key_head else [query, *keys]
-
-    def packed(x: Array, group: int) -> Array:
-        """Return one group's heads for every device, [devices, .., t, n, H]."""
-        x = x.reshape(*x.shape[:-2], devices, groups, -1, x.shape[-1])[..., group, :, :]
-        return jnp.moveaxis(x, tokens + 1, 0)
-
-    def whole_sequences(x: Array) -> Array:
-        """Reshape [devices, .., t, n, H] to [.., T, n, H]."""
-        x = jnp.moveaxis(x, 0, tokens)
-        return x.reshape(*x.shape[:tokens], -1, *x.shape[tokens + 2 :])
-
-    def parts(x: Array) -> Array:
-        """Reshape [.., T, n, ..] to [devices, .., t, n, ..]."""
-        x = x.reshape(*x.shape[:tokens], devices, -1, *x.shape[tokens + 1 :])
-        return jnp.moveaxis(x, tokens, 0)
-
-    arriving = _swap_one_by_one(axis, [packed(x, 0) for x in moving])
-    staying: list[tuple[Array, ...]] = []
-    if has_one_key_head:
-        arrived = _swap_one_by_one(axis, [jnp.moveaxis(x[..., None, :], tokens + 1, 0) for x in keys])
-        staying = [_for_each_use(whole_sequences(x), groups) for x in arrived]
-    leaving: list[Array] = []
-    results: list[list[Array]] = [[] for _ in head_axes]
-    for group in range(groups):
-        here, following = arriving, list[Array]()
-        if group + 1 < groups:
-            # Without the barrier XLA would run all exchanges first. The next group's exchange waits until this group
-            # has arrived.
-            here, following = jax.lax.optimization_barrier((here, [packed(x, group + 1) for x in moving]))
-        # The previous group's results leave while this group is computed. The backward pass mirrors this schedule.
-        moved = _swap_compiled(axis, [*following, *leaving])
-        arriving = moved[: len(following)]
-        for own, x in zip(results, moved[len(following) :], strict=False):
-            own.append(x)
-        leaving = [parts(x) for x in compute(*map(whole_sequences, here), *(x[group] for x in staying))]
-    for own, x in zip(results, _swap_one_by_one(axis, leaving), strict=True):
-        own.append(x)
-    whole = []
-    for own, place in zip(results, head_axes, strict=True):
-        heads = own[0].ndim - 1 - place
-        # [devices, .., t, n, ..] of each group, to [.., t, devices, groups, n, ..]
-        stacked = jnp.stack(own, heads + 1)
-        stacked = jnp.moveaxis(stacked, 0, heads)
-        whole.append(stacked.reshape(*stacked.shape[:heads], -1, *stacked.shape[heads + 3 :]))
-    return tuple(whole)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _for_each_use(x: Array, uses: int) -> tuple[Array, ...]:
-    """Return an array once for each use; the gradients of the uses are added in float32."""
-    return (x,) * uses
-
-
-def _add_uses(uses: int, _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
-    del uses
-    dtype = cotangents[0].dtype
-    total = functools.reduce(jnp.add, (x.astype(accumulation_dtype(dtype)) for x in cotangents))
-    return (total.astype(dtype),)
-
-
-_for_each_use.defvjp(lambda x, uses: (_for_each_use(x, uses), None), _add_uses)
-
-
-def _repeat_heads(x: Array, count: int) -> Array:
-    """Repeat each head `count` times: [.., K, H] to [.., K * count, H]."""
-    if count == 1:
-        return x
-    return jnp.stack(_for_each_use(x, count), axis=x.ndim - 1).reshape(*x.shape[:-2], -1, x.shape[-1])
-
-
-def _swap_one_by_one(axis: str, arrays: Sequence[Array]) -> list[Array]:
-    """Exchange arrays [devices, ..], which hold one part for each device, by one all-to-all call each."""
-    return [jax.lax.all_to_all(x, axis, 0, 0) for x in arrays]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swap_together(axis: str, arrays: list[Array]) -> list[Array]:
-    """Exchange all arrays by one call of the communication library, and their gradients by another."""
-    return _together(axis, functools.partial(_swap_one_by_one, axis), arrays)
-
-
-def _swap_forward(axis: str, arrays: list[Any]) -> tuple[list[Array], None]:
-    return _swap_together(axis, [x.value for x in arrays]), None
-
-
-def _swap_backward(axis: str, residuals: None, cotangents: list[Any]) -> tuple[list[Array | None]]:
-    del residuals
-    is_moving = [not isinstance(x, SymbolicZero) for x in cotangents]
-    moving = [x for x, moves in zip(cotangents, is_moving, strict=True) if moves]
-    moved = iter(_together(axis, functools.partial(_swap_one_by_one, axis), moving))
-    return ([next(moved) if moves else None for moves in is_moving],)
-
-
-_swap_together.defvjp(_swap_forward, _swap_backward, symbolic_zeros=True)
-
-# `jax.shard_map` outside `jax.jit` rejects derivatives with symbolic zeros, but accepts them inside a compiled call.
-_swap_compiled = jax.jit(_swap_together, static_argnums=0)
-
-
-def _together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
+def run_together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
     """Move arrays by one call of the communication library, since XLA overlaps only one call at a time with kernels."""
     # XLA for GPUs cannot compile such a call if nothing moves.
     if len(arrays) < 2 or jax.lax.axis_size(axis) == 1:
@@ -351,7 +221,7 @@ def gather_tokens(arrays: Sequence[Array], axis: str, tokens: int) -> list[Array
     def gather(arrays: Sequence[Array]) -> list[Array]:
         return [jax.lax.all_gather(x, axis, axis=tokens, tiled=True) for x in arrays]
 
-    return _together(axis, gather, arrays)
+    return run_together(axis, gather, arrays)
 
 
 def _gather_forward(arrays: Sequence[Array], axis: str, tokens: int) -> tuple[list[Array], None]:
@@ -365,7 +235,7 @@ def _gather_backward(axis: str, tokens: int, residuals: None, cotangents: list[A
     def add_up(arrays: Sequence[Array]) -> list[Array]:
         return [jax.lax.psum_scatter(x, axis, scatter_dimension=tokens, tiled=True) for x in arrays]
 
-    totals = _together(axis, add_up, wide)
+    totals = run_together(axis, add_up, wide)
     return ([total.astype(x.dtype) for total, x in zip(totals, cotangents, strict=True)],)
 
 

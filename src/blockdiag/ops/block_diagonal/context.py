@@ -14,7 +14,6 @@ from blockdiag.common.context_parallel import (
     ContextParallel,
     check_packing,
     choose_strategy,
-    exchange,
     on_parts,
     refuse_ring,
     roles_of,
@@ -22,6 +21,7 @@ from blockdiag.common.context_parallel import (
     rows_before,
 )
 from blockdiag.common.context_sizes import next_multiple
+from blockdiag.common.exchange import exchange
 from blockdiag.common.rotary import Rotary
 
 
@@ -136,13 +136,16 @@ def _on_device(
 
     if is_per_token:
         cos, sin = whole(cos, 2), whole(sin, 2)
-    options: dict[str, Any] = {
-        "sequence_offsets": sequence_offsets,
-        "block_lengths": block_lengths,
-        "rotary": with_tables(cos, sin, whole(positions, 1)),
-    }
-    (output,) = exchange(context.axis, lambda *x: (attend(*x, **options),), query, (key, value))
+    others = (sequence_offsets, block_lengths, with_tables(cos, sin, whole(positions, 1)))
+    (output,) = exchange(context.axis, functools.partial(_attend_to_heads, attend), query, (key, value), others)
     return output
+
+
+def _attend_to_heads(attend: Callable[..., Array], query: Array, keys: list[Array], others: Any) -> tuple[Array]:
+    """Compute attention for some heads over whole sequences."""
+    sequence_offsets, block_lengths, rotary = others
+    output = attend(query, *keys, sequence_offsets=sequence_offsets, block_lengths=block_lengths, rotary=rotary)
+    return (output,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,7 +196,7 @@ def moba_attention(
     if context_parallel is not None:
         results = attend_to_shared_tokens(
             context_parallel, Passes(_find_centroids, _choose_by_centroids, _attend_to_tokens),
-            query, key, value, sequence_offsets, key_mask, options,
+            query, key, value, sequence_offsets, key_mask, options, return_residual=return_residual,
         )  # fmt: skip
     else:
         results = _attend_to_tokens(

@@ -13,13 +13,13 @@ from blockdiag.common.context_parallel import (
     ContextParallel,
     check_packing,
     choose_strategy,
-    exchange,
     gather_tokens,
     on_parts,
     roles_of,
     rows_after,
 )
 from blockdiag.common.context_sizes import next_multiple
+from blockdiag.common.exchange import exchange
 from blockdiag.common.packing import count_below
 from blockdiag.common.zigzag import from_zigzag, to_zigzag
 from blockdiag.ops.moba.centroids import Centroids
@@ -52,8 +52,10 @@ def attend_to_shared_tokens(
     sequence_offsets: Array | None,
     key_mask: Array | None,
     options: dict[str, Any],
-) -> tuple[Array, Array]:
-    """Compute MoBA's output and log-sum-exp, each device with its own tokens.
+    *,
+    return_residual: bool,
+) -> tuple[Array, ...]:
+    """Compute MoBA's output, and its log-sum-exp if requested, each device with its own tokens.
 
     Strategy "gather": every device computes the mean keys of the blocks that begin among its tokens. Mean keys are
     gathered before keys and values. Queries choose their blocks by mean keys alone, so the transfer of keys and values
@@ -70,6 +72,7 @@ def attend_to_shared_tokens(
         passes: the passes of MoBA.
         query, key, value, sequence_offsets, key_mask: arguments of the call; offsets count the tokens of all devices.
         options: the other arguments of the call.
+        return_residual: whether to return the log-sum-exp.
 
     Raises:
         ValueError: the strategy does not support the call.
@@ -81,33 +84,30 @@ def attend_to_shared_tokens(
         )
     check_moba_block_size(options["block_size"])
     check_packing(context, query.shape[:-2], sequence_offsets)
-    compute = functools.partial(_on_device, context, passes, options)
+    compute = functools.partial(_on_device, context, passes, options, return_residual)
     offsets = None if sequence_offsets is None else jnp.asarray(sequence_offsets)
     heads = roles_of(query, "th.")
     arrays = (query, key, value, offsets, key_mask)
     roles = (heads, heads, heads, ".", roles_of(query, "th.")[:-2])
-    return on_parts(context, compute, arrays, roles, (heads, heads[:-1]))
+    return on_parts(context, compute, arrays, roles, (heads, heads[:-1])[: 1 + return_residual])
 
 
 def _on_device(
     context: ContextParallel,
     passes: Passes,
     options: dict[str, Any],
+    return_residual: bool,
     query: Array,
     key: Array,
     value: Array,
     offsets: Array | None,
     key_mask: Array | None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     devices, tokens = jax.lax.axis_size(context.axis), query.ndim - 3
     whole_mask = None if key_mask is None else jax.lax.all_gather(key_mask, context.axis, axis=tokens, tiled=True)
     if choose_strategy(context, (query.shape[-2], key.shape[-2]), devices) == "ulysses":
-
-        def of_heads(*operands: Array) -> tuple[Array, Array]:
-            return passes.attend(*operands, offsets, None, whole_mask, **options)
-
-        output, log_sum = exchange(context.axis, of_heads, query, (key, value), head_axes=(2, 1))
-        return output, log_sum
+        compute = functools.partial(_attend_to_heads, passes, options, return_residual)
+        return exchange(context.axis, compute, query, (key, value), (offsets, whole_mask))
     own, block_size, is_causal = query.shape[tokens], options["block_size"], options["is_causal"]
     if own % block_size:
         raise ValueError(
@@ -134,13 +134,13 @@ def _on_device(
 
         return _over_rows(one_row, tokens)(query, whole_mask, centroids)
 
-    def attend(*operands: Array | None) -> tuple[Array, Array]:
+    def attend(*operands: Array | None) -> tuple[Array, ...]:
         both_offsets = offsets_of(place * own, own)
 
         def one_row(query: Array, key: Array, value: Array, mask: Array | None, chosen: Array | None) -> Any:
             return passes.attend(query, key, value, *both_offsets, mask, chosen=chosen, **options)
 
-        return _over_rows(one_row, tokens)(*operands)
+        return _over_rows(one_row, tokens)(*operands)[: 1 + return_residual]
 
     centroids = _gather_centroids(context, passes, options, query, key, offsets, key_mask)
     if centroids is None:
@@ -158,6 +158,15 @@ def _on_device(
     if is_balanced:
         chosen = [from_zigzag(jnp.concatenate(chosen, axis=tokens + 1), context.axis, tokens + 1)]
     return attend(query, key, value, whole_mask, *chosen)
+
+
+def _attend_to_heads(
+    passes: Passes, options: dict[str, Any], return_residual: bool, query: Array, keys: list[Array], others: Any
+) -> tuple[Array, ...]:
+    """Compute MoBA for some heads over whole sequences."""
+    offsets, mask = others
+    results = passes.attend(query, *keys, offsets, None, mask, **options)
+    return results[: 1 + return_residual]
 
 
 def _gather_centroids(

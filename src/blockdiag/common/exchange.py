@@ -1,0 +1,271 @@
+"""The exchange of tokens for heads ("ulysses"): attention over whole sequences of each device's heads.
+
+Heads move in groups, so that transfers overlap with computation: while one group is computed, the next one arrives and
+the results of the previous one leave. Only the first arrivals and the last departures have nothing large to overlap
+with. They are ordered, so that they overlap with each other's copies and with the steps that need only some of the
+operands. The backward pass is the same pipeline of cotangents and gradients.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from blockdiag.common.context_parallel import run_together
+from blockdiag.common.context_sizes import choose_groups
+from blockdiag.common.dtypes import accumulation_dtype
+
+# query [.., T, n, H], keys [.., T, k, H] each and other operands, to a tuple of results [.., T, n, ..]
+type Compute = Callable[[Array, list[Array], Any], tuple[Array, ...]]
+
+
+def exchange(axis: str, compute: Compute, query: Array, keys: Sequence[Array], others: Any = ()) -> tuple[Array, ...]:
+    """Run attention over whole sequences of each device's heads, between exchanges of tokens for heads.
+
+    A group consists of key heads and their query heads. If a device has one key head, a group consists of query heads
+    alone, and the key head moves once. If there are fewer key heads than devices, several devices have the same key
+    head. Gradients of a key head that is used several times are added in float32.
+
+    Args:
+        axis: name of the mesh axis, which must be manual here.
+        compute: maps a device's heads over whole sequences, query [.., T, n, H] and keys [.., T, k, H], and `others` to
+            a tuple of results [.., T, n, ..]. It must not close over traced arrays.
+        query: [.., t, N, H], the device's tokens.
+        keys: [.., t, K, H] each. K is a multiple or a divisor of the number of devices, N is a multiple.
+        others: other operands of `compute`, a tree of arrays that do not move. Gradients of groups are added.
+
+    Returns:
+        The results for the device's tokens and all heads.
+    """
+    devices = jax.lax.axis_size(axis)
+    if devices == 1:
+        return compute(query, list(keys), others)
+    keys = [_repeat_heads(x, max(devices // x.shape[-2], 1)) for x in keys]
+    has_shared_keys = keys[0].shape[-2] == devices
+    groups = choose_groups((query if has_shared_keys else keys[0]).shape[-2], devices)
+    return _exchange(_Exchange(axis, devices, groups, query.ndim - 3, has_shared_keys), compute, query, keys, others)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What moves between the devices, and how.
+
+    Attributes:
+        axis: name of the mesh axis.
+        devices: number of devices along it.
+        groups: number of groups that heads move in.
+        tokens: position of the token axis of every array; the head axis follows.
+        has_shared_keys: whether all groups use the same keys, which move once.
+    """
+
+    axis: str
+    devices: int
+    groups: int
+    tokens: int
+    has_shared_keys: bool
+
+    def split_heads(self, x: Array, groups: int) -> list[Array]:
+        """Split [.., t, N, ..] into the parts of the devices, [devices, .., t, n, ..] for each group."""
+        heads = self.tokens + 1
+        x = x.reshape(*x.shape[:heads], self.devices, groups, -1, *x.shape[heads + 1 :])
+        return [jnp.moveaxis(jax.lax.index_in_dim(x, i, heads + 1, keepdims=False), heads, 0) for i in range(groups)]
+
+    def with_last_missing(self, groups: Sequence[Array]) -> Array | None:
+        """Join the heads of all groups but the last, [devices, .., t, n, ..] each, to [.., t, devices, groups, n, ..].
+
+        The place of the last group is left free, so that this copy need not wait for it; see `with_last`.
+        """
+        if not groups:
+            return None
+        heads = self.tokens + 1
+        whole = [*groups, jnp.zeros_like(groups[0])]
+        return jnp.stack([jnp.moveaxis(x, 0, heads) for x in whole], heads + 1)
+
+    def with_last(self, early: Array | None, last: Array) -> Array:
+        """Add the last group's heads [devices, .., t, n, ..] to the others, and return [.., t, N, ..]."""
+        heads = self.tokens + 1
+        whole = jnp.expand_dims(jnp.moveaxis(last, 0, heads), heads + 1)
+        if early is not None:
+            whole = jax.lax.dynamic_update_slice_in_dim(early, whole, early.shape[heads + 1] - 1, heads + 1)
+        return whole.reshape(*whole.shape[:heads], -1, *whole.shape[heads + 3 :])
+
+    def join_tokens(self, x: Array) -> Array:
+        """Reshape [devices, .., t, n, ..] to whole sequences, [.., T, n, ..]."""
+        x = jnp.moveaxis(x, 0, self.tokens)
+        return x.reshape(*x.shape[: self.tokens], -1, *x.shape[self.tokens + 2 :])
+
+    def split_tokens(self, x: Array) -> Array:
+        """Reshape whole sequences [.., T, n, ..] to the parts of the devices, [devices, .., t, n, ..]."""
+        x = x.reshape(*x.shape[: self.tokens], self.devices, -1, *x.shape[self.tokens + 1 :])
+        return jnp.moveaxis(x, self.tokens, 0)
+
+    def swap(self, arrays: Sequence[Array]) -> list[Array]:
+        """Send each device its part of arrays [devices, ..], and return the parts that the devices send to this one."""
+        return run_together(self.axis, lambda arrays: [jax.lax.all_to_all(x, self.axis, 0, 0) for x in arrays], arrays)
+
+
+@dataclass
+class _Moving:
+    """An array that moves between devices.
+
+    Attributes:
+        array: an operand [.., t, N, ..], the device's tokens of all heads, or a result [.., T, n, ..], whole sequences
+            of a group's heads.
+        is_shared: whether all groups use the operand; of a result, whether it is to be added up over all groups.
+    """
+
+    array: Array
+    is_shared: bool = False
+
+
+def _run(plan: _Exchange, operands: Sequence[_Moving], step: Callable[[list[Array]], list[_Moving]]) -> list[Array]:
+    """Run a step for each group of heads, between exchanges.
+
+    Args:
+        plan: how arrays move.
+        operands: in the order in which the step needs them.
+        step: maps operands, whole sequences [.., T, n, ..] of a group's heads, to results, in the order in which they
+            are ready.
+
+    Returns:
+        The results for the device's tokens and all heads, [.., t, N, ..].
+    """
+    barrier = jax.lax.optimization_barrier
+    split = [plan.split_heads(x.array, 1 if x.is_shared else plan.groups) for x in operands]
+    moves = [i for i, x in enumerate(operands) if not x.is_shared]
+    # The first group's operands arrive one after another, so that the step can begin before all of them are here.
+    # Without barriers XLA would run all exchanges first.
+    here: list[Array] = []
+    for parts in split:
+        sending = parts[0]
+        if here:
+            here[-1], sending = barrier((here[-1], sending))
+        here += plan.swap([sending])
+    latest, leaving = [len(here) - 1], list[Array]()
+    results: list[_Moving] = []
+    totals: dict[int, Array] = {}
+    returned: dict[int, list[Array]] = {}
+    for group in range(plan.groups):
+        following = [split[i][group + 1] for i in moves if group + 1 < plan.groups]
+        # While this group is computed, the next one arrives and the results of the previous one leave. Neither begins
+        # before this group has arrived.
+        arrived, sending = barrier(([here[i] for i in latest], [*following, *leaving]))
+        for i, x in zip(latest, arrived, strict=True):
+            here[i] = x
+        moved = plan.swap(sending)
+        for own, x in zip(returned.values(), moved[len(following) :], strict=False):
+            own.append(x)
+        results = step([plan.join_tokens(x) for x in here])
+        for i, x in enumerate(results):
+            if x.is_shared:
+                wide = x.array.astype(accumulation_dtype(x.array.dtype))
+                totals[i] = totals[i] + wide if i in totals else wide
+            else:
+                returned.setdefault(i, [])
+        leaving = [plan.split_tokens(x.array) for x in results if not x.is_shared]
+        for i, x in zip(moves, moved, strict=False):
+            here[i] = x
+        latest = moves
+    last = [totals[i].astype(x.array.dtype) if x.is_shared else x.array for i, x in enumerate(results)]
+    return _leave(plan, [plan.split_tokens(x) for x in last], [returned.get(i, []) for i in range(len(last))])
+
+
+def _leave(plan: _Exchange, leaving: Sequence[Array], returned: Sequence[Sequence[Array]]) -> list[Array]:
+    """Exchange the last group's results, and join them with those of the earlier groups.
+
+    Results leave one after another. While one leaves, the heads of the earlier ones are copied to their places.
+    """
+    barrier = jax.lax.optimization_barrier
+    whole: list[Array] = []
+    arrived, early = leaving[0], None
+    for i, (sending, earlier) in enumerate(zip(leaving, returned, strict=True)):
+        if i:
+            arrived, early, whole, sending = barrier((arrived, early, whole, sending))
+        moved = plan.swap([sending])
+        if i:
+            whole.append(plan.with_last(early, arrived))
+        (arrived,), early = moved, plan.with_last_missing(earlier)
+    arrived, early, whole = barrier((arrived, early, whole))
+    return [*whole, plan.with_last(early, arrived)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _exchange(plan: _Exchange, compute: Compute, query: Array, keys: Sequence[Array], others: Any) -> tuple[Array, ...]:
+    def step(here: list[Array]) -> list[_Moving]:
+        key, query, *values = here
+        return [_Moving(x) for x in compute(query, [key, *values], others)]
+
+    return tuple(_run(plan, _operands(plan, query, keys), step))
+
+
+def _operands(plan: _Exchange, query: Array, keys: Sequence[Array]) -> list[_Moving]:
+    """Return query and keys in the order in which attention needs them: MoBA chooses before it reads values."""
+    key, *values = (_Moving(x, plan.has_shared_keys) for x in keys)
+    return [key, _Moving(query), *values]
+
+
+def _exchange_forward(
+    plan: _Exchange, compute: Compute, query: Array, keys: Sequence[Array], others: Any
+) -> tuple[tuple[Array, ...], list[Any]]:
+    pull_backs = []
+
+    def step(here: list[Array]) -> list[_Moving]:
+        key, query, *values = here
+        results, pull_back = jax.vjp(compute, query, [key, *values], others)
+        pull_backs.append(pull_back)
+        return [_Moving(x) for x in results]
+
+    return tuple(_run(plan, _operands(plan, query, keys), step)), pull_backs
+
+
+def _exchange_backward(
+    plan: _Exchange, compute: Compute, pull_backs: list[Any], cotangents: tuple[Array, ...]
+) -> tuple[Array, list[Array], Any]:
+    del compute
+    waiting, others = iter(pull_backs), []
+
+    def step(here: list[Array]) -> list[_Moving]:
+        d_query, d_keys, d_others = next(waiting)(tuple(here))
+        others.append(d_others)
+        # Gradients of queries are added up last.
+        return [*(_Moving(x, plan.has_shared_keys) for x in d_keys), _Moving(d_query)]
+
+    *d_keys, d_query = _run(plan, [_Moving(x) for x in cotangents], step)
+    return d_query, d_keys, jax.tree.map(_add, *others)
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
+
+
+def _add(*gradients: Any) -> Any:
+    """Add up gradients in float32. Those of integers have no value."""
+    first = gradients[0]
+    if first.dtype == jax.dtypes.float0:
+        return first
+    total = functools.reduce(jnp.add, (x.astype(accumulation_dtype(first.dtype)) for x in gradients))
+    return total.astype(first.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _for_each_use(x: Array, uses: int) -> tuple[Array, ...]:
+    """Return an array once for each use; the gradients of the uses are added in float32."""
+    return (x,) * uses
+
+
+def _add_uses(uses: int, _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
+    del uses
+    return (_add(*cotangents),)
+
+
+_for_each_use.defvjp(lambda x, uses: (_for_each_use(x, uses), None), _add_uses)
+
+
+def _repeat_heads(x: Array, count: int) -> Array:
+    """Repeat each head `count` times: [.., K, H] to [.., K * count, H]."""
+    if count == 1:
+        return x
+    return jnp.stack(_for_each_use(x, count), axis=x.ndim - 1).reshape(*x.shape[:-2], -1, x.shape[-1])
