@@ -163,11 +163,11 @@ def test_moba_gathers_for_consecutive_queries_where_devices_have_an_odd_number_o
     assert_shared(attend, operands(1), P(None, "model"), "explicit", (1, 4), context, collectives=moves)
 
 
-def test_moba_without_a_strategy_gathers_where_devices_do_not_divide_key_heads():
-    moves = {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}
-    context = ContextParallel("model")
-    assert_shared(moba, operands(1, key_heads=2), P(None, "model"), "explicit", (1, 4), context, collectives=moves)
-    assert_shared(moba, operands(1), P(None, "model"), "explicit", (1, 4), context, collectives={"all-to-all"})
+def test_moba_without_a_strategy_gathers_only_where_heads_cannot_be_exchanged():
+    gathers, context = {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}, ContextParallel("model")
+    for query_heads, key_heads, moves in ((6, 2, gathers), (8, 2, {"all-to-all"}), (4, 4, {"all-to-all"})):
+        arrays = operands(1, key_heads, query_heads=query_heads)
+        assert_shared(moba, arrays, P(None, "model"), "explicit", (1, 4), context, collectives=moves)
 
 
 @pytest.mark.parametrize(("strategy", "is_packed"), [("ulysses", False), ("gather", False), ("gather", True)])

@@ -40,8 +40,8 @@ class ContextParallel:
 
     Attributes:
         axis: the mesh axis that shards the token axis.
-        strategy: one of the above. None chooses "ulysses" if the devices divide the key heads, otherwise "gather".
-            With None, block-diagonal attention communicates only the rows of blocks that cross a device boundary.
+        strategy: one of the above. None chooses "ulysses" where it supports the heads, otherwise "gather". With
+            None, block-diagonal attention communicates only the rows of blocks that cross a device boundary.
         mesh: the mesh; required if its axes are automatic and no `jax.set_mesh` is active.
         batch_axes, head_axes: mesh axes that shard batch rows and heads. They are for automatic axes only, since
             explicit shardings are part of array types. Batch rows and heads sharded over other axes are gathered. For
@@ -149,7 +149,7 @@ def run_together(axis: str, move: Callable[[Sequence[Array]], list[Array]], arra
 def choose_strategy(
     context: ContextParallel, heads: tuple[int, int], devices: int, remedy: str = "use strategy='gather'"
 ) -> Strategy:
-    """Return the user's strategy; by default "ulysses" if the devices divide the key heads, otherwise "gather".
+    """Return the user's strategy; by default "ulysses" where it supports the heads, otherwise "gather".
 
     Args:
         context: the call's `context_parallel`.
@@ -162,15 +162,14 @@ def choose_strategy(
     """
     refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the devices divide the query heads")
     query_heads, key_heads = heads
-    is_divided = key_heads % devices == 0
-    has_copies = devices % key_heads == 0 and query_heads % devices == 0
-    if context.strategy == "ulysses" and not (is_divided or has_copies):
+    is_supported = key_heads % devices == 0 or (devices % key_heads == 0 and query_heads % devices == 0)
+    if context.strategy == "ulysses" and not is_supported:
         raise ValueError(
             f"strategy 'ulysses' needs query heads that are a multiple of the {devices} devices along "
             f"{context.axis!r}, and key heads that are a multiple or a divisor of these, got {query_heads} query heads "
             f"and {key_heads} key heads on each; {remedy}"
         )
-    return context.strategy or ("ulysses" if is_divided else "gather")
+    return context.strategy or ("ulysses" if is_supported else "gather")
 
 
 def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:

@@ -82,15 +82,17 @@ class _Exchange:
         if not groups:
             return None
         heads = self.tokens + 1
-        whole = [*groups, jnp.zeros_like(groups[0])]
-        return jnp.stack([jnp.moveaxis(x, 0, heads) for x in whole], heads + 1)
+        # Any array may fill the place. XLA copies once, but would copy twice if it were a constant.
+        return jnp.moveaxis(jnp.stack([*groups, groups[-1]], heads + 1), 0, heads)
 
     def with_last(self, early: Array | None, last: Array) -> Array:
         """Add the last group's heads [devices, .., t, n, ..] to the others, and return [.., t, N, ..]."""
         heads = self.tokens + 1
         whole = jnp.expand_dims(jnp.moveaxis(last, 0, heads), heads + 1)
         if early is not None:
-            whole = jax.lax.dynamic_update_slice_in_dim(early, whole, early.shape[heads + 1] - 1, heads + 1)
+            # XLA would turn an update at a constant index into a copy of the whole array.
+            place = jax.lax.optimization_barrier(jnp.int32(early.shape[heads + 1] - 1))
+            whole = jax.lax.dynamic_update_slice_in_dim(early, whole, place, heads + 1)
         return whole.reshape(*whole.shape[:heads], -1, *whole.shape[heads + 3 :])
 
     def join_tokens(self, x: Array) -> Array:
@@ -137,26 +139,27 @@ def _run(plan: _Exchange, operands: Sequence[_Moving], step: Callable[[list[Arra
     barrier = jax.lax.optimization_barrier
     split = [plan.split_heads(x.array, 1 if x.is_shared else plan.groups) for x in operands]
     moves = [i for i, x in enumerate(operands) if not x.is_shared]
-    # The first group's operands arrive one after another, so that the step can begin before all of them are here.
-    # Without barriers XLA would run all exchanges first.
+    # The first group's operands arrive one after another, so that the step can begin before all of them are here. The
+    # last one arrives with the second group's. Without barriers XLA would run all exchanges first.
     here: list[Array] = []
-    for parts in split:
+    for parts in split[:-1] or split:
         sending = parts[0]
         if here:
             here[-1], sending = barrier((here[-1], sending))
         here += plan.swap([sending])
-    latest, leaving = [len(here) - 1], list[Array]()
-    results: list[_Moving] = []
+    late = [parts[0] for parts in split[len(here) :]]
+    latest, leaving, results = [len(here) - 1], list[Array](), list[_Moving]()
     totals: dict[int, Array] = {}
     returned: dict[int, list[Array]] = {}
     for group in range(plan.groups):
         following = [split[i][group + 1] for i in moves if group + 1 < plan.groups]
-        # While this group is computed, the next one arrives and the results of the previous one leave. Neither begins
-        # before this group has arrived.
-        arrived, sending = barrier(([here[i] for i in latest], [*following, *leaving]))
+        # While this group is computed, the next one arrives and the results of the previous one leave, in one call.
+        # It does not begin before this group has arrived.
+        arrived, sending = barrier(([here[i] for i in latest], [*late, *following, *leaving]))
         for i, x in zip(latest, arrived, strict=True):
             here[i] = x
         moved = plan.swap(sending)
+        here, moved, late = [*here, *moved[: len(late)]], moved[len(late) :], []
         for own, x in zip(returned.values(), moved[len(following) :], strict=False):
             own.append(x)
         results = step([plan.join_tokens(x) for x in here])

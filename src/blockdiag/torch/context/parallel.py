@@ -177,7 +177,7 @@ def compare_tokens(context: ContextParallel, tokens: dict[str, int], device: tor
 def choose_strategy(
     context: ContextParallel, heads: tuple[int, int], remedy: str = "use strategy='gather'"
 ) -> Strategy:
-    """Return the requested strategy, or by default "ulysses" if processes divide the key heads, else "gather".
+    """Return the requested strategy, or by default "ulysses" where it supports the heads, else "gather".
 
     Args:
         context: the argument of the call.
@@ -189,15 +189,14 @@ def choose_strategy(
     """
     refuse_ring(context, "MoBA", "use strategy='gather', or 'ulysses' where the processes divide the query heads")
     query_heads, key_heads = heads
-    is_divided = key_heads % context.size == 0
-    has_copies = context.size % key_heads == 0 and query_heads % context.size == 0
-    if context.strategy == "ulysses" and not (is_divided or has_copies):
+    is_supported = key_heads % context.size == 0 or (context.size % key_heads == 0 and query_heads % context.size == 0)
+    if context.strategy == "ulysses" and not is_supported:
         raise ValueError(
             f"strategy 'ulysses' needs query heads that are a multiple of the {context.size} processes of the group, "
             f"and key heads that are a multiple or a divisor of these, got {query_heads} query heads and {key_heads} "
             f"key heads; {remedy}"
         )
-    return context.strategy or ("ulysses" if is_divided else "gather")
+    return context.strategy or ("ulysses" if is_supported else "gather")
 
 
 def refuse_ring(context: ContextParallel, operation: str, remedy: str) -> None:
