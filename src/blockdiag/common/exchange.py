@@ -75,23 +75,26 @@ class _Exchange:
         return [jnp.moveaxis(jax.lax.index_in_dim(x, i, heads + 1, keepdims=False), heads, 0) for i in range(groups)]
 
     def with_last_missing(self, groups: Sequence[Array]) -> Array | None:
-        """Join the heads of all groups but the last, [devices, .., t, n, ..] each, to [.., t, devices, groups, n, ..].
+        """Join the heads of all groups but the last, [devices, .., t, n, ..] each, to [.., t, N, ..].
 
         The place of the last group is left free, so that this copy need not wait for it; see `with_last`.
         """
         if not groups:
             return None
         heads = self.tokens + 1
-        # Any array may fill the place. XLA copies once, but would copy twice if it were a constant.
-        return jnp.moveaxis(jnp.stack([*groups, groups[-1]], heads + 1), 0, heads)
+        # Any array may fill the place.
+        whole = jnp.moveaxis(jnp.stack([*groups, groups[-1]], heads + 1), 0, heads)
+        # The reshape makes XLA sort the heads here, and not after the last group.
+        return whole.reshape(*whole.shape[:heads], -1, *whole.shape[heads + 3 :])
 
     def with_last(self, early: Array | None, last: Array) -> Array:
         """Add the last group's heads [devices, .., t, n, ..] to the others, and return [.., t, N, ..]."""
         heads = self.tokens + 1
         whole = jnp.expand_dims(jnp.moveaxis(last, 0, heads), heads + 1)
         if early is not None:
+            early = early.reshape(*whole.shape[: heads + 1], self.groups, *whole.shape[heads + 2 :])
             # XLA would turn an update at a constant index into a copy of the whole array.
-            place = jax.lax.optimization_barrier(jnp.int32(early.shape[heads + 1] - 1))
+            place = jax.lax.optimization_barrier(jnp.int32(self.groups - 1))
             whole = jax.lax.dynamic_update_slice_in_dim(early, whole, place, heads + 1)
         return whole.reshape(*whole.shape[:heads], -1, *whole.shape[heads + 3 :])
 
@@ -183,8 +186,11 @@ def _leave(plan: _Exchange, leaving: Sequence[Array], returned: Sequence[Sequenc
     Results leave one after another. While one leaves, the heads of the earlier ones are copied to their places.
     """
     barrier = jax.lax.optimization_barrier
+    # Earlier results must have left before. Otherwise XLA sends them at the end, when nothing is left to compute.
+    first, returned = barrier((leaving[0], returned))
+    leaving = [first, *leaving[1:]]
     whole: list[Array] = []
-    arrived, early = leaving[0], None
+    arrived, early = first, None
     for i, (sending, earlier) in enumerate(zip(leaving, returned, strict=True)):
         if i:
             arrived, early, whole, sending = barrier((arrived, early, whole, sending))
