@@ -27,8 +27,8 @@ class ContextParallel:
             same key head (not with `fuse`). "gather", for MoBA and `fuse`: each process gathers keys and values and
             computes its own queries. "ring", for `fuse`: parts of keys and values travel around the processes, so that
             none ever has them whole. It moves as many bytes as "gather", so it is for keys that do not fit into the
-            memory of a device. None chooses "ulysses" if the number of processes divides the key heads, otherwise
-            "gather". Block-diagonal attention only communicates the rows that boundaries within blocks need.
+            memory of a device. None chooses "ulysses" where it supports the heads, otherwise "gather". Block-diagonal
+            attention only communicates the rows that boundaries within blocks need.
 
     Raises:
         ValueError: `strategy` is none of these, or this process is not part of the group. The call that uses a strategy
