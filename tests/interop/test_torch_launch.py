@@ -1,5 +1,6 @@
 """What the torch door does before a GPU is needed: checks of tensors, argument order, bounded caches."""
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -45,6 +46,7 @@ def bind(monkeypatch):
     kernel = RecordingKernel()
     monkeypatch.setattr(torch_launch, "_loaded_kernel", lambda plan, device_index: kernel)
     monkeypatch.setattr(torch_launch, "_make_context_current", lambda device_index: None)
+    monkeypatch.setattr(torch_launch, "on_device", lambda device: contextlib.nullcontext())
 
     def bind_to_cpu(spec):
         bound = torch_launch._BoundLaunch(spec.plan(Target(90, 132)), 0)

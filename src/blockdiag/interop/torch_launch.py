@@ -3,6 +3,7 @@
 This module only launches. Autograd and torch.compile support come with the registered operators.
 """
 
+import contextlib
 import contextvars
 import copy
 import dataclasses
@@ -49,10 +50,19 @@ def launch(spec: KernelSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]
         ValueError: when a tensor does not match its spec, naming the remedy.
     """
     device = _common_device(spec, tensors)
-    if device.index == torch.cuda.current_device():
+    with on_device(device):
         return bound_launch(spec, device.index)(tensors)
-    with torch.cuda.device(device):
-        return bound_launch(spec, device.index)(tensors)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager that makes a device the current one; nothing changes for a CPU.
+
+    Autograd's threads need it, too: JAX may have run in one of them and left the context of another GPU current. A
+    kernel loaded there belongs to that GPU.
+    """
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def _common_device(spec: KernelSpec, tensors: tuple[torch.Tensor, ...]) -> torch.device:
@@ -134,7 +144,8 @@ class _BoundLaunch:
             elif isinstance(argument, Descriptor):
                 self._descriptors.append((index, self._position(argument), _descriptor_maker(plan, argument)))
         kernel = _loaded_kernel(plan, device_index)
-        self._run = _with_scratch(kernel, self._device, kernel[plan.grid])
+        with on_device(self._device):
+            self._run = _with_scratch(kernel, self._device, kernel[plan.grid])
 
     def __call__(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         outputs = self._allocate(tensors)

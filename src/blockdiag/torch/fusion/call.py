@@ -1,7 +1,6 @@
 """Calls of a fused function from torch: choice of the implementation, and a cache of programs by kind of call."""
 
 import collections
-import contextlib
 import functools
 import importlib.util
 import threading
@@ -26,7 +25,7 @@ from blockdiag.interop._torch_mistakes import explaining
 from blockdiag.interop._torch_transforms import call_under_transforms
 from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
-from blockdiag.interop.torch_launch import bound_launch
+from blockdiag.interop.torch_launch import bound_launch, on_device
 from blockdiag.interop.wrap import static_key, wrap_jax
 from blockdiag.torch.context.parallel import ContextParallel
 from blockdiag.torch.fusion.context import LocalRegion, SharedProgram
@@ -107,7 +106,7 @@ class FusedFunction:
         program = self._program(key, leaves, axes, structure, device, has_gradient)
         if program is None:
             return self._through_jax(*args, **kwargs)
-        with _current(device):
+        with on_device(device):
             return program([x if isinstance(x, torch.Tensor) else _as_tensor(x, device) for x in operands])
 
     def cache_clear(self) -> None:
@@ -143,7 +142,7 @@ class FusedFunction:
                 self._programs.move_to_end(key)
                 return self._programs[key]
             _refuse_capture(device)
-            with _current(device):
+            with on_device(device):
                 program = self._programs[key] = self._new_program(leaves, axes, structure, device, has_gradient)
             if len(self._programs) > _REMEMBERED_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -323,13 +322,6 @@ def _why_no_kernels(regions: Sequence[Region]) -> str | None:
 def _binding(device: torch.device) -> Bind:
     """Return the function that binds launches to a device."""
     return _interpreted if device.type == "cpu" else functools.partial(_bound, device)
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that makes a device the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def _refuse_capture(device: torch.device) -> None:

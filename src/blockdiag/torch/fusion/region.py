@@ -26,6 +26,7 @@ from blockdiag.fusion.runtime.triton import (
     kernel_of,
 )
 from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
+from blockdiag.interop.torch_launch import on_device
 from blockdiag.torch.ops.block_diagonal.native import dense
 from blockdiag.triton_kernels.launch.plan import KernelSpec, LaunchPlan, Pointer, Target, TensorSpec
 from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
@@ -521,4 +522,5 @@ def _gradients(
     *operands: torch.Tensor,
 ) -> list[torch.Tensor | None]:
     refuse_several([x for x in (cotangent, log_sum_cotangent) if x is not None])
-    return region.backward(operands, output, log_sum, cotangent, log_sum_cotangent, needed)
+    with on_device(output.device):
+        return region.backward(operands, output, log_sum, cotangent, log_sum_cotangent, needed)

@@ -22,6 +22,7 @@ from blockdiag.fusion.ir.tree import ROWS, Leaf, Region, with_leaves
 from blockdiag.fusion.runtime.ring import Ring
 from blockdiag.fusion.runtime.rows import Pass, Tokens, with_gradient
 from blockdiag.interop.dlpack import DTYPES
+from blockdiag.interop.torch_launch import on_device
 from blockdiag.torch.context.collectives import Transfer
 from blockdiag.torch.context.parallel import ContextParallel
 from blockdiag.torch.fusion.region import TorchStep, region_p
@@ -243,7 +244,8 @@ class _RingCall:
         if key not in self._backward:
             self._backward[key] = self._new_backward([*results, cotangent, *more], needed)
         program, places = self._backward[key]
-        grads = dict(zip(places, program([*tensors, *results, cotangent, *more]), strict=True))
+        with on_device(cotangent.device):
+            grads = dict(zip(places, program([*tensors, *results, cotangent, *more]), strict=True))
         pairs = zip(self._region.given, tensors, needed, strict=True)
         return [grads[place].to(x.dtype) if flag else None for place, x, flag in pairs]
 
