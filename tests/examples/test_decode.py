@@ -106,7 +106,7 @@ def test_program_fails_where_bytes_differ(decode, served, monkeypatch):
     monkeypatch.setattr(decode.Server, "serve", lambda *_: [b""])
     assert decode.run(TINY, new_tokens=4, say=said.append) == "greedy: request 0"
     monkeypatch.setattr(decode, "run", lambda *_, **__: "greedy: request 0")
-    with pytest.raises(SystemExit, match="not what the model without a cache writes: greedy: request 0"):
+    with pytest.raises(SystemExit, match="the text differs from that of the model without a cache: greedy: request 0"):
         decode.main(["--steps", "2"])
     with pytest.raises(SystemExit):
         decode.main(["--new-tokens", "400"])
