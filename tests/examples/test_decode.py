@@ -100,7 +100,7 @@ def test_program_fails_where_bytes_differ(decode, served, monkeypatch):
     monkeypatch.setattr(decode, "make_step", lambda *_: step)
     said: list[str] = []
     assert decode.run(TINY, new_tokens=12, requests=4, say=said.append) == ""
-    assert sum("every byte is that of the model without a cache" in line for line in said) == 2
+    assert sum("every byte equals that of the model without a cache" in line for line in said) == 2
     assert sum("float8" in line for line in said) == 2
     monkeypatch.setattr(decode, "differing_byte", lambda *_: "request 0")
     monkeypatch.setattr(decode.Server, "serve", lambda *_: [b""])
