@@ -378,7 +378,9 @@ def test_calls_where_tokens_cannot_be_shared_are_refused():
         fuse(causal, implementation="reference", context_parallel=ContextParallel("model", mesh=mesh))
     query, key, value = operands(key_heads=2)
     travelling = fuse(everything, context_parallel=ContextParallel("model", "ring", mesh=mesh))
-    with pytest.raises(ValueError, match=r"'ring' does not support .* 64 queries and 45 keys, .* use strategy='gather'"):
+    with pytest.raises(
+        ValueError, match=r"'ring' does not support .* 64 queries and 45 keys, .* use strategy='gather'"
+    ):
         travelling(query, key[:, :45], value[:, :45])
 
 
