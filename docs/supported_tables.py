@@ -1,8 +1,8 @@
-"""Tables of what each implementation computes, asked of the implementations themselves.
+"""Tables of what each implementation supports, generated from the implementations' own `supports` functions.
 
-Every implementation declares what it takes: its `supports` gives None for a call that it can compute, otherwise the
-reason. This script asks for calls that differ in one thing from a usual one, and writes the answers between the markers
-of the operations' pages. `python docs/supported_tables.py` writes; `--check` fails where a page says something else.
+`supports` returns None for a call that the implementation can compute, otherwise the reason why not. This script tries
+calls that differ from a usual one in a single property, and writes the answers between the markers of the operations'
+pages. `python docs/supported_tables.py` writes the pages; `--check` fails if a page differs.
 """
 
 import argparse
@@ -41,11 +41,11 @@ type Supports = Callable[[Call], str | None]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: calls that differ in one thing.
+    """One row of a table: calls that differ in one property.
 
     Attributes:
-        label: what differs.
-        calls: the calls by how they are told apart: numbers, or words; one call named "" for what can or cannot be.
+        label: the property.
+        calls: the calls by the value of the property, a number or a word; a single call named "" for a yes or no.
     """
 
     label: str
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """What the implementations of an operation take.
+    """A table of the calls that the implementations of an operation support.
 
     Attributes:
         marker: name between the markers of the page.
@@ -72,7 +72,7 @@ class Table:
 
 
 def _changed(problem: Call, field: str, values: Iterable[int | str]) -> dict[int | str, Call]:
-    """Calls with each of some values in a field."""
+    """Return calls that set a field to each of several values."""
     return {value: replace(problem, **{field: value}) for value in values}
 
 
@@ -155,7 +155,7 @@ def _usual_paged() -> PagedProblem:
 
 
 def _caches(usual: PagedProblem) -> list[Row]:
-    """Rows about dtypes, of attention with and without blocks."""
+    """Return the rows about dtypes, for paged attention with or without blocks."""
 
     def of(query: str, cache: str) -> PagedProblem:
         output = "bfloat16" if query in EIGHT_BIT_FLOATS else query
@@ -265,7 +265,7 @@ TABLES = (
 
 
 def section(table: Table) -> str:
-    """The table in Markdown, and the reasons of those that decline."""
+    """Return the table in Markdown, followed by the error messages for unsupported calls."""
     implementations = table.operation.implementations
     # Whether triton is installed here is not asked: that is a matter of the machine.
     columns: dict[str, Supports] = {f"`{name}`": x.load().supports for name, x in implementations.items()}
@@ -285,7 +285,7 @@ def section(table: Table) -> str:
                 reasons.setdefault(declined[-1], []).append(column)
         lines.append(f"| {row.label} | {' | '.join(cells)} |")
     if reasons:
-        lines += ["", "What they say where they decline, each to the last call of a row that it does not take:", ""]
+        lines += ["", "Errors for unsupported calls (of each row, the last such call):", ""]
     for reason, by in reasons.items():
         text = f"- {' and '.join(dict.fromkeys(by))}: {reason}."
         lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -293,7 +293,7 @@ def section(table: Table) -> str:
 
 
 def _cell(answers: Mapping[int | str, str | None]) -> str:
-    """What of a row is supported, in words."""
+    """Describe in words which calls of a row are supported."""
     names = list(answers)
     taken = [name for name, reason in answers.items() if reason is None]
     if names == [""]:
@@ -306,7 +306,7 @@ def _cell(answers: Mapping[int | str, str | None]) -> str:
 
 
 def _numbers(taken: Sequence[Any], asked: Sequence[Any]) -> str:
-    """Numbers as a range, or as multiples, where they are one among those that were asked for."""
+    """Describe supported numbers as a range or as multiples, whichever matches the numbers that were tried."""
     if len(taken) == 1:
         return str(taken[0])
     low, high = taken[0], taken[-1]
@@ -319,10 +319,10 @@ def _numbers(taken: Sequence[Any], asked: Sequence[Any]) -> str:
 
 
 def with_section(text: str, marker: str, content: str) -> str:
-    """A page's text with new content between its markers.
+    """Return a page's text with new content between its markers.
 
     Raises:
-        ValueError: the page has not the markers once each.
+        ValueError: the page does not have each marker exactly once.
     """
     start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
     if text.count(start) != 1 or text.count(end) != 1:
@@ -331,7 +331,7 @@ def with_section(text: str, marker: str, content: str) -> str:
 
 
 def written(page: Path) -> str:
-    """A page's text with its tables as they should be."""
+    """Return the text of a page with its tables up to date."""
     tables = [table for table in TABLES if table.page == page.name]
     return functools.reduce(lambda text, x: with_section(text, x.marker, section(x)), tables, page.read_text())
 

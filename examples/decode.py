@@ -1,12 +1,13 @@
-"""A server in small: text generated through a paged cache, every byte of it checked against the model without a cache.
+"""A small server that generates text through a paged cache, and checks every byte against the model without a cache.
 
     python examples/decode.py
     python examples/decode.py --steps 400 --new-tokens 150
 
-Trains the demo's byte-level language model for a moment, then serves more requests than it has room for at a time:
-prompts are read in chunks, each sequence has pages of a common pool, and bytes are written one by one, or several at a
-time that were guessed from the text so far and that one call verifies. Fails if any byte is not the one that the same
-model writes without a cache. Ends with what eight-bit caches cost, in bits per byte of held-out text.
+The program trains the demo's byte-level language model briefly, then serves more requests than fit at a time. Prompts
+are processed in chunks, and the sequences share a pool of pages. Bytes are generated one by one, or several at a time
+by speculative decoding: drafts are guessed from the text so far and verified in one call. The program fails if any byte
+differs from the one that the same model generates without a cache. Finally it prints the cost of 8-bit caches, in bits
+per byte of held-out text.
 """
 
 import argparse
@@ -29,14 +30,14 @@ from blockdiag import Rotary, append_to_pages, apply_rotary, paged_attention
 from blockdiag.demo import language_model
 from blockdiag.demo.language_model import AttentionFunction, LanguageModel, Settings
 
-# Tokens of a sequence that one step takes while prompts are read, and while text is written with guesses.
+# Tokens of a sequence per step: while prompts are processed, and while text is generated with guesses.
 CHUNK = 32
 GUESSED = 8
 PAGE_SIZE = 16
 
 
 def causal_attention(settings: Settings) -> AttentionFunction:
-    """Causal attention to all tokens before, with rotary embedding, by JAX: what training and the check attend with."""
+    """Return JAX's causal attention with rotary embedding, which training and the check use."""
     tables = language_model.position_tables(settings)
 
     def attend(query: Array, key: Array, value: Array, **flax_arguments: Any) -> Array:
@@ -49,7 +50,7 @@ def causal_attention(settings: Settings) -> AttentionFunction:
 
 
 class LayerCache(NamedTuple):
-    """Arrays that one layer keeps of the sequences.
+    """Cached arrays of one layer.
 
     Attributes:
         key_pages, value_pages: [P, page_size, N, H].
@@ -64,26 +65,26 @@ class LayerCache(NamedTuple):
     inputs: Array
 
     def pages(self) -> dict[str, Array | None]:
-        """What `append_to_pages` and `paged_attention` call them."""
+        """The pages and scales, as keyword arguments of `append_to_pages` and `paged_attention`."""
         return {name: array for name, array in self._asdict().items() if name != "inputs"}
 
     def with_appended(self, key: Array, value: Array, **where: Any) -> "LayerCache":
-        """The cache with new tokens."""
+        """Return the cache with new tokens appended."""
         written = append_to_pages(key, value, **self.pages(), **where)
         names = (name for name, array in self.pages().items() if array is not None)
         return self._replace(**dict(zip(names, written, strict=True)))
 
     def attend(self, query: Array, **where: Any) -> Array:
-        """Attention of the last tokens."""
+        """Return the attention of the last tokens."""
         return paged_attention(query, **self.pages(), **where)
 
 
 def make_cache(settings: Settings, *, slots: int, num_pages: int, dtype: str) -> list[LayerCache]:
-    """A cache for `slots` sequences, one for each layer. Pages are never cleared, so that they may as well be NaN."""
+    """Return a cache for `slots` sequences for each layer. Pages are never cleared, so they may start as NaN."""
     pool = (num_pages, PAGE_SIZE, settings.heads, settings.head_dim)
     has_scales = jnp.dtype(dtype).itemsize == 1
 
-    # Each array has memory of its own, since all of them are donated.
+    # Each array has its own memory, because all of them are donated.
     def layer() -> LayerCache:
         pages = [jnp.full(pool, jnp.nan, dtype) for _ in range(2)]
         scales = [jnp.full(pool[:-1], jnp.nan, jnp.float32) if has_scales else None for _ in range(2)]
@@ -93,12 +94,12 @@ def make_cache(settings: Settings, *, slots: int, num_pages: int, dtype: str) ->
 
 
 class Step(NamedTuple):
-    """What one step found out.
+    """The results of one step.
 
     Attributes:
         logits: [slots, T, 256].
         next_tokens: the most likely token after each given one, int32 [slots, T].
-        kept: how many of the given tokens stay, int32 [slots].
+        kept: how many of the given tokens are kept, int32 [slots].
     """
 
     logits: Array
@@ -110,11 +111,11 @@ type StepFunction = Callable[..., tuple[Step, list[LayerCache]]]
 
 
 def make_step(model: LanguageModel, settings: Settings) -> StepFunction:
-    """The model over a paged cache, compiled: appends T tokens of each sequence and attends from them.
+    """Compile a step of the model over a paged cache, which appends T tokens of each sequence and attends from them.
 
-    Of a sequence's `counts` tokens the first `certain` ones are known, the others guessed. Guesses stay as long as each
-    is what the model predicts after the tokens before it. Those that do not stay are left in the pages, behind the
-    length that the sequence has from then on, and are written over.
+    Of a sequence's `counts` tokens the first `certain` ones are known, and the others are guesses. Guesses are kept up
+    to the first one that differs from the model's prediction. Rejected guesses stay in the pages, beyond the new length
+    of the sequence, until later tokens overwrite them.
     """
     definition, weights = nnx.split(model)
     tables = language_model.position_tables(settings)
@@ -158,13 +159,13 @@ def make_step(model: LanguageModel, settings: Settings) -> StepFunction:
 
 
 class PageAllocator:
-    """Hands out page numbers."""
+    """An allocator of page numbers."""
 
     def __init__(self, num_pages: int) -> None:
         self.free = list(range(num_pages))
 
     def take(self, tokens: int) -> list[int] | None:
-        """Pages for so many tokens; None where there are not enough at the moment."""
+        """Return pages for so many tokens, or None if there are not enough free ones."""
         count = -(-tokens // PAGE_SIZE)
         if count > len(self.free):
             return None
@@ -180,11 +181,11 @@ class ActiveSequence:
     """A request that is being served.
 
     Attributes:
-        index: of the request.
-        text: its prompt and what was written so far.
-        goal: bytes that `text` is to have.
-        pages: what it may fill.
-        cached: tokens of `text` that the cache has.
+        index: number of the request.
+        text: the prompt and the bytes generated so far.
+        goal: final length of `text` in bytes.
+        pages: the pages of the sequence.
+        cached: number of tokens of `text` that are in the cache.
     """
 
     index: int
@@ -195,7 +196,7 @@ class ActiveSequence:
 
 
 def guess(text: bytes, count: int) -> bytes:
-    """Up to `count` bytes that followed the last few bytes of `text` when they occurred before."""
+    """Return up to `count` bytes that followed an earlier occurrence of the last few bytes of `text`."""
     for size in range(8, 1, -1):
         place = text.rfind(text[-size:], 0, len(text) - 1)
         if len(text) > size and place >= 0:
@@ -205,16 +206,16 @@ def guess(text: bytes, count: int) -> bytes:
 
 @dataclasses.dataclass
 class Server:
-    """Serves requests in a fixed number of slots, as pages and slots become free.
+    """A server of requests in a fixed number of slots, which start as pages and slots become free.
 
     Attributes:
-        step: from `make_step`.
-        settings: of the model.
-        slots: sequences of a step.
-        num_pages: of the pool that all sequences share.
-        guessed: tokens of a step while text is written, guesses included; 1 for none.
-        dtype: of the cache.
-        num_steps, num_written: steps in which nobody read a prompt, and bytes that they wrote.
+        step: a step from `make_step`.
+        settings: settings of the model.
+        slots: number of sequences in a step.
+        num_pages: size of the pool that all sequences share.
+        guessed: tokens per step while text is generated, including guesses; 1 for no guesses.
+        dtype: dtype of the cache.
+        num_steps, num_written: number of steps without a prompt, and of bytes that they generated.
     """
 
     step: StepFunction
@@ -227,7 +228,7 @@ class Server:
     num_written: int = 0
 
     def serve(self, prompts: Sequence[bytes], new_tokens: int) -> list[bytes]:
-        """The prompts, each with `new_tokens` bytes after it."""
+        """Return the prompts, each followed by `new_tokens` generated bytes."""
         cache = make_cache(self.settings, slots=self.slots, num_pages=self.num_pages, dtype=self.dtype)
         allocator = PageAllocator(self.num_pages)
         waiting, results = list(enumerate(prompts)), [b""] * len(prompts)
@@ -242,7 +243,7 @@ class Server:
                         waiting.pop(0)
                         running[slot] = ActiveSequence(index, bytearray(prompt), len(prompt) + new_tokens, pages)
                         table[slot, : len(pages)] = pages
-                        # The convolution of a new sequence begins with nothing.
+                        # The convolution of a new sequence has no earlier inputs.
                         cache = [kept._replace(inputs=kept.inputs.at[slot].set(0)) for kept in cache]
             if not any(running):
                 raise ValueError(f"`num_pages` is {self.num_pages}: too few for the longest request; take more")
@@ -257,7 +258,7 @@ class Server:
     def _advance(
         self, running: list[ActiveSequence | None], cache: list[LayerCache], table: np.ndarray
     ) -> list[LayerCache]:
-        """One step of all sequences: some may read their prompts while others write."""
+        """Advance all sequences by one step: some may process their prompts while others generate."""
         is_reading = any(sequence and len(sequence.text) - sequence.cached > 1 for sequence in running)
         tokens = np.zeros((self.slots, CHUNK if is_reading else self.guessed), np.int32)
         counts, certain, lengths = (np.zeros(self.slots, np.int32) for _ in range(3))
@@ -271,7 +272,7 @@ class Server:
                 given += guess(bytes(sequence.text), max(0, room))
             counts[slot] = len(given)
             tokens[slot, : len(given)] = list(given)
-        # The table changes while the step may still be reading what it was given.
+        # The table is copied, because it changes while the step may still be reading it.
         found, cache = self.step(cache, tokens, counts, certain, lengths, table.copy())
         next_tokens, kept = np.asarray(found.next_tokens), np.asarray(found.kept)
         self.num_steps += not is_reading
@@ -280,7 +281,7 @@ class Server:
                 continue
             sequence.cached += int(kept[slot])
             if sequence.cached >= len(sequence.text):
-                # All known tokens were read: guesses that stayed, and what the model writes after them.
+                # All known tokens are processed: append the accepted guesses and the model's next byte.
                 new = [*tokens[slot, certain[slot] : kept[slot]], next_tokens[slot, kept[slot] - 1]]
                 sequence.text += bytes(map(int, new))
                 self.num_written += 0 if is_reading else len(new)
@@ -288,10 +289,10 @@ class Server:
 
 
 def differing_byte(model: LanguageModel, settings: Settings, prompts: Sequence[bytes], texts: Sequence[bytes]) -> str:
-    """Where a text is not what the model without a cache writes after its prompt; empty where all of them are.
+    """Describe the first difference between a text and greedy decoding without a cache; empty if there is none.
 
-    Byte t must be the most likely one after bytes 0 to t - 1. If that holds for all of them, one after the other, the
-    text is what greedy decoding without a cache writes; and as the model is causal, one call tells it for all t.
+    Byte t must be the most likely one after bytes 0 to t - 1. If this holds for every t after the prompt, the text is
+    the result of greedy decoding without a cache. Because the model is causal, one call checks all t.
     """
     tokens = np.zeros((len(texts), settings.sequence_length), np.int32)
     for row, text in enumerate(texts):
@@ -305,7 +306,7 @@ def differing_byte(model: LanguageModel, settings: Settings, prompts: Sequence[b
 
 
 def cached_bits_per_byte(step: StepFunction, settings: Settings, batch: Int[np.ndarray, "B T"], dtype: str) -> float:
-    """Mean cross entropy of text, in bits, where every layer attends to a cache of a dtype."""
+    """Return the mean cross entropy of text, in bits, if every layer attends to a cache of a dtype."""
     slots, length = batch.shape[0], batch.shape[1] - 1
     per_sequence = -(-length // PAGE_SIZE)
     cache = make_cache(settings, slots=slots, num_pages=slots * per_sequence, dtype=dtype)
@@ -324,7 +325,7 @@ def cached_bits_per_byte(step: StepFunction, settings: Settings, batch: Int[np.n
 
 
 def make_prompts(settings: Settings, count: int, new_tokens: int) -> list[bytes]:
-    """Pieces of held-out text, of different lengths that leave room for what is to be written."""
+    """Return pieces of held-out text, of different lengths that leave room for the generated bytes."""
     _, text = language_model.split_text(language_model.english_text())
     generator = np.random.default_rng(settings.seed)
     lengths = generator.integers(1, settings.sequence_length - new_tokens, size=count)
@@ -335,13 +336,13 @@ def make_prompts(settings: Settings, count: int, new_tokens: int) -> list[bytes]
 def run(
     settings: Settings, *, new_tokens: int, requests: int = 7, slots: int = 3, say: Callable[[str], None] = print
 ) -> str:
-    """Train, serve and measure; returns what differs from the model without a cache, empty if nothing does."""
+    """Train, serve and measure; return the difference from the model without a cache, empty if there is none."""
     training = language_model.train(settings, causal_attention(settings))
     model = training.model
     say(f"trained for {settings.steps} steps: {training.bits_per_byte:.3f} bits per byte of held-out text")
     step = make_step(model, settings)
     prompts = make_prompts(settings, requests, new_tokens)
-    # Enough for two of the longest requests, so that a third one may have to wait.
+    # Enough for two of the longest requests, so a third one may have to wait.
     num_pages = 2 * -(-settings.sequence_length // PAGE_SIZE)
     texts: list[bytes] = []
     for guessed in (1, GUESSED):
@@ -355,17 +356,17 @@ def run(
             return f"{name}: {difference}"
         say(
             f"{name}: {requests} requests in {slots} slots, {server.num_written} bytes in {server.num_steps} steps, "
-            f"{seconds:.1f} s with compilation; every byte is that of the model without a cache"
+            f"{seconds:.1f} s with compilation; every byte equals that of the model without a cache"
         )
     shortest = min(range(requests), key=lambda index: len(prompts[index]))
-    say(f"the shortest prompt, {prompts[shortest]!r}, goes on: {texts[shortest][len(prompts[shortest]) :]!r}")
+    say(f"the shortest prompt, {prompts[shortest]!r}, continues: {texts[shortest][len(prompts[shortest]) :]!r}")
     return _measure_eight_bits(model, step, settings, say)
 
 
 def _measure_eight_bits(
     model: LanguageModel, step: StepFunction, settings: Settings, say: Callable[[str], None]
 ) -> str:
-    """Bits per byte by dtype of the cache; says what differs where the cache of 32 bits is not the model without."""
+    """Print bits per byte by dtype of the cache; return the difference if a float32 cache changes the result."""
     _, text = language_model.split_text(language_model.english_text())
     (batch,) = language_model.batches(text, settings, count=1, seed=settings.seed + 2)
     plain = float(language_model.evaluation_step(model, jnp.asarray(batch))) / math.log(2.0)
@@ -382,19 +383,19 @@ def _measure_eight_bits(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses options and runs."""
+    """Parse the options and run."""
     parser = argparse.ArgumentParser(description="Generate text through a paged cache, and check every byte of it.")
     parser.add_argument("--steps", type=int, default=100, help="training steps")
-    parser.add_argument("--new-tokens", type=int, default=96, help="bytes to write after each prompt")
+    parser.add_argument("--new-tokens", type=int, default=96, help="bytes to generate after each prompt")
     options = parser.parse_args(arguments)
     settings = Settings(steps=options.steps, sequence_length=256)
     if options.steps < 2 or not 1 <= options.new_tokens < settings.sequence_length - 1:
         parser.error(f"--steps must be at least 2, --new-tokens 1 to {settings.sequence_length - 2}; got {options}")
-    # On a GPU, float32 products are otherwise rounded to fewer bits, differently with a cache and without.
+    # By default, float32 products on a GPU use fewer bits, and round differently with and without a cache.
     with jax.default_matmul_precision("highest"):
         difference = run(settings, new_tokens=options.new_tokens)
     if difference:
-        sys.exit(f"not what the model without a cache writes: {difference}")
+        sys.exit(f"the text differs from that of the model without a cache: {difference}")
 
 
 if __name__ == "__main__":

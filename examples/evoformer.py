@@ -1,10 +1,10 @@
 """Evoformer blocks in Flax with fused attention, trained to find pairs of columns that evolved together.
 
-An alignment [rows, columns] and the pairs of its columns inform each other: attention along rows with a bias of pairs,
-attention along columns, products of columns that become pairs, and attention along the sides of triangles of pairs. All
-of that attention is one function in plain `jax.numpy`, which `fuse` turns into kernels with the gradients of biases and
-gates. (AlphaFold's block has triangle multiplications as well, which are no attention.) `torch_evoformer.py` trains the
-same model in PyTorch, with the same losses to rounding.
+An alignment [rows, columns] and the pairs of its columns exchange information in four steps: attention along rows with
+a pair bias, attention along columns, outer products of columns that update the pairs, and triangle attention over the
+pairs. All of these attentions are one function in plain `jax.numpy`, which `fuse` turns into kernels with gradients of
+biases and gates. (AlphaFold's block also has triangle multiplications, which are not attention.) `torch_evoformer.py`
+trains the same model in PyTorch, with the same losses up to rounding.
 
 python examples/evoformer.py [--steps 400] [--device cuda]
 """
@@ -24,7 +24,7 @@ attend = fuse(shared.gated_attention)
 
 
 def empty(*shape: int) -> nnx.Param:
-    """A matrix [in, out] that gets its initial value from `set_weights`."""
+    """Return a matrix [in, out] whose initial value `set_weights` provides."""
     return nnx.Param(jnp.zeros(shape))
 
 
@@ -136,13 +136,13 @@ class ContactModel(nnx.Module):
 
 
 def loss_of(model: ContactModel, letters: jax.Array, contacts: jax.Array) -> jax.Array:
-    """Mean binary cross entropy of all pairs of columns."""
+    """Return the mean binary cross entropy of all pairs of columns."""
     return optax.sigmoid_binary_cross_entropy(model(letters), contacts).mean()
 
 
 @nnx.jit
 def training_step(model: ContactModel, optimizer: nnx.Optimizer, letters: jax.Array, contacts: jax.Array) -> jax.Array:
-    """One update in place; returns the loss before it."""
+    """Update the model in place; return the loss before the update."""
     loss, gradients = nnx.value_and_grad(loss_of)(model, letters, contacts)
     optimizer.update(model, gradients)
     return loss

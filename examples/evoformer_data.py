@@ -1,10 +1,9 @@
-"""What `evoformer.py` and `torch_evoformer.py` share: alignments, attention, initial weights, scores, options.
+"""Shared code of `evoformer.py` and `torch_evoformer.py`: alignments, attention, initial weights, scores, options.
 
-The task is to find contacts from coevolution. A sample is an alignment of RNA-like sequences that fold alike: columns
-that are paired in the fold keep complementary letters, mostly, while the letters themselves change from sequence to
-sequence. From the alignment alone the model says which columns are paired. With few sequences chance makes many columns
-look paired; that pairs come in stems, one after the other, and that each column has one partner at the most, has to be
-learned.
+The task is to find contacts from coevolution. A sample is an alignment of RNA-like sequences with the same fold.
+Columns that are paired in the fold mostly keep complementary letters, while the letters themselves change from sequence
+to sequence. The model predicts from the alignment alone which columns are paired. With few sequences, many columns look
+paired by chance. The model has to learn that pairs form contiguous stems, and that each column has at most one partner.
 """
 
 import argparse
@@ -22,7 +21,7 @@ CONSERVED = 0.75
 BATCH_SIZE, HELD_OUT = 8, 64
 CHANNELS, PAIR_CHANNELS, HEADS, HEAD_DIM, PRODUCT, BLOCKS = 24, 24, 2, 12, 12, 2
 NORM_EPSILON = 1e-6
-# Of Adam, in both frameworks.
+# Hyperparameters of Adam, in both frameworks.
 LEARNING_RATE, BETAS, EPSILON = 5e-3, (0.9, 0.99), 1e-8
 SEED = 0
 
@@ -30,7 +29,7 @@ SEED = 0
 def gated_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, gate: jax.Array, bias: jax.Array | None = None
 ) -> jax.Array:
-    """Attention along axis 2, with a gate and, for rows and triangles, a bias of pairs that all of axis 1 share.
+    """Return gated attention along axis 2. Rows and triangles have a pair bias, which is shared along axis 1.
 
     Args:
         query, key, value, gate: [B, R, T, N, H].
@@ -57,7 +56,7 @@ class Alignments:
 
 
 def random_fold(generator: np.random.Generator) -> np.ndarray:
-    """The partner of each column, -1 for none: two stems of 3 or 4 pairs, side by side or one within the other."""
+    """Return the partner of each column or -1, for two stems of 3 or 4 pairs, side by side or nested."""
     partner = np.full(COLUMNS, -1)
     first, second = generator.integers(3, 5, size=2)
     loops = generator.multinomial(COLUMNS - 2 * (first + second) - 6, [0.25] * 4)  # two hairpins have 3 columns anyway
@@ -77,7 +76,7 @@ def random_fold(generator: np.random.Generator) -> np.ndarray:
 
 
 def alignments(count: int, seed: int) -> Alignments:
-    """Random alignments; letter 3 - x is complementary to x."""
+    """Draw random alignments; letter 3 - x is complementary to x."""
     generator = np.random.default_rng(seed)
     letters = generator.integers(0, LETTERS, size=(count, ROWS, COLUMNS))
     contacts = np.zeros((count, COLUMNS, COLUMNS), np.float32)
@@ -86,19 +85,19 @@ def alignments(count: int, seed: int) -> Alignments:
         for left in np.flatnonzero(partner > np.arange(COLUMNS)):
             right = partner[left]
             contacts[sample, left, right] = contacts[sample, right, left] = 1
-            # What is not conserved keeps its random letter, which is complementary in a quarter of the cases.
+            # Letters that are not conserved stay random, and are complementary in a quarter of the cases.
             is_conserved = generator.random(ROWS) < (CONSERVED - 0.25) / 0.75
             letters[sample, :, right] = np.where(is_conserved, 3 - letters[sample, :, left], letters[sample, :, right])
     return Alignments(letters, contacts)
 
 
 def complementarity(letters: np.ndarray) -> np.ndarray:
-    """How many sequences have complementary letters in two columns, a score without a model: [B, COLUMNS, COLUMNS]."""
+    """Count the sequences with complementary letters in two columns, a baseline: [B, COLUMNS, COLUMNS]."""
     return (letters[:, :, :, None] == 3 - letters[:, :, None, :]).mean(axis=1)
 
 
 def precision(scores: np.ndarray, contacts: np.ndarray) -> float:
-    """Of the highest scores of each sample, as many as it has pairs: the share that are pairs."""
+    """Return the share of pairs among the highest scores of each sample, as many scores as it has pairs."""
     upper = np.triu_indices(COLUMNS, k=4)  # no hairpin is shorter
     found, pairs = 0.0, 0.0
     for score, contact in zip(scores, contacts, strict=True):
@@ -109,7 +108,7 @@ def precision(scores: np.ndarray, contacts: np.ndarray) -> float:
 
 
 def weight_shapes() -> dict[str, tuple[int, ...]]:
-    """Shapes of all matrices by name, [in, out] each; the names are those of the parameters in both models."""
+    """Return the shapes of all matrices, [in, out] each, by the name of the parameter in both models."""
 
     def attention(channels: int) -> dict[str, tuple[int, ...]]:
         width = HEADS * HEAD_DIM
@@ -135,11 +134,11 @@ def weight_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights() -> dict[str, np.ndarray]:
-    """Initial matrices by name, float32. Gains of norms begin with 1."""
+    """Return the initial matrices by name, float32. Gains of norms start at 1."""
     generator = np.random.default_rng(SEED)
     weights = {}
     for name, shape in weight_shapes().items():
-        # Blocks begin by changing little but for the products of columns, which are all that pairs can know.
+        # Blocks start close to the identity, except for the products of columns, the only input of the pairs.
         small = name == "distances" or name.endswith(("out", "contract"))
         scale = 1.0 if name == "letters" else (0.1 if small and "outer" not in name else 1.0) * shape[0] ** -0.5
         weights[name] = (scale * generator.normal(size=shape)).astype(np.float32)
@@ -152,7 +151,7 @@ class Training:
 
     Attributes:
         losses: mean loss of each step's batch, before its update.
-        scores: of the held-out alignments after the last step, [HELD_OUT, COLUMNS, COLUMNS].
+        scores: scores of the held-out alignments after the last step, [HELD_OUT, COLUMNS, COLUMNS].
     """
 
     losses: list[float]
@@ -169,7 +168,7 @@ class Training:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that both programs have."""
+    """Return a parser of the options that both programs have."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options.add_argument("--steps", type=_at_least_one, default=120)

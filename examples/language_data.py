@@ -1,7 +1,7 @@
-"""What `moba_language_model.py` and `torch_moba_language_model.py` share: text, batches, initial weights, options.
+"""Shared code of `moba_language_model.py` and `torch_moba_language_model.py`: text, batches, weights, options.
 
-The text is the reference of the language that Python's own `help("topics")` shows: a few hundred kilobytes of English
-in every installation. Tokens are bytes.
+The text is the language reference that Python's own `help("topics")` shows: a few hundred kilobytes of English,
+available in every installation. Tokens are bytes.
 """
 
 import argparse
@@ -20,15 +20,15 @@ WIDTH, HEADS, LAYERS, HIDDEN = 96, 3, 2, 256
 BLOCK_SIZE, TOP_K, KEY_TAPS = 32, 4, 3
 ROTARY_THETA = 10000.0
 NORM_EPSILON = 1e-6
-# Of Adam, in both frameworks.
+# Hyperparameters of Adam, in both frameworks.
 LEARNING_RATE, BETAS, EPSILON = 4e-3, (0.9, 0.99), 1e-8
 EVALUATION_BATCHES = 4
 SEED = 0
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on and the tenth that is held out, uint8 each."""
-    # Topics repeat each other's paragraphs, differently indented. Each is kept once, so that held-out text is new.
+    """Return the bytes to train on and the held-out tenth, uint8 each."""
+    # Topics share paragraphs with different indentation. Each is kept once, so that held-out text is new.
     paragraphs: dict[str, str] = {}
     for topic in topics.topics.values():
         for paragraph in topic.split("\n\n"):
@@ -39,19 +39,19 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(text: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Crops from random places, int64 [count, BATCH_SIZE, CONTEXT + 1]."""
+    """Return crops from random positions, int64 [count, BATCH_SIZE, CONTEXT + 1]."""
     starts = np.random.default_rng(seed).integers(0, len(text) - CONTEXT, size=(count, BATCH_SIZE, 1))
     return text[starts + np.arange(CONTEXT + 1)].astype(np.int64)
 
 
 def bits_of_frequencies(text: np.ndarray, others: np.ndarray) -> float:
-    """Bits per byte of `others` for who knows no more than how often each byte occurs in `text`."""
+    """Return the bits per byte of `others` under the byte frequencies of `text`."""
     counts = np.bincount(text, minlength=VOCABULARY) + 1.0
     return float(-np.mean(np.log2(counts / counts.sum())[others]))
 
 
 def initial_weights() -> dict[str, np.ndarray]:
-    """Initial weights by name, float32; matrices are [in, out]. Gains of norms begin with 1."""
+    """Return the initial weights by name, float32; matrices are [in, out]. Gains of norms start at 1."""
     generator = np.random.default_rng(SEED)
 
     def normal(*shape: int, scale: float) -> np.ndarray:
@@ -76,7 +76,7 @@ class Training:
     Attributes:
         losses: mean loss of each step's batch in nats per byte, before its update.
         held_out: mean loss on held-out contexts, in nats per byte.
-        seconds: of all steps but the first, which compiles.
+        seconds: time of all steps but the first, which compiles.
     """
 
     losses: list[float]
@@ -95,7 +95,7 @@ class Training:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that both programs have."""
+    """Return a parser of the options that both programs have."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options.add_argument("--steps", type=_at_least_one, default=80)

@@ -1,4 +1,4 @@
-"""The text of `long_context.py`: what every installation of Python ships, its documentation and its library's source.
+"""The text of `long_context.py`: Python's documentation and the source of its library, from any installation.
 
 Tokens are bytes.
 """
@@ -11,7 +11,7 @@ import language_data
 import numpy as np
 
 VOCABULARY = language_data.VOCABULARY
-# Tests, and what distributions of Python leave out or add.
+# Tests, and folders that distributions of Python omit or add.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -32,9 +32,9 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 def crop(text: np.ndarray, batch_size: int, context: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a step and the token that follows each of them, int32 [batch_size, context] each.
 
-    A step's contexts depend on nothing but the seed and the step, so that a resumed training goes on with the same
-    ones. Targets are cut from the text before devices divide the tokens: the target of the last token that a device
-    has is the first token of the next device.
+    A step's contexts depend only on the seed and the step, so a resumed training continues with the same contexts.
+    Targets are cut from the text before devices divide the tokens, because the target of a device's last token is the
+    first token of the next device.
 
     Raises:
         ValueError: the text is shorter than a context.

@@ -1,4 +1,4 @@
-"""The language model of `long_context.py`, and how the devices of a mesh share its parameters and its tokens."""
+"""The language model of `long_context.py`, with the division of its parameters and tokens over a mesh."""
 
 import dataclasses
 import functools
@@ -34,10 +34,10 @@ class Settings:
     Attributes:
         context: tokens of a sequence.
         batch_size: sequences of a step.
-        heads: attention heads, keys and values have as many.
-        block_size, top_k: of MoBA.
-        key_taps: tokens that the convolution of keys looks at.
-        dtype: of the computation. Parameters, their updates and the loss are float32.
+        heads: number of attention heads, for queries, keys and values.
+        block_size, top_k: parameters of MoBA.
+        key_taps: size of the convolution of keys, in tokens.
+        dtype: dtype of the computation. Parameters, their updates and the loss are float32.
         warmup_steps: steps until the learning rate is reached, from which it falls to a tenth at the last step.
     """
 
@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
+        """The head dimension."""
         return self.width // self.heads
 
 
@@ -88,22 +88,22 @@ ON_GPUS = Settings(
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The part that each device of a mesh with the axes "data" and "sequence" has.
+    """The division of arrays over a mesh with the axes "data" and "sequence".
 
     Sequences are shared along "data", the tokens of each along "sequence", and parameters along both (FSDP).
 
     Attributes:
-        mesh: its axes are automatic: XLA's partitioner writes the collectives.
+        mesh: a mesh with automatic axes, so XLA's partitioner inserts the collectives.
     """
 
     mesh: Mesh
 
     @classmethod
     def over(cls, devices: Sequence[jax.Device], sequence_devices: int | None = None) -> "Placement":
-        """Make the mesh of these devices, as many as are given along "sequence", all unless given.
+        """Make a mesh of these devices, with `sequence_devices` of them along "sequence", by default all.
 
         Raises:
-            ValueError: the devices are no multiple of `sequence_devices`.
+            ValueError: the number of devices is not a multiple of `sequence_devices`.
         """
         count = len(devices) if sequence_devices is None else sequence_devices
         if count < 1 or len(devices) % count:
@@ -112,7 +112,7 @@ class Placement:
 
     @property
     def context(self) -> ContextParallel | None:
-        """The division of a sequence's tokens among devices; None where each sequence is on one device."""
+        """The division of a sequence's tokens over devices; None if each sequence is on one device."""
         if self.mesh.shape["sequence"] == 1:
             return None
         return ContextParallel("sequence", mesh=self.mesh, batch_axes=("data",))
@@ -129,11 +129,11 @@ class Placement:
 
     @property
     def whole(self) -> NamedSharding:
-        """The sharding of what every device has."""
+        """The sharding of replicated arrays."""
         return NamedSharding(self.mesh, P())
 
     def parts(self, matrix: Any) -> NamedSharding:
-        """The sharding of a matrix [.., inputs, outputs]: all devices divide its rows, or its columns if they can."""
+        """The sharding of a matrix [.., inputs, outputs]: its rows over all devices if possible, else its columns."""
         divided = [axis for axis in (-2, -1) if matrix.shape[axis] % self.mesh.size == 0]
         if not divided:
             return self.whole
@@ -141,14 +141,14 @@ class Placement:
         return NamedSharding(self.mesh, P(*before, self.mesh.axis_names))
 
     def shardings(self, parameters: Any) -> Any:
-        """The shardings of parameters, or of what an optimiser keeps of each: matrices are divided.
+        """Return the shardings of parameters, or of an optimiser's state for each: matrices are divided.
 
         The rest is a thousandth of all parameters: scales of norms, and weights of convolutions.
         """
         return jax.tree.map_with_path(lambda path, x: self.parts(x) if is_matrix(path) else self.whole, parameters)
 
     def check(self, settings: Settings) -> None:
-        """Raise a ValueError where the devices cannot divide a batch."""
+        """Raise a ValueError if the devices cannot divide a batch."""
         for name, size in (("batch_size", settings.batch_size), ("context", settings.context)):
             axis = {"batch_size": "data", "context": "sequence"}[name]
             if size % self.mesh.shape[axis]:
@@ -158,15 +158,15 @@ class Placement:
 
 
 def is_matrix(path: tuple[Any, ...]) -> bool:
-    """Return whether a path in a tree leads to the kernel of a product, or to what an optimiser keeps of it."""
+    """Return whether a path in a tree leads to the kernel of a product, or to an optimiser's state for it."""
     return "kernel" in jax.tree_util.keystr(path)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather(placement: Placement, dtype: str, parts: Array) -> Array:
-    """Return the whole of a parameter in `dtype`, rounded before it travels.
+    """Return a whole parameter in `dtype`, which is rounded before it is gathered.
 
-    Its gradient, float32, is left in parts, so that each device receives the sum of its part alone. The transpose of a
+    The float32 gradient stays sharded, so each device receives the sum of its own part only. The transpose of a
     sharding constraint would leave the whole sum on every device.
     """
     rounded = jax.lax.with_sharding_constraint(parts.astype(dtype), placement.parts(parts))
@@ -186,7 +186,7 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 class Product(nnx.Module):
-    """Product with a matrix [inputs, outputs] whose parts the devices keep."""
+    """A product with a matrix [inputs, outputs] that is sharded over the devices."""
 
     def __init__(self, inputs: int, outputs: int, model: "LanguageModel", *, rngs: nnx.Rngs, scale: float = 1.0):
         normal = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32)
@@ -202,13 +202,13 @@ type Attend = Callable[[Array, Array, Array], Array]
 
 
 def make_attention(name: str, settings: Settings, placement: Placement) -> Attend:
-    """Return attention by name; "none" gives each token its own value, for the time of everything else."""
+    """Return attention by name; "none" returns each token's own value, to time the rest of the model."""
     match name:
         case "moba":
             options: dict[str, Any] = {"block_size": settings.block_size, "top_k": settings.top_k}
             return functools.partial(moba_attention, **options, context_parallel=placement.context)
         case "dense":
-            # One block as long as the context.
+            # One block of the length of the context.
             options = {"block_size": settings.context, "is_causal": True}
             return functools.partial(block_diagonal_attention, **options, context_parallel=placement.context)
         case "none":
@@ -217,7 +217,7 @@ def make_attention(name: str, settings: Settings, placement: Placement) -> Atten
 
 
 class Layer(nnx.Module):
-    """Attention to keys that are convolved first, and a feed-forward network; both residual."""
+    """Attention with a convolution of the keys, and a feed-forward network; both residual."""
 
     def __init__(self, model: "LanguageModel", *, rngs: nnx.Rngs) -> None:
         settings = model.settings
@@ -240,7 +240,7 @@ class Layer(nnx.Module):
         return query, key, value
 
     def finish(self, hidden: Float[Array, "B T width"], attended: Float[Array, "B T N H"]) -> Array:
-        """Return the residual stream behind the layer."""
+        """Return the residual stream after the layer."""
         hidden = hidden + self.out(attended.reshape(hidden.shape))
         return hidden + self.contract(nnx.gelu(self.expand(self.feed_forward_norm(hidden))))
 
@@ -256,15 +256,15 @@ class LanguageModel(nnx.Module):
     """A decoder that predicts the next byte.
 
     Args:
-        settings: its sizes.
-        placement: of its parameters and tokens.
+        settings: the sizes of the model.
+        placement: the division of its parameters and tokens.
     """
 
     def __init__(self, settings: Settings, placement: Placement) -> None:
         rngs = nnx.Rngs(settings.seed)
         self.settings, self.placement = settings, placement
         self.embedding = Product(VOCABULARY, settings.width, self, rngs=rngs, scale=VOCABULARY**0.5)
-        # The parameters of all layers, stacked, so that one program of a layer serves all of them.
+        # The parameters of all layers are stacked, so that a layer is compiled once.
         make_layers = nnx.vmap(lambda rngs: Layer(self, rngs=rngs))
         self.layers = nnx.split_rngs(splits=settings.layers)(make_layers)(rngs)
         self.norm = nnx.RMSNorm(settings.width, dtype=jnp.dtype(settings.dtype), rngs=rngs)
@@ -273,8 +273,8 @@ class LanguageModel(nnx.Module):
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T width"]:
         """Return the residual stream before the first layer.
 
-        A product with one-hot rows, since the gradient of a lookup is a scatter, whose sums on a GPU have no fixed
-        order: a resumed training would not be bitwise the same.
+        This is a product with one-hot rows. The gradient of a lookup is a scatter, whose sums on a GPU have no fixed
+        order, so a resumed training would not be bitwise equal.
         """
         return self.embedding(jax.nn.one_hot(tokens, VOCABULARY, dtype=self.settings.dtype))
 
@@ -283,9 +283,9 @@ class LanguageModel(nnx.Module):
         return self.head(self.norm(hidden)).astype(jnp.float32)
 
     def run_layers(self, tokens: Int[Array, "B T"], tables: Tables, attention: str) -> Float[Array, "B T width"]:
-        """Return the residual stream behind the last layer.
+        """Return the residual stream after the last layer.
 
-        Layers are computed again for the backward pass, so that only the stream between them is kept.
+        The backward pass recomputes the layers, so only the residual stream between them is saved.
         """
         attend = make_attention(attention, self.settings, self.placement)
         graph, parameters = nnx.split(self.layers)
@@ -295,8 +295,8 @@ class LanguageModel(nnx.Module):
             return nnx.merge(graph, parameters)(hidden, tables, attend), None
 
         hidden = jax.lax.with_sharding_constraint(self.embed(tokens), self.placement.tokens)
-        # On CPUs, XLA may run collectives of a loop beside those that follow it, each device in its own order, and
-        # they wait for each other forever. There the layers are no loop.
+        # On CPUs, XLA may run collectives of a loop concurrently with later ones, in a different order on each
+        # device, and deadlock. The loop is therefore unrolled there.
         is_unrolled = self.placement.mesh.devices.flat[0].platform == "cpu"
         return jax.lax.scan(run, hidden, parameters, unroll=is_unrolled)[0]
 
@@ -311,7 +311,7 @@ class LanguageModel(nnx.Module):
     ) -> Float[Array, ""]:
         """Return the mean cross entropy of the targets, in nats.
 
-        Every device has the logits of its own tokens, and computes them again for the backward pass.
+        Each device has the logits of its own tokens, and recomputes them for the backward pass.
         """
 
         def losses(model: LanguageModel, hidden: Array) -> Array:
@@ -323,7 +323,7 @@ class LanguageModel(nnx.Module):
 
 
 def make_tables(settings: Settings, placement: Placement) -> Tables:
-    """Return the tables of rotary embedding, the rows of its tokens on each device."""
+    """Return the tables of rotary embedding, sharded so that each device has the rows of its tokens."""
     tables = rotary_tables(settings.context, settings.head_dim, settings.rotary_theta)
     cos, sin = (jax.device_put(table, placement.tables) for table in tables)
     return cos, sin
@@ -335,7 +335,7 @@ def describe_model(settings: Settings, placement: Placement) -> tuple[nnx.GraphD
 
 
 def draw_parameters(settings: Settings, placement: Placement) -> nnx.State:
-    """Draw the initial parameters, each device its part: the same numbers on any number of devices."""
+    """Draw the initial parameters, each device its own part; the values do not depend on the number of devices."""
     _, shapes = describe_model(settings, placement)
     draw = jax.jit(lambda: nnx.state(LanguageModel(settings, placement)), out_shardings=placement.shardings(shapes))
     return draw()
@@ -347,5 +347,5 @@ def round_matrices(parameters: nnx.State, dtype: str) -> nnx.State:
 
 
 def count_parameters(parameters: nnx.State) -> int:
-    """Count the numbers that are trained."""
+    """Count the trained parameters."""
     return sum(x.size for x in jax.tree.leaves(parameters))

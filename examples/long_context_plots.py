@@ -1,4 +1,4 @@
-"""Pictures of `long_context.py`, for light and for dark pages: losses, and times by the number of devices."""
+"""Plots of `long_context.py`, for light and dark pages: losses, and times by the number of devices."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-    """Colours of one kind of page.
+    """The colours of one kind of page.
 
     Attributes:
-        suffix: what a file's name ends with.
-        page, ink, grid: of the background, of text, of lines behind curves.
-        series: of curves, in order.
+        suffix: the end of a file's name.
+        page, ink, grid: colours of the background, of text, and of grid lines.
+        series: colours of the curves, in order.
     """
 
     suffix: str
@@ -32,7 +32,7 @@ class Theme:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Matplotlib's settings."""
+        """The settings for Matplotlib."""
         texts = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
         pages = ("axes.facecolor", "figure.facecolor", "savefig.facecolor")
         return {
@@ -64,7 +64,7 @@ def new_figure(title: str, below: str) -> tuple[Figure, Any]:
 
 
 def draw_losses(trainings: Sequence[Any], settings: Settings, device: str, theme: Theme) -> Figure:
-    """Draw the losses of the trainings, each the mean of the steps around."""
+    """Draw the losses of the trainings, each as a moving average over steps."""
     figure, axis = new_figure(
         "Sparse and dense attention, equal parameters",
         f"Training loss in bits per byte, contexts of {settings.context:,} bytes; MoBA sees {settings.top_k} blocks of "
@@ -86,7 +86,7 @@ def draw_losses(trainings: Sequence[Any], settings: Settings, device: str, theme
 
 
 def draw_scaling(trainings: Sequence[Any], settings: Settings, kind: str, theme: Theme) -> Figure:
-    """Draw the time of a step by the number of devices, beside the time that perfect scaling would take."""
+    """Draw the time of a step by the number of devices, and the time under perfect scaling."""
     figure, axis = new_figure(
         "A training step over several devices",
         f"Milliseconds, {settings.batch_size} x {settings.context:,} tokens. Dashed: the first number of devices, "
@@ -106,7 +106,7 @@ def draw_scaling(trainings: Sequence[Any], settings: Settings, kind: str, theme:
 
 
 def save_picture(draw: Callable[[Theme], Figure], path: Path) -> list[Path]:
-    """Draw a picture in both themes, the dark one as `NAME-dark.png`; folders are made."""
+    """Draw a picture in both themes, the dark one as `NAME-dark.png`; create missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = [path.with_stem(path.stem + theme.suffix) for theme in (LIGHT, DARK)]
     for theme, file in zip((LIGHT, DARK), paths, strict=True):

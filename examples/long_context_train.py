@@ -1,4 +1,4 @@
-"""Training of `long_context.py`: one program of a step for all devices, and checkpoints that any number can resume."""
+"""Training for `long_context.py`: one program for all devices, and checkpoints for any number of devices."""
 
 import dataclasses
 import functools
@@ -19,13 +19,13 @@ from long_context_model import Placement, Settings, Tables, describe_model, draw
 
 
 class State(NamedTuple):
-    """State that a training goes on from.
+    """The state of a training.
 
     Attributes:
-        step: steps done, int32 [].
-        parameters: float32.
-        moments: of the optimiser.
-        losses: of each step before its update, in nats, float32 [steps]; NaN for those to come.
+        step: number of steps done, int32 [].
+        parameters: parameters, float32.
+        moments: moments of the optimiser.
+        losses: loss of each step before its update, in nats, float32 [steps]; NaN for later steps.
     """
 
     step: Array
@@ -35,11 +35,11 @@ class State(NamedTuple):
 
 
 class Trainer:
-    """Training of one model: its programs, and the state that they begin with.
+    """The training of one model: its programs, and its initial state.
 
     Args:
-        settings: of the model and its training.
-        placement: of tokens and parameters.
+        settings: settings of the model and its training.
+        placement: the division of tokens and parameters.
         attention: one of `ATTENTIONS`.
 
     Raises:
@@ -73,7 +73,7 @@ class Trainer:
         return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, self.shardings)
 
     def first_state(self) -> State:
-        """Draw the state that training begins with."""
+        """Draw the initial state."""
         parameters = draw_parameters(self.settings, self.placement)
         moments = jax.jit(self.optimiser.init, out_shardings=self.shardings.moments)(parameters)
         step, losses = jnp.zeros((), jnp.int32), jnp.full((self.settings.steps,), jnp.nan, jnp.float32)
@@ -81,7 +81,7 @@ class Trainer:
         return State(step, parameters, moments, losses)
 
     def place(self, text: np.ndarray, seed: int, step: int) -> tuple[Array, Array]:
-        """Return a step's tokens and targets, each device with its own."""
+        """Return a step's tokens and targets, sharded over the devices."""
         batch = data.crop(text, self.settings.batch_size, self.settings.context, seed, step)
         tokens, targets = jax.device_put(batch, self.placement.tokens)
         return tokens, targets
@@ -99,7 +99,7 @@ class Trainer:
 
     @functools.cached_property
     def program(self) -> jax.stages.Compiled:
-        """The compiled `update`, whose state is changed in place."""
+        """The compiled `update`, which updates the state in place."""
         step = jax.jit(self.update, donate_argnums=0, out_shardings=(self.shardings, self.placement.whole))
         shape = self.settings.batch_size, self.settings.context
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.placement.tokens)
@@ -107,9 +107,9 @@ class Trainer:
 
     @property
     def program_bytes(self) -> int:
-        """Memory of a device that a step needs: parameters, moments, batch and temporaries."""
+        """The memory that a step needs on a device: parameters, moments, batch and temporaries."""
         memory = self.program.memory_analysis()
-        # Results that take the place of arguments count once.
+        # Results that reuse the memory of arguments count once.
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
 
@@ -122,14 +122,14 @@ class Trainer:
 
 
 class Checkpoints:
-    """States of one training in a folder, the last two of them.
+    """The last two states of one training, in a folder.
 
-    A state can be resumed on any number of devices. With as many as before, losses are bitwise the same. A GPU needs
-    `keep_programs` for that, since XLA may choose other matrix products when it compiles again.
+    A state can be resumed on any number of devices. With the same number, losses are bitwise equal. A GPU needs
+    `keep_programs` for that, because XLA may choose different matrix products when it compiles again.
 
     Args:
-        folder: where they are.
-        settings: of the training.
+        folder: folder of the states.
+        settings: settings of the training.
 
     Raises:
         ValueError: the folder has states of other settings.
@@ -150,12 +150,12 @@ class Checkpoints:
             )
 
     def save(self, state: State) -> None:
-        """Begin to save a state."""
+        """Start to save a state."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), settings=ocp.args.JsonSave(self.settings))
         self.manager.save(int(state.step), args=items)
 
     def latest(self, abstract: State) -> State | None:
-        """Return the last state, each device its part; None where there is none."""
+        """Return the last state, sharded over the devices, or None."""
         step = self.manager.latest_step()
         if step is None:
             return None
@@ -168,9 +168,9 @@ class Checkpoints:
 
 
 def keep_programs(folder: Path) -> None:
-    """Let JAX keep compiled programs in a folder, and find them again in another process.
+    """Let JAX cache compiled programs in a folder, and find them in another process.
 
-    On a mesh with automatic axes it finds them only where the address of the function that divides a call is left out.
+    On a mesh with automatic axes the cache key must not contain the address of the function that divides a call.
     """
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -191,14 +191,14 @@ def train(
     """Train from the last checkpoint, or from the beginning.
 
     Args:
-        trainer: of the model.
-        checkpoints: where states are saved and looked for.
-        save_every: steps between them; the last state is always saved.
-        until: the step before which to stop; that of the settings unless given.
-        report: told of each step.
+        trainer: trainer of the model.
+        checkpoints: the states to resume from and to save.
+        save_every: number of steps between saved states; the last state is always saved.
+        until: the step before which to stop; by default that of the settings.
+        report: called after each step.
 
     Returns:
-        The last state, and the median time of a step in seconds: None of fewer than five steps.
+        The last state, and the median time of a step in seconds, None for fewer than five steps.
     """
     text, _ = data.load_text()
     state = checkpoints.latest(trainer.abstract_state()) if checkpoints is not None else None
@@ -209,7 +209,7 @@ def train(
     for step in range(first, last):
         began = time.perf_counter()
         state, loss = trainer.program(state, *batch, trainer.tables)
-        # The next batch is on its way while the step is computed.
+        # The next batch is transferred while the step is computed.
         batch = trainer.place(text, trainer.settings.seed, step + 1)
         report(float(loss))
         seconds.append(time.perf_counter() - began)

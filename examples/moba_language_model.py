@@ -1,8 +1,8 @@
 """A small language model in Flax with mixture of block attention, trained on real text with contexts of 1,024 bytes.
 
-Every query sees its own block of 32 keys and the three earlier ones that suit it best, instead of all keys before it;
-keys go through a learned convolution over three tokens first. `torch_moba_language_model.py` trains the same model in
-PyTorch, with the same losses to rounding.
+Each query sees its own block of 32 keys and the three earlier blocks with the best mean keys, instead of all earlier
+keys. Keys first pass through a learned convolution over three tokens. `torch_moba_language_model.py` trains the same
+model in PyTorch, with the same losses up to rounding.
 
 python examples/moba_language_model.py [--steps 300] [--device cuda]
 """
@@ -77,13 +77,13 @@ class LanguageModel(nnx.Module):
 
 
 def losses_of(model: LanguageModel, batch: jax.Array) -> jax.Array:
-    """Cross entropy of every byte of `batch` [B, T + 1] after the first, in nats, [B, T]."""
+    """Return the cross entropy of every byte of `batch` [B, T + 1] after the first, in nats, [B, T]."""
     return optax.softmax_cross_entropy_with_integer_labels(model(batch[:, :-1]), batch[:, 1:])
 
 
 @nnx.jit
 def training_step(model: LanguageModel, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
-    """One update in place; returns the loss before it."""
+    """Update the model in place; return the loss before the update."""
     loss, gradients = nnx.value_and_grad(lambda model: losses_of(model, batch).mean())(model)
     optimizer.update(model, gradients)
     return loss

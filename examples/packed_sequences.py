@@ -1,4 +1,4 @@
-"""Sequences of different lengths, packed into one array, with rotary embedding: a training step without padding.
+"""A training step without padding: sequences of different lengths in one packed array, with rotary embedding.
 
 python examples/packed_sequences.py
 """
@@ -12,22 +12,22 @@ import numpy as np
 from blockdiag import Rotary, block_diagonal_attention, rotary_tables
 
 HEADS, KEY_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 32, 64
-ROOM = 1024  # rows of the packed array; what the sequences leave free is padding
+ROOM = 1024  # rows of the packed array; rows after the last sequence are padding
 
 
 tables = rotary_tables(max_position=ROOM, head_dim=HEAD_DIM)
 
 
 def pack(lengths: list[int]) -> jax.Array:
-    """Offsets int32 [sequences + 1] of sequences that lie one after the other."""
+    """Return the offsets int32 [sequences + 1] of concatenated sequences."""
     return jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def training_step(weights: jax.Array, inputs: jax.Array, offsets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One step of gradient descent on a projection to query, key and value.
+    """Take one step of gradient descent on a projection to query, key and value.
 
-    The offsets are data of the compiled program: other lengths run the same one.
+    The offsets are data, so other lengths run the same compiled program.
     """
 
     def loss(weights: jax.Array) -> jax.Array:

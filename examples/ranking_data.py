@@ -1,4 +1,4 @@
-"""What `torch_ranking_model.py` and `ranking_model.py` share: the table, its batches, initial weights, scores, options.
+"""Shared code of `torch_ranking_model.py` and `ranking_model.py`: table, batches, initial weights, scores, options.
 
 The table is scikit-learn's breast cancer data: 569 rows of 30 numeric features and a binary label.
 """
@@ -12,21 +12,21 @@ import numpy as np
 
 WIDTH, HEADS, HEAD_DIM, LAYERS, HIDDEN = 32, 4, 16, 2, 64
 BATCH_SIZE = 64
-# Of Adam, in both frameworks.
+# Hyperparameters of Adam, in both frameworks.
 LEARNING_RATE, BETAS, EPSILON = 1e-3, (0.9, 0.999), 1e-8
 NORM_EPSILON = 1e-6
 SEED = 0
-# Not timed: they compile.
+# These steps are not timed, because they compile.
 WARMUP_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows in random order, features with mean 0 and deviation 1 over the rows that are trained on.
+    """Rows in random order, with features of mean 0 and standard deviation 1 over the training rows.
 
     Attributes:
-        features, labels: float32 [rows, F] and [rows], to train on.
-        held_out_features, held_out_labels: the same of the fifth of all rows that is held out.
+        features, labels: training rows, float32 [rows, F] and [rows].
+        held_out_features, held_out_labels: the held-out fifth of all rows, in the same form.
     """
 
     features: np.ndarray
@@ -36,7 +36,7 @@ class Table:
 
 
 def load_table(path: Path | None) -> Table:
-    """The table in a file of the format that scikit-learn bundles, or scikit-learn's own where `path` is None.
+    """Load the table from a file in the format that scikit-learn bundles, or scikit-learn's own if `path` is None.
 
     A file has one line with its number of rows and of features and the names of the two classes, then one line for each
     row: its features and its label, 0 or 1, with commas between them.
@@ -56,7 +56,7 @@ def load_table(path: Path | None) -> Table:
 
 
 def batches(rows: int, steps: int) -> np.ndarray:
-    """Rows of each step's batch, int64 [steps, BATCH_SIZE]: epoch after epoch in random order, whole batches only."""
+    """Return the rows of each batch, int64 [steps, BATCH_SIZE]: epochs in random order, whole batches only."""
     generator = np.random.default_rng(SEED)
     per_epoch = rows // BATCH_SIZE
     epochs = [
@@ -67,7 +67,7 @@ def batches(rows: int, steps: int) -> np.ndarray:
 
 
 def initial_weights(features: int) -> dict[str, np.ndarray]:
-    """Initial weights by name, float32; matrices are [in, out]."""
+    """Return the initial weights by name, float32; matrices are [in, out]."""
     generator = np.random.default_rng(SEED)
 
     def normal(*shape: int) -> np.ndarray:
@@ -88,13 +88,13 @@ def initial_weights(features: int) -> dict[str, np.ndarray]:
 
 
 def area_under_curve(labels: np.ndarray, scores: np.ndarray) -> float:
-    """Probability that a random row with label 1 scores higher than one with label 0; ties count half."""
+    """Return the probability that a random row with label 1 scores higher than one with label 0; ties count half."""
     difference = scores[labels == 1][:, None] - scores[labels == 0][None, :]
     return float(np.mean((difference > 0) + 0.5 * (difference == 0)))
 
 
 def linear_scores(table: Table) -> np.ndarray:
-    """Scores of the held-out rows by least squares on the features: what a model must be compared with."""
+    """Return scores of the held-out rows by least squares on the features, as a baseline."""
     inputs, held_out = (
         np.concatenate([rows, np.ones((len(rows), 1), np.float32)], axis=1)
         for rows in (table.features, table.held_out_features)
@@ -109,7 +109,7 @@ class Training:
     Attributes:
         losses: mean loss of each step's batch, before its update.
         scores: logits of the held-out rows after the last step.
-        rows_per_second: of the steps after the warm-up.
+        rows_per_second: throughput of the steps after the warm-up.
     """
 
     losses: list[float]
@@ -131,13 +131,13 @@ class Training:
 
 
 def rows_per_second(steps: int, seconds: float) -> float:
-    """Throughput of a training whose steps after the warm-up took so long; of all its steps where it has no others."""
+    """Return the throughput of the steps after the warm-up, or of all steps if there are no others."""
     timed_steps = steps - WARMUP_STEPS if steps > WARMUP_STEPS else steps
     return timed_steps * BATCH_SIZE / seconds
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that both programs have."""
+    """Return a parser of the options that both programs have."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options.add_argument("--steps", type=_at_least_one, default=100)

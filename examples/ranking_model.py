@@ -1,8 +1,8 @@
 """A small ranking model in JAX and Flax: the features of a row attend to each other, and to no other row.
 
-Every feature of a row becomes a token. The tokens of all rows of a batch lie on one packed axis, cut into blocks of as
-many tokens as there are features, so that block-diagonal attention is feature interaction within a row.
-`torch_ranking_model.py` trains the same model in PyTorch, with the same losses to rounding.
+Each feature of a row becomes a token. The tokens of all rows of a batch are on one packed axis, in blocks of as many
+tokens as there are features, so block-diagonal attention computes feature interactions within a row.
+`torch_ranking_model.py` trains the same model in PyTorch, with the same losses up to rounding.
 
 python examples/ranking_model.py [--device cuda]
 """
@@ -66,7 +66,7 @@ class RankingModel(nnx.Module):
         return self.head(rows).squeeze(-1)
 
     def set_weights(self, weights: dict[str, np.ndarray]) -> None:
-        """Take the initial weights that both frameworks start from; biases start with 0."""
+        """Take the initial weights that both frameworks start from; biases start at 0."""
         values = {name: jnp.asarray(value) for name, value in weights.items()}
         self.embedding_weight[...] = values["embedding_weight"]
         self.embedding_bias[...] = values["embedding_bias"]
@@ -79,13 +79,13 @@ class RankingModel(nnx.Module):
 
 
 def loss_of(model: RankingModel, features: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean binary cross entropy."""
+    """Return the mean binary cross entropy."""
     return optax.sigmoid_binary_cross_entropy(model(features), labels).mean()
 
 
 @nnx.jit
 def training_step(model: RankingModel, optimizer: nnx.Optimizer, features: jax.Array, labels: jax.Array) -> jax.Array:
-    """One update in place; returns the loss before it."""
+    """Update the model in place; return the loss before the update."""
     loss, gradients = nnx.value_and_grad(loss_of)(model, features, labels)
     optimizer.update(model, gradients)
     return loss

@@ -1,10 +1,10 @@
 """Evoformer blocks in PyTorch with fused attention, trained to find pairs of columns that evolved together.
 
-An alignment [rows, columns] and the pairs of its columns inform each other: attention along rows with a bias of pairs,
-attention along columns, products of columns that become pairs, and attention along the sides of triangles of pairs. All
-of that attention is one function in plain `jax.numpy`, which `blockdiag.torch.fuse` turns into kernels that torch
-launches, with the gradients of biases and gates. `evoformer.py` trains the same model in JAX, with the same losses to
-rounding.
+An alignment [rows, columns] and the pairs of its columns exchange information in four steps: attention along rows with
+a pair bias, attention along columns, outer products of columns that update the pairs, and triangle attention over the
+pairs. All of these attentions are one function in plain `jax.numpy`, which `blockdiag.torch.fuse` turns into kernels
+that torch launches, with gradients of biases and gates. `evoformer.py` trains the same model in JAX, with the same
+losses up to rounding.
 
 python examples/torch_evoformer.py [--steps 400] [--device cuda]
 """
@@ -22,7 +22,7 @@ attend = fuse(shared.gated_attention)
 
 
 def empty(*shape: int) -> nn.Parameter:
-    """A matrix [in, out] that gets its initial value from `set_weights`."""
+    """Return a matrix [in, out] whose initial value `set_weights` provides."""
     return nn.Parameter(torch.zeros(shape))
 
 
@@ -126,7 +126,7 @@ class ContactModel(nn.Module):
         return (logits + logits.transpose(1, 2)) / 2
 
     def set_weights(self, weights: dict[str, np.ndarray]) -> None:
-        """Take the initial weights that both frameworks start from; gains of norms stay what they are."""
+        """Take the initial weights that both frameworks start from; gains of norms stay unchanged."""
         found = self.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
         assert not found.unexpected_keys, f"no parameters for {found.unexpected_keys}"
 

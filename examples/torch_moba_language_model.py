@@ -1,8 +1,8 @@
 """A small language model in PyTorch with mixture of block attention, trained on real text with contexts of 1,024 bytes.
 
-Every query sees its own block of 32 keys and the three earlier ones that suit it best, instead of all keys before it;
-keys go through a learned convolution over three tokens first. `moba_language_model.py` trains the same model in JAX,
-with the same losses to rounding.
+Each query sees its own block of 32 keys and the three earlier blocks with the best mean keys, instead of all earlier
+keys. Keys first pass through a learned convolution over three tokens. `moba_language_model.py` trains the same model in
+JAX, with the same losses up to rounding.
 
 python examples/torch_moba_language_model.py [--steps 300] [--device cuda]
 """
@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
 
 
 def losses_of(model: LanguageModel, batch: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of every byte of `batch` [B, T + 1] after the first, in nats, [B, T]."""
+    """Return the cross entropy of every byte of `batch` [B, T + 1] after the first, in nats, [B, T]."""
     logits = model(batch[:, :-1])
     return nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
 

@@ -1,8 +1,8 @@
 """A small ranking model in PyTorch: the features of a row attend to each other, and to no other row.
 
-Every feature of a row becomes a token. The tokens of all rows of a batch lie on one packed axis, cut into blocks of as
-many tokens as there are features, so that block-diagonal attention is feature interaction within a row.
-`ranking_model.py` trains the same model in JAX, with the same losses to rounding.
+Each feature of a row becomes a token. The tokens of all rows of a batch are on one packed axis, in blocks of as many
+tokens as there are features, so block-diagonal attention computes feature interactions within a row.
+`ranking_model.py` trains the same model in JAX, with the same losses up to rounding.
 
 python examples/torch_ranking_model.py [--device cuda] [--compile]
 """
@@ -57,7 +57,7 @@ class RankingModel(nn.Module):
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, np.ndarray]) -> None:
-        """Take the initial weights that both frameworks start from; biases start with 0."""
+        """Take the initial weights that both frameworks start from; biases start at 0."""
         values = {name: torch.from_numpy(value) for name, value in weights.items()}
         self.embedding_weight.copy_(values["embedding_weight"])
         self.embedding_bias.copy_(values["embedding_bias"])

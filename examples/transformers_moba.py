@@ -1,4 +1,4 @@
-"""MoBA as the attention of models of Hugging Face transformers, by name (tried with transformers 5.23).
+"""Register MoBA as an attention implementation of Hugging Face transformers (tried with transformers 5.23).
 
 python examples/transformers_moba.py
 """
@@ -11,7 +11,7 @@ import torch
 
 from blockdiag.torch import moba_attention
 
-# What models may pass along that would change what is computed.
+# Options that models may pass and that would change the result.
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "cache", "cu_seq_lens_q")
 
 
@@ -29,22 +29,22 @@ def moba_attention_forward(
     top_k: int,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention as models of transformers call it.
+    """Compute causal attention with the signature that models of transformers call.
 
     Args:
         module: the attention layer.
         query: [B, N, T, H], rotated already; the last one has the position of the last key.
-        key, value: [B, K, S, H], those of a cache included; N a multiple of K.
+        key, value: [B, K, S, H], including those of a cache; N is a multiple of K.
         attention_mask: bool [B, S], False for padding; or None.
-        scaling: of the scores; 1 / sqrt(H) when None.
-        dropout, is_causal: only 0 and causal attention can be computed.
+        scaling: factor of the scores; 1 / sqrt(H) if None.
+        dropout, is_causal: only a dropout of 0 and causal attention are supported.
         block_size, top_k: as for `moba_attention`.
 
     Returns:
         The output [B, T, N, H], and None for the attention weights.
 
     Raises:
-        ValueError: the model asks for something else than causal attention with padding.
+        ValueError: the model requests anything but causal attention with padding.
     """
     unsupported = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -56,7 +56,7 @@ def moba_attention_forward(
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.dtype != torch.bool):
         raise ValueError(
             f"`attention_mask` must be None or bool [B, S], got {attention_mask.dtype} of shape "
-            f"{tuple(attention_mask.shape)}; pass the model a mask [B, S] of what is no padding"
+            f"{tuple(attention_mask.shape)}; pass the model a mask [B, S] that is 1 for tokens and 0 for padding"
         )
     operands = (tensor.transpose(1, 2) for tensor in (query, key, value))
     options: dict[str, Any] = {"block_size": block_size, "top_k": top_k, "scale": scaling, "key_mask": attention_mask}
@@ -64,7 +64,7 @@ def moba_attention_forward(
 
 
 def register(name: str = "moba", *, block_size: int = 128, top_k: int = 8) -> None:
-    """Makes `attn_implementation=name` known to transformers."""
+    """Register `attn_implementation=name` with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
 
@@ -86,12 +86,12 @@ def register(name: str = "moba", *, block_size: int = 128, top_k: int = 8) -> No
         return attention_mask
 
     AttentionInterface.register(name, functools.partial(moba_attention_forward, block_size=block_size, top_k=top_k))
-    # Without a mask of its own transformers would drop the padding mask for this name.
+    # Without a registered mask function, transformers would drop the padding mask for this name.
     AttentionMaskInterface.register(name, padding_mask)
 
 
 def main() -> None:
-    """A small Llama: with room for all blocks its attention is dense attention, and generating goes on from a cache."""
+    """Run a small Llama: with all blocks selected, MoBA equals dense attention, also when generating from a cache."""
     if importlib.util.find_spec("transformers") is None:
         print("this example needs transformers: pip install transformers")
         return
@@ -112,7 +112,7 @@ def main() -> None:
         found[name] = logits, written
     difference = (found["moba"][0] - found["sdpa"][0]).abs().max().item()
     is_same = torch.equal(found["moba"][1], found["sdpa"][1])
-    print(f"largest difference of logits to dense attention {difference:.1e}, the same tokens written: {is_same}")
+    print(f"largest difference of logits to dense attention {difference:.1e}, the same tokens generated: {is_same}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What XLA for GPUs makes of MoBA over shared tokens, compiled on a machine without a GPU.
+"""XLA's GPU schedule of MoBA over shared tokens, compiled on a machine without a GPU.
 
 Run in a process of its own, `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.gpu_schedule`: JAX's CUDA plugin looks
 for GPUs when it is loaded, and this variable tells it not to. Prints JSON of forward and backward:

@@ -1,4 +1,4 @@
-"""What tests of the operation share: cases, an exact result computed by loops, and what error is allowed.
+"""Shared code of tests of the operation: cases, an exact result computed by loops, allowed errors.
 
 `exact_attention` is independent of the library: numpy, float64, one block and one head at a time.
 """

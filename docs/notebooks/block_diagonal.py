@@ -13,9 +13,8 @@
 # %% [markdown]
 # # Block-diagonal attention, step by step
 #
-# From attention with a dense mask, to the same attention block by block, to
-# `blockdiag.block_diagonal_attention`: three ways to one result, with a picture of each. Everything here runs on a CPU
-# in some seconds.
+# This notebook computes the same result in three ways, with a picture of each: attention with a dense mask, attention
+# block by block, and `blockdiag.block_diagonal_attention`. Everything here runs on a CPU in a few seconds.
 
 # %%
 import jax
@@ -26,10 +25,10 @@ from matplotlib.colors import ListedColormap
 
 from blockdiag import Rotary, apply_rotary, block_diagonal_attention, rotary_tables
 
-# On a GPU, JAX's own float32 products are otherwise rounded to fewer bits than the library's.
+# By default, JAX's own float32 products have less precision on a GPU than the library's.
 jax.config.update("jax_default_matmul_precision", "highest")
 
-# Colours that differ for the colour-blind too, and in print.
+# Colours that colour-blind readers can tell apart, also in print.
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#EBEBEB"
 SEEN = ListedColormap([GREY, BLUE])
 
@@ -39,8 +38,8 @@ query, key, value = jax.random.normal(jax.random.key(0), (3, 1, TOKENS, HEADS, H
 # %% [markdown]
 # ## A dense mask
 #
-# Token $i$ sees token $j$ if both are in one block: $\lfloor i / 16 \rfloor = \lfloor j / 16 \rfloor$. Written with a
-# mask, all $T^2$ scores of a head are computed, and most of them are thrown away.
+# Token $i$ sees token $j$ if both are in the same block: $\lfloor i / 16 \rfloor = \lfloor j / 16 \rfloor$. With a
+# dense mask, all $T^2$ scores of a head are computed, and most of them are discarded.
 
 # %%
 block = jnp.arange(TOKENS) // BLOCK
@@ -56,7 +55,7 @@ def masked_attention(query, key, value, mask):
 
 
 def draw_mask(axes, mask, title, edges=()):
-    """Queries downwards, keys to the right; lines at the edges of blocks."""
+    """Draw a mask, queries downwards and keys to the right, with lines at the edges of blocks."""
     axes.imshow(mask, cmap=SEEN, vmin=0, vmax=1, interpolation="nearest", extent=(0, mask.shape[1], mask.shape[0], 0))
     for edge in edges:
         axes.axhline(edge, color="white", linewidth=0.8)
@@ -74,8 +73,8 @@ draw_mask(right, causal, "the same, causal", range(0, TOKENS, BLOCK))
 # %% [markdown]
 # ## Block by block
 #
-# What the mask keeps are square pieces on the diagonal. A reshape makes the blocks an axis of their own; then the mask
-# is gone, and there are $T \cdot 16$ scores for each head instead of $T^2$.
+# The mask keeps square pieces on the diagonal. A reshape gives the blocks an axis of their own. Then no mask is needed,
+# and each head has $T \cdot 16$ scores instead of $T^2$.
 
 
 # %%
@@ -96,8 +95,8 @@ assert jnp.allclose(blocked, dense, atol=1e-5)
 print(f"largest difference from the dense mask: {jnp.abs(blocked - dense).max():.1e}")
 
 # %% [markdown]
-# The attention weights of the first head, both ways. The squares on the diagonal of the left picture, side by side, are
-# the right one: the same numbers, without the zeros between them.
+# The pictures show the attention weights of the first head. On the left is the whole matrix, and on the right are the
+# squares on its diagonal: the same numbers without the zeros between them.
 
 # %%
 scores = jnp.einsum("td,sd->ts", query[0, :, 0], key[0, :, 0]) * HEAD_DIM**-0.5
@@ -117,9 +116,9 @@ np.testing.assert_allclose(pieces.sum(axis=2), 1, rtol=1e-5)
 # %% [markdown]
 # ## The operator
 #
-# `block_diagonal_attention` is that, in one call, for any length, with a choice of causal or not. On CUDA it is one
-# kernel, which reads query, key and value once and writes the output once; on a CPU it is blocked `jax.numpy` like the
-# function above.
+# `block_diagonal_attention` computes this in one call, for any length, causal or not. On CUDA it is one kernel, which
+# reads query, key and value once and writes the output once. On a CPU it is blocked `jax.numpy`, like the function
+# above.
 
 # %%
 output = block_diagonal_attention(query, key, value, block_size=BLOCK)
@@ -131,9 +130,10 @@ assert jnp.allclose(output, masked_attention(query, key, value, causal), atol=1e
 # %% [markdown]
 # ## Packed sequences
 #
-# Batches are seldom of one length. Without a batch axis, sequences lie one after the other, and `sequence_offsets` says
-# where each begins. Blocks are counted from the first token of each sequence, and the last one may be shorter. Here are
-# sequences of 21, 0 and 19 tokens, with 8 rows of padding behind them that belong to no sequence.
+# The sequences of a batch seldom have equal lengths. Without a batch axis, sequences are concatenated along the token
+# axis, and `sequence_offsets` says where each begins. Blocks start at the first token of each sequence, and the last
+# block may be shorter. Here the sequences have 21, 0 and 19 tokens, followed by 8 rows of padding that belong to no
+# sequence.
 
 # %%
 offsets = jnp.array([0, 21, 21, 40], jnp.int32)
@@ -157,10 +157,10 @@ figure, axes = plt.subplots(figsize=(4.4, 4.4), layout="constrained")
 draw_mask(axes, packed_mask, "sequences of 21, 0 and 19", (0, 16, 21, 37, 40))
 
 # %% [markdown]
-# ## Nothing leaks
+# ## Blocks are independent
 #
-# Blocks are independent in the strictest sense: a NaN in one of them does not reach the others. With a dense mask it
-# does, because a weight of zero times NaN is NaN.
+# Blocks are strictly independent: a NaN in one of them does not reach the others. With a dense mask it does, because a
+# weight of zero times NaN is NaN.
 
 # %%
 poisoned = packed_value.at[3].set(jnp.nan)  # in the first block, rows 0 to 15
@@ -175,8 +175,8 @@ print(f"rows with NaN: {has_nan[0].sum()} by the operator, {has_nan[1].sum()} by
 # %% [markdown]
 # ## Rotary embedding
 #
-# Query and key are rotated as they are loaded: no rotated copy is stored. The result is that of rotating first, and
-# positions begin with 0 in each sequence.
+# Query and key are rotated as they are loaded, so no rotated copy is stored. The result equals that of rotating first.
+# Positions start at 0 in each sequence.
 
 # %%
 cos, sin = rotary_tables(max_position=TOKENS, head_dim=HEAD_DIM)
@@ -190,14 +190,14 @@ assert jnp.allclose(fused, apart, atol=1e-5)
 # %% [markdown]
 # ## Gradients
 #
-# The derivative is that of the formula with the mask. Only query, key and value are kept for it.
+# The gradient equals that of attention with the mask. The forward pass saves only query, key and value for it.
 
 # %%
 cotangent = jax.random.normal(jax.random.key(1), query.shape)
 
 
 def gradients_of(attention):
-    """Of query, key and value, for one cotangent."""
+    """Return the gradients of query, key and value for one cotangent."""
     return jax.jit(jax.grad(lambda *arrays: jnp.vdot(attention(*arrays), cotangent), argnums=(0, 1, 2)))
 
 
@@ -208,16 +208,16 @@ for name, gradient, other in zip(("query", "key", "value"), gradients, expected,
     print(f"gradient of {name}: largest difference {jnp.abs(gradient - other).max():.1e}")
 
 # %% [markdown]
-# ## What it saves
+# ## Memory
 #
-# XLA says how much memory a compiled program needs for what lies between its inputs and its output. With a dense mask
-# that is mostly the scores, and grows with the square of the length; block by block it grows with the length. The
-# programs are compiled for this and not run.
+# XLA reports how much memory a compiled program needs for intermediate results. With a dense mask these are mostly the
+# scores, which grow with the square of the length; block by block, memory grows linearly with the length. These
+# programs are only compiled, not run.
 
 
 # %%
 def temporary_bytes(function, tokens):
-    """Memory for intermediate results of a compiled call on [1, T, N, H] float32."""
+    """Return the memory for intermediate results of a compiled call on [1, T, N, H] float32."""
     operand = jax.ShapeDtypeStruct((1, tokens, HEADS, HEAD_DIM), jnp.float32)
     return jax.jit(function).lower(operand, operand, operand).compile().memory_analysis().temp_size_in_bytes
 
@@ -244,8 +244,7 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Times are another matter, and one of GPUs: `python -m benchmarks block_diagonal` measures them, and the README
-# has those of an H200.
+# Times need a GPU: `python -m benchmarks block_diagonal` measures them, and the README has those of an H200.
 
 # %%
 plt.show()  # as a script with a screen; a notebook has shown the pictures already

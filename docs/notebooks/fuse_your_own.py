@@ -11,11 +11,12 @@
 # ---
 
 # %% [markdown]
-# # Fuse an attention of your own
+# # Fuse your own attention
 #
-# Write attention as you would explain it: an einsum, whatever you do to scores, a softmax, another einsum. `fuse` makes
-# of it a function with the same arguments that never holds all scores, forward or backward; on CUDA it runs generated
-# Triton kernels, on a CPU a scan over tiles of keys. `explain` says what was found, and draws what is visited.
+# Write attention as you would explain it: an einsum, any changes to the scores, a softmax, and another einsum. `fuse`
+# turns it into a function with the same arguments that never stores all scores, forward or backward. On CUDA it runs
+# generated Triton kernels, and on a CPU a scan over tiles of keys. `explain` describes what was found, and draws the
+# visited tiles.
 
 # %%
 import jax
@@ -27,15 +28,14 @@ from blockdiag import NotFusible, explain, fuse
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
-# Colours that differ for the colour-blind too.
+# Colours that colour-blind readers can tell apart.
 BLUE, ORANGE = "#0072B2", "#E69F00"
 
 # %% [markdown]
 # ## A variant
 #
-# Say you train on packed documents, and want a causal window of 100 tokens within each document, with a slope that a
-# model learns for each head to fade what is far away, and scores that are capped softly. As plain `jax.numpy` that is a
-# few lines:
+# Suppose you train on packed documents. You want a causal window of 100 tokens within each document, a learned slope
+# for each head that fades distant tokens, and a soft cap on the scores. In plain `jax.numpy` this takes a few lines:
 
 
 # %%
@@ -67,8 +67,8 @@ print(f"largest difference: {jnp.abs(output - expected).max():.1e}")
 # %% [markdown]
 # ## What was found
 #
-# `explain` takes the same arguments and runs none of the attention. It lists what a kernel would read, with which axes,
-# and how many tiles of scores it can leave out.
+# `explain` takes the same arguments, and does not run the attention. It lists the arrays that a kernel would read, with
+# their axes, and how many tiles of scores it can skip.
 
 # %%
 found = explain(document_attention)(query, key, value, document, slope)
@@ -77,10 +77,10 @@ print(found)
 assert found.reason is None and region.skipped > 0.5
 
 # %% [markdown]
-# Tiles are left out by interval arithmetic on the function's own expression: nobody declared a window, or documents.
-# The picture on the left has the tiles that the first row's kernel visits; on the right is what the mask keeps. The
-# window and the causal order are found while tracing. The documents are data, so that a small computation before the
-# kernel looks at them.
+# Interval arithmetic on the function's own expression finds the tiles to skip; no window or document mask was declared.
+# The left picture shows the tiles that the kernel visits in the first row of the batch, and the right one the scores
+# that the mask keeps. The window and the causal order are found at trace time. The documents are data, so a small
+# computation before the kernel evaluates them.
 
 # %%
 position = np.arange(TOKENS)
@@ -94,7 +94,7 @@ left.set(title=f"tiles visited: {region.visited.mean():.0%}", xlabel="key", ylab
 right.imshow(np.where(seen[..., None], (0.0, 0.447, 0.698), (0.92, 0.92, 0.92)), aspect="auto")
 right.set(title=f"scores seen: {seen.mean():.0%}", xlabel="key")
 
-# No visited tile is missing: every pair that the mask keeps lies in one.
+# No tile is skipped by mistake: the mask keeps no pair outside of the visited tiles.
 rows, columns = region.tile
 for query_tile, key_tile in np.argwhere(~region.visited):
     tile = seen[query_tile * rows : (query_tile + 1) * rows, key_tile * columns : (key_tile + 1) * columns]
@@ -103,8 +103,8 @@ for query_tile, key_tile in np.argwhere(~region.visited):
 # %% [markdown]
 # ## Gradients
 #
-# Of every floating argument, the learned slope among them: its gradient is added up over all scores without any of them
-# in memory.
+# Every floating-point argument has a gradient, including the learned slope. Its gradient is a sum over all scores,
+# which are never stored.
 
 
 # %%
@@ -127,13 +127,13 @@ for name, gradient, other in zip(
 # %% [markdown]
 # ## Memory
 #
-# What XLA needs for intermediate results of the forward and backward pass, as the compiled programs themselves say. As
-# written, scores are stored, and their number grows with the square of the length.
+# XLA reports how much memory the compiled forward and backward pass needs for intermediate results. Without `fuse` the
+# scores are stored, and their number grows with the square of the length.
 
 
 # %%
 def temporary_bytes(function, tokens):
-    """Memory for intermediate results of the compiled gradient, in bytes."""
+    """Return the memory for intermediate results of the compiled gradient, in bytes."""
     operand = jax.ShapeDtypeStruct((1, tokens, HEADS, HEAD_DIM), jnp.float32)
     documents = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     gradient = jax.grad(lambda *arrays: function(*arrays).sum(), argnums=(0, 1, 2, 4))
@@ -160,7 +160,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## The kernels
 #
-# Their source is text. This is the beginning of the forward kernel that would run on CUDA:
+# The source of the kernels is text. This is the beginning of the forward kernel that would run on CUDA:
 
 # %%
 print("\n".join(found.source.splitlines()[:24]))
@@ -168,9 +168,9 @@ print("\n".join(found.source.splitlines()[:24]))
 # %% [markdown]
 # ## What is not fusible
 #
-# A tile of scores can be computed if each score depends on its own query and key alone, but for a softmax over keys.
-# Sorted scores do not: the call raises `NotFusible`, which names the operation, the line and the rule. Nothing slow
-# runs in secret.
+# A tile of scores can be computed if each score depends only on its own query and key; a softmax over keys is the
+# exception. Sorted scores depend on a whole row. The call raises `NotFusible`, which names the operation, the line and
+# the rule. It does not fall back to slow code silently.
 
 
 # %%
@@ -188,8 +188,8 @@ print(message)
 assert "`sort` of scores" in message
 
 # %% [markdown]
-# `explain` gives the same reason instead of raising. With `fallback=True` the function is run as it stands where it is
-# not fusible, and the reasons are kept.
+# `explain` returns the same reason instead of raising. With `fallback=True` a function that is not fusible runs
+# unchanged, and the reasons are recorded.
 
 # %%
 assert explain(sorted_attention)(query, key, value).reason == message
@@ -198,8 +198,8 @@ patient(query, key, value)
 assert patient.fallbacks and "`sort`" in patient.fallbacks[0]
 
 # %% [markdown]
-# The gallery of variants has 75 more, with what each one skips; `blockdiag.torch.fuse` takes the same functions
-# and gives functions of tensors.
+# The gallery has 75 more variants, with the tiles that each one skips. `blockdiag.torch.fuse` takes the same functions
+# and returns functions of tensors.
 
 # %%
 plt.show()  # as a script with a screen; a notebook has shown the pictures already

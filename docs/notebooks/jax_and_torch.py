@@ -13,8 +13,8 @@
 # %% [markdown]
 # # JAX and PyTorch side by side
 #
-# Arrays and tensors cross between the frameworks by DLPack, without a copy, and functions of one can be called from the
-# other. The library's operators exist in both, and are the same computation.
+# Arrays and tensors can be passed between the frameworks through DLPack without a copy, and functions of one framework
+# can be called from the other. The library's operators exist in both, and compute the same.
 
 # %%
 import jax
@@ -31,17 +31,17 @@ from blockdiag.interop import to_jax, to_torch, wrap_jax, wrap_torch
 jax.config.update("jax_default_matmul_precision", "highest")
 torch.manual_seed(0)
 
-# Colours that differ for the colour-blind too.
+# Colours that colour-blind readers can tell apart.
 BLUE, ORANGE = "#0072B2", "#E69F00"
 
 # %% [markdown]
-# ## One memory
+# ## Shared memory
 #
-# `to_jax` and `to_torch` hand over memory, not numbers: both sides have one address. Dimensions may lie in any order.
-# On a GPU, an event between the frameworks' streams keeps the order of work; the host waits for nothing.
+# `to_jax` and `to_torch` pass the memory itself, so both sides have the same address. Dimensions may be stored in any
+# order. On a GPU, an event between the frameworks' streams keeps the order of work, without waiting on the host.
 
 # %%
-tensor = torch.randn(2, 4, 64, 32)  # [B, N, T, H], as torch likes it
+tensor = torch.randn(2, 4, 64, 32)  # [B, N, T, H], the usual layout in torch
 array = to_jax(tensor.transpose(1, 2))  # [B, T, N, H]
 assert array.unsafe_buffer_pointer() == tensor.data_ptr()
 back = to_torch(array)
@@ -49,8 +49,8 @@ assert back.data_ptr() == tensor.data_ptr()
 print(f"{type(array).__name__} {array.shape} and tensor {tuple(tensor.shape)} at address {tensor.data_ptr():#x}")
 
 # %% [markdown]
-# What cannot be shared says so, and how to go on. A slice of a projection has gaps between its rows, which JAX's arrays
-# cannot have; one copy is made if you ask for it.
+# A tensor that cannot be shared raises an error that says what to do. A slice of a projection has gaps between its
+# rows, which JAX arrays cannot represent; `copy=True` makes one copy.
 
 # %%
 projected = torch.randn(2, 64, 3, 4, 32)
@@ -63,10 +63,10 @@ assert "copy=True" in message
 assert to_jax(projected[:, :, 0], copy=True).shape == (2, 64, 4, 32)
 
 # %% [markdown]
-# ## One operator
+# ## The same operator in both
 #
-# `blockdiag.torch` has the operators under the same names, with the same arguments. On CUDA both launch the same Triton
-# kernels, and torch's way needs no JAX; on a CPU torch's calls go through JAX. Results and gradients are equal.
+# `blockdiag.torch` has operators with the same names and arguments. On CUDA both frameworks launch the same Triton
+# kernels, and torch does not need JAX. On a CPU, torch's calls go through JAX. Results and gradients are equal.
 
 # %%
 query, key, value = torch.randn(3, 2, 48, 4, 32).unbind()  # [B, T, N, H] each
@@ -93,10 +93,10 @@ for operand, gradient in zip((query, key, value), gradients, strict=True):
 print("output and three gradients agree")
 
 # %% [markdown]
-# ## A variant of your own, in both
+# ## Your own variant in both
 #
-# `fuse` takes attention that is written in plain `jax.numpy`, and `blockdiag.torch.fuse` makes a function of tensors,
-# with autograd, of the same source. Here scores have a learned bias for each distance, as in a small model below.
+# `fuse` takes attention written in plain `jax.numpy`. `blockdiag.torch.fuse` turns the same source into a function of
+# tensors with autograd. Here scores have a learned bias for each distance, which the small model below uses too.
 
 # %%
 TOKENS, HEADS, HEAD_DIM = 64, 2, 16
@@ -118,11 +118,11 @@ operands = [*torch.randn(3, 4, TOKENS, HEADS, HEAD_DIM).unbind(), torch.randn(HE
 torch.testing.assert_close(to_torch(fused_in_jax(*map(to_jax, operands))), fused_in_torch(*operands))
 
 # %% [markdown]
-# ## One training, twice
+# ## The same training in both
 #
-# The task: say which token stood seven places before. The tokens around do not tell, only the distance does, so that
-# the bias must find the seven. A model of one layer is written twice, with the same initial weights and batches: once
-# in JAX with optax, once in torch, with attention from the one function above.
+# The task is to predict the token seven positions earlier. The contents of other tokens do not help; only the distance
+# does, so the bias must find the seven. A model with one layer is written twice, with the same initial weights and
+# batches: once in JAX with optax, and once in torch. Both use the one attention function above.
 
 # %%
 STEPS, BATCH, VOCABULARY, WIDTH, LAG = 40, 8, 16, HEADS * HEAD_DIM, 7
@@ -138,7 +138,7 @@ initial = {name: array.astype(np.float32) for name, array in initial.items()}
 
 
 def loss_in_jax(weights, tokens):
-    """Mean cross entropy of the tokens LAG places before, in nats; tokens int [B, T]."""
+    """Return the mean cross entropy of the tokens LAG positions earlier, in nats; tokens int [B, T]."""
     projected = (weights["embedding"][tokens] @ weights["qkv"]).reshape(*tokens.shape, 3, HEADS, HEAD_DIM)
     attended = fused_in_jax(projected[:, :, 0], projected[:, :, 1], projected[:, :, 2], weights["bias"])
     logits = attended[:, LAG:].reshape(BATCH, TOKENS - LAG, WIDTH) @ weights["head"]
@@ -146,7 +146,7 @@ def loss_in_jax(weights, tokens):
 
 
 def loss_in_torch(weights, tokens):
-    """The same."""
+    """Return the same loss in torch."""
     projected = (weights["embedding"][tokens] @ weights["qkv"]).unflatten(-1, (3, HEADS, HEAD_DIM))
     attended = fused_in_torch(*(x.contiguous() for x in projected.unbind(2)), weights["bias"])
     logits = attended[:, LAG:].flatten(2) @ weights["head"]
@@ -185,7 +185,7 @@ def train_in_torch():
 print(f"loss {jax_losses[0]:.4f} at first, then {jax_losses[-1]:.4f} in JAX and {torch_losses[-1]:.4f} in torch")
 
 # %% [markdown]
-# The losses part only as roundings add up, and both biases have found the distance.
+# The losses differ only by accumulated rounding, and both biases have found the distance.
 
 # %%
 np.testing.assert_allclose(jax_losses[:20], torch_losses[:20], rtol=1e-3)
@@ -209,10 +209,10 @@ for axes in (losses, bias):
     axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# ## A function of the one in the other
+# ## Functions of one framework in the other
 #
-# `wrap_jax` makes a torch function with autograd of any JAX function, here the model's loss: torch's optimizer could
-# train with it. Its gradients are those of torch's own model.
+# `wrap_jax` turns any JAX function into a torch function with autograd, here the loss of the model, so a torch
+# optimizer could train with it. Its gradients match those of the torch model.
 
 # %%
 wrapped_loss = wrap_jax(loss_in_jax)
@@ -232,8 +232,8 @@ axes.set(xlabel="relative difference", title="gradients of the wrapped loss and 
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# `wrap_torch` is the other way, for notebooks and tests: each call copies its arguments to the host and runs torch
-# there. It may stand in jitted functions, and has gradients.
+# `wrap_torch` works the other way round, for notebooks and tests: each call copies its arguments to the host and runs
+# torch there. It works in jitted functions, and has gradients.
 
 # %%
 huber = wrap_torch(lambda x: torch.nn.functional.huber_loss(x, torch.zeros_like(x), reduction="none"))
@@ -242,8 +242,8 @@ assert jax.jit(huber)(points).tolist() == [0.125, 2.5]
 assert jax.grad(lambda x: huber(x).sum())(points).tolist() == [0.5, 1.0]
 
 # %% [markdown]
-# Memory, versions and streams of one process that has both are described in the page on bridges. Of whole programs that
-# are twins, `examples/` has several.
+# The page on bridges describes memory, versions and streams when both frameworks share a process. `examples/` has
+# several programs in a JAX and a torch version.
 
 # %%
 plt.show()  # as a script with a screen; a notebook has shown the pictures already

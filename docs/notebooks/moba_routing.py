@@ -11,11 +11,11 @@
 # ---
 
 # %% [markdown]
-# # MoBA's routing, seen
+# # MoBA's routing in pictures
 #
-# In mixture of block attention a query sees its own block of keys, and those earlier blocks whose mean key suits it
-# best. This notebook shows which blocks that are in real text, and how often the right one is among them: what a simple
-# theory predicts, and what is measured.
+# In mixture of block attention (MoBA) a query sees its own block of keys and the earlier blocks whose mean keys have
+# the largest dot products with it. This notebook shows which blocks are selected in real text. It then compares how
+# often the right block is among them with the prediction of a simple theory.
 
 # %%
 import math
@@ -34,14 +34,14 @@ route = jax.jit(moba_routing, static_argnames=("block_size", "top_k"))
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
-# Colours that differ for the colour-blind too.
+# Colours that colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#EBEBEB"
 
 # %% [markdown]
-# ## A text
+# ## The text
 #
-# The reference of the language that Python's own `help("topics")` shows: some fifty thousand words of English, in
-# every installation. Paragraphs that topics have in common are kept once. A token is a word.
+# The text is the language reference that Python's own `help("topics")` shows: about fifty thousand words of English,
+# available in every installation. Paragraphs that several topics share are kept once. A token is a word.
 
 # %%
 paragraphs = {
@@ -54,9 +54,9 @@ START, CONTEXT = 20000, 512
 print(" ".join(words[START : START + 30]), "...")
 
 # %% [markdown]
-# Every different word gets a random vector of length 1, and that is the key of each of its occurrences. Nothing is
-# learned. The product of two such vectors is 1 for a word with itself and about $\pm 1 / \sqrt H$ for two different
-# ones, so that a word as a query looks for its own occurrences.
+# Each distinct word gets a random vector of length 1, which is the key of each of its occurrences. Nothing is learned.
+# The dot product of two such vectors is 1 for a word with itself and about $\pm 1 / \sqrt H$ for two different words,
+# so the query of a word looks for its own occurrences.
 
 # %%
 HEAD_DIM, BLOCK, TOP_K = 64, 16, 4
@@ -75,8 +75,8 @@ key = jnp.asarray(vectors[text])[None, :, None, :]  # [B, T, K, H]
 # %% [markdown]
 # ## One query
 #
-# A rare word is asked for behind the text. The routing is computed from the products of the query with the mean key of
-# each block; the query itself has the position of the last key, so that the last block is its own.
+# The query is a rare word after the end of the text. The routing scores are the dot products of the query with the mean
+# key of each block. The query has the position of the last key, so the last block is its own block.
 
 # %%
 counts = np.bincount(text[:-BLOCK], minlength=len(vocabulary))
@@ -84,7 +84,7 @@ counts = np.bincount(text[:-BLOCK], minlength=len(vocabulary))
 asked = max(np.flatnonzero(counts == 3), key=lambda word: len(vocabulary[word]))
 query = jnp.asarray(vectors[asked])[None, None, None, :]  # [B, T, N, H], one query
 routing = route(query, key, block_size=BLOCK, top_k=TOP_K)
-chosen = routing.indices[0, 0, 0]  # its own block first, then by falling score
+chosen = routing.indices[0, 0, 0]  # its own block first, then by descending score
 
 mean_keys = key[0, :, 0].reshape(-1, BLOCK, HEAD_DIM).mean(axis=1)  # [blocks, H]
 scores = np.asarray(mean_keys @ vectors[asked])
@@ -107,8 +107,8 @@ print(f"'{vocabulary[asked]}' is in blocks {np.flatnonzero(holds_word).tolist()}
 # %% [markdown]
 # ## All queries
 #
-# Now every word of the text is a query, as in a language model's layer. The map has a row for each query and a column
-# for each block. The own block is on the diagonal, and later ones are never seen.
+# Now every word of the text is a query, as in a layer of a language model. The map has a row for each query and a
+# column for each block. The query's own block is on the diagonal, and later blocks are never seen.
 
 # %%
 routing = route(key, key, block_size=BLOCK, top_k=TOP_K)
@@ -129,8 +129,9 @@ axes.set(xlabel=f"block of {BLOCK} keys", ylabel="query", title=f"routing of a t
 _ = axes.legend(loc="upper right")
 
 # %% [markdown]
-# Of the words that occur in exactly one earlier block, how many find it? Only queries that have more blocks than they
-# may choose are counted. Blind choice would find it as often as there are places for each block.
+# How many of the words that occur in exactly one earlier block find it? Only queries with more candidate blocks than
+# they may select are counted. A random selection finds the block with probability (selected blocks) / (candidate
+# blocks).
 
 # %%
 has_choice = own_block > TOP_K - 1
@@ -141,8 +142,8 @@ print(f"{once.sum()} queries: the block is found by {found.mean():.0%}, by chanc
 assert found.mean() > 2 * blind
 
 # %% [markdown]
-# The routing is a value: it may be given to `moba_attention`, which then does not compute it. Attention to the chosen
-# blocks is one softmax over all of their keys.
+# The routing is a value that can be passed to `moba_attention`, which then does not compute it again. Attention to the
+# selected blocks is one softmax over all of their keys.
 
 # %%
 value = jax.random.normal(jax.random.key(1), key.shape)
@@ -152,38 +153,38 @@ dense = jax.jit(jax.nn.dot_product_attention)
 assert jnp.allclose(output, dense(key, key, value, mask=jnp.asarray(is_seen)[None, None]), atol=1e-5)
 
 # %% [markdown]
-# ## A theory
+# ## Theory
 #
-# Say that one key of a block of $B$ keys is the one a query looks for, the needle. Its product with the query is larger
-# by $\Delta\mu$ than those of all others, which are independent and have variance $1 / H$. The score of a block is the
-# mean of its products. So the score of the needle's block is larger than that of another one by $\Delta\mu / B$ on
-# average, and the difference of the two has a variance of $2 / (B H)$:
+# Suppose that one key of a block of $B$ keys, the needle, is the one that a query looks for. Its dot product with the
+# query exceeds those of all other keys by $\Delta\mu$; the others are independent and have variance $1 / H$. The score
+# of a block is the mean of its dot products. So the score of the needle's block exceeds that of another block by
+# $\Delta\mu / B$ on average, and the difference of the two has a variance of $2 / (B H)$:
 #
 # $$ \mathrm{SNR} = \frac{\Delta\mu / B}{\sqrt{2 / (B H)}} = \Delta\mu \sqrt{\frac{H}{2 B}}, \qquad
 # P(\text{the other block has the larger score}) = \Phi(-\mathrm{SNR}). $$
 #
-# This is the signal-to-noise ratio that the FlashMoBA paper ("Optimizing Mixture of Block Attention", arXiv
-# 2511.11571) derives. It says that blocks a quarter as long double the ratio. If $m$ keys of the block are like the
-# needle, $m \Delta\mu$ takes the place of $\Delta\mu$.
+# This is the signal-to-noise ratio of the FlashMoBA paper ("Optimizing Mixture of Block Attention", arXiv 2511.11571).
+# According to it, blocks a quarter as long double the ratio. If $m$ keys of the block are like the needle, $m
+# \Delta\mu$ replaces $\Delta\mu$.
 #
-# With $n$ blocks to choose from and $k - 1$ places, the needle's block is found where fewer than $k - 1$ of the $n - 1$
-# others score higher. If scores are normal and independent, that probability is an integral over the needle's own
-# score:
+# With $n$ candidate blocks and $k - 1$ places, the needle's block is selected if fewer than $k - 1$ of the $n - 1$
+# other blocks score higher. If scores are normal and independent, this probability is an integral over the score of the
+# needle's block:
 
 
 # %%
 def normal_tail(x):
-    """Probability that a standard normal number is larger than x."""
+    """Return the probability that a standard normal number is larger than x."""
     return 0.5 * np.vectorize(math.erfc)(x / math.sqrt(2))
 
 
 def predicted_recall(snr, candidates, places):
-    """Probability that the needle's block is among the best `places` of `candidates` blocks."""
+    """Return the probability that the needle's block is among the best `places` of `candidates` blocks."""
     if places >= candidates:
         return 1.0
     points = np.linspace(-8, 8, 2001)
     density = np.exp(-0.5 * points**2) / math.sqrt(2 * math.pi)
-    # In units of the scores' own deviation the needle's block leads by sqrt(2) SNR.
+    # In units of the standard deviation of the scores, the needle's block leads by sqrt(2) SNR.
     higher = normal_tail(points + math.sqrt(2) * snr)
     others = candidates - 1
     fewer = sum(math.comb(others, i) * higher**i * (1 - higher) ** (others - i) for i in range(places))
@@ -191,12 +192,12 @@ def predicted_recall(snr, candidates, places):
 
 
 # %% [markdown]
-# ## Predicted against measured
+# ## Prediction and measurement
 #
-# Contexts of 2,048 tokens, each with a needle that occurs nowhere else, at a place behind which there is at least one
-# block of the largest size. `moba_routing` chooses for the needle's own vector as the query. A query sees 512 tokens
-# whatever the size of a block. Twice: with tokens that are drawn independently, as the theory has it, and with crops
-# of the text.
+# Each context has 2,048 tokens and one needle that occurs nowhere else, followed by at least one block of the largest
+# size. `moba_routing` selects blocks for the needle's own vector as the query. A query sees 512 tokens, whatever the
+# block size. There are two kinds of contexts: independently drawn tokens, as the theory assumes, and excerpts of the
+# text.
 
 # %%
 TRIALS, LONG, ATTENDED = 128, 2048, 512
@@ -204,14 +205,14 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 def contexts_of(kind, copies=1):
-    """Keys [trials, LONG, H] with needles, the needles [trials, H], and where they begin [trials]."""
+    """Return keys [trials, LONG, H] with needles, the needles [trials, H], and their positions [trials]."""
     needles = unit_vectors(TRIALS, HEAD_DIM)
     if kind == "independent tokens":
         keys = unit_vectors(TRIALS, LONG, HEAD_DIM)
     else:
         starts = generator.integers(0, len(tokens) - LONG, size=TRIALS)
         keys = vectors[tokens[starts[:, None] + np.arange(LONG)]]
-    # Copies stay within one block of the smallest size, so that there is one block to find at every size.
+    # Copies stay within one block of the smallest size, so there is one block to find at every size.
     place = generator.integers(0, (LONG - max(BLOCK_SIZES)) // 16, size=TRIALS) * 16
     place += generator.integers(0, 17 - copies, size=TRIALS)
     for i in range(copies):
@@ -220,7 +221,7 @@ def contexts_of(kind, copies=1):
 
 
 def measure(keys, needles, place, block_size):
-    """Share of needles whose block is chosen, and the signal-to-noise ratio of the scores."""
+    """Return the share of needles whose block is chosen, and the signal-to-noise ratio of the scores."""
     top_k = ATTENDED // block_size
     query, arrays = jnp.asarray(needles)[:, None, None, :], jnp.asarray(keys)[:, :, None, :]
     chosen = route(query, arrays, block_size=block_size, top_k=top_k).indices[:, 0, 0]  # [trials, top_k]
@@ -237,7 +238,7 @@ def measure(keys, needles, place, block_size):
 
 
 def predict(block_size, copies=1):
-    """The same two numbers, by the theory: the needle's product is 1, that of others is 0 on average."""
+    """Predict the numbers of `measure`: the needle's product is 1, and that of other keys is 0 on average."""
     snr = copies * math.sqrt(HEAD_DIM / (2 * block_size))
     return predicted_recall(snr, LONG // block_size - 1, ATTENDED // block_size - 1), snr
 
@@ -255,9 +256,9 @@ for i, size in enumerate(BLOCK_SIZES):
     print(f"{size:5d}  " + "  ".join(f"{rows[i, 0]:4.0%} ({rows[i, 1]:.2f})" for rows in columns))
 
 # %% [markdown]
-# For independent tokens the prediction holds, within what 128 trials can tell. Words of a text are not independent of
-# each other: a word that is frequent in one block makes scores of that block stray further, so that the measured ratio
-# is below the predicted one, and the more so the longer the blocks are.
+# For independent tokens the prediction holds within the precision of 128 trials. Words of a text are not independent: a
+# word that is frequent in one block increases the spread of that block's scores. The measured ratio is therefore below
+# the predicted one, and the gap grows with the block.
 
 # %%
 error = np.sqrt(predicted[:, 0] * (1 - predicted[:, 0]) / TRIALS)  # one standard error of a share
@@ -281,12 +282,12 @@ recalls.legend(frameon=False)
 ratios.set_yscale("log")
 
 # %% [markdown]
-# ## Neighbours that are alike
+# ## Similar neighbours
 #
-# Relevant tokens seldom stand alone. With $m$ copies of the needle in its block the theory says $m$ times the ratio:
-# every point below is one block size and one $m$, in the text, over all sizes. What training a convolution of the keys
-# (`key_convolution`) can do is of this kind: it lets neighbours of a token look like it. Points lie below the diagonal
-# where the text's own correlations cost something, as above.
+# Relevant tokens seldom occur alone. With $m$ copies of the needle in its block, the theory predicts $m$ times the
+# ratio. Each point below is one block size and one $m$, in the text. Training a convolution of the keys
+# (`key_convolution`) can have this effect, because it can make the neighbours of a token similar to it. Points are
+# below the diagonal if correlations in the text reduce the recall, as above.
 
 # %%
 figure, axes = plt.subplots(figsize=(4.4, 4.4), layout="constrained")
@@ -304,9 +305,9 @@ assert recall_of[4].mean() > recall_of[2].mean() > recall_of[1].mean()
 print("recall by block size:", {copies: recall.round(2).tolist() for copies, recall in recall_of.items()})
 
 # %% [markdown]
-# `python -m benchmarks recall` does the same with longer contexts and more trials, and with keys that are learned from
-# bytes, with and without a convolution. What a model makes of its routing, `python -m blockdiag demo --attention moba`
-# shows, and `examples/moba_language_model.py`.
+# `python -m benchmarks recall` does the same with longer contexts and more trials, and also with keys that are learned
+# from bytes, with and without a convolution. `python -m blockdiag demo --attention moba` and
+# `examples/moba_language_model.py` show the effect of routing on a language model.
 
 # %%
 plt.show()  # as a script with a screen; a notebook has shown the pictures already

@@ -13,9 +13,10 @@
 # %% [markdown]
 # # Decoding with a paged cache
 #
-# While a language model generates text, each step has one new query for each sequence, and all keys before it. Here
-# the keys lie in pages of a common pool: `append_to_pages` writes new ones, `paged_attention` attends to them, and each
-# step is compared with full attention. Then the cache gets eight bits, and the price of that is measured.
+# When a language model generates text, each step has one new query for each sequence, which attends to all earlier
+# keys. Here the keys are stored in pages of a shared pool: `append_to_pages` writes new keys, and `paged_attention`
+# attends to them. Each step is compared with full attention. At the end the cache gets eight bits, and the loss of
+# accuracy is measured.
 
 # %%
 import functools
@@ -29,14 +30,14 @@ from blockdiag import append_to_pages, merge_attention_states, paged_attention
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
-# Colours that differ for the colour-blind too.
+# Colours that colour-blind readers can tell apart.
 BLUE, ORANGE = "#0072B2", "#E69F00"
 
 # %% [markdown]
 # ## Requests
 #
-# Three sequences with prompts of different lengths, of which 12 more tokens are written. There is no model here: keys,
-# values and queries are drawn at random. Two key heads serve eight query heads.
+# There are three sequences with prompts of different lengths, and 12 more tokens are generated for each. There is no
+# model: keys, values and queries are random. Two key heads serve eight query heads.
 
 # %%
 SEQUENCES, QUERY_HEADS, KEY_HEADS, HEAD_DIM = 3, 8, 2, 64
@@ -47,16 +48,16 @@ keys = jax.random.split(jax.random.key(0), 3)
 all_keys, all_values = jax.random.normal(keys[0], (2, SEQUENCES, longest, KEY_HEADS, HEAD_DIM))
 all_queries = jax.random.normal(keys[1], (SEQUENCES, longest, QUERY_HEADS, HEAD_DIM))
 
-# What every position should get: full causal attention of all tokens.
+# The expected result at every position: full causal attention of all tokens.
 full = jax.nn.dot_product_attention(all_queries, all_keys, all_values, is_causal=True)
 
 # %% [markdown]
 # ## Pages
 #
 # The pool has 16 pages of 8 tokens. A sequence holds as many pages as its tokens need, anywhere in the pool, and gets
-# another one when the last is full: no room is set aside for what is never written. The table has the pages of each
-# sequence in order; what stands behind the last one is not read. The pool starts as NaN, to show that nothing reads
-# what was not written.
+# another one when the last is full, so no memory is reserved for tokens that are never generated. The table lists the
+# pages of each sequence in order; entries beyond its last page are not read. The pool is initialised to NaN, to show
+# that nothing reads memory that was not written.
 
 # %%
 NUM_PAGES, PAGE_SIZE = 16, 8
@@ -71,7 +72,7 @@ class Allocator:
         self.held = np.zeros(sequences, int)
 
     def grow(self, lengths):
-        """Pages enough for so many tokens of each sequence."""
+        """Give each sequence enough pages for its length."""
         for sequence, length in enumerate(lengths):
             while self.held[sequence] * PAGE_SIZE < length:
                 self.table[sequence, self.held[sequence]] = self.free.pop()
@@ -84,8 +85,8 @@ key_pages, value_pages = jnp.full((2, NUM_PAGES, PAGE_SIZE, KEY_HEADS, HEAD_DIM)
 # %% [markdown]
 # ## Prompts
 #
-# One call appends all prompts: `query_lengths` says how many of the given rows each sequence has. Donated pages are
-# changed in place.
+# One call appends all prompts; `query_lengths` gives the number of valid rows of each sequence. Donated pages are
+# updated in place.
 
 # %%
 append = jax.jit(append_to_pages, donate_argnums=(2, 3))
@@ -106,7 +107,7 @@ key_pages, value_pages = append(
 
 
 def owners(allocator, lengths):
-    """The sequence of each row of the pool, -1 for none, int [pages, page_size]."""
+    """Return the sequence of each row of the pool, or -1, int [pages, page_size]."""
     pool = np.full((NUM_PAGES, PAGE_SIZE), -1)
     for sequence, length in enumerate(lengths):
         for position in range(length):
@@ -115,7 +116,7 @@ def owners(allocator, lengths):
 
 
 def draw_pool(axes, allocator, lengths, title):
-    """Pages to the right, their rows downwards, a colour for each sequence."""
+    """Draw the pages to the right and their rows downwards, with a colour for each sequence."""
     palette = np.array([[0.92, 0.92, 0.92], [0.0, 0.45, 0.7], [0.9, 0.62, 0.0], [0.0, 0.62, 0.45]])
     axes.imshow(palette[owners(allocator, lengths).T + 1], interpolation="nearest")
     axes.set_xticks(np.arange(NUM_PAGES + 1) - 0.5, [])
@@ -136,8 +137,8 @@ assert (is_written == (owners(allocator, PROMPTS) >= 0)).all()
 # %% [markdown]
 # ## Steps
 #
-# Each step appends one token of each sequence and attends from it. `kv_lengths` counts the new token. The compiled step
-# is the same for all lengths: only numbers change.
+# Each step appends one token to each sequence and attends from it. `kv_lengths` includes the new token. All steps use
+# the same compiled program, because lengths are data.
 
 # %%
 everyone = np.arange(SEQUENCES)
@@ -158,11 +159,11 @@ figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
 draw_pool(axes, allocator, lengths, f"after {STEPS} more tokens of each sequence")
 
 # %% [markdown]
-# ## Drafts, and tokens that are taken back
+# ## Drafts and dropped tokens
 #
-# Several queries of a sequence in one call cost little more than one on a GPU, since the cache is read once for all. A
-# draft of the last four tokens is attended from in one call; the results are those of the single steps. To drop tokens
-# again, pass smaller lengths from then on: there is nothing to clear.
+# On a GPU, several queries of a sequence in one call cost little more than one, because the cache is read once for all
+# of them. Here one call attends from the last four tokens as a draft; its results are those of the single steps. To
+# drop tokens, pass smaller lengths in later calls. Nothing has to be cleared.
 
 # %%
 last = lengths[:, None] + np.arange(-4, 0)  # positions [B, 4]
@@ -174,10 +175,10 @@ taken_back = attend(all_queries[everyone, lengths - 4][:, None], key_pages, valu
 assert jnp.allclose(taken_back, outputs[-4], atol=1e-5)
 
 # %% [markdown]
-# ## Parts that are merged
+# ## Merging partial results
 #
-# Attention to parts of the keys can be merged to attention to all of them, given the log-sum-exp of each. That is how a
-# prefix that many sequences share is read once, and how the library divides one long sequence over a GPU.
+# Attention to several sets of keys can be merged into attention to all of them, given the log-sum-exp of each. In this
+# way a prefix that many sequences share is read once, and the library splits one long sequence over a GPU.
 
 # %%
 query = all_queries[:1, lengths[0] - 1][:, None]
@@ -192,11 +193,12 @@ assert jnp.allclose(merged, outputs[-1][:1], atol=1e-5)
 # %% [markdown]
 # ## Eight bits
 #
-# A cache of float8 halves what a step reads, and rounds keys and values. Numbers are divided by a scale first: one that
-# is known, or one that `append_to_pages` computes for each token and head, so that its largest element becomes the
-# largest number of the format. The latter scales lie in pages of their own.
+# A float8 cache halves the bytes that a step reads, and rounds keys and values. Values are first divided by a scale.
+# The scale is either known, or computed by `append_to_pages` for each token and head, so that the largest element
+# becomes the largest number of the format. These scales are stored in pages of their own.
 #
-# Longer sequences for this, in one call, and keys as they often are: some channels are much larger than the others.
+# This part uses longer sequences, appended in one call. As is common for keys, some channels are much larger than the
+# others.
 
 # %%
 TOKENS = 512
@@ -212,7 +214,7 @@ expected = jax.nn.dot_product_attention(long_query, long_keys, long_values)
 
 @functools.partial(jax.jit, static_argnames=("dtype", "scales"))
 def through_cache(key, value, query, dtype, scales):
-    """Appends all tokens to a cache of `dtype` and attends; `scales` is "tokens", a number, or None."""
+    """Append all tokens to a cache of `dtype` and attend; `scales` is "tokens", a number, or None."""
     pool = (SEQUENCES * pages_needed, PAGE_SIZE, KEY_HEADS, HEAD_DIM)
     cache = [jnp.zeros(pool, dtype) for _ in range(2)]
     scale = {}
@@ -226,7 +228,7 @@ def through_cache(key, value, query, dtype, scales):
     return paged_attention(query, *cache[:2], long_table, long_lengths, **scale)
 
 
-# One scale for all: the largest number of the format is that of the cache.
+# The single scale maps the largest number of the cache to the largest number of the format.
 largest = float(jnp.maximum(jnp.abs(long_keys).max(), jnp.abs(long_values).max()))
 caches = {
     "float32": ("float32", None),
@@ -242,10 +244,10 @@ for name, (dtype, scales) in caches.items():
     print(f"{name:24} relative error {relative[name]:.1e}")
 
 # %% [markdown]
-# float8_e4m3fn has three bits behind the point, so that a number is rounded by 1/16 of itself at the most; float8_e5m2
-# has two, and 1/8. The roundings of many keys average out, and what remains of the output's error is smaller than
-# either bound. Scales change little here, because both formats are floating ones: they matter where numbers are too
-# small or too large for the format.
+# float8_e4m3fn has three mantissa bits, so a number is rounded by at most 1/16 of its magnitude; float8_e5m2 has two,
+# and rounds by at most 1/8. The rounding errors of many keys average out, so the error of the output is smaller than
+# either bound. Scales change little here, because both formats are floating-point: they matter if numbers are too small
+# or too large for the format.
 
 # %%
 assert relative["float32"] < 1e-5
@@ -263,8 +265,8 @@ axes.set(xlabel="relative error of the output (dashed: bound of one number's rou
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# `examples/decode.py` serves requests of a small language model this way, and prints what either format costs it in
-# bits per byte. `moba_paged_attention` reads only the blocks that suit the query best.
+# `examples/decode.py` serves requests to a small language model in this way, and prints how many bits per byte either
+# format costs. `moba_paged_attention` reads only the blocks whose mean keys fit the query best.
 
 # %%
 plt.show()  # as a script with a screen; a notebook has shown the pictures already

@@ -1,4 +1,4 @@
-"""Which implementation computes a call, and what is said when none of those asked for can."""
+"""Dispatch: the implementation that computes a call, and the error if no requested one can."""
 
 import dataclasses
 import subprocess

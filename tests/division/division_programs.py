@@ -1,4 +1,4 @@
-"""What `test_division_cache` runs in processes of their own: prints JSON.
+"""Programs that `test_division_cache` runs in separate processes; each prints JSON.
 
 `python -m tests.division.division_programs programs` compiles and runs calls on an automatic mesh, with the compilation
 cache that the environment names. `... digests` prints the digests of the rules of all calls, which it only traces.

@@ -1,4 +1,4 @@
-"""What `explain` says of devices, compared with what compiled programs do."""
+"""Tests of the statements of `explain` about devices, compared with compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def test_arrays_that_are_known_or_not_floating_have_no_gradient_to_sum():
 def test_explanation_of_a_call_without_batch_axes():
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
     line = last_line(lambda query, key, value: jax.nn.softmax(query @ key.mT) @ value, query=x, key=x, value=x)
-    assert line == "devices: each computes all of it, as there is no batch axis to divide"
+    assert line == "devices: each computes all of it, because there is no batch axis to divide"
 
 
 SHARDED = {

@@ -100,13 +100,13 @@ def test_program_fails_where_bytes_differ(decode, served, monkeypatch):
     monkeypatch.setattr(decode, "make_step", lambda *_: step)
     said: list[str] = []
     assert decode.run(TINY, new_tokens=12, requests=4, say=said.append) == ""
-    assert sum("every byte is that of the model without a cache" in line for line in said) == 2
+    assert sum("every byte equals that of the model without a cache" in line for line in said) == 2
     assert sum("float8" in line for line in said) == 2
     monkeypatch.setattr(decode, "differing_byte", lambda *_: "request 0")
     monkeypatch.setattr(decode.Server, "serve", lambda *_: [b""])
     assert decode.run(TINY, new_tokens=4, say=said.append) == "greedy: request 0"
     monkeypatch.setattr(decode, "run", lambda *_, **__: "greedy: request 0")
-    with pytest.raises(SystemExit, match="not what the model without a cache writes: greedy: request 0"):
+    with pytest.raises(SystemExit, match="the text differs from that of the model without a cache: greedy: request 0"):
         decode.main(["--steps", "2"])
     with pytest.raises(SystemExit):
         decode.main(["--new-tokens", "400"])

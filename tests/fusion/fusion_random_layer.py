@@ -1,4 +1,4 @@
-"""What random layers have in common: arguments, scores, masks, softmaxes and products, each chosen by a seed."""
+"""Shared parts of random layers: arguments, scores, masks, softmaxes and products, each chosen by a seed."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

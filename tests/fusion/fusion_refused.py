@@ -69,14 +69,14 @@ def weighted(weights, value):
     return jnp.einsum("bnqk,bknh->bqnh", weights, value)
 
 
-BETWEEN = "cannot be computed a tile at a time; it stands between scores and their softmax"
-BEFORE_VALUES = "cannot be computed a tile at a time; it stands between scores and their product with values"
+BETWEEN = "cannot be computed tile by tile; it is between the scores and their softmax"
+BEFORE_VALUES = "cannot be computed tile by tile; it is between the scores and their product with values"
 HEADS_MIXED = "sums over an axis of 4 that is neither the queries' nor the keys', such as heads"
-WEIGHTS_MIXED = f"`dot_general` (einsum, matmul): a product of weights with something else {HEADS_MIXED}"
-SCORES_MIXED = f"`dot_general` (einsum, matmul): a product of scores with something else {HEADS_MIXED}"
+WEIGHTS_MIXED = f"`dot_general` (einsum, matmul): a product of weights with another array {HEADS_MIXED}"
+SCORES_MIXED = f"`dot_general` (einsum, matmul): a product of scores with another array {HEADS_MIXED}"
 ALONG_KEYS = "the keys, which the product with values sums over"
 SOFTMAX_OF_QUERIES = f"a softmax along the queries: softmaxes must be along {ALONG_KEYS}"
-LINEAR_ONLY = "of a softmax: weights may be added to each other, scaled, masked by 0 and cast"
+LINEAR_ONLY = "of a softmax: weights may only be added to each other, scaled, masked by 0 and cast"
 
 
 # Products that mix heads.
@@ -112,7 +112,7 @@ def heads_mixed_beside_a_sink(query, key, value):
 
 
 @refused(
-    "a product of weights with something else sums over an axis of 3 that is neither the queries' nor the keys'",
+    "a product of weights with another array sums over an axis of 3 that is neither the queries' nor the keys'",
     *((2, 4, 4, 3, 16),) * 3,
 )
 def heads_of_pixels_mixed(query, key, value):
@@ -165,7 +165,7 @@ def sparsemax(query, key, value):
     return weighted(jnp.maximum(scores - threshold, 0.0), value)
 
 
-@refused("`sort` of weights cannot be computed a tile at a time")
+@refused("`sort` of weights cannot be computed tile by tile")
 def nucleus(query, key, value):
     weights = softmax_of(query, key)
     ordered = jnp.sort(weights, axis=-1)[..., ::-1]  # breaks here
@@ -250,7 +250,7 @@ def without_the_best(query, key, value):
     return weighted(jax.nn.softmax(scores, axis=-1), value)
 
 
-@refused("`transpose` of weights cannot be computed a tile at a time")
+@refused("`transpose` of weights cannot be computed tile by tile")
 def symmetric(query, key, value):
     weights = softmax_of(query, key)
     return weighted((weights + weights.swapaxes(-1, -2)) / 2, value)  # breaks here
@@ -300,21 +300,21 @@ def mapped_over_heads(query, key, value):
 # Numbers of whole rows, columns, or heads.
 
 
-@refused("`top_k`: a number from all scores of a row, other than a softmax's")
+@refused("`top_k`: a value computed from all scores of a row outside a softmax")
 def best_keys(query, key, value):
     scores = scores_of(query, key)
     least = lax.top_k(scores, 8)[0][..., -1:]  # breaks here
     return weighted(jax.nn.softmax(jnp.where(scores < least, -jnp.inf, scores), axis=-1), value)
 
 
-@refused("`sort`: a number from all scores of a row, other than a softmax's", (2, 16), (2, 24, 16), (2, 24, 16))
+@refused("`sort`: a value computed from all scores of a row outside a softmax", (2, 16), (2, 24, 16), (2, 24, 16))
 def best_keys_of_one_query(query, key, value):
     scores = jnp.einsum("bh,bsh->bs", query, key)
     scores = jnp.where(scores >= jnp.sort(scores, axis=-1)[:, -3:-2], scores, -jnp.inf)  # breaks here
     return jnp.einsum("bs,bsh->bh", jax.nn.softmax(scores, axis=-1), value)
 
 
-@refused("`reduce_sum` (sum, mean) along the keys: a number from all scores of a row, other than a softmax's")
+@refused("`reduce_sum` (sum, mean) along the keys: a value computed from all scores of a row outside a softmax")
 def standardised(query, key, value):
     scores = jnp.where(CAUSAL, scores_of(query, key), 0.0)
     scores = (scores - scores.mean(axis=-1, keepdims=True)) / scores.std(axis=-1, keepdims=True)  # breaks here
@@ -322,7 +322,7 @@ def standardised(query, key, value):
 
 
 @refused(
-    "`reduce_sum` (sum, mean) along the keys: a number from all scores of a row, other than a softmax's",
+    "`reduce_sum` (sum, mean) along the keys: a value computed from all scores of a row outside a softmax",
     *((2, 24, 64), (64, 192), (64, 64)),
 )
 def layer_with_scores_of_unit_length(x, into, out):
@@ -334,21 +334,21 @@ def layer_with_scores_of_unit_length(x, into, out):
     return x + jax.nn.silu(x @ out) @ out
 
 
-@refused("`reduce_max` (max) along the keys: a number from all scores of a row, other than a softmax's")
+@refused("`reduce_max` (max) along the keys: a value computed from all scores of a row outside a softmax")
 def temperature_of_the_largest(query, key, value):
     scores = scores_of(query, key)
     temperature = 1 + jnp.abs(scores).max(axis=-1, keepdims=True)  # breaks here
     return weighted(jax.nn.softmax(scores / temperature, axis=-1), value)
 
 
-@refused("`reduce_max` (max) along the keys: a number from all scores of a row, other than a softmax's")
+@refused("`reduce_max` (max) along the keys: a value computed from all scores of a row outside a softmax")
 def retention_by_the_largest(query, key, value):
     decayed = jnp.where(CAUSAL, 0.9 * scores_of(query, key), 0.0)
     decayed = decayed / jnp.maximum(jnp.abs(decayed).max(axis=-1, keepdims=True), 1.0)  # breaks here
     return weighted(decayed, value)
 
 
-@refused("`reduce_max` (max) along the keys: a number from all scores of a row, other than a softmax's")
+@refused("`reduce_max` (max) along the keys: a value computed from all scores of a row outside a softmax")
 def entmax_by_bisection(query, key, value):
     scores = scores_of(query, key) / 2
     high = scores.max(axis=-1, keepdims=True)  # breaks here
@@ -360,7 +360,7 @@ def entmax_by_bisection(query, key, value):
     return weighted(jnp.maximum(scores - low, 0) ** 2, value)
 
 
-@refused("`reduce_sum` (sum, mean) along the keys: a number from all weights of a row, other than a softmax's")
+@refused("`reduce_sum` (sum, mean) along the keys: a value computed from all weights of a row outside a softmax")
 def temperature_of_entropy(query, key, value):
     scores = scores_of(query, key)
     weights = jax.nn.softmax(scores, axis=-1)
@@ -368,55 +368,55 @@ def temperature_of_entropy(query, key, value):
     return weighted(jax.nn.softmax(scores * jnp.where(entropy > 0.5, 1 + entropy, 1.0), axis=-1), value)
 
 
-@refused("`reduce_max` (max) along the keys: a number from all weights of a row, other than a softmax's")
+@refused("`reduce_max` (max) along the keys: a value computed from all weights of a row outside a softmax")
 def eight_bits(query, key, value):
     weights = softmax_of(query, key)
     scale = weights.max(axis=-1, keepdims=True)  # breaks here
     return weighted(weights / scale * 448, value) * jnp.moveaxis(scale, 1, 2) / 448
 
 
-@refused("`argmax` along the keys: a number from all weights of a row, other than a softmax's")
+@refused("`argmax` along the keys: a value computed from all weights of a row outside a softmax")
 def hard_with_soft_derivative(query, key, value):
     weights = softmax_of(query, key)
     hard = jax.nn.one_hot(weights.argmax(axis=-1), TOKENS)  # breaks here
     return weighted(hard + weights - lax.stop_gradient(weights), value)
 
 
-@refused("`argmax` along the keys: a number from all scores of a row, other than a softmax's")
+@refused("`argmax` along the keys: a value computed from all scores of a row outside a softmax")
 def nearest_key(query, key, value):
     hard = jax.nn.one_hot(scores_of(query, key).argmax(axis=-1), TOKENS)  # breaks here
     return weighted(hard, value)
 
 
-@refused("`reduce_sum` (sum, mean) along the queries: a number from all scores of a column, other than a softmax's")
+@refused("`reduce_sum` (sum, mean) along the queries: a value computed from all scores of a column outside a softmax")
 def columns_centred(query, key, value):
     scores = scores_of(query, key)
     scores = scores - scores.mean(axis=-2, keepdims=True)  # breaks here
     return weighted(jax.nn.softmax(scores, axis=-1), value)
 
 
-@refused("`reduce_sum` (sum, mean) along the queries: a number from all weights of a column, other than a softmax's")
+@refused("`reduce_sum` (sum, mean) along the queries: a value computed from all weights of a column outside a softmax")
 def heavy_hitters(query, key, value):
     use = softmax_of(query, key).sum(axis=-2, keepdims=True)  # breaks here
     is_kept = use >= lax.top_k(use, 8)[0][..., -1:]
     return weighted(jax.nn.softmax(jnp.where(is_kept, scores_of(query, key), -1e9), axis=-1), value)
 
 
-@refused("`reduce_sum` (sum, mean) along the queries and the keys: a number from all scores, other than a softmax's")
+@refused("`reduce_sum` (sum, mean) along the queries and the keys: a value computed from all scores outside a softmax")
 def unit_norm(query, key, value):
     scores = scores_of(query, key)
     scores = scores / jnp.linalg.norm(scores, axis=(-2, -1), keepdims=True)  # breaks here
     return weighted(jax.nn.softmax(scores, axis=-1), value)
 
 
-@refused("`reduce_sum` (sum, mean) along the keys: a number from all scores of a row, other than a softmax's")
+@refused("`reduce_sum` (sum, mean) along the keys: a value computed from all scores of a row outside a softmax")
 def unit_rows(query, key, value):
     scores = scores_of(query, key)
     powers = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     return weighted(powers / jnp.sqrt((powers**2).sum(axis=-1, keepdims=True)), value)  # breaks here
 
 
-@refused("`reduce_sum` (sum, mean) along the keys: a number from all scores of a row, other than a softmax's")
+@refused("`reduce_sum` (sum, mean) along the keys: a value computed from all scores of a row outside a softmax")
 def unit_rows_divided_late(query, key, value):
     scores = scores_of(query, key)
     powers = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -473,7 +473,7 @@ def blocks_weigh_alike(query, key, value):
     return weighted(weights.reshape(BATCH, HEADS, TOKENS, TOKENS), value)
 
 
-@refused("a softmax of the weights of another one: what goes into a softmax must be scores")
+@refused("a softmax of the weights of another softmax: the input of a softmax must be scores")
 def sharpened_by_a_second(query, key, value):
     weights = softmax_of(query, key)
     return weighted(jax.nn.softmax(8 * weights, axis=-1), value)  # breaks here
@@ -509,14 +509,14 @@ def rounded(query, key, value):
 # Sums of softmaxes that are something else.
 
 
-@refused("`add` of the sum of a softmax: a small number is not needed there, as rows that see no key are 0")
+@refused("`add` of the sum of a softmax: remove it; rows that see no key give 0 without a guard")
 def smoothed(query, key, value):
     scores = scores_of(query, key)
     powers = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     return weighted(powers / (powers.sum(axis=-1, keepdims=True) + 0.5), value)  # breaks here
 
 
-@refused("`sub` of the sum of a softmax: weights are a softmax where they are divided by the sum itself")
+@refused("`sub` of the sum of a softmax: weights form a softmax only if they are divided by the sum itself")
 def others_alone(query, key, value):
     scores = scores_of(query, key)
     powers = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -525,7 +525,7 @@ def others_alone(query, key, value):
 
 
 @refused(
-    "`add` of `exp2` to the sum of the `exp` of scores: further exponentials, as a sink's, must have the same base"
+    "`add` of `exp2` to the sum of the `exp` of scores: additional exponentials, such as a sink's, must have the same"
 )
 def sink_of_another_base(query, key, value):
     scores = scores_of(query, key)
@@ -535,7 +535,7 @@ def sink_of_another_base(query, key, value):
     return weighted(powers / total, value)
 
 
-@refused("`exp` of scores less their largest that is not divided by its sum along the keys")
+@refused("`exp` of scores minus their maximum that is not divided by its sum along the keys")
 def online_by_hand(query, key, value):
     def step(carry, block):
         largest, total, result = carry
@@ -562,7 +562,7 @@ def sink_dropped_at_the_wrong_end(query, key, value):
 # Functions that hide it, and functions that have none.
 
 
-@refused("`custom_vjp_call` has a derivative of its own that cannot be computed a tile at a time")
+@refused("`custom_vjp_call` has a derivative of its own that cannot be computed tile by tile")
 def softmax_with_its_own_derivative(query, key, value):
     @jax.custom_vjp
     def softmax(scores):
@@ -575,7 +575,7 @@ def softmax_with_its_own_derivative(query, key, value):
     return weighted(softmax(scores_of(query, key)), value)  # breaks here
 
 
-@refused(f"nothing in it can be fused by itself: `sort` of scores {BETWEEN}")
+@refused(f"nothing inside it can be fused: `sort` of scores {BETWEEN}")
 def layers(query, key, value):
     def layer(x, _):
         scores = jnp.sort(scores_of(x, key), axis=-1)  # breaks here
@@ -584,7 +584,7 @@ def layers(query, key, value):
     return lax.scan(layer, query, length=2)[0]
 
 
-@refused("loops that may end anywhere are not opened: fuse what they run")
+@refused("loops without a known number of steps are not analysed: fuse the function that they run")
 def until_it_settles(query, key, value):
     def step(x):
         return weighted(softmax_of(x, key), value)

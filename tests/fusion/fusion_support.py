@@ -1,4 +1,4 @@
-"""What tests of `fuse` compare."""
+"""Shared comparisons for tests of `fuse`."""
 
 import functools
 import re

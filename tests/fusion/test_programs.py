@@ -225,7 +225,7 @@ def test_modules_without_a_change():
 def test_modules_that_change_are_refused():
     """Their counts would stay, and with them masks of dropout."""
     x = jnp.ones((2, 20, 16))
-    with pytest.raises(NotFusible, match="changes what is in an argument"):
+    with pytest.raises(NotFusible, match="modifies an argument"):
         fuse(lambda module, x: module(x))(Attention(0.5, nnx.Rngs(0)), x)
     module = Attention(0.5, nnx.Rngs(0))
     fused = fuse(lambda module, x: module(x), fallback=True)
@@ -266,7 +266,7 @@ def test_derivatives_inside_are_refused():
     def function(query, key, value):
         return jax.grad(lambda x: attention(x, key, value).sum())(query)
 
-    with pytest.raises(NotFusible, match="fuse what is differentiated"):
+    with pytest.raises(NotFusible, match="fuse the function that is differentiated"):
         fuse(function)(*arrays())
 
 
@@ -284,7 +284,7 @@ def test_what_is_made_of_a_fused_function_is_fused_as_it_is(change):
     changed = change(fuse(attention))
     assert not is_fused(changed)
     assert_alike([fuse(changed)(*given)], [changed(*given)])
-    assert explain(changed)(*given).unopened.startswith("there is attention that is fused already")
+    assert explain(changed)(*given).unopened.startswith("there is attention that is already fused")
 
 
 def test_scores_that_are_made_again_are_told():

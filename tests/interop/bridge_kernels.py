@@ -1,4 +1,4 @@
-"""Small kernels that the bridge tests launch through every door, with the specs that describe their launches."""
+"""Small kernels that the bridge tests launch through every launch path, with the specs of their launches."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The JAX door without a GPU: lowering for CUDA, exporting, transformations, and the interpreter behind it."""
+"""The JAX launch path without a GPU: lowering for CUDA, export, transformations, and the interpreter."""
 
 import os
 import re

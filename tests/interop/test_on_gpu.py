@@ -1,4 +1,4 @@
-"""Every door on a GPU: numbers, equality between the doors, streams, graphs, several devices."""
+"""Every launch path on a GPU: values, equality between the paths, streams, graphs, several devices."""
 
 import jax
 import jax.export

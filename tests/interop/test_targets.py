@@ -1,4 +1,4 @@
-"""Which GPU a launch is compiled for."""
+"""Tests of the GPU that a launch is compiled for."""
 
 from types import SimpleNamespace
 

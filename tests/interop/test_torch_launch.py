@@ -1,4 +1,4 @@
-"""What the torch door does before a GPU is needed: checks of tensors, argument order, bounded caches."""
+"""The torch launch path without a GPU: checks of tensors, argument order, bounded caches."""
 
 import contextlib
 import dataclasses

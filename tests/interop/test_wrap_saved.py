@@ -1,4 +1,4 @@
-"""What the functions that `wrap_jax` makes keep for the backward pass, and what torch may do with that."""
+"""Residuals that functions of `wrap_jax` save for the backward pass, and torch's treatment of them."""
 
 import gc
 

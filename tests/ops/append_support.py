@@ -1,4 +1,4 @@
-"""What tests of appending to a paged cache share: caches full of poison, and an exact result computed by loops.
+"""Shared code of append tests: poisoned caches, and an exact result computed by loops.
 
 `exact_append` is independent of the library: numpy, one token, head and element of a cache after the other.
 """

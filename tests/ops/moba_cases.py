@@ -1,4 +1,4 @@
-"""What tests of the public functions of MoBA share: cases, and a dense computation to compare with.
+"""Shared cases for tests of MoBA's public functions, and a dense computation to compare with.
 
 Both are independent of the library: which keys a query sees is found by loops in numpy, and attention is a dense
 softmax with that mask and its gradients, in numpy too, where a new shape needs no compilation.

@@ -1,4 +1,4 @@
-"""What tests of MoBA's implementations share: random canonical calls, an exact result, and what error is allowed.
+"""Shared code of tests of MoBA's implementations: random canonical calls, an exact result, allowed errors.
 
 Tables, routing, lists and attention are computed here by loops in numpy, independently of the library.
 """

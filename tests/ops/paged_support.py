@@ -1,4 +1,4 @@
-"""What tests of paged attention share: random caches full of poison, an exact result, and what error is allowed.
+"""Shared code of paged attention tests: poisoned random caches, an exact result, allowed errors.
 
 Caches, masks and attention are computed here by loops in numpy, independently of the library.
 """

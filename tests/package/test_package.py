@@ -1,4 +1,4 @@
-"""What a user gets before calling anything: a cheap import without side effects, typing marker, honest metadata."""
+"""The package before any call: a cheap import without side effects, typing marker, correct metadata."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Which versions are tested, and which distributions install a package named `blockdiag`."""
+"""Tested versions, and distributions that install a package named `blockdiag`."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""What is released: the contents of sdist and wheel, and the demo from an installed wheel, away from the checkout."""
+"""The release: the contents of sdist and wheel, and the demo from an installed wheel, away from the checkout."""
 
 import email
 import os

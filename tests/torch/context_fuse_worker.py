@@ -1,4 +1,4 @@
-"""What each of several processes runs for tests of `fuse` with `context_parallel`."""
+"""A worker process for tests of `fuse` with `context_parallel`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -130,7 +130,7 @@ def check_fuse(case: str) -> None:
     count = dist.get_world_size()
     total, few, many = OWN * count, operands(1), operands(count)
     tokens = (1, 1, 1)
-    zigzag = "'gather': they gather what has keys, and compute rows in zigzag order"
+    zigzag = "'gather': they gather arrays with keys, and compute rows in zigzag order"
     if case == "gather":
         check_shared(causal, few, tokens, world(), zigzag)
     elif case == "ring":
@@ -219,8 +219,8 @@ def check_fuse_refusals() -> None:
 
     for options, match in (
         ({}, "`context_parallel` needs `token_axes`; pass the axis of tokens of all arrays, such as token_axes=1"),
-        ({"token_axes": 1, "fallback": True}, "`fallback` runs the function as it stands, of this process's tokens"),
-        ({"token_axes": 1, "implementation": "reference"}, "'reference' is the function as it stands"),
+        ({"token_axes": 1, "fallback": True}, "`fallback` runs the function unchanged, which with `context_parallel`"),
+        ({"token_axes": 1, "implementation": "reference"}, "'reference' runs the function unchanged"),
     ):
         with pytest.raises(ValueError, match=match):
             fuse(causal, context_parallel=world(), **options)
@@ -235,10 +235,10 @@ def check_fuse_refusals() -> None:
     refused("strategy 'ulysses' needs an axis .* use strategy='gather' or 'ring'", causal, *few, strategy="ulysses")
     # What is around attention.
     own = query, key, value
-    refused("`cumsum` at .* may do: it goes along", lambda x, *rest: causal(jnp.cumsum(x, 1), *rest), *own)
-    refused("`reduce_sum` at .* may do: it goes", lambda *x: causal(*x).sum(1), *own)
+    refused("`cumsum` at .* may: it runs along", lambda x, *rest: causal(jnp.cumsum(x, 1), *rest), *own)
+    refused("`reduce_sum` at .* may: it runs", lambda *x: causal(*x).sum(1), *own)
     more = (lambda *x: (causal(*x[:3]), 2 * x[3])), *own, torch.ones(3, device=query.device)
     refused("result 1 of the function, of shape .*, has no axis of", *more, axes=(1, 1, 1, None))
-    refused("does not reach attention within `jax.checkpoint`", jax.checkpoint(causal), *own)
+    refused("does not support attention inside `jax.checkpoint`", jax.checkpoint(causal), *own)
     mesh = mesh_of(count // 2, 2, names=("data", "tokens"))
     refused(r"`args\[0\]` must be a plain tensor .* to_local", causal, *(spread(x, mesh, None, None) for x in few))

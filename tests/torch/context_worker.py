@@ -1,4 +1,4 @@
-"""What each of several processes runs for tests of `context_parallel`: four of them on CPUs, or as many as GPUs."""
+"""A worker process for tests of `context_parallel`: four of them on CPUs, or one for each GPU."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What each of several processes runs for tests of division: any even number of them, on CPUs or GPUs."""
+"""A worker process for tests of division: any even number of them, on CPUs or GPUs."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What each of two processes runs for test_sharding about MoBA and key convolution; see sharding_worker."""
+"""A worker process for test_sharding about MoBA and key convolution; see sharding_worker."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What each of two processes runs for test_sharding: functions of the process's rank, on CPU tensors through gloo."""
+"""A worker process for test_sharding: functions of the process's rank, on CPU tensors through gloo."""
 
 import pytest
 import torch

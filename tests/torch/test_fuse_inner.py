@@ -239,7 +239,7 @@ def test_loops_that_may_end_anywhere_are_refused():
     def function(x, weights):
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: layer(x, weights[0]), x)
 
-    with pytest.raises(NotFusible, match=r"in `while` .*test_fuse_inner.py.*fuse what they run"):
+    with pytest.raises(NotFusible, match=r"in `while` .*test_fuse_inner.py.*fuse the function that they run"):
         fuse(function, implementation="triton")(*map(to_tensor, arrays()))
 
 
@@ -247,7 +247,7 @@ def test_derivatives_of_attention_by_hand_are_refused():
     by_hand = jax.custom_jvp(attention)
     by_hand.defjvp(lambda primals, tangents: jax.jvp(attention, primals, tangents))
     x, weights = map(to_tensor, arrays())
-    with pytest.raises(NotFusible, match=r"in `custom_jvp_call` .*test_fuse_inner.py.*fuse what it calls"):
+    with pytest.raises(NotFusible, match=r"in `custom_jvp_call` .*test_fuse_inner.py.*fuse the function that it calls"):
         fuse(lambda x, weights: by_hand(x, x @ weights[0, 0], x), implementation="triton")(x, weights)
 
 

@@ -1,4 +1,4 @@
-"""What tests of launch plans share: reports of kernels compiled for architectures that are not here."""
+"""Shared code of tests of launch plans: reports of kernels compiled for architectures that are not present."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""What is private of Triton: one module names it, and versions that work otherwise inside are served the slow way."""
+"""Private interfaces of Triton: one module names them, and unknown versions fall back to a slower path."""
 
 import dataclasses
 import re

@@ -121,8 +121,8 @@ def fuse[**P, R](
     if implementation == "reference":
         if context_parallel is not None:
             raise ValueError(
-                "implementation='reference' is the function as it stands, which `context_parallel` does not divide; "
-                "leave out one of them, or use implementation='xla'"
+                "implementation='reference' runs the function unchanged, which `context_parallel` cannot divide; "
+                "omit one of them, or use implementation='xla'"
             )
         return function
     if is_fused(function):
@@ -201,8 +201,8 @@ class Program:
         self.jaxpr = core.ClosedJaxpr(ordered, whole.consts)
         if self.regions and not self.needed() & {*self.regions, *self.inner}:
             raise _Unused(
-                "what its attention gives is not used, but something else is computed of scores, such as derivatives: "
-                "fuse what is differentiated"
+                "the result of its attention is not used, but other values are computed from scores, such as "
+                "derivatives: fuse the function that is differentiated"
             )
 
     def _find(self, jaxpr: core.ClosedJaxpr) -> NoAttention | None:
@@ -474,10 +474,10 @@ def _traced(
         changed = _changed(whole, (inner_args, inner_kwargs))
         if changed is not None:
             raise NotFusible(
-                f"the function changes what is in an argument{changed}, as modules of nnx do that keep a cache "
+                f"the function modifies an argument{changed}, as nnx modules do that keep a cache "
                 "(decode=True), count dropout or keep running averages, and the change would be lost: fuse attention "
-                "alone (attention_fn=fuse(nnx.dot_product_attention)), or have the function change a copy (nnx.clone) "
-                "and return what has changed (nnx.state), for nnx.update outside"
+                "alone (attention_fn=fuse(nnx.dot_product_attention)), or let the function modify a copy (nnx.clone) "
+                "and return its state (nnx.state) for nnx.update outside"
             )
         return results
 
@@ -485,8 +485,8 @@ def _traced(
     for array in arrays:
         if not all(isinstance(size, int) for size in array.shape):
             raise SymbolicSizes(
-                f"`fuse` chooses tiles by sizes that are numbers, got an array of shape {array.shape}; export for each "
-                "size, or without `implementation`, which exports the function as it stands"
+                f"`fuse` needs concrete sizes to choose tiles, got an array of shape {array.shape}; export for each "
+                "size, or without `implementation`, which exports the function unchanged"
             )
     types = arrays
     if axes is not None and sharing is not None:
@@ -568,7 +568,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, bool | int | float | complex | str) and one == other)
 
 
-UNOPENED = "loops that may end anywhere are not opened: fuse what they run"
+UNOPENED = "loops without a known number of steps are not analysed: fuse the function that they run"
 """The note on attention that may be inside a `while` loop."""
 
 
@@ -581,15 +581,15 @@ def _nothing_found(closed: core.ClosedJaxpr) -> str:
         if softmax is None:
             return f"{whole}; `fuse` is for attention"
         return (
-            f"{whole}: the softmax {place_of(softmax)} is not seen to be of products of queries and keys, or not to be "
-            "multiplied by values that all queries share"
+            f"{whole}: the softmax {place_of(softmax)} is not recognised as one of products of queries and keys, or "
+            "is not multiplied by values that all queries share"
         )
     why = UNOPENED
     if hidden.primitive.name in OPENED:
-        why = "nothing in it can be fused by itself: " + _reason_within(closed, hidden)
+        why = "nothing inside it can be fused: " + _reason_within(closed, hidden)
     elif body_of(hidden) is not None:
-        why = "it has a derivative of its own, which `fuse` would lose: fuse what it calls, or leave that out"
-    return f"{whole}, but for what may be in `{hidden.primitive.name}` {place_of(hidden)}; {why}"
+        why = "it has a custom derivative, which `fuse` would lose: fuse the function that it calls, or remove it"
+    return f"{whole}, except possibly in `{hidden.primitive.name}` {place_of(hidden)}; {why}"
 
 
 def _reason_within(closed: core.ClosedJaxpr, hidden: core.JaxprEqn) -> str:
@@ -600,7 +600,7 @@ def _reason_within(closed: core.ClosedJaxpr, hidden: core.JaxprEqn) -> str:
                 _program_of(jaxpr)
             except NotFusible as refusal:
                 return _reason(jaxpr, refusal)
-    return "fuse what it runs, whose refusal says why"
+    return "fuse the function that it runs; its refusal gives the reason"
 
 
 def _needed(

@@ -27,7 +27,7 @@ from blockdiag.fusion.runtime.sharding import backward_rule
 
 __all__ = ["Explanation", "LeafReport", "RegionReport", "SummedGradient", "explain"]
 
-_WHOLE = "each computes all of it, as there is no batch axis to divide"
+_WHOLE = "each computes all of it, because there is no batch axis to divide"
 _VISITED_COLOUR, _SKIPPED_COLOUR = (0.0, 0.447, 0.698), (0.92, 0.92, 0.92)
 
 
@@ -305,7 +305,7 @@ def explain[**P](function: Callable[P, Any]) -> Callable[P, Explanation]:
         loop = loop_with_attention([x for x in equations if x.primitive.name not in OPENED])
         unopened = None
         if loop is not None and loop.primitive is region_p:
-            unopened = "there is attention that is fused already: explain the function that `fuse` was given"
+            unopened = "there is attention that is already fused: explain the function that was passed to `fuse`"
         elif loop is not None:
             unopened = f"there may be more in `{loop.primitive.name}`, {place_of(loop)}: {UNOPENED}"
         elif (refused := next((x.refused for x in program.programs() if x.refused), None)) is not None:

@@ -1,4 +1,4 @@
-"""Whether the warps of kernels that keep a bias come to an end, whichever of them is slow and however many rounds."""
+"""Tests that kernels with a resident bias do not deadlock, for any slow warp and any number of rounds."""
 
 import random
 import re

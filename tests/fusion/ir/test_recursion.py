@@ -174,7 +174,7 @@ def test_what_is_refused_above_a_stream_is_refused_in_words():
         return attend(*projected(stream(x, added), weights), lambda scores: jnp.sort(scores, axis=-1))
 
     given = arrays((1, TOKENS, CHANNELS), (1, TOKENS, CHANNELS), (3, CHANNELS, HEADS, WIDTH))
-    with pytest.raises(NotFusible, match="`sort` of scores cannot be computed a tile at a time"):
+    with pytest.raises(NotFusible, match="`sort` of scores cannot be computed tile by tile"):
         fuse(function)(*given)
 
 

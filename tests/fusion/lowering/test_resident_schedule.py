@@ -1,4 +1,4 @@
-"""Which biases stay in shared memory on Hopper, and the kernels that keep them, compiled."""
+"""Tests of which biases stay in shared memory on Hopper, and of their compiled kernels."""
 
 import dataclasses
 

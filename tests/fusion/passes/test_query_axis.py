@@ -118,7 +118,7 @@ def test_a_mix_by_parameters_is_no_attention():
     def mix(layers, weight):
         return jnp.einsum("s,sh->h", jax.nn.softmax(weight), layers)
 
-    with pytest.raises(NotFusible, match="queries have no axis: give them one, of size 1"):
+    with pytest.raises(NotFusible, match="queries have no token axis: add one of size 1"):
         fuse(mix)(jnp.ones((4, 8)), jnp.ones(4))
 
 

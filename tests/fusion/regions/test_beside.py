@@ -1,4 +1,4 @@
-"""What stands beside the scores of attention: masks and biases of another product, scores of the layer before."""
+"""Tests of operands derived from other scores: masks and biases of another product, scores of the previous layer."""
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +104,7 @@ def test_a_number_of_its_own_rows_is_refused():
         found = scores(query, key)
         return attend(jnp.where(found >= jax.lax.top_k(found, 8)[0][..., -1:], found, -jnp.inf), value)
 
-    with pytest.raises(NotFusible, match="a number from all scores of a row"):
+    with pytest.raises(NotFusible, match="a value computed from all scores of a row"):
         fuse(function)(*arrays(OPERAND, OPERAND, OPERAND))
 
 

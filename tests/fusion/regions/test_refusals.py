@@ -1,4 +1,4 @@
-"""What `fuse` refuses: each message names the first line that breaks a rule, and the rule."""
+"""Refusals of `fuse`: each message names the first line that breaks a rule, and the rule."""
 
 import re
 
@@ -60,8 +60,8 @@ def merged_by_hand(query, key, value):
     return sum(weighted(x, y) for x, y in zip(powers, jnp.split(value, 2, axis=1), strict=True)) / total
 
 
-STANDS_BETWEEN = "cannot be computed a tile at a time; it stands between scores and their softmax, at"
-WHOLE_ROWS = "a number from all scores of a row, other than a softmax's, at"
+STANDS_BETWEEN = "cannot be computed tile by tile; it is between the scores and their softmax, at"
+WHOLE_ROWS = "a value computed from all scores of a row outside a softmax, at"
 
 
 def straight_through(weights):
@@ -104,7 +104,7 @@ def of_sink(powers, sink, *, is_late=False):
 
 
 ALONG_QUERIES = "a softmax along the queries: softmaxes must be along the keys, which "
-SAME_BASE = "of scores: further exponentials, as a sink's, must have the same base, and the same number taken away "
+SAME_BASE = "of scores: additional exponentials, such as a sink's, must have the same base and the same number "
 
 
 OF_SCORES = {
@@ -122,13 +122,13 @@ OF_SCORES = {
     ),
     "mixed heads": (
         of_scores(lambda scores: jnp.einsum("bnqk,nm->bmqk", scores, jnp.eye(2))),
-        "`dot_general` (einsum, matmul): a product of scores with something else sums over an axis of 2 that is",
+        "`dot_general` (einsum, matmul): a product of scores with another array sums over an axis of 2 that is",
     ),
     "deviation": (
         of_scores(lambda scores: scores / scores.std(axis=-1, keepdims=True)),
         f"`reduce_sum` (sum, mean) along the keys: {WHOLE_ROWS}",
     ),
-    "softmax twice": (of_scores(softmax_of), "a softmax of the weights of another one: what goes into a softmax must"),
+    "softmax twice": (of_scores(softmax_of), "a softmax of the weights of another softmax: the input of a softmax"),
     "contextual positions": (
         of_scores(lambda scores: scores + looked_up(jnp.cumsum(jax.nn.sigmoid(scores), axis=-1))),
         f"`cumsum` of scores {STANDS_BETWEEN}",
@@ -142,15 +142,15 @@ OF_WEIGHTS = {
     "chosen": (of_weights(lambda weights: jax.lax.top_k(weights, TOKENS)[0]), "`top_k` of weights cannot be computed"),
     "mixed": (
         of_weights(lambda weights: jnp.einsum("bnqk,nm->bmqk", weights, jnp.eye(2))),
-        "`dot_general` (einsum, matmul): a product of weights with something else sums over an axis of 2 that is",
+        "`dot_general` (einsum, matmul): a product of weights with another array sums over an axis of 2 that is",
     ),
     "normalised again": (
         of_weights(lambda weights: weights / jnp.maximum(weights, 0.01).sum(axis=-1, keepdims=True)),
-        "`reduce_sum` (sum, mean) along the keys: a number from all weights of a row, other than a softmax's, at",
+        "`reduce_sum` (sum, mean) along the keys: a value computed from all weights of a row outside a softmax, at",
     ),
     "large ones": (
         of_weights(lambda weights: jnp.where(weights > 0.1, weights, 0)),
-        "`gt` of a softmax: weights may be added to each other, scaled, masked by 0 and cast, at",
+        "`gt` of a softmax: weights may only be added to each other, scaled, masked by 0 and cast, at",
     ),
     "over heads": (
         lambda query, key, value: weighted(jax.nn.softmax(scores_of(query, key), axis=1), value),
@@ -183,27 +183,27 @@ OF_WEIGHTS = {
     ),
     "no softmax": (
         lambda query, key, value: weighted(jnp.tanh(jnp.sort(scores_of(query, key), axis=-1)), value),
-        "`sort` of scores cannot be computed a tile at a time; it stands between scores and their product with values",
+        "`sort` of scores cannot be computed tile by tile; it is between the scores and their product with values",
     ),
     "straight through": (
         lambda query, key, value: weighted(straight_through(softmax_of(scores_of(query, key))), value),
-        "`argmax` along the keys: a number from all weights of a row, other than a softmax's, at",
+        "`argmax` along the keys: a value computed from all weights of a row outside a softmax, at",
     ),
     "merged by hand": (
         merged_by_hand,
-        "`exp` of scores less their largest that is not divided by its sum along the keys: ",
+        "`exp` of scores minus their maximum that is not divided by its sum along the keys: ",
     ),
     "loop": (
         lambda query, key, value: jax.lax.while_loop(
             lambda x: jnp.sum(x) > 1e9, lambda x: weighted(softmax_of(scores_of(x, key)), value), query
         ),
-        "may be in `while` at",
+        "except possibly in `while` at",
     ),
     "loop over blocks": (
         lambda query, key, value: jax.lax.scan(
             lambda x, _: (weighted(softmax_of(jnp.sort(scores_of(x, key), axis=-1)), value), None), query, length=2
         )[0],
-        "nothing in it can be fused by itself: `sort` of scores cannot be computed a tile at a time",
+        "nothing inside it can be fused: `sort` of scores cannot be computed tile by tile",
     ),
 }
 REFUSED = OF_SCORES | OF_WEIGHTS
@@ -251,7 +251,7 @@ def test_refusal_in_a_shard_map_names_a_rule():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
     mapped = jax.shard_map(fuse(case.function), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    with pytest.raises(NotFusible, match=r"a number from all scores .*fusion_refused\.py:\d+"):
+    with pytest.raises(NotFusible, match=r"a value computed from all scores .*fusion_refused\.py:\d+"):
         jax.jit(mapped)(*case.operands)
 
 
@@ -270,7 +270,7 @@ def test_refusal_of_mixed_weights_names_a_way_that_is_fused():
         return jnp.einsum("bnqmh,nm->bqmh", products, fusion_refused.MIX)
 
     case = fusion_refused.REFUSED["heads_mixed_after_the_softmax"]
-    assert "multiply the weights of each by the values first" in reason_of(case, fuse(case.function))
+    assert "multiply the weights by the values first" in reason_of(case, fuse(case.function))
     fused = fuse(function)(*case.operands)
     np.testing.assert_allclose(fused, case.function(*case.operands), rtol=1e-4, atol=1e-5)
 
@@ -310,7 +310,7 @@ def test_fuse_of_symbolic_sizes_exports_the_function_as_it_stands(options):
     exported = jax.export.export(jax.jit(fused))(operand, operand, operand)
     given = jnp.ones((3, 16, 8))
     np.testing.assert_allclose(exported.call(given, given, given), given, rtol=1e-6)
-    assert "sizes that are numbers" in fused.fallbacks[0]
+    assert "concrete sizes" in fused.fallbacks[0]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
@@ -319,5 +319,5 @@ def test_fuse_of_symbolic_sizes_by_a_named_implementation_is_refused(implementat
         return jax.nn.softmax(query @ key.mT) @ value
 
     operand = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 16, 8"), jnp.float32)
-    with pytest.raises(NotFusible, match="chooses tiles by sizes that are numbers, got an array of shape"):
+    with pytest.raises(NotFusible, match="needs concrete sizes to choose tiles, got an array of shape"):
         jax.export.export(jax.jit(fuse(attention, implementation=implementation)))(operand, operand, operand)

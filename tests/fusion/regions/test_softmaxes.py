@@ -293,9 +293,12 @@ def test_guards_that_change_rows_with_keys_are_refused(name, arrays):
 
 
 MISUSED = {
-    "square": (lambda x: jax.nn.softmax(x, axis=-1) ** 2, "`(square|integer_pow|mul)` of a softmax: weights may be"),
+    "square": (
+        lambda x: jax.nn.softmax(x, axis=-1) ** 2,
+        "`(square|integer_pow|mul)` of a softmax: weights may only be",
+    ),
     "largest": (lambda x: jnp.maximum(jax.nn.softmax(x, axis=-1), 0.1), "`max` of a softmax"),
-    "sum": (lambda x: (p := jnp.exp(x)) / stop_gradient(p.sum(axis=-1, keepdims=True)), "has the sum's gradient, too"),
+    "sum": (lambda x: (p := jnp.exp(x)) / stop_gradient(p.sum(axis=-1, keepdims=True)), "gradient of its sum"),
     "epsilon": (lambda x: (p := jnp.exp(x - largest(x))) / (p.sum(axis=-1, keepdims=True) + 1e-3), "rows that see no"),
 }
 
@@ -309,7 +312,7 @@ def test_what_is_done_to_a_softmax_is_named(name, arrays):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_has_other_gradients_or_values_is_refused(name, arrays):
-    with pytest.raises(NotFusible, match=r"a number from all scores of a row|of a softmax"):
+    with pytest.raises(NotFusible, match=r"a value computed from all scores of a row|of a softmax"):
         fuse(attention_of(OTHERS[name]))(*arrays)
     function = attention_of(OTHERS[name])
     found = with_gradients(fuse(function, fallback=True), arrays)

@@ -206,7 +206,7 @@ def two_axes(query, key, value):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (masked_by_rows_and_columns, "whose sum is masked otherwise"),
+        (masked_by_rows_and_columns, "whose sum has a different mask"),
         (two_axes, "`integer_pow` of a softmax"),
     ],
 )

@@ -333,10 +333,10 @@ def test_explanation_says_what_is_chosen():
     shared, line = chosen(causal, 4)
     assert shared == "4 devices share tokens along 'model'; 'ulysses': they exchange tokens for b1"
     assert line.startswith(f"devices: {shared}; batch axes b1, g0 may be divided; ")
-    gathers = "4 devices share tokens along 'model'; 'gather': they gather what has keys, and compute "
+    gathers = "4 devices share tokens along 'model'; 'gather': they gather arrays with keys, and compute "
     assert chosen(causal, 2)[0] == f"{gathers}rows in zigzag order"
     assert chosen(everything, 4, "gather")[0] == f"{gathers}consecutive rows"
-    travels = "4 devices share tokens along 'model'; 'ring': what has keys travels around them in "
+    travels = "4 devices share tokens along 'model'; 'ring': arrays with keys travel around them in "
     assert chosen(causal, 4, "ring")[0] == f"{travels}4 steps, rows in zigzag order"
     assert chosen(neighbours, 4, "ring")[0] == f"{travels}2 steps, consecutive rows"
     assert explain(fuse(causal))(*operands()).regions[0].shared is None
@@ -374,11 +374,13 @@ def test_calls_where_tokens_cannot_be_shared_are_refused():
     mixed = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
     with jax.set_mesh(mixed), pytest.raises(ValueError, match="axes are of one kind: 'model' is automatic"):
         fuse(causal, context_parallel=ContextParallel("model"))(*(shard(mixed, x, P()) for x in operands()))
-    with pytest.raises(ValueError, match="implementation='reference' is the function as it stands"):
+    with pytest.raises(ValueError, match="implementation='reference' runs the function unchanged"):
         fuse(causal, implementation="reference", context_parallel=ContextParallel("model", mesh=mesh))
     query, key, value = operands(key_heads=2)
     travelling = fuse(everything, context_parallel=ContextParallel("model", "ring", mesh=mesh))
-    with pytest.raises(ValueError, match=r"'ring' does not serve .* 64 queries and 45 keys, .* use strategy='gather'"):
+    with pytest.raises(
+        ValueError, match=r"'ring' does not support .* 64 queries and 45 keys, .* use strategy='gather'"
+    ):
         travelling(query, key[:, :45], value[:, :45])
 
 
@@ -440,11 +442,11 @@ def test_triton_kernels_inside_of_shard_map_equal_one_device():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"names": ("data",)}, "is not manual over the axis 'model'; make it manual, too"),
-        ({"names": ("model",)}, r"leaves the axes \['data'\] of its mesh; make them manual, too"),
+        ({"names": ("data",)}, "is not manual over the axis 'model'; make it manual too"),
+        ({"names": ("model",)}, r"leaves the axes \['data'\] of its mesh; make them manual too"),
         ({"token_axes": 2}, "`token_axes` must name axes of queries, or of keys of arrays without queries"),
         ({"token_axes": (1, 1)}, r"`token_axes`=\(1, 1\) does not fit the 3 arguments"),
-        ({"function": lambda q, k, v: causal(q, k, v).sum(1)}, "must not mix tokens, which `reduce_sum`"),
+        ({"function": lambda q, k, v: causal(q, k, v).sum(1)}, "must not mix tokens, but `reduce_sum`"),
         ({"tokens": 62}, "a multiple of twice the 2 devices along 'model', got 62"),
     ],
     ids=["context", "others", "heads", "too few", "mixed", "length"],

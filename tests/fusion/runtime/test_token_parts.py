@@ -68,22 +68,22 @@ def test_parts_of_results_are_results_of_parts(function, axis):
 @pytest.mark.parametrize(
     ("function", "name", "reason"),
     [
-        (lambda x: x.sum(1), "reduce_sum", ": it goes along tokens"),
-        (lambda x: x.cumsum(1), "cumsum", ": it goes along tokens"),
-        (lambda x: x[:, ::-1], "rev", ": it goes along tokens"),
-        (lambda x: x[:, 1:], "slice", ": it takes some of the tokens"),
+        (lambda x: x.sum(1), "reduce_sum", ": it runs along tokens"),
+        (lambda x: x.cumsum(1), "cumsum", ": it runs along tokens"),
+        (lambda x: x[:, ::-1], "rev", ": it runs along tokens"),
+        (lambda x: x[:, 1:], "slice", ": it selects some of the tokens"),
         (lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0))), "pad", ": it pads tokens"),
-        (lambda x: jnp.concatenate([x, x], 1), "concatenate", ": it goes along tokens"),
-        (lambda x: x @ x.mT, "dot_general", ": it takes queries by keys"),
-        (lambda x: x.mT @ x, "dot_general", ": it adds up tokens"),
-        (lambda x: x[:, :, None] * x[:, None], "mul", ": it takes queries by keys"),
+        (lambda x: jnp.concatenate([x, x], 1), "concatenate", ": it runs along tokens"),
+        (lambda x: x @ x.mT, "dot_general", ": its operand is queries by keys"),
+        (lambda x: x.mT @ x, "dot_general", ": it sums over tokens"),
+        (lambda x: x[:, :, None] * x[:, None], "mul", ": its operand is queries by keys"),
         (lambda x: x.reshape(-1, 6), "reshape", ": tokens are not the slowest part of an axis"),
-        (lambda x: x[:, jnp.array([1, 0])], "gather", ": it reads tokens by number"),
+        (lambda x: x[:, jnp.array([1, 0])], "gather", ": it gathers tokens by index"),
         (lambda x: jax.nn.relu(x), "custom_jvp_call", ""),
     ],
     ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
 )
 def test_equation_that_mixes_tokens_is_refused_with_its_line(function, name, reason):
-    message = f"`{name}` at .*test_token_parts.*may do{reason}.*; compute it before or after the fused function"
+    message = f"`{name}` at .*test_token_parts.*may{reason}.*; compute it before or after the fused function"
     with pytest.raises(ValueError, match=message):
         results_of_part(function, 0, X)

@@ -178,17 +178,17 @@ class _Reasons(Trials):
         """Return, in words, between which stages of attention a value stands."""
         after = [x for x in self._ancestors if self._is_made_of(x, var)]
         is_before = any(self._producers[x].primitive.name in POWERS for x in after)
-        return "it stands between scores and their " + ("softmax" if is_before else "product with values")
+        return "it is between the scores and their " + ("softmax" if is_before else "product with values")
 
     def _moved(self, equation: core.JaxprEqn, pairs: Sequence[core.Var]) -> str:
         """Return the message for an equation that needs scores outside of a tile."""
         noun = self._noun(pairs)
         name = equation.primitive.name
-        said = f"{_named(equation)} of {noun} cannot be computed a tile at a time"
+        said = f"{_named(equation)} of {noun} cannot be computed tile by tile"
         if name == "slice" and noun == "weights" and self._is_along(equation, COLUMNS):
             return f"`slice` of weights: some of a softmax's keys have no value, {place_of(equation)}"
         if body_of(equation) is not None:
-            said = f"`{name}` has a derivative of its own that cannot be computed a tile at a time"
+            said = f"`{name}` has a derivative of its own that cannot be computed tile by tile"
         rest = "" if noun == "weights" else f"; {self._between(equation.outvars[0])}"
         return f"{said}{rest}, {place_of(equation)}"
 
@@ -204,17 +204,17 @@ class _Reasons(Trials):
         side = product.invars.index(scores)
         sizes = [aval_of(scores).shape[axis] for axis in contracted[side]]
         noun = self._noun([scores])
-        said = f"{_named(product)}: a product of {noun} with something else sums over "
+        said = f"{_named(product)}: a product of {noun} with another array sums over "
         if {ROWS, COLUMNS} & self._labels(scores, contracted[side]):
-            said += f"{_along(self._labels(scores, contracted[side]))}: a tile has only some of them"
+            said += f"{_along(self._labels(scores, contracted[side]))}: a tile holds only some of them"
         else:
             said += (
                 f"an axis of {' x '.join(map(str, sizes))} that is neither the queries' nor the keys', such as heads"
             )
         if noun == "weights":
-            rest = "multiply the weights of each by the values first, and these products by what sums them"
+            rest = "multiply the weights by the values first, and mix these products instead"
         else:
-            rest = f"a tile has scores of one of them; {self._between(product.outvars[0])}"
+            rest = f"a tile holds the scores of only one of them; {self._between(product.outvars[0])}"
         return f"{said}: {rest}, {place_of(product)}"
 
     def _of_rows(self, equation: core.JaxprEqn, var: core.Var, of_rows: Sequence[core.Var]) -> str | None:
@@ -240,7 +240,7 @@ class _Reasons(Trials):
             power = self._skip(quotient.invars[0])
             if mask.primitive.name == "select_n" and power in map(self._skip, mask.invars[1:]):
                 rule = "weights and their sum must have the same mask"
-                return f"`select_n` (where) of a softmax whose sum is masked otherwise: {rule}, {place_of(mask)}"
+                return f"`select_n` (where) of a softmax whose sum has a different mask: {rule}, {place_of(mask)}"
         return None
 
     def _reductions(self, of_rows: Sequence[Any]) -> tuple[list[core.JaxprEqn], list[core.JaxprEqn]]:
@@ -299,19 +299,18 @@ class _Reasons(Trials):
         dims = [self._best_ways(scores)[0][axis] for axis in axes]
         along = _along(labels) if not has_parts(dims) else "a part of the keys" if labels == {COLUMNS} else "a part"
         if not axes:
-            return (
-                f"{_named(reduction)}: a number from all {noun} of a row, other than a softmax's, {place_of(reduction)}"
-            )
+            said = f"{_named(reduction)}: a value computed from all {noun} of a row outside a softmax"
+            return f"{said}, {place_of(reduction)}"
         if self._is_of_softmax(reduction, user):
             if labels != {COLUMNS} or has_parts(dims):
                 rule = "softmaxes must be along the keys, which the product with values sums over"
                 return f"a softmax along {along}: {rule}, {place_of(reduction)}"
             if noun == "weights":
-                rule = "what goes into a softmax must be scores, each made of one query and one key"
-                return f"a softmax of the weights of another one: {rule}, {place_of(reduction)}"
+                rule = "the input of a softmax must be scores, each computed from one query and one key"
+                return f"a softmax of the weights of another softmax: {rule}, {place_of(reduction)}"
         of = {frozenset({COLUMNS}): " of a row", frozenset({ROWS}): " of a column"}.get(frozenset(labels), "")
         return (
-            f"{_named(reduction)} along {along}: a number from all {noun}{of}, other than a softmax's, "
+            f"{_named(reduction)} along {along}: a value computed from all {noun}{of} outside a softmax, "
             f"{place_of(reduction)}"
         )
 
@@ -393,5 +392,5 @@ def _along(labels: set[str]) -> str:
 
 
 def _not_linear(equation: core.JaxprEqn) -> str:
-    allowed = "weights may be added to each other, scaled, masked by 0 and cast"
+    allowed = "weights may only be added to each other, scaled, masked by 0 and cast"
     return f"`{equation.primitive.name}` of a softmax: {allowed}, {place_of(equation)}"

@@ -65,7 +65,7 @@ def _refusal(unmatched: Sequence[_Unmatched]) -> str | None:
     """Return why attention cannot be fused, or None if there seems to be no attention."""
     for one in unmatched:
         if one.matcher.puller.is_attention(one.weights, one.dims):
-            whole = "`dot_general` of what is not linear in softmaxes of scores along the axis that it sums"
+            whole = "`dot_general` of weights that are not linear in softmaxes of scores along the summed axis"
             said = one.reason() or one.matcher.along_queries(one.weights, one.dims)
             return said or f"{whole}, {place_of(one.equation)}"
     refused = next(filter(None, (one.refused() for one in unmatched)), None)
@@ -324,7 +324,7 @@ def _regions_with(
         return labels
 
     if len(contracted[0]) != 1:
-        reason = f"`dot_general` that sums over {len(contracted[0])} axes of weights: make keys one axis"
+        reason = f"`dot_general` that sums over {len(contracted[0])} axes of weights: reshape keys to one axis"
         matcher = Matcher(jaxpr, sizes, [])
         message = f"{reason}, {place_of(equation)}"
         unmatched.append(_Unmatched(matcher, equation, weights, lambda: message))
@@ -337,7 +337,7 @@ def _regions_with(
     if not free:
         matcher = Matcher(jaxpr, sizes, batch)
         if matcher.has_softmax(weights, tuple(dims[side])):
-            refused = f"queries have no axis: give them one, of size 1, {place_of(equation)}"
+            refused = f"queries have no token axis: add one of size 1, {place_of(equation)}"
             unmatched.append(_Unmatched(matcher, equation, weights, refused=lambda: refused, lacks_queries=True))
         return replaced, ()
     # Keys are read once for each tile of rows. Rows are therefore the longest axis that values lack.

@@ -141,7 +141,7 @@ class Puller:
             # The program computes the array, and the kernel reads tiles of it.
             made = self._leaf(var, dims)
             if made.leaf is not None and self.has_product(var, dims):
-                reason = f"{failure}; it stands between scores and their softmax, {place_of(equation)}"
+                reason = f"{failure}; it is between the scores and their softmax, {place_of(equation)}"
                 self.doubts.setdefault(made.leaf, reason)
             return made
 
@@ -196,7 +196,7 @@ class Puller:
             return (yield self._sum(equation, dims))
         if body_of(equation) is not None and len(equation.outvars) == 1:
             return (yield self._call(equation, dims))
-        raise Unpullable(f"`{name}` of scores cannot be computed a tile at a time")
+        raise Unpullable(f"`{name}` of scores cannot be computed tile by tile")
 
     def moved(self, equation: core.JaxprEqn, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
         """Return `moved_dims`, with axes of queries and keys divided into parts where necessary."""
@@ -225,7 +225,7 @@ class Puller:
         found: list[Dim] = []
         for axis, (whole, size, dim) in enumerate(pairs):
             if whole != size and (size != 1 or dim != ()):
-                raise Unpullable("`slice` of scores cannot be computed a tile at a time")
+                raise Unpullable("`slice` of scores cannot be computed tile by tile")
             found.append(dim if whole == size else int(equation.params["start_indices"][axis]))
         return tuple(found)
 
@@ -236,7 +236,7 @@ class Puller:
         except Unpullable as failure:
             name = equation.primitive.name
             raise Unpullable(
-                f"`{name}` has a derivative of its own that cannot be computed a tile at a time: {failure}"
+                f"`{name}` has a derivative of its own that cannot be computed tile by tile: {failure}"
             ) from None
         pairs = list(zip(equation.invars, arguments, strict=True))
         nodes = iter((yield self._each((x, inner) for x, inner in pairs if inner is not None)))
@@ -279,7 +279,7 @@ class Puller:
         found: dict[Any, Leaf] = {}
         for leaf in puller.leaves:
             if leaf.source.key not in jaxpr.jaxpr.invars or leaf.features or leaf.source.key in found:
-                raise Unpullable("it does not work element by element")
+                raise Unpullable("it is not elementwise")
             found[leaf.source.key] = leaf
         return Trees(tuple(roots), tuple(found.get(x) for x in jaxpr.jaxpr.invars))
 
@@ -314,7 +314,7 @@ class Puller:
                 return self._looped(operation(lax.mul_p, *factors), features)
             except Unpullable:
                 raise Unpullable(
-                    "`dot_general`: a product of scores with something else cannot be computed a tile at a time"
+                    "`dot_general`: a product of scores with another array cannot be computed tile by tile"
                 ) from None
         is_swapped = COLUMNS in labels[0]
         # Contracted operands have axes, so they are not literals.
@@ -536,7 +536,7 @@ class Puller:
                     waiting += [(x, below) for x in equation.invars]
             if made:
                 culprit = next(iter(made.values()))
-                what = "a number from all scores of a row or a column, other than a softmax's"
+                what = "a value computed from all scores of a row or a column outside a softmax"
                 message = f"`{culprit.primitive.name}`: {what}, {place_of(culprit)}"
                 raise MadeOfScores(message, frozenset(made), frozenset(self.products - made.keys()))
 

@@ -287,7 +287,7 @@ class Softmaxes(Guards):
             first += size
         if scores is None:
             raise NotFusible(
-                "`concatenate` of scores: beside those of the keys that have values there may be single logits only, "
+                "`concatenate` of scores: only single logits can be joined to the scores of keys with values, "
                 f"{place_of(joined)}"
             )
         return scores, extras
@@ -468,11 +468,11 @@ class Softmaxes(Guards):
                     continue
                 summed = self.producer(self.skip(total.invars[0]))
                 if user.primitive.name == "select_n" and summed is not None and summed.primitive.name == "select_n":
-                    return f"`select_n` of a softmax whose sum is masked otherwise, {place_of(user)}"
+                    return f"`select_n` of a softmax whose sum has a different mask, {place_of(user)}"
                 if user.primitive.name in ("add", "add_any", "sub"):
                     # The other operand of the sum is the cause.
                     return None
-                allowed = "weights may be added to each other, scaled, masked by 0 and cast"
+                allowed = "weights may only be added to each other, scaled, masked by 0 and cast"
                 return f"`{user.primitive.name}` of a softmax: {allowed}, {place_of(user)}"
             if total is not None and any(self._is_sum(self.skip_moves(x)) for x in total.invars):
                 return self.beside_sum(total, power)
@@ -488,11 +488,11 @@ class Softmaxes(Guards):
         said = self._beside_powers(changed, power)
         if said is not None:
             return said
-        hint = "weights are a softmax where they are divided by the sum itself"
+        hint = "weights form a softmax only if they are divided by the sum itself"
         if changed.primitive.name in ("add", "max"):
-            hint = "a small number is not needed there, as rows that see no key are 0"
+            hint = "remove it; rows that see no key give 0 without a guard"
         if changed.primitive.name == "stop_gradient":
-            hint = "a softmax has the sum's gradient, too"
+            hint = "a softmax includes the gradient of its sum; remove the `stop_gradient`"
         return f"`{changed.primitive.name}` of the sum of a softmax: {hint}, {place_of(changed)}"
 
     def _beside_powers(self, joined: core.JaxprEqn, power: core.JaxprEqn) -> str | None:
@@ -501,7 +501,7 @@ class Softmaxes(Guards):
         others = [x.primitive.name for x in added if x is not None and x.primitive.name in (*POWERS, "pow")]
         if joined.primitive.name != "add" or not others:
             return None
-        rule = "further exponentials, as a sink's, must have the same base, and the same number taken away before"
+        rule = "additional exponentials, such as a sink's, must have the same base and the same number subtracted"
         return (
             f"`add` of `{others[0]}` to the sum of the `{power.primitive.name}` of scores: {rule}, {place_of(joined)}"
         )
@@ -513,8 +513,8 @@ class Softmaxes(Guards):
             summed = [self.producer(self.skip(x.invars[0])) for x in totals if x is not None and x.invars]
             if any(x is power for x in summed) and (said := self._beside_powers(joined, power)) is not None:
                 return said
-        what = f"`{power.primitive.name}` of scores less their largest that is not divided by its sum along the keys"
-        return f"{what}: parts of the keys can be merged by softmaxes and their `logsumexp`, {place_of(power)}"
+        what = f"`{power.primitive.name}` of scores minus their maximum that is not divided by its sum along the keys"
+        return f"{what}: to merge parts of the keys, use softmaxes and their `logsumexp`, {place_of(power)}"
 
     def _is_sum(self, var: object) -> bool:
         equation = self.producer(var)

@@ -165,7 +165,7 @@ class Matcher(Softmaxes):
             finally:
                 self.first = before
         if name not in ELEMENTWISE:
-            raise NoMatch(f"`{name}` of weights cannot be computed a tile at a time, {place_of(equation)}")
+            raise NoMatch(f"`{name}` of weights cannot be computed tile by tile, {place_of(equation)}")
         given = [broadcast_dims(x, aval_of(equation.outvars[0]).shape, dims) for x in operands]
         match name:
             case "neg":

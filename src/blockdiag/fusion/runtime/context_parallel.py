@@ -85,8 +85,8 @@ class Chosen:
             return f"{shared}; 'ulysses': they exchange tokens for {self.label}"
         order = "rows in zigzag order" if self.is_zigzag else "consecutive rows"
         if self.strategy == "ring":
-            return f"{shared}; 'ring': what has keys travels around them in {len(self.shifts)} steps, {order}"
-        return f"{shared}; 'gather': they gather what has keys, and compute {order}"
+            return f"{shared}; 'ring': arrays with keys travel around them in {len(self.shifts)} steps, {order}"
+        return f"{shared}; 'gather': they gather arrays with keys, and compute {order}"
 
     def tokens(self, devices: int) -> Tokens | None:
         """Return how devices share tokens, or None if they divide a batch axis instead."""
@@ -119,7 +119,7 @@ def sharing_of(context: ContextParallel, arrays: Sequence[Any]) -> Sharing:
     if kinds[context.axis] == AxisType.Auto and AxisType.Explicit in kinds.values():
         raise ValueError(
             f"`context_parallel` of `fuse` needs a mesh whose axes are of one kind: {context.axis!r} is automatic, and "
-            "others are explicit; make it explicit, too"
+            "others are explicit; make it explicit too"
         )
     return Sharing(context, mesh, kinds[context.axis] == AxisType.Explicit)
 
@@ -134,13 +134,13 @@ def _manual_sharing(context: ContextParallel, mesh: Any) -> Sharing:
     if kinds.get(context.axis) != AxisType.Manual:
         raise ValueError(
             f"`fuse` with `context_parallel` was called inside of a `jax.shard_map` that is not manual over the axis "
-            f"{context.axis!r}; make it manual, too (axis_names), or call `fuse` outside"
+            f"{context.axis!r}; make it manual too (axis_names), or call `fuse` outside"
         )
     left = [name for name, kind in kinds.items() if kind != AxisType.Manual and mesh.shape[name] > 1]
     if left:
         raise ValueError(
             f"`fuse` with `context_parallel` was called inside of a `jax.shard_map` that leaves the axes {left} of its "
-            "mesh; make them manual, too (axis_names)"
+            "mesh; make them manual too (axis_names)"
         )
     # Other axes have divided all arrays already.
     own = dataclasses.replace(context, batch_axes=(), head_axes=())
@@ -199,7 +199,7 @@ def choose(
     if region.sizes[ROWS] % devices:
         raise ValueError(
             f"queries must be a multiple of the {devices} devices along {context.axis!r}, got {region.sizes[ROWS]}; "
-            "pad them, and leave out what comes of the padding"
+            "pad them, and drop the results of the padding"
         )
     left = _left(sharing, region, types)
     able = [label for label in reversed(left) if left[label] % devices == 0]
@@ -208,19 +208,21 @@ def choose(
         return Chosen("ulysses", able[0])
     if context.strategy == "ulysses":
         remedy = f"use strategy={' or '.join(map(repr, others))}"
-        other = remedy if obstacle is None else f"no other strategy serves, as {obstacle}"
+        other = remedy if obstacle is None else f"no other strategy works, because {obstacle}"
         raise ValueError(
             f"strategy 'ulysses' needs an axis that queries, keys and values share, such as key heads, and that the "
             f"{devices} devices along {context.axis!r} divide, got {left or 'none'}; {other}"
         )
     strategy, able_ones = context.strategy or "gather", ["ulysses"] if able else []
     if strategy == "ring" and obstacle is None and region.sizes[ROWS] != region.sizes[COLUMNS]:
-        obstacle = f"there are {region.sizes[ROWS]} queries and {region.sizes[COLUMNS]} keys, not as many"
+        obstacle = (
+            f"there are {region.sizes[ROWS]} queries and {region.sizes[COLUMNS]} keys, and the numbers must be equal"
+        )
         able_ones.append("gather")
     if obstacle is not None:
-        other = "nor does 'ulysses', as the devices divide no axis of key heads"
+        other = "nor does 'ulysses', because the devices divide no axis of key heads"
         other = f"use strategy={' or '.join(map(repr, able_ones))}" if able_ones else other
-        raise ValueError(f"strategy {strategy!r} does not serve this attention, as {obstacle}; {other}")
+        raise ValueError(f"strategy {strategy!r} does not support this attention, because {obstacle}; {other}")
     is_zigzag = region.once(needs_balance, devices)
     if is_zigzag and region.sizes[ROWS] % (2 * devices):
         raise ValueError(

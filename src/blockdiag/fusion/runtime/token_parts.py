@@ -62,8 +62,8 @@ class Parts:
         except _Mixed as reason:
             more = f": {reason}" if str(reason) else ""
             raise ValueError(
-                f"with `context_parallel`, what is outside of attention must not mix tokens, which `{name}` "
-                f"{place_of(equation)} may do{more}; compute it before or after the fused function"
+                f"with `context_parallel`, operations outside of attention must not mix tokens, but `{name}` "
+                f"{place_of(equation)} may{more}; compute it before or after the fused function"
             ) from None
 
     def cut(self, x: Any, axis: int) -> Any:
@@ -82,7 +82,7 @@ class Parts:
         """Slice the whole operands of an equation like its parts; return them and the token axis. Scalars stay."""
         found = {axis for axis in axes if axis is not None}
         if len(found) > 1:
-            raise _Mixed("it takes queries by keys, or two axes of tokens")
+            raise _Mixed("its operand is queries by keys, or has two axes of tokens")
         (axis,) = found
         cut = [self.cut(x, axis) if own is None and np.ndim(x) else x for x, own in zip(given, axes, strict=True)]
         return cut, axis
@@ -101,13 +101,13 @@ def check_program(jaxpr: core.Jaxpr, inner: str | None, remedy: str) -> None:
     """
     if inner is not None:
         raise ValueError(
-            f"`context_parallel` does not reach attention within `{inner}`; fuse the attention alone, and call it "
+            f"`context_parallel` does not support attention inside `{inner}`; fuse the attention alone, and call it "
             f"{remedy}"
         )
     effect = next(filter(has_effects, jaxpr.eqns), None)
     if effect is not None:
         raise ValueError(
-            f"with `context_parallel` a function must only compute results, and has `{effect.primitive.name}`; "
+            f"with `context_parallel` a function must have no side effects, but it has `{effect.primitive.name}`; "
             "leave it out"
         )
 
@@ -209,7 +209,7 @@ def _slice(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes)
     axis, whole = _only(axes), aval_of(equation.invars[0]).shape
     starts, limits, strides = (equation.params[name] for name in ("start_indices", "limit_indices", "strides"))
     if starts[axis] or limits[axis] != whole[axis] or (strides is not None and strides[axis] != 1):
-        raise _Mixed("it takes some of the tokens")
+        raise _Mixed("it selects some of the tokens")
     return _bind(equation, given, limit_indices=parts.smaller(limits, axis))
 
 
@@ -228,7 +228,7 @@ def _along(name: str) -> Callable[..., list[Any]]:
         given, axis = parts.cut_like(given, axes)
         named = equation.params[name]
         if axis in (named if isinstance(named, tuple | list) else (named,)):
-            raise _Mixed("it goes along tokens")
+            raise _Mixed("it runs along tokens")
         return _bind(equation, given)
 
     return rule
@@ -242,15 +242,15 @@ def _product(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axe
         if axis is None:
             continue
         if axis in contracted[one]:
-            raise _Mixed("it adds up tokens")
+            raise _Mixed("it sums over tokens")
         if axis in shared[one]:
             place = shared[other][tuple(shared[one]).index(axis)]
             if axes[other] is None:
                 given[other], axes[other] = parts.cut(given[other], place), place
             if axes[other] != place:
-                raise _Mixed("it takes two axes of tokens")
+                raise _Mixed("it has two axes of tokens")
         elif axes[other] is not None:
-            raise _Mixed("it takes queries by keys, or two axes of tokens")
+            raise _Mixed("its operand is queries by keys, or has two axes of tokens")
     return _bind(equation, given)
 
 
@@ -266,7 +266,7 @@ def _gather(parts: Parts, equation: core.JaxprEqn, given: list[Any], axes: _Axes
         return _bind(equation, given)
     sizes = equation.params["slice_sizes"]
     if of_indices is not None or of_table in numbers.start_index_map or sizes[of_table] != whole[of_table]:
-        raise _Mixed("it reads tokens by number")
+        raise _Mixed("it gathers tokens by index")
     return _bind(equation, given, slice_sizes=parts.smaller(sizes, of_table))
 
 

@@ -96,7 +96,8 @@ def _declined_dtype(region: Region) -> str | None:
             names = sorted({x.leaf.source.dtype.name for x in node.inputs if x.leaf is not None})
             if len(names) > 1 or names[0] not in (*KERNEL_FLOATS, "int8"):
                 given = " and ".join(names)
-                return f"the Triton kernels multiply two arrays of one of {', '.join(KERNEL_FLOATS)}, int8, got {given}"
+                allowed = f"{', '.join(KERNEL_FLOATS)} or int8"
+                return f"the Triton kernels multiply two arrays of the same dtype, {allowed}, got {given}"
     return None
 
 

@@ -21,13 +21,13 @@ def check_shared_call(
     check_plain(context)
     if implementation == "reference":
         raise ValueError(
-            "implementation='reference' is the function as it stands, which `context_parallel` does not divide; "
-            "leave out one of them, or use implementation='xla'"
+            "implementation='reference' runs the function unchanged, which `context_parallel` cannot divide; "
+            "omit one of them, or use implementation='xla'"
         )
     if fallback:
         raise ValueError(
-            "`fallback` runs the function as it stands, of this process's tokens alone where `context_parallel` is "
-            "given; leave out one of them"
+            "`fallback` runs the function unchanged, which with `context_parallel` would see only this process's "
+            "tokens; omit one of them"
         )
     if token_axes is None:
         raise ValueError(f"`context_parallel` needs `token_axes`; {REMEDY}")

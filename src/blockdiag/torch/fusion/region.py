@@ -508,7 +508,7 @@ class _RegionGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(
-            "second derivatives of a fused function are not available; take them in JAX, of the function as it stands"
+            "second derivatives of a fused function are not available; take them in JAX, from the unfused function"
         )
 
 
