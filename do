@@ -10,6 +10,7 @@ usage: ./do COMMAND [ARGUMENTS]
 
   demo         train the small language model, compare with jax.nn.dot_product_attention, save a plot
   test         ruff, pyrefly, import contracts and every test that needs no GPU; arguments go to pytest
+  test-all     the same, and every combination of cases that `test` leaves out; arguments go to pytest
   test-newest  a selection of the tests with the newest versions that pyproject.toml allows; arguments go to pytest
   test-oldest  the same with the oldest versions that it allows
   test-at      two small tests with the versions that follow, as in: ./do test-at jax==0.12.0 torch==2.12.0
@@ -155,7 +156,7 @@ bench)
     install "$test_extras"
     exec .venv/bin/python -m benchmarks "$@"
     ;;
-test)
+test | test-all)
     install "$test_extras"
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
@@ -163,8 +164,10 @@ test)
     .venv/bin/lint-imports
     # On a machine with a GPU too, so that the command does the same thing everywhere.
     export JAX_PLATFORMS=cpu
+    selected="not gpu and not multigpu"
+    [ "$command" = test-all ] || selected="$selected and not exhaustive"
     # Few processes, because each holds JAX, torch and Triton; a later -n among the arguments overrides this one.
-    exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "not gpu and not multigpu" "$@"
+    exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m "$selected" "$@"
     ;;
 test-newest)
     test_versions .venv-newest "" "$@"

@@ -23,9 +23,19 @@ def test_every_mesh_and_division_has_a_row_without_collectives():
     assert {row.devices for row in rows if row.mesh != "one device"} == {jax.device_count()}
 
 
-def test_strategies_and_their_exchanges_have_rows():
-    small = dataclasses.replace(SEQUENCE, tokens=1024)
-    rows = {row.mesh: row for row in devices.measure_sequences(environment("cpu"), [small], rounds=1)}
+@pytest.fixture(scope="module")
+def smoke_run(tmp_path_factory):
+    """The lines that the command prints and the rows that it saves, for one sequence."""
+    folder, console = tmp_path_factory.mktemp("devices"), Console(record=True, width=200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "SMALL_CASES", ())
+        patch.setattr(devices, "SMALL_SEQUENCE_CASES", (dataclasses.replace(SEQUENCE, tokens=1024),))
+        bench_devices.smoke_devices(console, folder)
+    return console.export_text(), read_rows(folder / "devices_smoke.csv", DeviceTiming)
+
+
+def test_strategies_and_their_exchanges_have_rows(smoke_run):
+    rows = {row.mesh: row for row in smoke_run[1]}
     assert list(rows) == ["one device", "ulysses", "gather", "exchanges alone"]
     assert rows["one device"].collectives == ""
     assert "all-to-all" in rows["ulysses"].collectives
@@ -47,13 +57,10 @@ def test_wrong_results_are_refused():
         devices._check_whole([right[0] + 0.1], right)
 
 
-def test_command_prints_and_keeps_every_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "SMALL_CASES", ())
-    monkeypatch.setattr(devices, "SMALL_SEQUENCE_CASES", (dataclasses.replace(SEQUENCE, tokens=1024),))
-    console = Console(record=True, width=200)
-    bench_devices.smoke_devices(console, tmp_path)
-    assert "ulysses" in console.export_text()
-    assert len(read_rows(tmp_path / "devices_smoke.csv", DeviceTiming)) == 4
+def test_command_prints_and_keeps_every_row(smoke_run):
+    printed, rows = smoke_run
+    assert "ulysses" in printed
+    assert len(rows) == 4
 
 
 def test_unknown_cases_are_refused(tmp_path):

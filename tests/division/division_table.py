@@ -95,8 +95,12 @@ class Recorder:
         self.failed: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep only tests with the marker, and what these show."""
-        items[:] = [item for item in items if item.get_closest_marker("division") is not None]
+        """Keep only tests with the marker, and what these show: every cell is shown by a test of `./do test`."""
+        items[:] = [
+            item
+            for item in items
+            if item.get_closest_marker("division") is not None and item.get_closest_marker("exhaustive") is None
+        ]
         self.cells = {item.nodeid: cells_of(item) for item in items if item.get_closest_marker("skip") is None}
         self.collected.update(cell for cells in self.cells.values() for cell in cells)
 

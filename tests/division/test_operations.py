@@ -31,6 +31,12 @@ BATCHED = (
 WITH_HEADS = (*BATCHED, "block_diagonal, offsets", "block_diagonal, lengths", "moba, offsets")
 # Sums over shards: of gradients of what the shards share.
 SUMS = {("fuse, causal", "batch"): {"all-reduce": 1}, ("fuse, causal", "both"): {"all-reduce": 1}}
+# Another test divides batch and heads together on every mesh. Here, calls that it has alternate between meshes.
+ALONE = [
+    pytest.param(name, kind, marks=[pytest.mark.exhaustive] if name in BATCHED and (i + j) % 2 else [])
+    for i, name in enumerate(WITH_HEADS)
+    for j, kind in enumerate(KINDS)
+]
 
 
 def computed(call, *, is_checkpointed=False):
@@ -38,16 +44,14 @@ def computed(call, *, is_checkpointed=False):
     return call.gradients(None, is_checkpointed=is_checkpointed) if call.differentiated else call.bound(None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize(("name", "kind"), [case for case in ALONE if case.values[0] in BATCHED])
 @pytest.mark.division("batch", "gradients")
 def test_batch_is_divided(name, kind):
     call = CALLS[name]
     assert_divides(computed(call), call.arrays(4), batch_specs(call, ALL), kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", WITH_HEADS)
+@pytest.mark.parametrize(("name", "kind"), ALONE)
 @pytest.mark.division("heads", "gradients")
 def test_heads_are_divided(name, kind):
     call = CALLS[name]
@@ -108,9 +112,25 @@ TRANSFORMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("change", TRANSFORMED)
-@pytest.mark.parametrize("name", ["block_diagonal", "block_diagonal, long blocks", "moba", "fuse"])
+# Where several cases show the same operation, kind of change and mesh, one is left: both block-diagonal calls are one
+# operation, and there are three changes with vmap.
+SHOWN = ("block_diagonal", "block_diagonal, long blocks", "moba", "fuse")
+TRANSFORMED_CASES = [
+    pytest.param(
+        name,
+        change,
+        kind,
+        marks=[pytest.mark.exhaustive]
+        if (i + j + k) % 2 and (name.startswith("block_diagonal") or change.startswith("vmap"))
+        else [],
+    )
+    for i, name in enumerate(SHOWN)
+    for j, change in enumerate(TRANSFORMED)
+    for k, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.parametrize(("name", "change", "kind"), TRANSFORMED_CASES)
 @pytest.mark.division("{change}")
 def test_transformed_call_is_divided(name, change, kind):
     call, (transform, spec, stacked) = CALLS[name], TRANSFORMED[change]

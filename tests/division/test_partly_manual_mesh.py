@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from blockdiag.interop import compile_target
-from tests.ops.op_calls import CALLS, expected_results, pairs
+from tests.ops.op_calls import CALLS, expected_results, mark_covered, pairs
 
 GATHERED = r"inside a jax\.shard_map that leaves axes \['model'\] automatic, operands are gathered"
 pytestmark = pytest.mark.filterwarnings(f"ignore:{GATHERED}")
@@ -43,7 +43,7 @@ def computed(call, implementation):
     return call.gradients(implementation) if call.differentiated else call.bound(implementation)
 
 
-@pytest.mark.parametrize(("name", "implementation"), [x for x in pairs() if x[1] != "triton"])
+@pytest.mark.parametrize(("name", "implementation"), mark_covered(x for x in pairs() if x[1] != "triton"))
 @pytest.mark.division("batch", "gradients", kind="partly manual")
 def test_operation_in_a_partly_manual_shard_map_computes_each_shard(name, implementation):
     function, arrays = computed(CALLS[name], implementation), stacked(CALLS[name])

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from blockdiag import (
     Rotary,
@@ -26,7 +27,8 @@ from blockdiag import (
 type Shapes = dict[str, tuple[Any, ...]]
 
 TOKENS, HEADS, KEY_HEADS, WIDTH = 40, 4, 2, 16
-IMPLEMENTATIONS = ("reference", "xla", "triton")
+COMPILED = ("reference", "xla")
+IMPLEMENTATIONS = (*COMPILED, "triton")
 
 
 def _no_integers(size: int) -> dict[str, np.ndarray]:
@@ -326,6 +328,21 @@ CALLS = {
 def pairs(names: tuple[str, ...] | None = None) -> list[tuple[str, str | None]]:
     """Names of calls and implementations, None among these; of one implementation that is run None alone."""
     return [(name, x) for name in names or CALLS for x in (None, *CALLS[name].implementations)]
+
+
+def mark_covered(cases: Iterable[tuple[str, str | None]]) -> list[Any]:
+    """Parameters of a test for these names and implementations; those that others cover are marked `exhaustive`.
+
+    Without these, every operation still meets every implementation, and every variant of an operation (a name with a
+    comma, as "moba, offsets") meets the default implementation and kernels. Values of variants by each implementation
+    are compared by the operation's own tests.
+    """
+    return [
+        pytest.param(
+            name, implementation, marks=[pytest.mark.exhaustive] if "," in name and implementation in COMPILED else []
+        )
+        for name, implementation in cases
+    ]
 
 
 @functools.cache

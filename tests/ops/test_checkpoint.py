@@ -7,14 +7,14 @@ import pytest
 
 from blockdiag import block_diagonal_attention
 from blockdiag.interop import compile_target
-from tests.ops.op_calls import CALLS, expected_results, pairs
+from tests.ops.op_calls import CALLS, expected_results, mark_covered, pairs
 
 DIFFERENTIATED = [(name, x) for name, x in pairs() if CALLS[name].differentiated]
 # The interpreter runs a few; all are traced for a GPU below.
 RUN = [x for x in DIFFERENTIATED if x[1] != "triton" or x[0] in ("block_diagonal", "moba", "fuse")]
 
 
-@pytest.mark.parametrize(("name", "implementation"), RUN)
+@pytest.mark.parametrize(("name", "implementation"), mark_covered(RUN))
 def test_checkpoint_of_an_operation_changes_no_gradient(name, implementation):
     call = CALLS[name]
     arrays = call.arrays(1)
@@ -31,7 +31,7 @@ def test_checkpoint_of_kernels_is_traced_for_a_gpu(name):
     assert not traced.jaxpr.effects
 
 
-@pytest.mark.parametrize(("name", "implementation"), [x for x in pairs() if not CALLS[x[0]].differentiated])
+@pytest.mark.parametrize(("name", "implementation"), mark_covered(x for x in pairs() if not CALLS[x[0]].differentiated))
 def test_checkpoint_of_an_operation_without_derivative_changes_no_result(name, implementation):
     call = CALLS[name]
     if implementation == "triton":
