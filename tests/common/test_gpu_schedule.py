@@ -30,10 +30,14 @@ def several(transfers: list[list[int]]) -> list[tuple[int, int]]:
 
 def test_exchanges_run_beside_kernels(programs: dict[str, Any]) -> None:
     together = several(programs["ulysses"])
-    # Four groups of heads. Query, key and value of the second, then these of the next group with the results of the one
-    # before; and the mirror image in the backward pass, where three kernels compute a group.
-    assert [arrays for arrays, _ in together] == [3, 4, 4, 4, 4, 3]
-    assert all(kernels >= 3 for _, kernels in together), together
+    # Four groups of heads. Forward, the first group's values arrive with the second group's query, key and value, then
+    # each next group's with the results of the one before. Backward, a group has one cotangent and three gradients; the
+    # first two cotangents and the last gradients move by themselves.
+    assert [arrays for arrays, _ in together] == [4, 4, 4, 4, 4, 3]
+    # The third group's gradients leave under two of the last group's three backward kernels. During the third kernel,
+    # which adds up the gradient of queries, the last group's gradients of keys are on their way.
+    *others, (_, last) = together
+    assert all(kernels >= 3 for _, kernels in others) and last == 2, together
 
 
 def test_gathers_run_beside_the_choice_of_blocks_and_sums_beside_gradients(programs: dict[str, Any]) -> None:
