@@ -5,11 +5,13 @@ for GPUs when it is loaded, and this variable tells it not to. Prints JSON of fo
 
 - "ulysses", "gather": of the strategy on four GPUs, each asynchronous transfer in order: how many arrays it moves, and
   how many kernels are issued before it is awaited;
+- "sorted": of "ulysses", how many fusions write a whole array of a GPU's tokens by their name: copies that sort heads;
 - "aliased": of two calls with the same keys, each launch that writes into operands: which these are.
 """
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable
 
@@ -110,6 +112,17 @@ def transfers_of(program: str) -> list[tuple[int, int]]:
     return [(arrays[name], kernels[name]) for name in arrays]
 
 
+def sorting_copies(program: str, elements: int) -> dict[str, int]:
+    """Fusions of a program's entry computation that write one array of so many elements, by name without numbers."""
+    counts = dict[str, int]()
+    for line in program[program.index("\nENTRY") :].splitlines():
+        found = re.match(r"\s+(?:ROOT )?%?([a-z_]+)[\w.\-]* = bf16\[([\d,]+)\]\S* fusion\(", line)
+        if found is not None and math.prod(map(int, found[2].split(","))) == elements:
+            name = found[1].strip("_")
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
 def aliased_operands(program: str) -> list[list[str]]:
     """The operands that each launch writes into."""
     found = []
@@ -123,8 +136,10 @@ def aliased_operands(program: str) -> list[list[str]]:
 
 
 if __name__ == "__main__":
+    exchanged = shared_tokens("ulysses", 16)
     found = {
-        "ulysses": transfers_of(shared_tokens("ulysses", 16)),
+        "ulysses": transfers_of(exchanged),
+        "sorted": sorting_copies(exchanged, 65_536 * 16 * 128),
         "gather": transfers_of(shared_tokens("gather", 2)),
         "aliased": aliased_operands(two_calls()),
     }

@@ -40,6 +40,11 @@ def test_exchanges_run_beside_kernels(programs: dict[str, Any]) -> None:
     assert all(kernels >= 3 for _, kernels in others) and last == 2, together
 
 
+def test_heads_are_sorted_once_and_the_last_group_into_place(programs: dict[str, Any]) -> None:
+    """Heads of the output and of three gradients; the output's last group is added where the backward pass begins."""
+    assert programs["sorted"] == {"loop_transpose_fusion": 4, "loop_dynamic_update_slice_fusion": 3}
+
+
 def test_gathers_run_beside_the_choice_of_blocks_and_sums_beside_gradients(programs: dict[str, Any]) -> None:
     """Keys and values together; early and late queries choose by a kernel each, heads in two parts have gradients."""
     assert several(programs["gather"]) == [(2, 2), (2, 2)]
