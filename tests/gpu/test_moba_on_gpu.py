@@ -1,14 +1,11 @@
 """The MoBA kernels on a GPU: as accurate as the tests of the interpreter ask, with the kernels that only a GPU runs."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import blockdiag
-from blockdiag.ops.moba.problem import MoBAProblem
 from blockdiag.ops.moba.triton import make_lists
 from tests.ops import moba_support
 from tests.ops.moba_support import MoBACase, assert_accurate, exact_routing
@@ -42,20 +39,6 @@ CASES = {
         lengths=(500,), head_dim=128, block_size=128, slots=2, is_causal=False, masked=0.2, dtype="bfloat16"
     ),
 }
-PROBLEM = MoBAProblem(
-    query_tokens=1,
-    key_tokens=1,
-    query_heads=1,
-    key_heads=1,
-    head_dim=128,
-    dtype="bfloat16",
-    block_size=128,
-    num_blocks=1,
-    slots=1,
-    is_causal=True,
-    has_key_mask=False,
-    scale=1.0,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +79,12 @@ def test_many_blocks_are_routed_exactly():
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_lists_of_few_heads_and_many_queries(heads):
     """Few heads are counted in more spans than many heads are."""
-    tokens, slots, blocks = 100_037, 5, 782
-    generator = np.random.default_rng(heads)
-    chosen = generator.integers(-1, blocks, (heads, tokens, slots)).astype(np.int32)
-    problem = dataclasses.replace(PROBLEM, query_tokens=tokens, key_tokens=tokens, query_heads=heads, key_heads=heads)
-    lists = make_lists(dataclasses.replace(problem, num_blocks=blocks, slots=slots), jnp.asarray(chosen))
+    case = MoBACase(
+        lengths=(100_037,), query_heads=heads, key_heads=heads, head_dim=128, block_size=128, slots=5, dtype="bfloat16"
+    )
+    blocks, shape = case.problem.num_blocks, (heads, case.problem.query_tokens, case.slots)
+    chosen = np.random.default_rng(heads).integers(-1, blocks, shape).astype(np.int32)
+    lists = make_lists(case.problem, jnp.asarray(chosen))
     for head in range(heads):
         pairs = chosen[head].ravel()
         counts = np.bincount(pairs[pairs >= 0], minlength=blocks)

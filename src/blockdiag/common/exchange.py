@@ -52,7 +52,7 @@ def exchange(axis: str, compute: Compute, query: Array, keys: Sequence[Array], o
 
 @dataclass(frozen=True)
 class _Exchange:
-    """What moves between the devices, and how.
+    """Shapes of an exchange: the devices, and the groups that heads move in.
 
     Attributes:
         axis: name of the mesh axis.

@@ -180,7 +180,7 @@ def assert_close(found, expected, error=1e-5):
 
 @functools.cache
 def has_only_distances(name):
-    """Whether every leaf with both queries and keys depends on their distance alone; equal for all implementations."""
+    """Return whether every leaf with both queries and keys depends on their distance alone, in any implementation."""
     function, *rest = CASES[name]
     return set(roles(function, *operands(), *rest)) == {"distance"}
 
