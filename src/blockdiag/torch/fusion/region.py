@@ -26,7 +26,7 @@ from blockdiag.fusion.runtime.triton import (
     kernel_of,
 )
 from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
-from blockdiag.torch.ops.block_diagonal.native import dense
+from blockdiag.torch.launches import dense
 from blockdiag.triton_kernels.launch.plan import KernelSpec, LaunchPlan, Pointer, Target, TensorSpec
 from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
 
