@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from blockdiag.ops.moba import tables as moba_tables  # noqa: E402
 from blockdiag.torch import MoBASelfAttention, Routing, moba_attention, moba_routing  # noqa: E402
 from blockdiag.torch.ops.moba import tables  # noqa: E402
-from blockdiag.torch.ops.moba.call import describe_lists  # noqa: E402
+from blockdiag.torch.ops.moba.operators import describe_lists  # noqa: E402
 from tests.gpu.gate import Gate  # noqa: E402
 from tests.gpu.test_block_diagonal_on_gpu import poison_free_memory  # noqa: E402
 from tests.ops import moba_cases  # noqa: E402

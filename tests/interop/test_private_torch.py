@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from blockdiag.interop import dlpack, private_torch, wrap_jax, wrap_torch
-from blockdiag.torch.ops.block_diagonal import native
+from blockdiag.torch.arguments import is_plain
 
 pytestmark = pytest.mark.versions
 
@@ -83,7 +83,7 @@ def test_private_torch_without_flags_sends_calls_through_the_dispatcher(make, in
     assert not private_torch.may_be_observed() and private_torch.can_tell_transforms()
     install(make())
     assert private_torch.may_be_observed() and not private_torch.can_tell_transforms()
-    assert not native.is_plain(x)
+    assert not is_plain(x)
     assert not features()["observers of a call"] and not features()["transforms and forward-mode levels"]
     assert "every call goes through the dispatcher" in private_torch.describe_features()[0].detail
 

@@ -15,6 +15,7 @@ def interpreted_paged_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     from blockdiag.interop.interpreter.launch import interpret
+    from blockdiag.torch import launches
     from blockdiag.torch.ops.append import native as _append_native
     from blockdiag.torch.ops.moba_paged import native as _moba_paged_native
     from blockdiag.torch.ops.paged import native as _paged_native
@@ -36,7 +37,7 @@ def interpreted_paged_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
         return launch
 
-    monkeypatch.setattr(_paged_native, "bound_launch", bound_launch)
+    monkeypatch.setattr(launches, "bound_launch", bound_launch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))

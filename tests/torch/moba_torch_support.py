@@ -11,7 +11,7 @@ import torch
 
 import blockdiag
 from blockdiag.torch import Routing, moba_attention, moba_routing
-from blockdiag.torch.ops.moba.call import ListArguments
+from blockdiag.torch.ops.moba.operators import ListArguments
 from tests.ops.moba_cases import MoBACase
 from tests.torch.torch_support import to_tensor
 

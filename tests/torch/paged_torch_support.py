@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blockdiag.torch import paged_attention
-from blockdiag.torch.ops.paged.call import PagedArguments
+from blockdiag.torch.ops.paged.operators import PagedArguments
 from tests.ops.paged_support import PagedCase
 from tests.torch.torch_support import to_numpy, to_tensor
 

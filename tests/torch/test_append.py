@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import blockdiag  # noqa: E402
 from blockdiag.torch import append_to_pages, paged_attention  # noqa: E402
 from blockdiag.torch.ops.append.api import _apart  # noqa: E402
-from blockdiag.torch.ops.append.call import AppendArguments  # noqa: E402
+from blockdiag.torch.ops.append.operators import AppendArguments  # noqa: E402
 from blockdiag.torch.rotary import rotary_of  # noqa: E402
 from tests.ops.append.test_append import CASES, GOOD, MISTAKES  # noqa: E402
 from tests.ops.append_support import AppendCase, RotaryCase, assert_appended  # noqa: E402
@@ -135,13 +135,13 @@ import sys
 import torch
 from blockdiag.torch.ops.append import native, api as _append
 from blockdiag.torch.ops.moba_paged import native as _moba_paged_native, api as _moba_paged
-from blockdiag.torch.ops.paged import native as _paged_native
+from blockdiag.torch import launches as _launches
 
 def bound_launch(spec, device_index):
     shapes = [(x.shape, getattr(torch, x.dtype)) for x in spec.outputs]
     return lambda tensors: tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)
 
-_paged_native.bound_launch = bound_launch
+_launches.bound_launch = bound_launch
 torch.cuda.current_device = lambda: -1
 new, pages, centroids = torch.zeros(2, 1, 2, 16), torch.zeros(5, 16, 2, 16), torch.zeros(2, 9, 2, 16)
 shared = dict(key_pages=pages, value_pages=pages.clone(), page_table=torch.zeros(2, 9, dtype=torch.int32),

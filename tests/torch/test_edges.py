@@ -1,6 +1,7 @@
 """Calls at the edges of what torch allows: other devices, forward mode, no tokens, modules without memory."""
 
 import contextlib
+from collections import OrderedDict
 
 import jax.numpy as jnp
 import pytest
@@ -9,8 +10,9 @@ torch = pytest.importorskip("torch")
 
 from blockdiag.interop import to_jax, wrap_jax, wrap_torch  # noqa: E402
 from blockdiag.torch import BlockDiagonalSelfAttention, block_diagonal_attention, fused_qkv_block_attention  # noqa: E402
+from blockdiag.torch.arguments import is_plain  # noqa: E402
 from blockdiag.torch.ops.block_diagonal import native  # noqa: E402
-from blockdiag.torch.ops.block_diagonal.call import Arguments  # noqa: E402
+from blockdiag.torch.ops.block_diagonal.operators import Arguments  # noqa: E402
 
 COMPILER_WARNINGS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -109,7 +111,7 @@ def launches(monkeypatch):
         yield
         current[0] = before
 
-    monkeypatch.setattr(native, "_prepared", type(native._prepared)())
+    monkeypatch.setattr(native.prepare, "_calls", OrderedDict())
     monkeypatch.setattr(native, "device_target", lambda index: None)
     monkeypatch.setattr(native, "bound_launch", lambda spec, index: seen.append((spec.name, index, current[0])))
     monkeypatch.setattr(torch.cuda, "device", device)
@@ -151,12 +153,12 @@ def test_plain_tensors_are_those_that_nobody_watches(monkeypatch):
     """As on CUDA, but for the device."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     x = torch.ones(2)
-    assert native.is_plain(x, None)
-    assert not native.is_plain(x, torch.nn.Buffer(x).as_subclass(Watched))
+    assert is_plain(x, None)
+    assert not is_plain(x, torch.nn.Buffer(x).as_subclass(Watched))
     with torch.utils._python_dispatch.TorchDispatchMode():
-        assert not native.is_plain(x)
+        assert not is_plain(x)
     seen = []
-    torch.func.vmap(lambda row: seen.append(native.is_plain(row)) or row)(torch.ones(2, 3))
+    torch.func.vmap(lambda row: seen.append(is_plain(row)) or row)(torch.ones(2, 3))
     assert seen == [False]
 
 

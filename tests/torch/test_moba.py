@@ -15,7 +15,7 @@ from blockdiag.ops.moba import tables as moba_tables  # noqa: E402
 from blockdiag.ops.moba.problem import MoBAProblem  # noqa: E402
 from blockdiag.torch import Routing, moba_attention, moba_routing  # noqa: E402
 from blockdiag.torch.ops.moba import tables as _moba_tables  # noqa: E402
-from blockdiag.torch.ops.moba.call import describe_lists  # noqa: E402
+from blockdiag.torch.ops.moba.operators import describe_lists  # noqa: E402
 from blockdiag.triton_kernels.moba.plans import MoBALaunch  # noqa: E402
 from blockdiag.triton_kernels.moba.steps import forward_steps  # noqa: E402
 from tests.ops.moba_cases import MoBACase, assert_accurate, dense_results, dense_routing  # noqa: E402
@@ -251,7 +251,7 @@ def test_the_native_path_in_the_interpreter(interpreted_kernels, name, is_given)
     if not is_given and problem.slots > 0:
         # Of mean keys that are there already no key is read.
         mask = None if arguments.key_mask is None else arguments.key_mask.reshape(-1)
-        centroids = interpreted_kernels.find_centroids(problem, arguments.key.flatten(0, -3), mask, lists[0])
+        centroids = interpreted_kernels.find_centroids(problem, "", arguments.key.flatten(0, -3), mask, lists[0])
         unread = arguments._replace(key=torch.full_like(arguments.key, torch.nan))
         chosen = interpreted_kernels.choose(unread, centroids)
         for one, other in zip(interpreted_kernels.make_lists(unread, chosen), (*lists, own), strict=True):

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import blockdiag  # noqa: E402
 from blockdiag.torch import moba_paged_attention  # noqa: E402
-from blockdiag.torch.ops.moba_paged.call import MoBAPagedArguments  # noqa: E402
+from blockdiag.torch.ops.moba_paged.operators import MoBAPagedArguments  # noqa: E402
 from tests.ops.moba_paged.test_moba_paged import BAD, CASES, last_rows_of_moba  # noqa: E402
 from tests.torch.paged_torch_support import (  # noqa: E402
     as_arrays,

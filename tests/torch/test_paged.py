@@ -219,17 +219,18 @@ NO_JAX = """
 import contextlib, sys, types
 import torch
 from blockdiag.torch import merge_attention_states
-from blockdiag.torch.ops.paged import native as _paged_native, call as _paged_call
+from blockdiag.torch import launches as _launches
+from blockdiag.torch.ops.paged import native as _paged_native, operators as _paged_operators
 
 def bound_launch(spec, device_index):
     shapes = [(x.shape, getattr(torch, x.dtype)) for x in spec.outputs]
     return lambda tensors: tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)
 
-_paged_native.bound_launch = bound_launch
+_launches.bound_launch = bound_launch
 torch.cuda.current_device = lambda: -1
 query, pages = torch.zeros(2, 1, 4, 16), torch.zeros(5, 16, 2, 16)
-defaults = dict.fromkeys(_paged_call.PagedArguments._fields) | {"is_causal": True, "implementation": ""}
-arguments = _paged_call.PagedArguments(**defaults | dict(
+defaults = dict.fromkeys(_paged_operators.PagedArguments._fields) | {"is_causal": True, "implementation": ""}
+arguments = _paged_operators.PagedArguments(**defaults | dict(
     query=query, key_pages=pages, value_pages=pages, page_table=torch.zeros(2, 9, dtype=torch.int32),
     kv_lengths=torch.ones(2, dtype=torch.int32)))
 output, log_sum = _paged_native.attend(arguments)

@@ -10,7 +10,7 @@ from blockdiag.common import validation
 from blockdiag.ops.key_convolution.problem import MAX_SIZE
 from blockdiag.ops.moba.checks import check_moba_block_size, check_top_k
 from blockdiag.torch import nested
-from blockdiag.torch.ops.block_diagonal.api import _autocast
+from blockdiag.torch.arguments import autocast
 from blockdiag.torch.ops.key_convolution.api import key_convolution
 from blockdiag.torch.ops.moba.api import moba_attention
 from blockdiag.torch.ops.moba.routing import Routing
@@ -194,8 +194,8 @@ class MoBASelfAttention(SelfAttention):
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return query, key and value, [B, T, heads, H] or [T, heads, H]."""
-        x, weight = _autocast(x, self.in_proj_weight)
-        bias = None if self.in_proj_bias is None else _autocast(self.in_proj_bias)[0]
+        x, weight = autocast(x, self.in_proj_weight)
+        bias = None if self.in_proj_bias is None else autocast(self.in_proj_bias)[0]
         heads = (self.num_heads, self.num_key_heads, self.num_key_heads)
         if not torch.compiler.is_compiling():
             validation.check_projection(x, weight.t(), bias, *heads[:2], self.head_dim)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from blockdiag.common.rule import Dim, Rule
 from blockdiag.common.shards import Division, division_of, spec_of
 from blockdiag.torch.dtensor.rules import RULES, Operand, OperatorRule, RuleOf
-from blockdiag.torch.ops.block_diagonal import operators
+from blockdiag.torch.operator import LIBRARY, OPERATORS, THROUGH_JAX
 
 type Placements = tuple[Placement, ...]
 
@@ -345,8 +345,11 @@ def _dispatched(rule_of: RuleOf, _: Any, operator: Any, types: Any, args: Any = 
     return call(rule_of, operator, (*args, *((kwargs or {})[name] for name in names)))
 
 
-for _name, _rule_of in RULES.items():
-    for _suffix in ("", "_through_jax"):
+for _operator in OPERATORS:
+    for _suffix in ("", THROUGH_JAX):
         torch.library.register_torch_dispatch(
-            f"blockdiag::{_name}{_suffix}", DTensor, functools.partial(_dispatched, _rule_of), lib=operators._library
+            f"blockdiag::{_operator.name}{_suffix}",
+            DTensor,
+            functools.partial(_dispatched, RULES[_operator.name]),
+            lib=LIBRARY,
         )

@@ -27,13 +27,12 @@ from blockdiag.ops.moba.problem import MoBAProblem
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
 from blockdiag.ops.paged import sharding as paged
 from blockdiag.ops.paged.problem import PagedProblem
-from blockdiag.torch.ops.append.call import AppendArguments
-from blockdiag.torch.ops.block_diagonal.call import Arguments
-from blockdiag.torch.ops.key_convolution.call import Arguments as KeyConvolutionArguments
-from blockdiag.torch.ops.moba.call import AttentionArguments, ListArguments
-from blockdiag.torch.ops.moba.operators import symbolic_slots
-from blockdiag.torch.ops.moba_paged.call import MoBAPagedArguments
-from blockdiag.torch.ops.paged.call import PagedArguments
+from blockdiag.torch.ops.append.operators import AppendArguments
+from blockdiag.torch.ops.block_diagonal.operators import Arguments
+from blockdiag.torch.ops.key_convolution.operators import Arguments as KeyConvolutionArguments
+from blockdiag.torch.ops.moba.operators import AttentionArguments, ListArguments, symbolic_slots
+from blockdiag.torch.ops.moba_paged.operators import MoBAPagedArguments
+from blockdiag.torch.ops.paged.operators import PagedArguments
 
 
 class Operand(NamedTuple):

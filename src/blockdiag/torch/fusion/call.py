@@ -27,6 +27,7 @@ from blockdiag.interop._wrapped_program import check_operand
 from blockdiag.interop.dlpack import DTYPES, PLAIN_TYPES, check_tensor, to_jax, to_torch
 from blockdiag.interop.torch_launch import bound_launch, on_device
 from blockdiag.interop.wrap import static_key, wrap_jax
+from blockdiag.torch.arguments import check_via
 from blockdiag.torch.context.parallel import ContextParallel
 from blockdiag.torch.fusion.context import LocalRegion, SharedProgram
 from blockdiag.torch.fusion.context_call import check_shared_call, compare_parts, shared_axes, whole_type
@@ -34,7 +35,6 @@ from blockdiag.torch.fusion.program import TorchProgram
 from blockdiag.torch.fusion.random_keys import data_of
 from blockdiag.torch.fusion.region import Bind, Tensors, mark, mark_gradients
 from blockdiag.torch.fusion.ring import Passes, RingRegion
-from blockdiag.torch.ops.paged.call import check_via
 from blockdiag.triton_kernels.launch.plan import KernelSpec
 
 # Number of programs that are cached; the least recently used one is dropped first.

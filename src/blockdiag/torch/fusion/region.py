@@ -27,7 +27,7 @@ from blockdiag.fusion.runtime.triton import (
 )
 from blockdiag.interop.dlpack import TENSOR_DTYPES, refuse_several
 from blockdiag.interop.torch_launch import on_device
-from blockdiag.torch.ops.block_diagonal.native import dense
+from blockdiag.torch.launches import dense
 from blockdiag.triton_kernels.launch.plan import KernelSpec, LaunchPlan, Pointer, Target, TensorSpec
 from blockdiag.triton_kernels.launch.private_triton import has_hopper_kernels
 

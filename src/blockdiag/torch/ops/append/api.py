@@ -1,23 +1,26 @@
-"""Appending to a paged cache for torch: the public function and the registered operators that it calls."""
+"""Appending to a paged cache for torch: the public function."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from blockdiag.common import validation
+from blockdiag.interop.private_torch import may_have_tangents
+from blockdiag.ops.append.problem import APPEND
 from blockdiag.torch import dtensor_registration, nested
-from blockdiag.torch.ops.append.call import TENSORS, AppendArguments, describe
-from blockdiag.torch.ops.block_diagonal import operators as _ops  # noqa: F401 - _ops defines the library that this one adds to
-from blockdiag.torch.ops.paged.call import (
-    as_tensor_scale,
-    check_devices,
-    check_via,
+from blockdiag.torch.arguments import (
+    check_names,
     inference_error,
-    names_of,
+    is_plain,
     refuse_tangents,
     wants_gradient,
+    who_computes,
 )
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.append.operators import TENSORS, AppendArguments, describe
+from blockdiag.torch.ops.paged.operators import as_tensor_scale
 from blockdiag.torch.rotary import Rotary, rotary_of
 from blockdiag.triton_kernels.append.plans import takes_rows
 
@@ -106,8 +109,7 @@ def append_to_pages(
         >>> torch.argwhere(key_pages[:, :, 0, 0] == 1).tolist()
         [[0, 0], [1, 0]]
     """
-    check_via(via)
-    names = names_of(implementation)
+    names, is_native = who_computes(implementation, via)
     tables, letters = rotary_of(rotary)
     key_scale, key_scale_pages = _apart(key_scale)
     value_scale, value_scale_pages = _apart(value_scale)
@@ -116,15 +118,17 @@ def append_to_pages(
         key_scale, value_scale, key_scale_pages, value_scale_pages, key_centroids, letters, block_size,
         ",".join(names),
     )  # fmt: skip
-    refuse_tangents("append_to_pages", arguments.tensors)
+    if may_have_tangents():
+        refuse_tangents(arguments.tensors, functools.partial(inference_error, "append_to_pages"))
     if wants_gradient(arguments.tensors):
         raise inference_error("append_to_pages")
-    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
-    is_native = via is None and (not names or names[0] == "triton")
     if not torch.compiler.is_compiling():
         if is_native and isinstance(key, torch.Tensor) and key.is_cuda and _append_natively(arguments):
             return arguments.written
-        arguments = _checked(arguments, implementation)
+        check_names(implementation, names, APPEND)
+        # Checked before the operator, whose schema would reject other types with a generic message.
+        describe(arguments)
+        arguments = arguments._replace(block_size=validation.as_index(arguments.block_size))
     if type(key) is not torch.Tensor:
         dtensor_registration.prepare(key)
     if is_native and key.is_cuda:
@@ -146,28 +150,17 @@ def _append_natively(arguments: AppendArguments) -> bool:
     from blockdiag.torch.ops.append import native
 
     tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
-    if not native.is_plain(*tensors) or not _PLAIN_OPTIONS.issuperset(map(type, arguments[TENSORS:])):
+    if not is_plain(*tensors) or not _PLAIN_OPTIONS.issuperset(map(type, arguments[TENSORS:])):
         return False
     try:
         native.append(arguments)
-    except native.Unsupported:
+    except Unsupported:
         return False
     except RuntimeError:
         # Reading the shape of a nested tensor without the jagged layout raises a RuntimeError.
         nested.refuse(key=arguments.key, value=arguments.value)
         raise
     return True
-
-
-def _checked(arguments: AppendArguments, implementation: str | Sequence[str] | None) -> AppendArguments:
-    """Check the arguments and convert the options to the types of the operator's schema."""
-    if implementation is not None and arguments.implementation != "triton":
-        from blockdiag.common.dispatch import normalise_implementation
-        from blockdiag.ops.append.problem import APPEND
-
-        normalise_implementation(implementation, APPEND)
-    describe(arguments)
-    return arguments._replace(block_size=validation.as_index(arguments.block_size))
 
 
 def _takes(arguments: AppendArguments) -> bool:
@@ -180,48 +173,3 @@ def _takes(arguments: AppendArguments) -> bool:
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-# The operators
-
-_SCHEMA = (
-    "(Tensor key, Tensor value, Tensor(a!) key_pages, Tensor(b!) value_pages, Tensor? page_table, Tensor kv_lengths, "
-    "Tensor? query_lengths, Tensor? query_offsets, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? key_scale, "
-    "Tensor? value_scale, Tensor(c!)? key_scale_pages, Tensor(d!)? value_scale_pages, Tensor(e!)? key_centroids, "
-    "str rotary, int? block_size, str implementation) -> ()"
-)
-
-# Module-level, because deleting a library removes its operators.
-_library = torch.library.Library("blockdiag", "FRAGMENT")
-
-
-def _native(*values: Any) -> None:
-    from blockdiag.torch.ops.append import native
-
-    try:
-        native.append(AppendArguments(*values))
-    except native.Unsupported:
-        _through_jax(*values)
-
-
-def _through_jax(*values: Any) -> None:
-    from blockdiag.torch.ops.append import through_jax
-
-    through_jax.append(AppendArguments(*values))
-
-
-def _fake(*values: Any) -> None:
-    arguments = AppendArguments(*values)
-    check_devices(**dict(zip(AppendArguments._fields, arguments.tensors, strict=False)))
-
-
-def _define(name: str, tags: Sequence[torch.Tag], cuda: Callable[..., None]) -> None:
-    """Define an operator without a derivative: the public function refuses tensors that autograd tracks."""
-    _library.define(name + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    _library.impl(name, _through_jax, "CPU")
-    _library.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"blockdiag::{name}", _fake, lib=_library)
-
-
-_define("append_to_pages", (), _native)
-_define("append_to_pages_through_jax", (torch.Tag.cudagraph_unsafe,), _through_jax)

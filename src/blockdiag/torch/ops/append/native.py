@@ -5,13 +5,12 @@ from typing import Any
 import torch
 
 from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.torch.ops.append.call import AppendArguments, describe
-from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, is_plain
+from blockdiag.torch.launches import Launches, Remembered, dense
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.append.operators import AppendArguments, describe
 from blockdiag.torch.ops.moba.tables import clip_offsets, rows_to_sequences
-from blockdiag.torch.ops.paged.native import Launches, Remembered, check_pages, scale_by_head
+from blockdiag.torch.ops.paged.native import check_pages, scale_by_head
 from blockdiag.triton_kernels.append.plans import AppendLaunch, supports
-
-__all__ = ["Unsupported", "append", "is_plain"]
 
 
 class _Prepared:

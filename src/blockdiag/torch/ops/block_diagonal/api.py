@@ -5,14 +5,23 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch.autograd import forward_ad
 
 from blockdiag.common import validation
 from blockdiag.interop.private_torch import may_have_tangents
+from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
 from blockdiag.torch import dtensor_registration, nested
+from blockdiag.torch.arguments import (
+    autocast,
+    check_names,
+    check_tensors,
+    forward_mode_error,
+    is_plain,
+    refuse_tangents,
+    who_computes,
+)
 from blockdiag.torch.context.parallel import ContextParallel, check_plain
-from blockdiag.torch.ops.block_diagonal import operators  # noqa: F401 - operators registers the operators
-from blockdiag.torch.ops.block_diagonal.call import Arguments
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.block_diagonal.operators import TENSORS, Arguments
 from blockdiag.torch.rotary import Rotary, rotary_of
 from blockdiag.triton_kernels.block_diagonal.plans import takes_operands
 
@@ -89,7 +98,7 @@ def block_diagonal_attention(
         >>> block_diagonal_attention(query, key, value, block_size=32).shape
         torch.Size([2, 100, 4, 32])
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast_operands(query, key, value)
     options = _options(block_size, scale, is_causal)
     if context_parallel is not None:
         check_plain(context_parallel, query=query, key=key, value=value)
@@ -222,7 +231,7 @@ def fused_qkv_block_attention(
         >>> fused_qkv_block_attention(x, w_qkv, query_heads=4, key_heads=2, head_dim=16, block_size=16).shape
         torch.Size([1, 40, 4, 16])
     """
-    x, w_qkv = _autocast(x, w_qkv)
+    x, w_qkv = autocast_operands(x, w_qkv)
     if x.is_nested:
         (values,), (offsets,) = nested.unpack(block_lengths if sequence_offsets is None else sequence_offsets, x=x)
         output = fused_qkv_block_attention(
@@ -231,7 +240,7 @@ def fused_qkv_block_attention(
             via=via,
         )  # fmt: skip
         return nested.repack(output, x)
-    bias = None if bias is None else _autocast(bias)[0]
+    bias = None if bias is None else autocast_operands(bias)[0]
     validation.check_projection(x, w_qkv, bias, query_heads, key_heads, head_dim)
     buffer = torch.matmul(x, w_qkv) if bias is None else torch.nn.functional.linear(x, w_qkv.t(), bias)
     buffer = buffer.unflatten(-1, (query_heads + 2 * key_heads, head_dim))
@@ -259,23 +268,17 @@ def _call(
     implementation: str | Sequence[str] | None,
     via: Literal["jax"] | None,
 ) -> torch.Tensor:
-    if via not in (None, "jax"):
-        raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
-    if implementation is not None and names != ("triton",) and not torch.compiler.is_compiling():
-        from blockdiag.common.dispatch import normalise_implementation
-        from blockdiag.ops.block_diagonal.problem import BLOCK_DIAGONAL
-
-        normalise_implementation(implementation, BLOCK_DIAGONAL)
-    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
-    is_native = via is None and (not names or names[0] == "triton")
+    names, is_native = who_computes(implementation, via)
+    if implementation is not None and not torch.compiler.is_compiling():
+        check_names(implementation, names, BLOCK_DIAGONAL)
     if not operands[0].is_cuda:
         is_native = is_native and len(names) < 2
     elif is_native and torch.compiler.is_compiling():
         # Eager calls find out while they are prepared, but a compiled call must choose the operator's tags beforehand.
         is_native = takes_operands(str(operands[0].dtype).removeprefix("torch."), operands[0].shape[-1]) is None
     if may_have_tangents():
-        _refuse_tangents(operands)
+        error = functools.partial(forward_mode_error, "block-diagonal attention", "block_diagonal_attention")
+        refuse_tangents(operands, error)
     (cos, sin, positions), letters = rotary_of(rotary)
     if type(operands[0]) is not torch.Tensor:
         dtensor_registration.prepare(operands[0])
@@ -285,10 +288,11 @@ def _call(
     if is_native and operands[0].is_cuda and not torch.compiler.is_compiling():
         from blockdiag.torch.ops.block_diagonal import native
 
-        if native.is_plain(*arguments[:8]):
+        given: Any = arguments[:TENSORS]
+        if is_plain(*given):
             try:
                 return native.attend(arguments)
-            except native.Unsupported:
+            except Unsupported:
                 return torch.ops.blockdiag.block_diagonal_forward_through_jax(*arguments)
             except RuntimeError:
                 # Reading the shape of a nested tensor without the jagged layout raises a RuntimeError.
@@ -304,35 +308,17 @@ def _call(
         output = _call(packed, key_heads, offsets, None, rotary, options, implementation, via)
         return nested.repack(output, operands[0])
     for name, tensor in (("sequence_offsets", sequence_offsets), ("block_lengths", block_lengths)):
-        # The schema would reject it with a generic message.
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"`{name}` must be a tensor, got {type(tensor)}; convert it with torch.as_tensor")
+        if tensor is not None:
+            # The schema would reject it with a generic message.
+            check_tensors(**{name: tensor})
     if is_native:
         return torch.ops.blockdiag.block_diagonal_forward(*arguments)
     return torch.ops.blockdiag.block_diagonal_forward_through_jax(*arguments)
 
 
-def _refuse_tangents(operands: Sequence[torch.Tensor | None]) -> None:
-    """Refuse forward-mode tangents: a Python operator would silently drop them and give a derivative of 0."""
-    for operand in operands:
-        if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
-            raise NotImplementedError(
-                "forward-mode derivatives of block-diagonal attention are not available in torch; use reverse mode, or "
-                'blockdiag.block_diagonal_attention with implementation="reference" in JAX'
-            )
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast the operands to autocast's dtype where autocast is on; float64 is kept, as elsewhere in torch."""
+def autocast_operands(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast the operands to autocast's dtype where autocast is on, after checking that they are tensors."""
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         found = [type(tensor).__name__ for tensor in tensors]
         raise ValueError(f"operands must be torch tensors, got {found}; convert them with torch.as_tensor")
-    device_type = tensors[0].device.type
-    # There is no autocast on the meta device, and asking for it is an error.
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(
-        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-        for tensor in tensors
-    )
+    return autocast(*tensors)

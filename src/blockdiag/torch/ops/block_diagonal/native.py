@@ -1,26 +1,20 @@
 """Block-diagonal attention on CUDA tensors: the Triton launch plans, on the current stream. Imports no JAX."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from blockdiag.interop import private_torch
 from blockdiag.interop.torch_launch import bound_launch, device_target
 from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
-from blockdiag.torch.ops.block_diagonal.call import Arguments, describe
+from blockdiag.torch.arguments import is_plain
+from blockdiag.torch.launches import Remembered, dense, reshaped
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.block_diagonal.operators import TENSORS, Arguments, describe
 from blockdiag.triton_kernels.block_diagonal.plans import BlockDiagonalLaunch, backward_kinds, supports
 from blockdiag.triton_kernels.parts.tile_table import TileTableLaunch
 
-# A model repeats a few shapes, entries are small, and compiled kernels are shared by entries.
-_REMEMBERED_CALLS = 1024
-
 type Tensors = tuple[torch.Tensor, ...]
-
-
-class Unsupported(NotImplementedError):
-    """The kernels cannot compute this call."""
 
 
 class _Prepared:
@@ -100,47 +94,19 @@ class _Prepared:
         return tuple(tables)
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if a kernel can read it (row-major and 16-byte aligned), else a copy that it can read."""
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and not tensor.is_neg():
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def reshaped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Change the shape of a launch's result in place, to one with as many elements.
-
-    The result is not a view, because autograd refuses in-place writes to views that an operator returns.
-    """
-    return tensor.resize_(shape)
-
-
 def _operands(arguments: Arguments) -> Tensors:
     if arguments.key is None or arguments.value is None:
         return (dense(arguments.query),)
     return dense(arguments.query), dense(arguments.key), dense(arguments.value)
 
 
-_prepared: OrderedDict[tuple[Any, ...], _Prepared] = OrderedDict()
+def _prepare(arguments: Arguments) -> _Prepared:
+    # Kernels are loaded into the context of the current device.
+    with torch.cuda.device(arguments.query.device):
+        return _Prepared(arguments)
 
 
-def prepare(arguments: Arguments) -> _Prepared:
-    """Return the launches of a call, cached by `key_of_call`.
-
-    Raises:
-        ValueError: an argument is wrong.
-        Unsupported: the kernels cannot compute this call.
-    """
-    key = arguments.key_of_call()
-    prepared = _prepared.get(key)
-    if prepared is None:
-        # Kernels are loaded into the context of the current device.
-        with torch.cuda.device(arguments.query.device):
-            prepared = _Prepared(arguments)
-        _prepared[key] = prepared
-        if len(_prepared) > _REMEMBERED_CALLS:
-            _prepared.popitem(last=False)
-    return prepared
+prepare: Remembered[Arguments, _Prepared] = Remembered(_prepare)
 
 
 def forward(arguments: Arguments, prepared: _Prepared | None = None) -> torch.Tensor:
@@ -166,6 +132,11 @@ def backward(arguments: Arguments, output_cotangent: torch.Tensor, prepared: _Pr
         return prepared.backward(arguments, output_cotangent)
 
 
+def packed_backward(arguments: Arguments, output_cotangent: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a packed query."""
+    return backward(arguments, output_cotangent)[0]
+
+
 class NativeAttention(torch.autograd.Function):
     """Autograd rule of native calls that bypass the dispatcher.
 
@@ -178,8 +149,8 @@ class NativeAttention(torch.autograd.Function):
         arguments, prepared = call
         ctx.save_for_backward(*tensors)
         # Only places and options are kept, because tensors held in `ctx` are invisible to autograd.
-        ctx.places = [index for index in range(8) if arguments[index] is not None]
-        ctx.options = arguments[8:]
+        ctx.places = [index for index in range(TENSORS) if arguments[index] is not None]
+        ctx.options = arguments[TENSORS:]
         ctx.prepared = prepared
         return forward(arguments, prepared)
 
@@ -190,7 +161,7 @@ class NativeAttention(torch.autograd.Function):
         That operator refuses second derivatives. It also serves calls where the backward pass itself is observed or
         mapped.
         """
-        tensors: list[torch.Tensor | None] = [None] * 8
+        tensors: list[torch.Tensor | None] = [None] * TENSORS
         saved = ctx.saved_tensors
         for index, tensor in zip(ctx.places, saved, strict=True):
             tensors[index] = tensor
@@ -217,20 +188,6 @@ def attend(arguments: Arguments) -> torch.Tensor:
     if torch.is_grad_enabled() and (
         query.requires_grad or (key is not None and (key.requires_grad or value.requires_grad))  # type: ignore[union-attr]
     ):
-        tensors = [tensor for tensor in arguments[:8] if tensor is not None]
+        tensors = [tensor for tensor in arguments[:TENSORS] if tensor is not None]
         return NativeAttention.apply((arguments, prepared), *tensors)  # type: ignore[no-any-return]
     return forward(arguments, prepared)
-
-
-def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Return whether these are ordinary CUDA tensors that no mode or transform observes.
-
-    Must not be called while compiling.
-    """
-    return (
-        all([tensor is None or (type(tensor) in _PLAIN and tensor.is_cuda) for tensor in tensors])
-        and not private_torch.may_be_observed()
-    )
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -1,136 +1,161 @@
-"""The registered operators: `torch.ops.blockdiag.*`, with fake kernels and derivatives.
+"""The registered operators of block-diagonal attention: their arguments, the problem of these, and derivatives."""
 
-Each operator exists twice, native and through JAX, because tags are fixed when an operator is defined and a CUDA graph
-may only capture the native one. On the CPU both go through JAX.
-"""
-
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from blockdiag.torch.ops.block_diagonal.call import Arguments, check_devices
-from blockdiag.torch.transforms import register_derivative
-
-_ARGUMENTS = (
-    "Tensor query, Tensor? key, Tensor? value, Tensor? sequence_offsets, Tensor? block_lengths, Tensor? cos, "
-    "Tensor? sin, Tensor? positions, SymInt key_heads, int block_size, float? scale, bool is_causal, str rotary, "
-    "str implementation"
-)
-_SCHEMAS = {
-    "forward": f"({_ARGUMENTS}) -> Tensor",
-    "backward": f"(Tensor output_cotangent, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    "packed_backward": f"(Tensor output_cotangent, {_ARGUMENTS}) -> Tensor",
-}
-_NO_GRADIENTS = (None,) * (len(Arguments._fields) - 3)
-
-# Module-level, because deleting a library removes its operators.
-_library = torch.library.Library("blockdiag", "DEF")
+from blockdiag.common import validation
+from blockdiag.ops.block_diagonal.checks import describe_call
+from blockdiag.ops.block_diagonal.problem import BlockDiagonalProblem
+from blockdiag.torch.arguments import check_devices, second_derivative_error
+from blockdiag.torch.operator import Gradients, Operator, Size, count_tensors, register
+from blockdiag.torch.rotary import Rotary
 
 
-def _native_forward(*values: Any) -> torch.Tensor:
-    from blockdiag.torch.ops.block_diagonal import native
+class Arguments(NamedTuple):
+    """The arguments of the operators, by name.
 
-    arguments = Arguments(*values)
-    try:
-        return native.forward(arguments)
-    except native.Unsupported:
-        return _jax_forward(*values)
+    Attributes:
+        query: [B, T, N, H] or [T, N, H]; if key and value are None, one packed tensor of N + 2K heads that holds all
+            three.
+        key, value: [B, T, K, H] or [T, K, H], or None.
+        sequence_offsets, block_lengths: int32 [num_sequences + 1] and int32 [num_blocks]; at most one is given.
+        cos, sin, positions: the tensors of a rotary embedding; see `Rotary`.
+        key_heads: K for a packed query, 0 if there is a key.
+        rotary: the options of a rotary embedding as letters (see `Rotary.letters`); empty without one.
+        implementation: comma-separated names as for JAX, empty for None.
+    """
 
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    sequence_offsets: torch.Tensor | None
+    block_lengths: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    positions: torch.Tensor | None
+    key_heads: Size
+    block_size: int
+    scale: float | None
+    is_causal: bool
+    rotary: str
+    implementation: str
 
-def _native_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.block_diagonal import native
+    def key_of_call(self) -> tuple[Any, ...]:
+        """Return a cache key with everything that checks and launches depend on: all but the tensors' elements."""
+        tensors: tuple[Any, ...] = self[:TENSORS]
+        described = [None if one is None else (one.shape, one.dtype, one.device.index) for one in tensors]
+        return (*described, *self[TENSORS:])
 
-    arguments = Arguments(*values)
-    try:
-        return native.backward(arguments, output_cotangent)
-    except native.Unsupported:
-        return _jax_backward(output_cotangent, *values)
+    def output_shape(self) -> tuple[int, ...]:
+        """Return the shape of the output: that of query, without the heads of key and value of a packed one."""
+        *lead, heads, head_dim = self.query.shape
+        return (*lead, heads - 2 * self.key_heads, head_dim)
 
-
-def _jax_forward(*values: Any) -> torch.Tensor:
-    from blockdiag.torch.ops.block_diagonal import through_jax
-
-    return through_jax.forward(Arguments(*values))
-
-
-def _jax_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.block_diagonal import through_jax
-
-    return through_jax.backward(Arguments(*values), output_cotangent)
-
-
-def _fake_forward(*values: Any) -> torch.Tensor:
-    arguments = Arguments(*values)
-    # One meta argument among others selects this kernel, which would return uninitialised memory: check the devices.
-    check_devices(arguments)
-    return arguments.query.new_empty(arguments.output_shape())
-
-
-def _fake_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.Tensor, ...]:
-    check_devices(Arguments(*values))
-    if output_cotangent.device != values[0].device:
-        raise ValueError(
-            f"the cotangent must be on the device of `query`, {values[0].device}, got {output_cotangent.device}"
-        )
-    operands = (operand for operand in values[:3] if operand is not None)
-    return tuple(operand.new_empty(operand.shape) for operand in operands)
+    def to_rotary(self) -> Rotary | None:
+        """Return the rotary embedding that the arguments encode."""
+        return Rotary.from_letters(self.rotary, self.cos, self.sin, self.positions)
 
 
-def _one(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    """Wrap a function with a single result so that it returns that result itself."""
-    return lambda *values: function(*values)[0]
+TENSORS = count_tensors(Arguments)
+"""Number of leading tensor arguments."""
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the arguments for the backward pass, which needs neither the output nor softmax statistics."""
-    del output
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = inputs[8:]
+class _Shape(NamedTuple):
+    """Shape and dtype of an operand that is part of a packed tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _differentiate(suffix: str) -> Callable[..., tuple[Any, ...]]:
-    def backward(ctx: Any, output_cotangent: torch.Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        operators = torch.ops.blockdiag
-        if tensors[1] is None:
-            operator = getattr(operators, f"block_diagonal_packed_backward{suffix}")
-            return (operator(output_cotangent, *tensors, *ctx.options), None, None, *_NO_GRADIENTS)
-        operator = getattr(operators, f"block_diagonal_backward{suffix}")
-        return (*operator(output_cotangent, *tensors, *ctx.options), *_NO_GRADIENTS)
-
-    return backward
-
-
-def _refuse_second_derivative(ctx: Any, *cotangents: torch.Tensor) -> None:
-    raise NotImplementedError(
-        "second derivatives of block-diagonal attention are not available in torch; differentiate "
-        "blockdiag.block_diagonal_attention in JAX, where they are"
+def operand_shapes(arguments: Arguments) -> tuple[Any, Any]:
+    """Return query and key of a call, or their shapes and dtypes if they are packed."""
+    query = arguments.query
+    if arguments.key is not None:
+        return query, arguments.key
+    return (
+        _Shape(arguments.output_shape(), query.dtype),
+        _Shape((*query.shape[:-2], arguments.key_heads, query.shape[-1]), query.dtype),
     )
 
 
-def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[..., Any]]) -> None:
-    """Define the forward and both backward operators for CUDA and, through JAX, for the CPU."""
-    cpu = {"forward": _jax_forward, "backward": _jax_backward, "packed_backward": _one(_jax_backward)}
-    fake = {"forward": _fake_forward, "backward": _fake_backward, "packed_backward": _one(_fake_backward)}
-    for method, schema in _SCHEMAS.items():
-        name = f"block_diagonal_{method}{suffix}"
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        _library.impl(name, cpu[method], "CPU")
-        _library.impl(name, cuda[method], "CUDA")
-        torch.library.register_fake(f"blockdiag::{name}", fake[method], lib=_library)
-        derivative = _differentiate(suffix) if method == "forward" else _refuse_second_derivative
-        setup = _remember if method == "forward" else None
-        register_derivative(_library, name, derivative, setup)
+def describe(arguments: Arguments) -> BlockDiagonalProblem:
+    """Check the arguments and describe the call.
+
+    Raises:
+        ValueError: an argument is wrong; the same as the JAX function raises.
+    """
+    query, key, value = arguments[:3]
+    if (key is None) != (value is None):
+        raise ValueError("`key` and `value` must both be tensors, or both None where `query` holds all three")
+    if key is not None and value is not None:
+        validation.check_operands(query, key, value)
+    elif not 0 < 2 * arguments.key_heads < query.shape[-2]:
+        raise ValueError(
+            f"`key_heads` must leave heads to the query, got {arguments.key_heads} of the {query.shape[-2]} heads of a "
+            "packed `query`, which has N + 2 K of them"
+        )
+    check_devices(**dict(zip(Arguments._fields, arguments[:TENSORS], strict=False)))
+    query_shape, key_shape = operand_shapes(arguments)
+    return describe_call(
+        query_shape,
+        key_shape,
+        block_size=arguments.block_size,
+        sequence_offsets=arguments.sequence_offsets,
+        block_lengths=arguments.block_lengths,
+        rotary=arguments.to_rotary(),
+        scale=arguments.scale,
+        is_causal=arguments.is_causal,
+        is_packed=arguments.key is None,
+    )
 
 
-_define(
-    "",
-    (),
-    {"forward": _native_forward, "backward": _native_backward, "packed_backward": _one(_native_backward)},
+def _fake_forward(arguments: Arguments) -> torch.Tensor:
+    return arguments.query.new_empty(arguments.output_shape())
+
+
+def _fake_backward(arguments: Arguments, output_cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    del output_cotangent
+    return tuple(operand.new_empty(operand.shape) for operand in arguments[:3] if operand is not None)
+
+
+def _fake_packed_backward(arguments: Arguments, output_cotangent: torch.Tensor) -> torch.Tensor:
+    return _fake_backward(arguments, output_cotangent)[0]
+
+
+def _backward_of(tensors: Sequence[torch.Tensor | None]) -> Operator:
+    is_packed = tensors[1] is None
+    return PACKED_BACKWARD if is_packed else BACKWARD
+
+
+_refusal = functools.partial(second_derivative_error, "block-diagonal attention", "block_diagonal_attention")
+
+FORWARD = Operator(
+    name="block_diagonal_forward",
+    method="forward",
+    arguments=Arguments,
+    num_results=1,
+    fake=_fake_forward,
+    gradients=Gradients(_backward_of),
 )
-_define(
-    "_through_jax",
-    (torch.Tag.cudagraph_unsafe,),
-    {"forward": _jax_forward, "backward": _jax_backward, "packed_backward": _one(_jax_backward)},
+BACKWARD = Operator(
+    name="block_diagonal_backward",
+    method="backward",
+    leading=("output_cotangent",),
+    arguments=Arguments,
+    num_results=3,
+    fake=_fake_backward,
+    refusal=_refusal,
 )
+PACKED_BACKWARD = Operator(
+    name="block_diagonal_packed_backward",
+    method="packed_backward",
+    leading=("output_cotangent",),
+    arguments=Arguments,
+    num_results=1,
+    fake=_fake_packed_backward,
+    refusal=_refusal,
+)
+register(FORWARD, BACKWARD, PACKED_BACKWARD)

@@ -1,24 +1,25 @@
-"""Key convolution for torch: the public function and the registered operators that it calls.
-
-Each operator exists twice, native and through JAX, because tags are fixed when an operator is defined and a CUDA graph
-may only capture the native one. On the CPU both go through JAX.
-"""
+"""Key convolution for torch: the public function."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
-from torch.autograd import forward_ad
 
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.ops.key_convolution.checks import describe_key_convolution
-from blockdiag.ops.key_convolution.problem import Activation
+from blockdiag.ops.key_convolution.problem import KEY_CONVOLUTION, Activation
 from blockdiag.torch import dtensor_registration, nested
+from blockdiag.torch.arguments import (
+    autocast,
+    check_names,
+    check_tensors,
+    forward_mode_error,
+    refuse_tangents,
+    who_computes,
+)
 from blockdiag.torch.context.parallel import ContextParallel, check_plain
-from blockdiag.torch.ops.block_diagonal import operators  # noqa: F401 - operators defines the library that this one adds to
-from blockdiag.torch.ops.key_convolution.call import Arguments, check_devices, describe
-from blockdiag.torch.transforms import register_derivative
+from blockdiag.torch.ops.key_convolution.operators import Arguments, describe
 from blockdiag.triton_kernels.key_convolution.plans import takes_key
 
 
@@ -80,11 +81,10 @@ def key_convolution(
         >>> key_convolution(torch.randn(2, 100, 4, 32), torch.zeros(3, 4, 32)).shape
         torch.Size([2, 100, 4, 32])
     """
-    for name, value in (("key", key), ("weights", weights), ("sequence_offsets", sequence_offsets)):
-        if not isinstance(value, torch.Tensor) and not (value is None and name == "sequence_offsets"):
-            raise ValueError(f"`{name}` must be a tensor, got {type(value)}; convert it with torch.as_tensor")
-    if via not in (None, "jax"):
-        raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
+    check_tensors(key=key, weights=weights)
+    if sequence_offsets is not None:
+        check_tensors(sequence_offsets=sequence_offsets)
+    names, is_native = who_computes(implementation, via)
     key, weights = _autocast(key, weights)
     if context_parallel is not None:
         check_plain(context_parallel, key=key, weights=weights)
@@ -103,23 +103,16 @@ def key_convolution(
             implementation=implementation, via=via,
         )  # fmt: skip
         return nested.repack(output, key)
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
     arguments = Arguments(key, weights, sequence_offsets, activation, residual, ",".join(names))
     if not torch.compiler.is_compiling():
         # Checked before the operator, whose schema would reject other types with a generic message.
         describe(arguments)
         arguments = arguments._replace(residual=bool(residual))
-        if implementation is not None and names != ("triton",):
-            from blockdiag.common.dispatch import normalise_implementation
-            from blockdiag.ops.key_convolution.problem import KEY_CONVOLUTION
-
-            normalise_implementation(implementation, KEY_CONVOLUTION)
+        check_names(implementation, names, KEY_CONVOLUTION)
     if may_have_tangents():
-        _refuse_tangents(key, weights)
+        refuse_tangents((key, weights), functools.partial(forward_mode_error, "key convolution", "key_convolution"))
     if type(key) is not torch.Tensor:
         dtensor_registration.prepare(key)
-    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
-    is_native = via is None and (not names or names[0] == "triton")
     if key.is_cuda:
         is_native = is_native and takes_key(str(key.dtype).removeprefix("torch.")) is None
     if is_native:
@@ -127,123 +120,9 @@ def key_convolution(
     return torch.ops.blockdiag.key_convolution_forward_through_jax(*arguments)  # type: ignore[no-any-return]
 
 
-def _refuse_tangents(*operands: torch.Tensor) -> None:
-    """Refuse forward-mode tangents: a Python operator would silently drop them and give a derivative of 0."""
-    if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
-        raise NotImplementedError(
-            "forward-mode derivatives of key convolution are not available in torch; use reverse mode, or "
-            'blockdiag.key_convolution with implementation="reference" in JAX'
-        )
-
-
 def _autocast(key: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast the operands to autocast's dtype where autocast is on; keep float64, and weights in float32."""
-    device_type = key.device.type
-    # There is no autocast on the meta device, and asking for it is an error.
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return key, weights
-    dtype = torch.get_autocast_dtype(device_type)
-    if key.is_floating_point() and key.dtype != torch.float64:
-        key = key.to(dtype)
-    if weights.is_floating_point() and weights.dtype not in (torch.float32, torch.float64):
-        weights = weights.to(dtype)
+    if weights.dtype == torch.float32:
+        return autocast(key)[0], weights
+    key, weights = autocast(key, weights)
     return key, weights
-
-
-# The operators
-
-_ARGUMENTS = "Tensor key, Tensor weights, Tensor? sequence_offsets, str? activation, bool residual, str implementation"
-_SCHEMAS = {
-    "forward": f"({_ARGUMENTS}) -> Tensor",
-    "backward": f"(Tensor output_cotangent, {_ARGUMENTS}) -> (Tensor, Tensor)",
-}
-
-# Module-level, because deleting a library removes its operators.
-_library = torch.library.Library("blockdiag", "FRAGMENT")
-
-
-def _native_forward(*values: Any) -> torch.Tensor:
-    from blockdiag.torch.ops.key_convolution import native
-
-    arguments = Arguments(*values)
-    try:
-        return native.forward(arguments)
-    except native.Unsupported:
-        return _jax_forward(*values)
-
-
-def _native_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.key_convolution import native
-
-    arguments = Arguments(*values)
-    try:
-        return native.backward(arguments, output_cotangent)
-    except native.Unsupported:
-        return _jax_backward(output_cotangent, *values)
-
-
-def _jax_forward(*values: Any) -> torch.Tensor:
-    from blockdiag.torch.ops.key_convolution import through_jax
-
-    return through_jax.forward(Arguments(*values))
-
-
-def _jax_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.key_convolution import through_jax
-
-    return through_jax.backward(Arguments(*values), output_cotangent)
-
-
-def _fake_forward(*values: Any) -> torch.Tensor:
-    arguments = Arguments(*values)
-    # One meta argument among others selects this kernel, which would return uninitialised memory: check the devices.
-    check_devices(arguments.key, weights=arguments.weights, sequence_offsets=arguments.sequence_offsets)
-    return arguments.key.new_empty(arguments.key.shape)
-
-
-def _fake_backward(output_cotangent: torch.Tensor, *values: Any) -> tuple[torch.Tensor, ...]:
-    key, weights, sequence_offsets, *_ = values
-    check_devices(key, weights=weights, sequence_offsets=sequence_offsets, output_cotangent=output_cotangent)
-    return key.new_empty(key.shape), weights.new_empty(weights.shape)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the arguments for the backward pass, which needs neither the output nor intermediate sums."""
-    del output
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
-
-
-def _differentiate(suffix: str) -> Callable[..., tuple[Any, ...]]:
-    def backward(ctx: Any, output_cotangent: torch.Tensor) -> tuple[Any, ...]:
-        operator = getattr(torch.ops.blockdiag, f"key_convolution_backward{suffix}")
-        gradients = operator(output_cotangent, *ctx.saved_tensors, *ctx.options)
-        return (*gradients, *(None,) * (len(Arguments._fields) - 2))
-
-    return backward
-
-
-def _refuse_second_derivative(ctx: Any, *cotangents: torch.Tensor) -> None:
-    raise NotImplementedError(
-        "second derivatives of key convolution are not available in torch; differentiate blockdiag.key_convolution in "
-        "JAX, where they are"
-    )
-
-
-def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[..., Any]]) -> None:
-    """Define forward and backward with implementations for CUDA and, through JAX, for the CPU."""
-    cpu = {"forward": _jax_forward, "backward": _jax_backward}
-    fake = {"forward": _fake_forward, "backward": _fake_backward}
-    for method, schema in _SCHEMAS.items():
-        name = f"key_convolution_{method}{suffix}"
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        _library.impl(name, cpu[method], "CPU")
-        _library.impl(name, cuda[method], "CUDA")
-        torch.library.register_fake(f"blockdiag::{name}", fake[method], lib=_library)
-        derivative = _differentiate(suffix) if method == "forward" else _refuse_second_derivative
-        setup = _remember if method == "forward" else None
-        register_derivative(_library, name, derivative, setup)
-
-
-_define("", (), {"forward": _native_forward, "backward": _native_backward})
-_define("_through_jax", (torch.Tag.cudagraph_unsafe,), {"forward": _jax_forward, "backward": _jax_backward})

@@ -1,21 +1,16 @@
 """Key convolution on CUDA tensors: the Triton launch plans, on the current stream. Imports no JAX."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from blockdiag.interop.torch_launch import bound_launch
-from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, reshaped
-from blockdiag.torch.ops.key_convolution.call import Arguments, describe
+from blockdiag.torch.launches import Remembered, dense, reshaped
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.key_convolution.operators import Arguments, describe
 from blockdiag.triton_kernels.key_convolution.plans import KeyConvolutionLaunch, supports
 from blockdiag.triton_kernels.parts.tile_table import TileTableLaunch
-
-__all__ = ["Unsupported", "backward", "forward"]
-
-# A model repeats a few shapes, entries are small, and compiled kernels are shared by entries.
-_REMEMBERED_CALLS = 256
 
 type Tensors = tuple[torch.Tensor, ...]
 
@@ -69,23 +64,7 @@ class _Prepared:
         return self._tile_table((dense(arguments.sequence_offsets),))
 
 
-_prepared: OrderedDict[tuple[Any, ...], _Prepared] = OrderedDict()
-
-
-def _prepare(arguments: Arguments) -> _Prepared:
-    """Return the launches of a call, cached by `key_of_call`; the call's device must be the current one.
-
-    Raises:
-        ValueError: an argument is wrong.
-        Unsupported: the kernels cannot compute this call.
-    """
-    key = arguments.key_of_call()
-    prepared = _prepared.get(key)
-    if prepared is None:
-        prepared = _prepared[key] = _Prepared(arguments)
-        if len(_prepared) > _REMEMBERED_CALLS:
-            _prepared.popitem(last=False)
-    return prepared
+_prepared: Remembered[Arguments, _Prepared] = Remembered(_Prepared)
 
 
 def forward(arguments: Arguments) -> torch.Tensor:
@@ -95,7 +74,7 @@ def forward(arguments: Arguments) -> torch.Tensor:
         return arguments.key.new_empty(arguments.key.shape)
     # Kernels are loaded into the context of the current device and run there.
     with torch.cuda.device(arguments.key.device):
-        return _prepare(arguments).forward(arguments)
+        return _prepared(arguments).forward(arguments)
 
 
 def backward(arguments: Arguments, output_cotangent: torch.Tensor) -> Tensors:
@@ -103,4 +82,4 @@ def backward(arguments: Arguments, output_cotangent: torch.Tensor) -> Tensors:
     if arguments.key.numel() == 0:
         return torch.zeros_like(arguments.key), torch.zeros_like(arguments.weights)
     with torch.cuda.device(arguments.key.device):
-        return _prepare(arguments).backward(arguments, output_cotangent)
+        return _prepared(arguments).backward(arguments, output_cotangent)

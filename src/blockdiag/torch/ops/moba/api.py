@@ -5,15 +5,22 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
-from torch.autograd import forward_ad
 
 from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.ops.moba.checks import check_moba_operands, count_sequence_blocks
 from blockdiag.ops.moba.options import MoBAOptions
+from blockdiag.ops.moba.problem import MOBA
 from blockdiag.torch import dtensor_registration, nested
+from blockdiag.torch.arguments import (
+    autocast,
+    check_names,
+    check_tensors,
+    forward_mode_error,
+    refuse_tangents,
+    who_computes,
+)
 from blockdiag.torch.context.parallel import ContextParallel, check_plain
-from blockdiag.torch.ops.moba import operators as _moba_ops  # noqa: F401 - _moba_ops registers the operators
-from blockdiag.torch.ops.moba.call import ListArguments, describe_lists
+from blockdiag.torch.ops.moba.operators import ListArguments, describe_lists
 from blockdiag.torch.ops.moba.routing import Routing
 from blockdiag.triton_kernels.block_diagonal.plans import takes_operands
 
@@ -125,7 +132,8 @@ def moba_attention(
         >>> moba_attention(query, key, value, block_size=16, top_k=3).shape
         torch.Size([2, 100, 4, 32])
     """
-    query, key, value = _autocast(query=query, key=key, value=value)
+    check_tensors(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
     if context_parallel is not None:
         if routing is not None or key_sequence_offsets is not None:
             raise ValueError("`context_parallel` serves neither `routing` nor `key_sequence_offsets`; leave them out")
@@ -151,7 +159,7 @@ def moba_attention(
         }  # fmt: skip
         return _attend_jagged(query, key, value, sequence_offsets, key_sequence_offsets, return_residual, options)
     if may_have_tangents():
-        _refuse_tangents(query, key, value)
+        refuse_tangents((query, key, value), functools.partial(forward_mode_error, "MoBA", "moba_attention"))
     names, is_native = _who_computes(query, implementation, via)
     given: tuple[Any, int, int] = (None, 0, 0)
     if routing is not None:
@@ -160,7 +168,7 @@ def moba_attention(
                 f"`routing` must be a blockdiag.torch.Routing or None, got {type(routing)}; make one with "
                 "moba_routing, Routing.from_pattern or Routing.from_block_lists"
             )
-        _check_tensors({"routing.indices": routing.indices})
+        check_tensors(**{"routing.indices": routing.indices})
         given = (routing.indices, routing.block_size, routing.num_blocks)
     # The operands are detached because the routing is constant under differentiation.
     arguments = ListArguments(
@@ -240,7 +248,8 @@ def moba_routing(
         >>> moba_routing(*torch.randn(2, 100, 4, 32), block_size=16, top_k=3).indices.shape
         torch.Size([100, 4, 3])
     """
-    query, key = _autocast(query=query, key=key)
+    check_tensors(query=query, key=key)
+    query, key = autocast(query, key)
     # Jagged tensors are refused: the routing would index packed tokens, and the caller has to know that.
     nested.refuse(query=query, key=key)
     names, is_native = _who_computes(query, implementation, via)
@@ -265,7 +274,7 @@ def _checked(
     operators check when they run.
     """
     names = ("key_mask", "sequence_offsets", "key_sequence_offsets")
-    _check_tensors({name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None})
+    check_tensors(**{name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None})
     if torch.compiler.is_compiling():
         return arguments, scale
     problem = describe_lists(arguments, value, scale)
@@ -279,45 +288,9 @@ def _who_computes(
     query: torch.Tensor, implementation: str | Sequence[str] | None, via: Literal["jax"] | None
 ) -> tuple[str, bool]:
     """Return comma-separated names of implementations, and whether the native operators take the call."""
-    if via not in (None, "jax"):
-        raise ValueError(f"`via` must be None or 'jax', got {via!r}; None launches the kernels natively on CUDA")
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
-    if implementation is not None and names != ("triton",) and not torch.compiler.is_compiling():
-        from blockdiag.common.dispatch import normalise_implementation
-        from blockdiag.ops.moba.problem import MOBA
-
-        normalise_implementation(implementation, MOBA)
-    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
-    is_native = via is None and (not names or names[0] == "triton")
+    names, is_native = who_computes(implementation, via)
+    if implementation is not None and not torch.compiler.is_compiling():
+        check_names(implementation, names, MOBA)
     if query.is_cuda and query.ndim > 0:
         is_native = is_native and takes_operands(str(query.dtype).removeprefix("torch."), query.shape[-1]) is None
     return ",".join(names), is_native
-
-
-def _check_tensors(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"`{name}` must be a tensor, got {type(value)}; convert it with torch.as_tensor")
-
-
-def _refuse_tangents(*operands: torch.Tensor) -> None:
-    """Refuse forward-mode tangents: a Python operator would silently drop them and give a derivative of 0."""
-    if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
-        raise NotImplementedError(
-            "forward-mode derivatives of MoBA are not available in torch; use reverse mode, or "
-            'blockdiag.moba_attention with implementation="reference" in JAX'
-        )
-
-
-def _autocast(**tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast the operands to autocast's dtype where autocast is on; float64 is kept, as elsewhere in torch."""
-    _check_tensors(tensors)
-    device_type = tensors["query"].device.type
-    # There is no autocast on the meta device, and asking for it is an error.
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return tuple(tensors.values())
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(
-        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-        for tensor in tensors.values()
-    )

@@ -14,7 +14,7 @@ from blockdiag.torch.context.collectives import Gather, gather_tokens, gather_wh
 from blockdiag.torch.context.exchange import exchange, from_zigzag, to_zigzag
 from blockdiag.torch.context.parallel import ContextParallel, check_parts, choose_strategy
 from blockdiag.torch.ops.moba import passes
-from blockdiag.torch.ops.moba.call import ListArguments
+from blockdiag.torch.ops.moba.operators import ListArguments
 from blockdiag.torch.ops.moba.tables import clip_offsets, moba_tables
 
 

@@ -9,8 +9,9 @@ import torch
 from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.ops.moba.lists import Lists
 from blockdiag.ops.moba.problem import MoBAProblem
-from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, reshaped
-from blockdiag.torch.ops.moba.call import (
+from blockdiag.torch.launches import dense, reshaped
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.moba.operators import (
     AttentionArguments,
     ListArguments,
     ListResults,
@@ -32,8 +33,6 @@ from blockdiag.triton_kernels.moba.steps import (
     list_steps,
     routing_steps,
 )
-
-__all__ = ["Unsupported", "attend", "choose", "differentiate", "find_centroids", "make_lists", "route"]
 
 # A model repeats a few shapes, entries are small, and compiled kernels are shared by entries.
 _REMEMBERED_PASSES = 1024
@@ -64,9 +63,10 @@ def route(arguments: ListArguments) -> torch.Tensor:
 
 
 def find_centroids(
-    problem: MoBAProblem, key: torch.Tensor, key_mask: torch.Tensor | None, blocks: torch.Tensor
+    problem: MoBAProblem, implementation: str, key: torch.Tensor, key_mask: torch.Tensor | None, blocks: torch.Tensor
 ) -> torch.Tensor:
     """Return the mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
+    del implementation
     _check_support(problem)
     with torch.cuda.device(key.device):
         arrays = {"key": dense(key), "blocks": blocks}

@@ -1,4 +1,4 @@
-"""The registered operators of MoBA: `torch.ops.blockdiag.moba_*`, with fake kernels and derivatives.
+"""The registered operators of MoBA: `torch.ops.blockdiag.moba_*`, their arguments and the problem that these describe.
 
 - `moba_routing` returns the routing, see `Routing.indices`.
 - `moba_lists` routes, or takes a given routing, and returns the inputs of attention: tables, lists and own blocks.
@@ -6,126 +6,229 @@
 
 A policy of selective activation checkpointing that saves the results of `moba_lists` and `moba_forward` keeps
 everything that the backward pass needs besides query, key and value.
-
-Each operator exists twice, native and through JAX, because tags are fixed when an operator is defined and a CUDA graph
-may only capture the native one. On the CPU both go through JAX.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from blockdiag.ops.moba.checks import count_sequence_blocks
-from blockdiag.torch.ops.block_diagonal import operators  # noqa: F401 - it defines the library that this one adds to
-from blockdiag.torch.ops.moba.call import AttentionArguments, ListArguments, ListResults, check_devices
-from blockdiag.torch.transforms import register_constant, register_derivative
+from blockdiag.ops.moba.checks import check_moba_operands, count_sequence_blocks, describe_moba_call
+from blockdiag.ops.moba.lists import Lists
+from blockdiag.ops.moba.problem import MoBAProblem
+from blockdiag.torch.arguments import check_devices, second_derivative_error
+from blockdiag.torch.operator import Gradients, Operator, Size, count_tensors, register
 
-_ROUTED = "Tensor query, Tensor key, Tensor? key_mask, Tensor? sequence_offsets, Tensor? key_sequence_offsets"
-_GIVEN = "Tensor? indices, int given_block_size, SymInt given_num_blocks"
-_OPTIONS = "int block_size, int top_k, bool is_causal, str implementation"
-_ATTENTION = (
-    "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor blocks, Tensor queries, Tensor offsets, "
-    "Tensor counts, Tensor entries, Tensor degrees, Tensor? own, int block_size, float? scale, bool is_causal, "
-    "bool has_padding, str implementation"
-)
-_TENSORS = 11
+
+class ListArguments(NamedTuple):
+    """The arguments of the operators that route, by name.
+
+    Attributes:
+        query: [B, T, N, H] or [T, N, H].
+        key: [B, S, K, H] or [S, K, H].
+        key_mask: bool [B, S] or [S], or None.
+        sequence_offsets, key_sequence_offsets: int32 [num_sequences + 1] or None.
+        indices: the indices of a given routing, int32 [B, T, N, k] or [T, N, k], or None.
+        given_block_size, given_num_blocks: the other attributes of a given routing, 0 without one.
+        implementation: comma-separated names as for JAX, empty for None.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    key_mask: torch.Tensor | None
+    sequence_offsets: torch.Tensor | None
+    key_sequence_offsets: torch.Tensor | None
+    indices: torch.Tensor | None
+    given_block_size: int
+    given_num_blocks: Size
+    block_size: int
+    top_k: int
+    is_causal: bool
+    implementation: str
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of batch rows; 1 for a packed call, whose sequences follow from offsets."""
+        return math.prod(self.query.shape[:-3])
+
+
+class AttentionArguments(NamedTuple):
+    """The arguments of the operators that attend, by name: operands and the fields of `ListResults`.
+
+    Attributes:
+        own: bool [N, query_tokens], True for queries that see their own block; None where all do or none has one.
+        has_padding: whether rows may belong to no block, such as those after packed sequences.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mask: torch.Tensor | None
+    blocks: torch.Tensor
+    queries: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    entries: torch.Tensor
+    degrees: torch.Tensor
+    own: torch.Tensor | None
+    block_size: int
+    scale: float | None
+    is_causal: bool
+    has_padding: bool
+    implementation: str
+
+
+ATTENTION_TENSORS = count_tensors(AttentionArguments)
 """Number of leading tensor arguments of attention."""
 
-_RESULTS = "Tensor output, Tensor log_sum, Tensor output_cotangent, Tensor log_sum_cotangent"
-_SCHEMAS = {
-    "routing": f"({_ROUTED}, {_OPTIONS}) -> Tensor",
-    "lists": f"({_ROUTED}, {_GIVEN}, {_OPTIONS}) -> ({', '.join(['Tensor'] * len(ListResults._fields))})",
-    "forward": f"({_ATTENTION}) -> (Tensor, Tensor)",
-    "backward": f"({_RESULTS}, {_ATTENTION}) -> (Tensor, Tensor, Tensor)",
-}
-_NO_GRADIENTS = (None,) * (len(AttentionArguments._fields) - 3)
 
-# Module-level, because deleting a library removes its operators.
-_library = torch.library.Library("blockdiag", "FRAGMENT")
+class ListResults(NamedTuple):
+    """Results of routing that attention reads: tables (see `moba_tables`), lists (see `Lists`), and own blocks.
 
+    Attributes:
+        own: bool [N, query_tokens] in causal calls with a given routing, else empty.
+    """
 
-def _without_routing(values: Sequence[Any]) -> ListArguments:
-    """Return the arguments of a call of `moba_routing`."""
-    tensors, options = values[:5], values[5:]
-    return ListArguments(*tensors, None, 0, 0, *options)  # type: ignore[bad-argument-count]
+    blocks: torch.Tensor
+    queries: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    entries: torch.Tensor
+    degrees: torch.Tensor
+    own: torch.Tensor
 
 
-def _jax_routing(*values: Any) -> torch.Tensor:
-    from blockdiag.torch.ops.moba import through_jax
+class _Given(NamedTuple):
+    """The attributes of a routing, for checks."""
 
-    return through_jax.route(_without_routing(values))
-
-
-def _jax_lists(*values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.moba import through_jax
-
-    return tuple(through_jax.make_lists(ListArguments(*values)))
+    indices: torch.Tensor
+    block_size: int
+    num_blocks: int
 
 
-def _jax_forward(*values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.moba import through_jax
+def describe_lists(arguments: ListArguments, value: Any = None, scale: float | None = None) -> MoBAProblem:
+    """Check the arguments and describe the call.
 
-    return through_jax.attend(AttentionArguments(*values))
+    Args:
+        arguments: the arguments of the operator.
+        value, scale: arguments of attention, checked too if they are already known.
 
-
-def _jax_backward(*values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.moba import through_jax
-
-    return through_jax.differentiate(AttentionArguments(*values[4:]), *values[:4])
-
-
-def _native_routing(*values: Any) -> torch.Tensor:
-    from blockdiag.torch.ops.moba import native
-
-    try:
-        return native.route(_without_routing(values))
-    except native.Unsupported:
-        return _jax_routing(*values)
-
-
-def _native_lists(*values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.moba import native
-
-    try:
-        return tuple(native.make_lists(ListArguments(*values)))
-    except native.Unsupported:
-        return _jax_lists(*values)
-
-
-def _native_forward(*values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.moba import native
-
-    try:
-        return native.attend(AttentionArguments(*values))
-    except native.Unsupported:
-        return _jax_forward(*values)
-
-
-def _native_backward(*values: Any) -> tuple[torch.Tensor, ...]:
-    from blockdiag.torch.ops.moba import native
-
-    try:
-        return native.differentiate(AttentionArguments(*values[4:]), *values[:4])
-    except native.Unsupported:
-        return _jax_backward(*values)
+    Raises:
+        ValueError: an argument is wrong; the same as the JAX function raises.
+    """
+    query, key, key_mask, sequence_offsets, key_sequence_offsets, indices = arguments[:6]
+    check_devices(
+        query=query,
+        key=key,
+        value=value,
+        key_mask=key_mask,
+        sequence_offsets=sequence_offsets,
+        key_sequence_offsets=key_sequence_offsets,
+        **{"routing.indices": indices},
+    )
+    check_moba_operands(query, key, value)
+    given = None
+    if indices is not None:
+        given = _Given(indices, arguments.given_block_size, arguments.given_num_blocks)
+    return describe_moba_call(
+        query,
+        key,
+        block_size=arguments.block_size,
+        top_k=arguments.top_k,
+        scale=scale,
+        is_causal=arguments.is_causal,
+        sequence_offsets=sequence_offsets,
+        key_sequence_offsets=key_sequence_offsets,
+        key_mask=key_mask,
+        routing=given,
+    )
 
 
-# The fake kernels check devices: one meta argument among others selects them, and they would return uninitialised
-# memory. Other mistakes are found when the operator runs, so that no tracer wraps the messages.
+def describe_attention(arguments: AttentionArguments) -> MoBAProblem:
+    """Check the shapes of tables and lists, which follow from a checked call, and describe the call.
 
-
-def _fake_routing(*values: Any) -> torch.Tensor:
-    query, top_k = values[0], max(values[6], 0)
-    _check_list_devices(*values[:5])
-    return query.new_empty((*query.shape[:-1], top_k), dtype=torch.int32)
-
-
-def _fake_lists(*values: Any) -> tuple[torch.Tensor, ...]:
-    arguments = ListArguments(*values)
+    Raises:
+        ValueError: a tensor does not have the shape or dtype that the others imply.
+    """
     query, key = arguments.query, arguments.key
-    _check_list_devices(*arguments[:6])
+    check_devices(**dict(zip(AttentionArguments._fields, arguments[:ATTENTION_TENSORS], strict=False)))
+    check_moba_operands(query, key, arguments.value)
+    tokens, heads = math.prod(query.shape[:-2]), query.shape[-2]
+    num_blocks = arguments.blocks.shape[0]
+    slots = arguments.entries.shape[-1] // max(tokens, 1)
+    problem = MoBAProblem(
+        query_tokens=tokens,
+        key_tokens=math.prod(key.shape[:-2]),
+        query_heads=heads,
+        key_heads=key.shape[-2],
+        head_dim=query.shape[-1],
+        dtype=str(query.dtype).removeprefix("torch."),
+        block_size=arguments.block_size,
+        num_blocks=num_blocks,
+        slots=slots,
+        is_causal=arguments.is_causal,
+        has_key_mask=arguments.key_mask is not None,
+        has_padding=arguments.has_padding,
+        scale=1.0 / math.sqrt(query.shape[-1]) if arguments.scale is None else arguments.scale,
+    )
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "key_mask": (tuple(key.shape[:-2]), torch.bool),
+        "blocks": ((num_blocks, 4), torch.int32),
+        "queries": ((tokens, 4), torch.int32),
+        "offsets": ((heads, num_blocks), torch.int32),
+        "counts": ((heads, num_blocks), torch.int32),
+        "entries": ((heads, tokens * slots), torch.int32),
+        "degrees": ((heads, tokens), torch.int32),
+        "own": ((heads, tokens), torch.bool),
+    }
+    for name, (shape, dtype) in expected.items():
+        tensor = getattr(arguments, name)
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
+            raise ValueError(
+                f"`{name}` must be {dtype} of shape {shape}, got {tensor.dtype} of shape {tuple(tensor.shape)}; pass "
+                "what torch.ops.blockdiag.moba_lists returns for the same call"
+            )
+    return problem
+
+
+def is_empty(problem: MoBAProblem) -> bool:
+    """Return whether there are no queries or no blocks."""
+    return problem.query_tokens == 0 or problem.num_blocks == 0
+
+
+def no_lists(problem: MoBAProblem, device: torch.device) -> Lists:
+    """Return lists without entries, for calls in which queries choose no block."""
+    heads, tokens = problem.query_heads, problem.query_tokens
+    shapes = (heads, problem.num_blocks), (heads, problem.num_blocks), (heads, tokens * problem.slots), (heads, tokens)
+    return Lists(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
+
+
+def no_results(problem: MoBAProblem, arguments: ListArguments) -> ListResults:
+    """Return the results of `moba_lists` for an empty call."""
+    device = arguments.query.device
+    blocks = torch.zeros((problem.num_blocks, 4), dtype=torch.int32, device=device)
+    queries = torch.zeros((problem.query_tokens, 4), dtype=torch.int32, device=device)
+    has_own = problem.is_causal and arguments.indices is not None
+    own = torch.zeros(own_shape(problem, has_own), dtype=torch.bool, device=device)
+    return ListResults(blocks, queries, *no_lists(problem, device), own)
+
+
+def own_shape(problem: MoBAProblem, has_own: bool) -> tuple[int, ...]:
+    """Return the shape of `ListResults.own`."""
+    return (problem.query_heads, problem.query_tokens) if has_own else (0,)
+
+
+# Fake kernels
+
+
+def _fake_routing(arguments: ListArguments) -> torch.Tensor:
+    query = arguments.query
+    return query.new_empty((*query.shape[:-1], max(arguments.top_k, 0)), dtype=torch.int32)
+
+
+def _fake_lists(arguments: ListArguments) -> tuple[torch.Tensor, ...]:
+    query, key = arguments.query, arguments.key
     tokens, heads, key_length = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-3]
     block_size = max(arguments.block_size, 1)
     longest = count_sequence_blocks(key_length, block_size)
@@ -173,85 +276,52 @@ def symbolic_slots(top_k: int, sequence_blocks: Any, is_causal: bool) -> Any:
     return torch.sym_max(torch.sym_min(top_k, sequence_blocks) - int(is_causal), 0)
 
 
-def _fake_forward(*values: Any) -> tuple[torch.Tensor, ...]:
-    query = values[0]
-    _check_attention_devices(*values)
+def _fake_forward(arguments: AttentionArguments) -> tuple[torch.Tensor, ...]:
+    query = arguments.query
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=wide)
 
 
-def _fake_backward(*values: Any) -> tuple[torch.Tensor, ...]:
-    check_devices(values[4], output=values[0], log_sum=values[1], cotangent=values[2], log_sum_cotangent=values[3])
-    _check_attention_devices(*values[4:])
-    return tuple(operand.new_empty(operand.shape) for operand in values[4:7])
+def _fake_backward(arguments: AttentionArguments, *leading: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    del leading
+    return tuple(operand.new_empty(operand.shape) for operand in arguments[:3])
 
 
-def _check_list_devices(query: torch.Tensor, *others: torch.Tensor | None) -> None:
-    names = ("key", "key_mask", "sequence_offsets", "key_sequence_offsets", "routing.indices")
-    check_devices(query, **dict(zip(names, others, strict=False)))
+# The operators
 
-
-def _check_attention_devices(*values: Any) -> None:
-    check_devices(values[0], **dict(zip(AttentionArguments._fields[1:_TENSORS], values[1:_TENSORS], strict=True)))
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the results and the tensor arguments, which include lists and tables, for the backward pass."""
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *inputs[:_TENSORS])
-    ctx.options = inputs[_TENSORS:]
-
-
-def _differentiate(suffix: str) -> Callable[..., tuple[Any, ...]]:
-    def backward(
-        ctx: Any, output_cotangent: torch.Tensor | None, log_sum_cotangent: torch.Tensor | None
-    ) -> tuple[Any, ...]:
-        output, log_sum, *tensors = ctx.saved_tensors
-        # Usually only one of the two results is differentiated, and the other cotangent is None.
-        if output_cotangent is None:
-            output_cotangent = torch.zeros_like(output)
-        if log_sum_cotangent is None:
-            log_sum_cotangent = torch.zeros_like(log_sum)
-        operator = getattr(torch.ops.blockdiag, f"moba_backward{suffix}")
-        gradients = operator(output, log_sum, output_cotangent, log_sum_cotangent, *tensors, *ctx.options)
-        return (*gradients, *_NO_GRADIENTS)
-
-    return backward
-
-
-def _refuse_second_derivative(ctx: Any, *cotangents: torch.Tensor) -> None:
-    raise NotImplementedError(
-        "second derivatives of MoBA are not available in torch; differentiate blockdiag.moba_attention in JAX, where "
-        "they are"
-    )
-
-
-def _define(suffix: str, tags: Sequence[torch.Tag], cuda: dict[str, Callable[..., Any]]) -> None:
-    """Define all operators with implementations for CUDA and, through JAX, for the CPU."""
-    cpu = {"routing": _jax_routing, "lists": _jax_lists, "forward": _jax_forward, "backward": _jax_backward}
-    fake = {"routing": _fake_routing, "lists": _fake_lists, "forward": _fake_forward, "backward": _fake_backward}
-    for method, schema in _SCHEMAS.items():
-        name = f"moba_{method}{suffix}"
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        _library.impl(name, cpu[method], "CPU")
-        _library.impl(name, cuda[method], "CUDA")
-        torch.library.register_fake(f"blockdiag::{name}", fake[method], lib=_library)
-    for method, derivative, setup in (
-        ("forward", _differentiate(suffix), _remember),
-        ("backward", _refuse_second_derivative, None),
-    ):
-        register_derivative(_library, f"moba_{method}{suffix}", derivative, setup)
-    for method in ("routing", "lists"):
-        register_constant(_library, f"moba_{method}{suffix}")
-
-
-_define(
-    "",
-    (),
-    {"routing": _native_routing, "lists": _native_lists, "forward": _native_forward, "backward": _native_backward},
+ROUTING = Operator(
+    name="moba_routing",
+    method="route",
+    arguments=ListArguments,
+    constants={"indices": None, "given_block_size": 0, "given_num_blocks": 0},
+    num_results=1,
+    fake=_fake_routing,
+    is_constant=True,
 )
-_define(
-    "_through_jax",
-    (torch.Tag.cudagraph_unsafe,),
-    {"routing": _jax_routing, "lists": _jax_lists, "forward": _jax_forward, "backward": _jax_backward},
+LISTS = Operator(
+    name="moba_lists",
+    method="make_lists",
+    arguments=ListArguments,
+    shown_names={"indices": "routing.indices"},
+    num_results=len(ListResults._fields),
+    fake=_fake_lists,
+    is_constant=True,
 )
+BACKWARD = Operator(
+    name="moba_backward",
+    method="differentiate",
+    leading=("output", "log_sum", "output_cotangent", "log_sum_cotangent"),
+    arguments=AttentionArguments,
+    num_results=3,
+    fake=_fake_backward,
+    refusal=functools.partial(second_derivative_error, "MoBA", "moba_attention"),
+)
+FORWARD = Operator(
+    name="moba_forward",
+    method="attend",
+    arguments=AttentionArguments,
+    num_results=2,
+    fake=_fake_forward,
+    gradients=Gradients(BACKWARD, takes_results=True),
+)
+register(ROUTING, LISTS, FORWARD, BACKWARD)

@@ -1,12 +1,12 @@
 """Passes of MoBA on externally computed mean keys, outside of the registered operators."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from blockdiag.ops.moba.problem import MoBAProblem
-from blockdiag.torch.ops.moba import operators as _moba_ops  # noqa: F401 - it registers the operators
-from blockdiag.torch.ops.moba.call import ListArguments, ListResults
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.moba.operators import ListArguments, ListResults
 
 
 class Who(NamedTuple):
@@ -31,20 +31,7 @@ def find_centroids(
         problem: the call that keys and table belong to.
         key, key_mask, blocks: [key_tokens, K, H], bool [key_tokens] or None, int32 [num_blocks, 4].
     """
-
-    def through_jax() -> torch.Tensor:
-        from blockdiag.torch.ops.moba import through_jax as _moba_through_jax
-
-        return _moba_through_jax.find_centroids(problem, who.names, key, key_mask, blocks)
-
-    if not who.is_native or not key.is_cuda:
-        return through_jax()
-    from blockdiag.torch.ops.moba import native
-
-    try:
-        return native.find_centroids(problem, key, key_mask, blocks)
-    except native.Unsupported:
-        return through_jax()
+    return _call("find_centroids", who.is_native and key.is_cuda, problem, who.names, key, key_mask, blocks)
 
 
 def choose(who: Who, arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
@@ -55,20 +42,7 @@ def choose(who: Who, arguments: ListArguments, centroids: torch.Tensor) -> torch
         arguments: the arguments of the call; keys are not read.
         centroids: mean keys of all blocks.
     """
-
-    def through_jax() -> torch.Tensor:
-        from blockdiag.torch.ops.moba import through_jax as _moba_through_jax
-
-        return _moba_through_jax.choose(arguments, centroids)
-
-    if not who.is_native or not arguments.query.is_cuda:
-        return through_jax()
-    from blockdiag.torch.ops.moba import native
-
-    try:
-        return native.choose(arguments, centroids)
-    except native.Unsupported:
-        return through_jax()
+    return _call("choose", who.is_native and arguments.query.is_cuda, arguments, centroids)
 
 
 def make_lists(who: Who, arguments: ListArguments, chosen: torch.Tensor | None) -> ListResults:
@@ -79,20 +53,7 @@ def make_lists(who: Who, arguments: ListArguments, chosen: torch.Tensor | None) 
         arguments: the arguments of the call; keys are not read.
         chosen: the result of `choose`; None where no query chooses.
     """
-
-    def through_jax() -> ListResults:
-        from blockdiag.torch.ops.moba import through_jax as _moba_through_jax
-
-        return _moba_through_jax.make_lists(arguments, chosen)
-
-    if not who.is_native or not arguments.query.is_cuda:
-        return through_jax()
-    from blockdiag.torch.ops.moba import native
-
-    try:
-        return native.make_lists(arguments, chosen)
-    except native.Unsupported:
-        return through_jax()
+    return _call("make_lists", who.is_native and arguments.query.is_cuda, arguments, chosen)
 
 
 def attend(
@@ -112,3 +73,17 @@ def attend(
         query, key, value, key_mask, *tables_and_lists, None, problem.block_size, problem.scale, problem.is_causal,
         True, who.names,
     )  # fmt: skip
+
+
+def _call(method: str, is_native: bool, *arguments: Any) -> Any:
+    """Call a method of the module `native`, or of `through_jax` where the kernels cannot compute the call."""
+    if is_native:
+        from blockdiag.torch.ops.moba import native
+
+        try:
+            return getattr(native, method)(*arguments)
+        except Unsupported:
+            pass
+    from blockdiag.torch.ops.moba import through_jax
+
+    return getattr(through_jax, method)(*arguments)

@@ -1,6 +1,5 @@
 """MoBA on torch tensors through DLPack and JAX, used on the CPU and where JAX is requested."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -8,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from blockdiag.common.dispatch import call_implementation, normalise_implementation, resolve
+from blockdiag.common.dispatch import call_implementation
 from blockdiag.interop._lifetimes import same_device
-from blockdiag.interop.dlpack import to_jax, to_torch
+from blockdiag.interop.dlpack import to_torch
 from blockdiag.ops.moba.api import Call
 from blockdiag.ops.moba.lists import Lists
-from blockdiag.ops.moba.problem import MOBA, MoBAProblem
+from blockdiag.ops.moba.problem import MoBAProblem
 from blockdiag.ops.moba.routing import given_choice, indices_of_choice
 from blockdiag.ops.moba.tables import moba_tables
-from blockdiag.torch.ops.moba.call import (
+from blockdiag.torch.bridge import check_call, precision, to_array, to_array_or_none
+from blockdiag.torch.ops.moba.operators import (
     AttentionArguments,
     ListArguments,
     ListResults,
@@ -36,8 +36,8 @@ def route(arguments: ListArguments) -> torch.Tensor:
     call = _prepare(problem, arguments.implementation, arguments.query)
     if is_empty(problem):
         return torch.full(shape, -1, dtype=torch.int32, device=arguments.query.device)
-    with same_device(), _precision(arguments.query):
-        indices = _route(call, arguments.top_k, arguments.num_sequences, *map(_to_jax_or_none, arguments[:5]))
+    with same_device(), precision(arguments.query):
+        indices = _route(call, arguments.top_k, arguments.num_sequences, *map(to_array_or_none, arguments[:5]))
         return to_torch(indices)
 
 
@@ -46,17 +46,17 @@ def find_centroids(
 ) -> torch.Tensor:
     """Return the mean keys of the blocks of a table, [num_blocks, K, parts, H]."""
     call = _prepare(problem, implementation, key)
-    with same_device(), _precision(key):
-        return to_torch(_find_centroids(call, *map(_to_jax_or_none, (key, key_mask, blocks))))
+    with same_device(), precision(key):
+        return to_torch(_find_centroids(call, *map(to_array_or_none, (key, key_mask, blocks))))
 
 
 def choose(arguments: ListArguments, centroids: torch.Tensor) -> torch.Tensor:
     """Return the blocks that queries choose by mean keys, int32 [N, query_tokens, slots]; keys are not read."""
     problem, query = describe_lists(arguments), arguments.query
     call = _prepare(problem, arguments.implementation, query)
-    with same_device(), _precision(query):
+    with same_device(), precision(query):
         given = (query, centroids, arguments.sequence_offsets, arguments.key_sequence_offsets)
-        return to_torch(_choose_by_centroids(call, arguments.num_sequences, *map(_to_jax_or_none, given)))
+        return to_torch(_choose_by_centroids(call, arguments.num_sequences, *map(to_array_or_none, given)))
 
 
 def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> ListResults:
@@ -65,10 +65,10 @@ def make_lists(arguments: ListArguments, chosen: torch.Tensor | None = None) -> 
     call = _prepare(problem, arguments.implementation, arguments.query)
     if is_empty(problem):
         return no_results(problem, arguments)
-    with same_device(), _precision(arguments.query):
+    with same_device(), precision(arguments.query):
         query, key, *others = arguments[:6]
         given = (query, key if chosen is None and problem.slots > 0 else None, *others, chosen)
-        tables, lists, own = _make_lists(call, arguments.num_sequences, *map(_to_jax_or_none, given))
+        tables, lists, own = _make_lists(call, arguments.num_sequences, *map(to_array_or_none, given))
         results = [to_torch(one) for one in tables]
         results += no_lists(problem, device) if lists is None else [to_torch(one) for one in lists]
         if own is None:
@@ -85,8 +85,8 @@ def attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
     if is_empty(problem):
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         return query.new_zeros(query.shape), query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
-    with same_device(), _precision(query):
-        output, log_sum = map(to_torch, _attend(call, *map(_to_jax_or_none, arguments[:11])))
+    with same_device(), precision(query):
+        output, log_sum = map(to_torch, _attend(call, *map(to_array_or_none, arguments[:11])))
         return output, log_sum
 
 
@@ -103,23 +103,14 @@ def differentiate(
     operands = arguments[:3]
     if is_empty(problem):
         return tuple(operand.new_zeros(operand.shape) for operand in operands)
-    with same_device(), _precision(arguments.query):
-        more = map(_to_jax, (output, log_sum, output_cotangent, log_sum_cotangent))
-        gradients = _differentiate(call, *map(_to_jax_or_none, arguments[:11]), *more)
+    with same_device(), precision(arguments.query):
+        more = map(to_array, (output, log_sum, output_cotangent, log_sum_cotangent))
+        gradients = _differentiate(call, *map(to_array_or_none, arguments[:11]), *more)
         return tuple(map(to_torch, gradients))
 
 
-def _prepare(problem: MoBAProblem, text: str, operand: torch.Tensor) -> Call:
-    """Return the call, after checking that an implementation supports it and no CUDA graph is being captured."""
-    names = normalise_implementation(tuple(text.split(",")) if text else None, MOBA)
-    resolve(problem, names)
-    if operand.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a CUDA graph cannot capture the path through JAX, which runs on JAX's own stream; leave `via` and "
-            "`implementation` at None for the native kernels, where they take the call (heads of 8 to 256 in steps of "
-            "8, no float64), or call outside the capture"
-        )
-    return Call(problem, names)
+def _prepare(problem: MoBAProblem, implementation: str, operand: torch.Tensor) -> Call:
+    return Call(problem, check_call(problem, implementation, operand.device))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -239,17 +230,3 @@ def _row_sums(x: jax.Array) -> jax.Array:
 
 def _mask_rows(key_mask: jax.Array | None) -> jax.Array | None:
     return None if key_mask is None else key_mask.reshape(-1)
-
-
-def _to_jax(tensor: torch.Tensor) -> jax.Array:
-    """Return the tensor as an array, copied if JAX cannot import it through DLPack."""
-    return to_jax(tensor.detach(), copy=True)
-
-
-def _to_jax_or_none(tensor: torch.Tensor | None) -> jax.Array | None:
-    return None if tensor is None else _to_jax(tensor)
-
-
-def _precision(query: torch.Tensor) -> Any:
-    """Enable 64-bit types for float64 operands, which JAX would otherwise narrow to float32."""
-    return jax.enable_x64(True) if query.dtype == torch.float64 else contextlib.nullcontext()

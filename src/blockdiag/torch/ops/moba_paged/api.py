@@ -1,25 +1,29 @@
-"""MoBA over a paged cache for torch: the public function and the registered operators that it calls."""
+"""MoBA over a paged cache for torch: the public function."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from blockdiag.common import validation
+from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.ops.moba.checks import check_moba_block_size
 from blockdiag.ops.moba_paged.options import MoBAPagedOptions
+from blockdiag.ops.moba_paged.problem import MOBA_PAGED
 from blockdiag.torch import dtensor_registration, nested
-from blockdiag.torch.ops.moba_paged.call import TENSORS, MoBAPagedArguments, describe
-from blockdiag.torch.ops.paged.api import Scale, takes
-from blockdiag.torch.ops.paged.call import (
-    as_tensor_scale,
-    check_devices,
-    check_via,
-    names_of,
+from blockdiag.torch.arguments import (
+    check_names,
+    inference_error,
+    is_plain,
     refuse_tangents,
     wants_gradient,
+    who_computes,
 )
-from blockdiag.torch.ops.paged.operators import define_attention, fake_results
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.moba_paged.operators import TENSORS, MoBAPagedArguments, describe
+from blockdiag.torch.ops.paged.api import Scale, takes
+from blockdiag.torch.ops.paged.operators import as_tensor_scale
 
 _SCALES = ("key_scale", "value_scale", "query_scale")
 
@@ -125,8 +129,7 @@ def moba_paged_attention(
         >>> moba_paged_attention(query, key, value, None, kv_lengths, key_centroids, block_size=16, top_k=3).shape
         torch.Size([1, 1, 4, 32])
     """
-    check_via(via)
-    names = names_of(implementation)
+    names, is_native = who_computes(implementation, via)
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling:
         scale = scale if scale is None or type(scale) is float else validation.check_scale(scale, 1)
@@ -134,15 +137,17 @@ def moba_paged_attention(
         query, key_pages, value_pages, page_table, kv_lengths, key_centroids, query_lengths,
         key_scale, value_scale, query_scale, block_size, top_k, scale, ",".join(names),
     )  # fmt: skip
-    refuse_tangents("moba_paged_attention", arguments.tensors)
-    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
-    is_native = via is None and (not names or names[0] == "triton")
+    if may_have_tangents():
+        refuse_tangents(arguments.tensors, functools.partial(inference_error, "moba_paged_attention"))
     if not is_compiling:
         if is_native and isinstance(query, torch.Tensor) and query.is_cuda:
             results = _attend_natively(arguments)
             if results is not None:
                 return results if return_residual else results[0]
-        arguments = _checked(arguments, implementation)
+        check_names(implementation, names, MOBA_PAGED)
+        # Checked before the operator, whose schema would reject other types with a generic message.
+        describe(arguments)
+        arguments = arguments._replace(block_size=check_moba_block_size(block_size), top_k=int(top_k))
     if type(query) is not torch.Tensor:
         dtensor_registration.prepare(query)
     if is_native and query.is_cuda:
@@ -160,63 +165,16 @@ def _attend_natively(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch
 
     tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
     if (
-        not native.is_plain(*tensors)
+        not is_plain(*tensors)
         or not _PLAIN_OPTIONS.issuperset(map(type, arguments[TENSORS:]))
         or wants_gradient(tensors)
     ):
         return None
     try:
         return native.attend(arguments)
-    except native.Unsupported:
+    except Unsupported:
         return None
     except RuntimeError:
         # Reading the shape of a nested tensor without the jagged layout raises a RuntimeError.
         nested.refuse(query=arguments.query)
         raise
-
-
-def _checked(arguments: MoBAPagedArguments, implementation: str | Sequence[str] | None) -> MoBAPagedArguments:
-    """Check the arguments and convert the options to the types of the operator's schema."""
-    if implementation is not None and arguments.implementation != "triton":
-        from blockdiag.common.dispatch import normalise_implementation
-        from blockdiag.ops.moba_paged.problem import MOBA_PAGED
-
-        normalise_implementation(implementation, MOBA_PAGED)
-    describe(arguments)
-    return arguments._replace(block_size=check_moba_block_size(arguments.block_size), top_k=int(arguments.top_k))
-
-
-# The operators
-
-_SCHEMA = (
-    "(Tensor query, Tensor key_pages, Tensor value_pages, Tensor? page_table, Tensor kv_lengths, "
-    "Tensor key_centroids, Tensor? query_lengths, Tensor? key_scale, Tensor? value_scale, Tensor? query_scale, "
-    "int block_size, int top_k, float? scale, str implementation) -> (Tensor, Tensor)"
-)
-
-# Module-level, because deleting a library removes its operators.
-_library = torch.library.Library("blockdiag", "FRAGMENT")
-
-
-def _native(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from blockdiag.torch.ops.moba_paged import native
-
-    try:
-        return native.attend(MoBAPagedArguments(*values))
-    except native.Unsupported:
-        return _through_jax(*values)
-
-
-def _through_jax(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from blockdiag.torch.ops.moba_paged import through_jax
-
-    return through_jax.attend(MoBAPagedArguments(*values))
-
-
-def _fake(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = MoBAPagedArguments(*values)
-    check_devices(**dict(zip(MoBAPagedArguments._fields, arguments.tensors, strict=False)))
-    return fake_results(arguments.query, arguments.value_pages)
-
-
-define_attention(_library, "moba_paged_attention", _SCHEMA, _fake, _native, _through_jax)

@@ -2,20 +2,11 @@
 
 import torch
 
-from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, is_plain
-from blockdiag.torch.ops.moba_paged.call import MoBAPagedArguments, describe
-from blockdiag.torch.ops.paged.native import (
-    Launches,
-    Remembered,
-    Results,
-    cache_arrays,
-    check_pages,
-    has_no_keys,
-    no_keys,
-)
+from blockdiag.torch.launches import Launches, Remembered, dense
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.moba_paged.operators import MoBAPagedArguments, describe
+from blockdiag.torch.ops.paged.native import Results, cache_arrays, check_pages, has_no_keys, no_keys
 from blockdiag.triton_kernels.moba_paged.plans import steps, supports
-
-__all__ = ["Unsupported", "attend", "is_plain"]
 
 
 class _Prepared:

@@ -2,13 +2,11 @@
 
 import torch
 
-from blockdiag.common.dispatch import normalise_implementation, resolve
 from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop.dlpack import to_torch
 from blockdiag.ops.moba_paged.api import Call, _attention
-from blockdiag.ops.moba_paged.problem import MOBA_PAGED
-from blockdiag.torch.ops.moba_paged.call import MoBAPagedArguments, describe
-from blockdiag.torch.ops.paged.through_jax import given_names, precision, refuse_capture, to_arrays
+from blockdiag.torch.bridge import check_call, precision, to_arrays
+from blockdiag.torch.ops.moba_paged.operators import MoBAPagedArguments, describe
 
 
 def attend(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,9 +14,7 @@ def attend(arguments: MoBAPagedArguments) -> tuple[torch.Tensor, torch.Tensor]:
     with same_device(), precision(arguments.query):
         # Checks see tensors, so they never wait for values on a GPU and messages name what the caller passed.
         problem = describe(arguments)
-        names = normalise_implementation(given_names(arguments.implementation), MOBA_PAGED)
-        resolve(problem, names)
-        refuse_capture(arguments.query.device)
+        names = check_call(problem, arguments.implementation, arguments.query.device)
         tensors = dict(zip(MoBAPagedArguments._fields, arguments.tensors, strict=False))
         output, log_sum = _attention(Call(problem, names), to_arrays(tensors))
         return to_torch(output), to_torch(log_sum)

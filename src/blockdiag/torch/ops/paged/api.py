@@ -1,25 +1,28 @@
 """Paged attention for torch: few queries against a long KV cache; the public functions."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from blockdiag.common import validation
+from blockdiag.interop.private_torch import may_have_tangents
 from blockdiag.ops.paged.checks import check_soft_cap, check_window
 from blockdiag.ops.paged.options import PagedOptions, Window
+from blockdiag.ops.paged.problem import PAGED
 from blockdiag.torch import dtensor_registration, nested
-from blockdiag.torch.ops.paged import operators as _paged_ops  # noqa: F401 - _paged_ops registers the operators
-from blockdiag.torch.ops.paged.call import (
-    PagedArguments,
-    as_tensor_scale,
-    check_tensors,
-    check_via,
-    describe,
-    names_of,
+from blockdiag.torch.arguments import (
+    check_names,
+    check_plain_tensors,
+    inference_error,
+    is_plain,
     refuse_tangents,
     wants_gradient,
+    who_computes,
 )
+from blockdiag.torch.operator import Unsupported
+from blockdiag.torch.ops.paged.operators import PagedArguments, as_tensor_scale, describe
 from blockdiag.triton_kernels.paged.plans import takes_cache
 
 type Scale = torch.Tensor | float
@@ -150,8 +153,7 @@ def paged_attention(
         >>> paged_attention(query, key_pages, value_pages, page_table, kv_lengths).shape
         torch.Size([2, 1, 8, 64])
     """
-    check_via(via)
-    names = names_of(implementation)
+    names, is_native = who_computes(implementation, via)
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling:
         scale = scale if scale is None or type(scale) is float else validation.check_scale(scale, 1)
@@ -164,15 +166,15 @@ def paged_attention(
         key_scale, value_scale, query_scale, max_query_length, scale, is_causal, left, right, logits_soft_cap,
         num_splits, split_size, ",".join(names),
     )  # fmt: skip
-    refuse_tangents("paged_attention", arguments.tensors)
-    # The first supported name of a sequence wins, so the native operators apply only if "triton" comes first.
-    is_native = via is None and (not names or names[0] == "triton")
+    if may_have_tangents():
+        refuse_tangents(arguments.tensors, functools.partial(inference_error, "paged_attention"))
     if not is_compiling:
         if is_native and isinstance(query, torch.Tensor) and query.is_cuda:
             results = _attend_natively(arguments)
             if results is not None:
                 return results if return_residual else results[0]
-        arguments = _checked(arguments, implementation)
+        check_names(implementation, names, PAGED)
+        arguments = _checked(arguments)
     if type(query) is not torch.Tensor:
         dtensor_registration.prepare(query)
     if is_native and query.is_cuda:
@@ -199,11 +201,11 @@ def _attend_natively(arguments: PagedArguments) -> tuple[torch.Tensor, ...] | No
 
     tensors = [one for one in arguments.tensors if type(one) not in (int, float)]
     options = arguments[len(arguments.tensors) :]
-    if not native.is_plain(*tensors) or not _PLAIN_OPTIONS.issuperset(map(type, options)) or wants_gradient(tensors):
+    if not is_plain(*tensors) or not _PLAIN_OPTIONS.issuperset(map(type, options)) or wants_gradient(tensors):
         return None
     try:
         return native.attend(arguments)
-    except native.Unsupported:
+    except Unsupported:
         return None
     except RuntimeError:
         # Reading the shape of a nested tensor without the jagged layout raises a RuntimeError.
@@ -211,17 +213,12 @@ def _attend_natively(arguments: PagedArguments) -> tuple[torch.Tensor, ...] | No
         raise
 
 
-def _checked(arguments: PagedArguments, implementation: str | Sequence[str] | None) -> PagedArguments:
+def _checked(arguments: PagedArguments) -> PagedArguments:
     """Check the arguments and convert the options to the types of the operator's schema.
 
     Checked before the operator, whose schema would reject other types with a generic message. In a compiled call the
     operator checks when it runs.
     """
-    if implementation is not None and arguments.implementation != "triton":
-        from blockdiag.common.dispatch import normalise_implementation
-        from blockdiag.ops.paged.problem import PAGED
-
-        normalise_implementation(implementation, PAGED)
     problem = describe(arguments)
     return arguments._replace(
         max_query_length=validation.as_index(arguments.max_query_length),
@@ -297,7 +294,7 @@ def _stacked(name: str, parts: Any) -> torch.Tensor:
     if isinstance(parts, torch.Tensor):
         return parts
     tensors = list(parts)
-    check_tensors(**{f"{name}[{index}]": part for index, part in enumerate(tensors)})
+    check_plain_tensors(**{f"{name}[{index}]": part for index, part in enumerate(tensors)})
     # Compared one by one, because a set would specialise the sizes of a compiled function.
     if not tensors or any(one.shape != tensors[0].shape or one.dtype != tensors[0].dtype for one in tensors):
         found = [f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.") for tensor in tensors]

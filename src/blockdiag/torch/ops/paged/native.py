@@ -1,59 +1,22 @@
 """Paged attention on CUDA tensors: the Triton launch plans, on the current stream. Imports no JAX."""
 
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from blockdiag.interop.torch_launch import bound_launch
 from blockdiag.ops.paged.problem import PagedProblem
-from blockdiag.torch.ops.block_diagonal.native import Unsupported, dense, is_plain
+from blockdiag.torch.launches import Launches, Remembered, dense
+from blockdiag.torch.operator import Unsupported
 from blockdiag.torch.ops.moba.tables import clip_offsets, rows_to_sequences
-from blockdiag.torch.ops.paged.call import PagedArguments, check_layout, describe, page_tensors
+from blockdiag.torch.ops.paged.operators import PagedArguments, check_layout, describe, page_tensors
 from blockdiag.triton_kernels.paged.plans import PagedLaunch, supports
 
-__all__ = ["Unsupported", "attend", "is_plain"]
-
-# A model repeats a few shapes, entries are small, and compiled kernels are shared by entries.
-_REMEMBERED_CALLS = 1024
+_REMEMBERED_CONSTANTS = 1024
 
 type Results = tuple[torch.Tensor, torch.Tensor]
-
-
-class Remembered[Key, Prepared]:
-    """Cache of the prepared launches of the most recent kinds of calls."""
-
-    def __init__(self, prepare: Callable[[Key], Prepared]) -> None:
-        self._prepare = prepare
-        self._calls: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
-
-    def __call__(self, arguments: Any) -> Prepared:
-        """Return the launches of a call, whose device must be current; errors of preparing them propagate."""
-        key = arguments.key_of_call()
-        prepared = self._calls.get(key)
-        if prepared is None:
-            prepared = self._calls[key] = self._prepare(arguments)
-            if len(self._calls) > _REMEMBERED_CALLS:
-                self._calls.popitem(last=False)
-        return prepared
-
-    def clear(self) -> None:
-        """Drop all entries."""
-        self._calls.clear()
-
-
-class Launches:
-    """Consecutive launches, each of which reads arrays by name and adds the arrays that it writes."""
-
-    def __init__(self, specs: Sequence[Any], device_index: int) -> None:
-        self._launches = [(bound_launch(spec, device_index), spec.input_names, spec.output_names) for spec in specs]
-
-    def __call__(self, arrays: dict[str, Any]) -> None:
-        for launch, input_names, output_names in self._launches:
-            arrays.update(zip(output_names, launch(tuple([arrays[name] for name in input_names])), strict=True))
 
 
 class _Prepared:
@@ -171,7 +134,7 @@ def scale_by_head(scale: Any, shape: tuple[int, int], device: torch.device) -> t
     return _constant(float(scale), shape, device, torch.cuda.current_stream(device).cuda_stream)
 
 
-@functools.lru_cache(maxsize=_REMEMBERED_CALLS)
+@functools.lru_cache(maxsize=_REMEMBERED_CONSTANTS)
 def _constant(number: float, shape: tuple[int, int], device: torch.device, stream: int) -> torch.Tensor:
     """Return a cached constant tensor; cached per stream, because only the stream orders readers after the fill."""
     del stream

@@ -1,87 +1,153 @@
-"""The registered operators of paged attention: `torch.ops.blockdiag.paged_attention`, and `..._through_jax`.
+"""The registered operator of paged attention: its arguments with their checks, and the problem that they describe."""
 
-Each operator exists twice, native and through JAX, because tags are fixed when an operator is defined and a CUDA graph
-may only capture the native one. On the CPU both go through JAX.
-"""
-
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from blockdiag.torch.ops.block_diagonal import operators  # noqa: F401 - it defines the library that this one adds to
-from blockdiag.torch.ops.paged.call import PagedArguments, check_devices, inference_error
-from blockdiag.torch.transforms import register_derivative
-
-_SCHEMA = (
-    "(Tensor query, Tensor key_pages, Tensor value_pages, Tensor? page_table, Tensor kv_lengths, "
-    "Tensor? query_lengths, Tensor? query_offsets, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, "
-    "Tensor? query_scale, SymInt? max_query_length, float? scale, bool is_causal, SymInt? window_left, "
-    "SymInt? window_right, float? logits_soft_cap, int? num_splits, int? split_size, str implementation) "
-    "-> (Tensor, Tensor)"
-)
+from blockdiag.ops.paged.checks import describe_paged_call
+from blockdiag.ops.paged.problem import PagedProblem
+from blockdiag.torch.arguments import check_devices, check_plain_tensors, inference_error
+from blockdiag.torch.operator import Operator, Size, count_tensors, register
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Module-level, because deleting a library removes its operators.
-_library = torch.library.Library("blockdiag", "FRAGMENT")
+
+class PagedArguments(NamedTuple):
+    """The arguments of the operator, by name; see `paged_attention`.
+
+    Attributes:
+        key_scale, value_scale, query_scale: tensors; also numbers on the native path and in checks.
+        window_left, window_right: the two sides of `local_window_size`, None for no bound.
+        implementation: comma-separated names as for JAX, empty for None.
+    """
+
+    query: torch.Tensor
+    key_pages: torch.Tensor
+    value_pages: torch.Tensor
+    page_table: torch.Tensor | None
+    kv_lengths: torch.Tensor
+    query_lengths: torch.Tensor | None
+    query_offsets: torch.Tensor | None
+    sinks: torch.Tensor | None
+    key_scale: torch.Tensor | float | None
+    value_scale: torch.Tensor | float | None
+    query_scale: torch.Tensor | float | None
+    max_query_length: Size | None
+    scale: float | None
+    is_causal: bool
+    window_left: Size | None
+    window_right: Size | None
+    logits_soft_cap: float | None
+    num_splits: int | None
+    split_size: int | None
+    implementation: str
+
+    def key_of_call(self) -> tuple[Any, ...]:
+        """Return a cache key with everything that checks and launches depend on: all but the tensors' elements."""
+        options = self[_TENSORS:]
+        # Types are part of the key, because True, 1 and 1.0 are equal keys of a dictionary.
+        return (*describe_tensors(self[:_TENSORS]), *options, *map(type, options))
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensor arguments; None if absent, and a number for a scale that is given as one."""
+        return self[:_TENSORS]
 
 
-def _native(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from blockdiag.torch.ops.paged import native as _paged_native
-
-    try:
-        return _paged_native.attend(PagedArguments(*values))
-    except _paged_native.Unsupported:
-        return _through_jax(*values)
+_TENSORS = count_tensors(PagedArguments)
+"""Number of leading tensor arguments; the last three of these are scales, which may also be numbers before the call."""
 
 
-def _through_jax(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from blockdiag.torch.ops.paged import through_jax as _paged_through_jax
-
-    return _paged_through_jax.attend(PagedArguments(*values))
-
-
-def _fake(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = PagedArguments(*values)
-    # One meta argument among others selects this kernel, which would return uninitialised memory: check the devices.
-    # Other mistakes are found when the operator runs, so that no tracer wraps the messages.
-    check_devices(**dict(zip(PagedArguments._fields, arguments.tensors, strict=False)))
-    return fake_results(arguments.query, arguments.value_pages)
+def describe_tensors(tensors: Sequence[Any]) -> list[Any]:
+    """Return the part of a cache key that describes tensors; numbers are their own description."""
+    return [
+        None
+        if one is None
+        else (one.shape, one.dtype, one.get_device())
+        if isinstance(one, torch.Tensor)
+        else (type(one), one)
+        for one in tensors
+    ]
 
 
-def fake_results(query: torch.Tensor, value_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def describe(arguments: PagedArguments) -> PagedProblem:
+    """Check the arguments and describe the call.
+
+    Raises:
+        ValueError: an argument is wrong; the same as the JAX function raises.
+    """
+    names = PagedArguments._fields[:_TENSORS]
+    tensors = dict(zip(names, arguments.tensors, strict=True))
+    check_plain_tensors(**{name: tensors[name] for name in names[:3]})
+    check_devices(**tensors)
+    window = arguments.window_left, arguments.window_right
+    problem = describe_paged_call(
+        **tensors,
+        max_query_length=arguments.max_query_length,
+        scale=arguments.scale,
+        is_causal=arguments.is_causal,
+        local_window_size=window,
+        logits_soft_cap=arguments.logits_soft_cap,
+        num_splits=arguments.num_splits,
+        split_size=arguments.split_size,
+    )
+    check_plain_tensors(**{name: x for name, x in tensors.items() if not is_absent(x)})
+    check_layout(**page_tensors(arguments))
+    return problem
+
+
+def page_tensors(arguments: Any) -> dict[str, torch.Tensor]:
+    """Return the arguments of the size of the cache, which are never copied."""
+    pages = {"key_pages": arguments.key_pages, "value_pages": arguments.value_pages}
+    for name, scale in (("key_scale", arguments.key_scale), ("value_scale", arguments.value_scale)):
+        if isinstance(scale, torch.Tensor) and scale.ndim == 3:
+            pages[name] = scale
+    return pages
+
+
+def is_absent(value: Any) -> bool:
+    """Return whether an argument is legitimately no tensor: None, or a scale given as a number."""
+    return value is None or type(value) in (int, float)
+
+
+def check_layout(**pages: torch.Tensor) -> None:
+    """Check that pages are contiguous, because copying a whole cache for every call is never wanted.
+
+    Raises:
+        ValueError: pages are not contiguous; the message names them.
+    """
+    for name, tensor in pages.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"`{name}` must be contiguous, got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}; "
+                "keep keys and values in tensors of their own, each page's rows one after the other"
+            )
+
+
+def as_tensor_scale(scale: Any, like: torch.Tensor) -> Any:
+    """Convert a number to the float32 scalar tensor that operators take; return anything else unchanged."""
+    if type(scale) not in (int, float):
+        return scale
+    return torch.full((), scale, dtype=torch.float32, device=like.device)
+
+
+def fake_results(arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an uninitialised output and log-sum-exp of the right shapes and dtypes."""
+    query, value_pages = arguments.query, arguments.value_pages
     dtype = torch.bfloat16 if query.dtype in _EIGHT_BITS else query.dtype
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     output = query.new_empty((*query.shape[:-1], value_pages.shape[-1]), dtype=dtype)
     return output, query.new_empty(query.shape[:-1], dtype=wide)
 
 
-def define_attention(
-    library: torch.library.Library,
-    name: str,
-    schema: str,
-    fake: Callable[..., Any],
-    native: Callable[..., Any],
-    through_jax: Callable[..., Any],
-) -> None:
-    """Define both variants of an inference operator, whose results raise when differentiated."""
-
-    def refuse(ctx: Any, *cotangents: Any) -> None:
-        raise inference_error(name)
-
-    definitions: Sequence[tuple[str, tuple[torch.Tag, ...], Callable[..., Any]]] = (
-        ("", (), native),
-        ("_through_jax", (torch.Tag.cudagraph_unsafe,), through_jax),
-    )
-    for suffix, tags, cuda in definitions:
-        operator = name + suffix
-        library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        library.impl(operator, through_jax, "CPU")
-        library.impl(operator, cuda, "CUDA")
-        torch.library.register_fake(f"blockdiag::{operator}", fake, lib=library)
-        register_derivative(library, operator, refuse)
-
-
-define_attention(_library, "paged_attention", _SCHEMA, _fake, _native, _through_jax)
+PAGED_ATTENTION = Operator(
+    name="paged_attention",
+    method="attend",
+    arguments=PagedArguments,
+    num_results=2,
+    fake=fake_results,
+    refusal=functools.partial(inference_error, "paged_attention"),
+)
+register(PAGED_ATTENTION)

@@ -1,26 +1,19 @@
-"""Arguments of the registered operator of MoBA over a paged cache, and the problem that they describe."""
+"""The registered operator of MoBA over a paged cache: its arguments, and the problem that they describe."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from blockdiag.ops.moba_paged.checks import describe_moba_paged_call
 from blockdiag.ops.moba_paged.problem import MoBAPagedProblem
-from blockdiag.torch.ops.paged.call import (
-    check_devices,
-    check_layout,
-    check_tensors,
-    describe_tensors,
-    is_absent,
-    page_tensors,
-)
-
-TENSORS = 10
-"""Number of leading tensor arguments of the operators."""
+from blockdiag.torch.arguments import check_devices, check_plain_tensors, inference_error
+from blockdiag.torch.operator import Operator, count_tensors, register
+from blockdiag.torch.ops.paged.operators import check_layout, describe_tensors, fake_results, is_absent, page_tensors
 
 
 class MoBAPagedArguments(NamedTuple):
-    """The arguments of the operators, by name; see `moba_paged_attention`.
+    """The arguments of the operator, by name; see `moba_paged_attention`.
 
     Attributes:
         key_scale, value_scale, query_scale: tensors; also numbers on the native path and in checks.
@@ -54,6 +47,10 @@ class MoBAPagedArguments(NamedTuple):
         return self[:TENSORS]
 
 
+TENSORS = count_tensors(MoBAPagedArguments)
+"""Number of leading tensor arguments."""
+
+
 def describe(arguments: MoBAPagedArguments) -> MoBAPagedProblem:
     """Check the arguments and describe the call.
 
@@ -62,10 +59,21 @@ def describe(arguments: MoBAPagedArguments) -> MoBAPagedProblem:
     """
     names = MoBAPagedArguments._fields
     tensors = dict(zip(names, arguments.tensors, strict=False))
-    check_tensors(**{name: tensors[name] for name in names[:3]})
+    check_plain_tensors(**{name: tensors[name] for name in names[:3]})
     check_devices(**tensors)
     options = {name: getattr(arguments, name) for name in ("block_size", "top_k", "scale")}
     problem = describe_moba_paged_call(**tensors, **options)
-    check_tensors(**{name: x for name, x in tensors.items() if not is_absent(x)})
+    check_plain_tensors(**{name: x for name, x in tensors.items() if not is_absent(x)})
     check_layout(**page_tensors(arguments), key_centroids=arguments.key_centroids)
     return problem
+
+
+MOBA_PAGED_ATTENTION = Operator(
+    name="moba_paged_attention",
+    method="attend",
+    arguments=MoBAPagedArguments,
+    num_results=2,
+    fake=fake_results,
+    refusal=functools.partial(inference_error, "moba_paged_attention"),
+)
+register(MOBA_PAGED_ATTENTION)

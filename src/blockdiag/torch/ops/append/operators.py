@@ -1,4 +1,4 @@
-"""Arguments of the registered operator that appends to a paged cache, and the problem that they describe."""
+"""The registered operator that appends to a paged cache: its arguments, and the problem that they describe."""
 
 from typing import Any, NamedTuple
 
@@ -6,15 +6,14 @@ import torch
 
 from blockdiag.ops.append.checks import describe_append_call
 from blockdiag.ops.append.problem import AppendProblem
-from blockdiag.torch.ops.paged.call import check_devices, check_layout, check_tensors, describe_tensors, is_absent
+from blockdiag.torch.arguments import check_devices, check_plain_tensors
+from blockdiag.torch.operator import Mutated, Operator, count_tensors, register
+from blockdiag.torch.ops.paged.operators import check_layout, describe_tensors, is_absent
 from blockdiag.torch.rotary import Rotary
-
-TENSORS = 16
-"""Number of leading tensor arguments of the operators."""
 
 
 class AppendArguments(NamedTuple):
-    """The arguments of the operators, by name; see `append_to_pages`.
+    """The arguments of the operator, by name; see `append_to_pages`.
 
     Attributes:
         cos, sin, positions: the tensors of a rotary embedding.
@@ -26,8 +25,8 @@ class AppendArguments(NamedTuple):
 
     key: torch.Tensor
     value: torch.Tensor
-    key_pages: torch.Tensor
-    value_pages: torch.Tensor
+    key_pages: Mutated
+    value_pages: Mutated
     page_table: torch.Tensor | None
     kv_lengths: torch.Tensor
     query_lengths: torch.Tensor | None
@@ -37,9 +36,9 @@ class AppendArguments(NamedTuple):
     positions: torch.Tensor | None
     key_scale: torch.Tensor | float | None
     value_scale: torch.Tensor | float | None
-    key_scale_pages: torch.Tensor | None
-    value_scale_pages: torch.Tensor | None
-    key_centroids: torch.Tensor | None
+    key_scale_pages: Mutated | None
+    value_scale_pages: Mutated | None
+    key_centroids: Mutated | None
     rotary: str
     block_size: int | None
     implementation: str
@@ -66,6 +65,10 @@ class AppendArguments(NamedTuple):
         return Rotary.from_letters(self.rotary, self.cos, self.sin, self.positions)
 
 
+TENSORS = count_tensors(AppendArguments)
+"""Number of leading tensor arguments."""
+
+
 def describe(arguments: AppendArguments) -> AppendProblem:
     """Check the arguments and describe the call.
 
@@ -74,13 +77,24 @@ def describe(arguments: AppendArguments) -> AppendProblem:
     """
     names = AppendArguments._fields
     tensors = dict(zip(names, arguments.tensors, strict=False))
-    check_tensors(**{name: tensors[name] for name in names[:4]})
+    check_plain_tensors(**{name: tensors[name] for name in names[:4]})
     check_devices(**tensors)
     given = {name: x for name, x in tensors.items() if name not in ("cos", "sin", "positions")}
     for name in ("key_scale", "value_scale"):
         pages = given.pop(f"{name}_pages")
         given[name] = given[name] if pages is None else pages
     problem = describe_append_call(**given, rotary=arguments.to_rotary(), block_size=arguments.block_size)
-    check_tensors(**{name: x for name, x in tensors.items() if not is_absent(x)})
+    check_plain_tensors(**{name: x for name, x in tensors.items() if not is_absent(x)})
     check_layout(**dict(zip(problem.written, arguments.written, strict=True)))
     return problem
+
+
+def _fake(arguments: AppendArguments) -> None:
+    """Write nothing."""
+
+
+# Without a derivative: the public function refuses tensors that autograd tracks.
+APPEND_TO_PAGES = Operator(
+    name="append_to_pages", method="append", arguments=AppendArguments, num_results=0, fake=_fake
+)
+register(APPEND_TO_PAGES)
