@@ -1,6 +1,7 @@
 """`blockdiag.torch.fuse` on a GPU: variants of the gallery in bfloat16 against float64, streams, CUDA graphs."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,7 +10,7 @@ torch = pytest.importorskip("torch")
 from blockdiag import fuse as jax_fuse  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
 from blockdiag.interop import dlpack  # noqa: E402
-from blockdiag.torch import fuse  # noqa: E402
+from blockdiag.torch import explain, fuse  # noqa: E402
 from tests.fusion.regions import test_nested_programs as inner  # noqa: E402
 from tests.fusion.resident_cases import CASES as RESIDENT  # noqa: E402
 from tests.fusion.streamed_cases import CASES as STREAMED  # noqa: E402
@@ -257,3 +258,20 @@ def test_a_branch_cannot_be_chosen_in_a_graph():
     with pytest.raises(RuntimeError, match="choose on the host"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         x + 1
         fused(x, is_wanted)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_second_gpu_stays_the_current_one_after_fuse_and_explain(implementation):
+    """JAX traces, evaluates masks and compiles on GPU 0, and leaves the thread there."""
+
+    def attention(query, key, value):
+        mask = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))
+        return jax.nn.softmax(jnp.where(mask, query @ key.mT, -jnp.inf)) @ jnp.sin(value)
+
+    torch.cuda.set_device(1)
+    x = torch.ones(2, 256, 64, device="cuda", requires_grad=True)
+    explain(attention)(x.detach(), x.detach(), x.detach())
+    assert torch.cuda.current_device() == 1
+    fuse(attention, implementation=implementation)(x, x, x).sum().backward()
+    assert torch.cuda.current_device() == 1

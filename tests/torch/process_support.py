@@ -72,6 +72,8 @@ def _serve(rank: int, world_size: int, store: str, requests: Connection, device:
         try:
             module, function = name.split(".")
             getattr(importlib.import_module(f"{__package__}.{module}"), function)(*arguments)
+            if device == "cuda":
+                assert torch.cuda.current_device() == rank
             requests.send(None)
         except Exception:
             requests.send(f"process {rank}: {traceback.format_exc()}")

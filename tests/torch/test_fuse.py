@@ -16,6 +16,7 @@ import blockdiag  # noqa: E402
 from blockdiag import NotFusible  # noqa: E402
 from blockdiag.fusion.api import trace  # noqa: E402
 from blockdiag.fusion.gallery import VARIANTS, Sizes  # noqa: E402
+from blockdiag.torch import explain as torch_explain  # noqa: E402
 from blockdiag.torch import fuse  # noqa: E402
 from blockdiag.torch.fusion import call  # noqa: E402
 from blockdiag.torch.fusion.program import marked  # noqa: E402
@@ -503,3 +504,26 @@ def test_a_joint_kernel_is_launched_on_hopper_where_all_that_it_makes_is_needed(
     place = steps.on_hopper[0].gradients[0].operand
     flags = [needed or i == place for i in range(len(names))]
     assert (bound.backward_steps(flags) is steps.on_hopper) == is_joint
+
+
+@pytest.mark.parametrize("implementation", ["xla", TRITON])
+def test_current_gpu_that_jax_changes_is_restored_by_fuse_and_explain(monkeypatch, implementation):
+    """JAX leaves a thread on the GPU that it used last: here, with each trace of the function."""
+    current = [1]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    traces = []
+
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        traces.append(current[0])
+        current[0] = 0
+        return jax.nn.softmax(query @ key.mT) @ value
+
+    x = torch.ones(1, 32, 16, requires_grad=True)
+    fuse(attention, implementation=implementation)(x, x, x).sum().backward()
+    assert traces and current == [1]
+    traces.clear()
+    torch_explain(attention)(x, x, x)
+    assert traces and current == [1]

@@ -164,7 +164,8 @@ def release_finished() -> None:
     """
     # Events cannot be queried during a capture.
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        _lifetimes.settle(force=True)
+        with _lifetimes.same_device():
+            _lifetimes.settle(force=True)
 
 
 def check_tensor(tensor: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 This module only launches. Autograd and torch.compile support come with the registered operators.
 """
 
-import contextlib
 import contextvars
 import copy
 import dataclasses
@@ -54,15 +53,27 @@ def launch(spec: KernelSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]
         return bound_launch(spec, device.index)(tensors)
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that makes a device the current one; nothing changes for a CPU.
+class on_device:
+    """Context manager that makes a GPU the current device, and then restores the one before; does nothing for a CPU.
 
-    Autograd's threads need it, too: JAX may have run in one of them and left the context of another GPU current. A
-    kernel loaded there belongs to that GPU.
+    JAX leaves a thread on the GPU that it used last, so the device is also restored where both are the same: JAX may
+    run inside of the block. Autograd's threads need this, too, as a kernel belongs to the GPU on which it was loaded.
     """
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+
+    __slots__ = ("_before", "_index")
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self._index is not None:
+            self._before = torch.cuda.current_device()
+            if self._before != self._index:
+                torch.cuda.set_device(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        if self._index is not None and torch.cuda.current_device() != self._before:
+            torch.cuda.set_device(self._before)
 
 
 def _common_device(spec: KernelSpec, tensors: tuple[torch.Tensor, ...]) -> torch.device:

@@ -136,6 +136,7 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
     from blockdiag.fusion.api import fuse as fuse_arrays
     from blockdiag.fusion.api import is_fused
     from blockdiag.fusion.explain import explain as explain_arrays
+    from blockdiag.interop._lifetimes import same_device
     from blockdiag.interop._torch_mistakes import explaining
     from blockdiag.torch.fusion.call import as_array, plain, whole_types
     from blockdiag.torch.fusion.context import as_axis
@@ -148,10 +149,11 @@ def explain(function: Callable[..., Any]) -> "Callable[..., Explanation]":
 
     @functools.wraps(function)
     def explained(*args: Any, **kwargs: Any) -> "Explanation":
-        if context is None:
-            args, kwargs = jax.tree.map(as_array, (args, kwargs))
-        else:
-            args, kwargs = whole_types(context, getattr(function, "token_axes", None), args, kwargs)
-        return explain_call(*args, **kwargs)
+        with same_device():
+            if context is None:
+                args, kwargs = jax.tree.map(as_array, (args, kwargs))
+            else:
+                args, kwargs = whole_types(context, getattr(function, "token_axes", None), args, kwargs)
+            return explain_call(*args, **kwargs)
 
     return explained

@@ -21,6 +21,7 @@ from blockdiag.fusion.regions.axis_labels import place_of
 from blockdiag.fusion.runtime import triton as triton_fused
 from blockdiag.fusion.runtime.region_op import Call, attend_with_carriers, gradients_of, results_of
 from blockdiag.interop import private_torch
+from blockdiag.interop._lifetimes import same_device
 from blockdiag.interop._torch_mistakes import explaining
 from blockdiag.interop._torch_transforms import call_under_transforms
 from blockdiag.interop._wrapped_program import check_operand
@@ -87,6 +88,11 @@ class FusedFunction:
                     "function again; use torch.autograd, and give the function a batch axis"
                 )
             return call_under_transforms(self, args, kwargs)
+        # JAX traces the function, evaluates its constants, and compiles.
+        with same_device():
+            return self._computed(args, kwargs)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs))
         device = _device_of(leaves)
         axes: list[int | None] = [None] * len(leaves)
@@ -336,7 +342,8 @@ def _bound(device: torch.device, spec: KernelSpec) -> Callable[[Tensors], Tensor
     """Bind a launch to a CUDA device, which must be the current one."""
     _refuse_capture(device)
     assert device.index is not None
-    return bound_launch(spec, device.index)
+    with on_device(device):
+        return bound_launch(spec, device.index)
 
 
 def _interpreted(spec: KernelSpec) -> Callable[[Tensors], Tensors]:

@@ -242,7 +242,8 @@ class _RingCall:
         more = [] if log_sum_cotangent is None else [log_sum_cotangent]
         key = (tuple(needed), len(more))
         if key not in self._backward:
-            self._backward[key] = self._new_backward([*results, cotangent, *more], needed)
+            with on_device(cotangent.device):
+                self._backward[key] = self._new_backward([*results, cotangent, *more], needed)
         program, places = self._backward[key]
         with on_device(cotangent.device):
             grads = dict(zip(places, program([*tensors, *results, cotangent, *more]), strict=True))
