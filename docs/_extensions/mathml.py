@@ -1,12 +1,15 @@
 """Formulas as MathML, which browsers show by themselves: no script, no font and no network when a page is read."""
 
 from typing import Any
+from xml.etree import ElementTree
 
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
 from sphinx.util import logging
 
 _log = logging.getLogger(__name__)
+_NAMESPACE = "http://www.w3.org/1998/Math/MathML"
+ElementTree.register_namespace("", _NAMESPACE)
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -27,9 +30,20 @@ def _visit_block(translator: Any, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
+def _with_plain_braces(formula: str) -> str:
+    r"""Braces of a set keep their size: only those of \left, \right and cases, at the ends of a row, stretch."""
+    root = ElementTree.fromstring(formula)
+    for parent in root.iter():
+        inner = parent[1:-1] if parent.tag == f"{{{_NAMESPACE}}}mrow" else parent
+        for child in inner:
+            if (child.text or "").strip() in ("{", "}"):
+                child.set("stretchy", "false")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
 def _mathml(node: nodes.Element, as_block: bool) -> str:
     try:
-        return latex2mathml.tex2mathml(node.astext(), as_block=as_block)
+        return _with_plain_braces(latex2mathml.tex2mathml(node.astext(), as_block=as_block))
     except MathError as error:
         # Under -W this ends the build.
         _log.warning("a formula cannot be read: %s", error, location=node)

@@ -115,6 +115,19 @@ def test_site_is_whole(site):
     assert public_names() <= documented, "public names without a place in the reference"
 
 
+def test_formula_with_braces_of_a_set_does_not_stretch_them():
+    from docutils.utils.math import latex2mathml
+
+    finish = runpy.run_path(str(DOCS / "_extensions" / "mathml.py"))["_with_plain_braces"]
+    formula = finish(latex2mathml.tex2mathml(r"\{ a \} \cup \left\{ \frac{b}{c} \right\}", as_block=True))
+    assert re.findall(r"<mo([^>]*)>([{}])", formula) == [
+        (' stretchy="false"', "{"),
+        (' stretchy="false"', "}"),
+        ("", "{"),
+        ("", "}"),
+    ]
+
+
 @pytest.fixture(scope="module")
 def supported():
     return runpy.run_path(str(DOCS / "supported_tables.py"))
