@@ -230,7 +230,7 @@ def check_refusals() -> None:
     with pytest.raises(ValueError, match="`strategy` must be None, 'ulysses', 'gather' or 'ring', got 'rings'"):
         world("rings")
     for call in (moba, attend, functools.partial(key_convolution, key, random(4, 1, HEAD_DIM, seed=1))):
-        with pytest.raises(ValueError, match=r"strategy 'ring' serves `fuse` alone, not .*; (use|leave)"):
+        with pytest.raises(ValueError, match=r"strategy 'ring' supports only `fuse`, not .*; (use|leave)"):
             call(context_parallel=world("ring"))
     with pytest.raises(
         ValueError, match="a multiple or a divisor of these, got 3 query heads and 1 key heads; use strategy='gather'"
@@ -239,11 +239,11 @@ def check_refusals() -> None:
     pad = rf"`block_size`=16; pad the {24 * count} tokens to {32 * count}, or use strategy='ulysses'"
     with pytest.raises(ValueError, match=pad):
         moba(context_parallel=world())
-    with pytest.raises(ValueError, match="neither `routing` nor `key_sequence_offsets`; leave them out"):
+    with pytest.raises(ValueError, match="does not support `routing` or `key_sequence_offsets`; leave them out"):
         moba(context_parallel=world(), key_sequence_offsets=int32([0, 24]))
     with pytest.raises(ValueError, match="as many queries as keys"):
         moba_attention(query[:, :16], key, value, block_size=BLOCK, top_k=2, context_parallel=world())
-    with pytest.raises(ValueError, match="strategy 'gather' does not serve `block_diagonal_attention`"):
+    with pytest.raises(ValueError, match="strategy 'gather' does not support `block_diagonal_attention`"):
         attend(context_parallel=world("gather"))
     with pytest.raises(
         ValueError, match=rf"and 1 key heads; batched sequences of {100 * count} tokens, {24 * count} here"

@@ -375,7 +375,7 @@ def _assumed(region: Region, leaf: Leaf, tiling: Tiling) -> Extent | None:
 def _extent(region: Region, leaf: Leaf, array: Any, tiling: Tiling) -> Extent:
     """Return the extent of a leaf, computed from its array."""
     tile = tiling.tile
-    assert leaf.role != "feature", "features are not looked at"
+    assert leaf.role != "feature", "features have no extents"
     if leaf.source.key is None:
         array = np.arange(leaf.source.shape[0], dtype=leaf.source.dtype)
     elif leaf.source.constant is not None:
