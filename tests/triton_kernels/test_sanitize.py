@@ -32,7 +32,9 @@ GENERATED = {
     "fused_rows_resident",
 }
 # Of the generated kernels, families that have all names between them; every sixth call is enough of these.
-TRACED = [name for name, family in FAMILIES.items() if family.door == "jax" and name != "pallas" and "fuse" not in name]
+TRACED = [
+    name for name, family in FAMILIES.items() if family.framework == "jax" and name != "pallas" and "fuse" not in name
+]
 TRACED += ["fuse_distances", "fuse_resident_1", "fuse_streamed_1"]
 
 
