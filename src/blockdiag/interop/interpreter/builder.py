@@ -153,7 +153,7 @@ class Builder(_PARTS.builder):
         return _stored(op(values(lhs), values(rhs), values(other)), other.dtype.scalar)
 
     # NaN handling follows PTX's `max.f32` and `max.NaN.f32`: of a NaN and a number, `tl.maximum` returns the number
-    # unless told to propagate NaN. Triton's own builder always propagates, so a kernel that loses a NaN on a GPU would
+    # unless it is asked to propagate NaN. Triton's own builder always propagates, so a kernel that loses a NaN on a GPU would
     # keep it here.
 
     # pyrefly: ignore[bad-override-param-name]
