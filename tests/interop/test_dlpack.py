@@ -62,7 +62,7 @@ def test_unknown_functions_of_jaxlib_leave_the_public_crossing(names, problem, m
         context.setitem(sys.modules, "jaxlib._jax", SimpleNamespace(**given))
         found = jaxlib_launcher.dlpack_shortcut("cpu")
     try:
-        assert isinstance(found, str) and problem in found and "those of jax.dlpack serve" in found
+        assert isinstance(found, str) and problem in found and "those of jax.dlpack are used" in found
         described = {feature.name: feature for feature in jaxlib_launcher.describe_features()}
         assert described["jaxlib: DLPack on cpu"] == Feature("jaxlib: DLPack on cpu", False, found)
         tensor = torch.arange(6).to(torch.int32).reshape(2, 3).T

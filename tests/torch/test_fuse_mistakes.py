@@ -82,7 +82,7 @@ MISTAKES = {
     "a torch operator": (
         lambda s: blockdiag.torch.key_convolution(s, s),
         "`blockdiag.torch.key_convolution`",
-        "call the function of the same name of blockdiag",
+        "call blockdiag's function of the same name",
     ),
     "a dtype": (lambda s: s.astype(torch.float32), "`torch.float32`", "write jnp.float32"),
     "a dtype of jnp.zeros": (lambda s: s + jnp.zeros((), torch.bfloat16), "`torch.bfloat16`", "write jnp.bfloat16"),

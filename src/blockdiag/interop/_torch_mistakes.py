@@ -163,7 +163,7 @@ def _reason(name: str, value: Any, place: str) -> str | None:
     home = getattr(value, "__module__", None) or ""
     if callable(value) and home.split(".")[0] == "torch":
         return (
-            f"`{name}` {place} is a torch function, but the function runs in JAX, on arrays: write it with jax.numpy, "
+            f"`{name}` {place} belongs to torch, but the function runs in JAX, on arrays: write it with jax.numpy, "
             "jax.nn or jax.lax, or call it outside of the function"
         )
     if callable(value) and home.startswith("blockdiag.torch"):
