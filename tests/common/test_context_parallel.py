@@ -412,7 +412,7 @@ def test_key_convolution_with_fewer_tokens_than_it_looks_back_is_refused():
 @pytest.mark.parametrize(
     ("context", "change", "message"),
     [
-        (ContextParallel("absent"), {}, r"names the axis 'absent', and the mesh has \['data', 'model'\]"),
+        (ContextParallel("absent"), {}, r"names the axis 'absent', but the mesh has \['data', 'model'\]"),
         (
             ContextParallel("model", "ulysses"),
             {"key_heads": 3, "query_heads": 6},
@@ -452,7 +452,7 @@ def test_sharded_axes_of_an_automatic_mesh_that_nobody_names_are_gathered_with_a
 
 
 def test_automatic_mesh_that_nobody_names_is_refused():
-    with pytest.raises(ValueError, match=r"and the mesh has none; call inside `jax.set_mesh\(mesh\)`"):
+    with pytest.raises(ValueError, match=r"but the mesh has none; call inside `jax.set_mesh\(mesh\)`"):
         moba(ContextParallel("model"), *operands(1))
 
 
