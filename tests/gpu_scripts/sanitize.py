@@ -87,8 +87,8 @@ class Outcome:
     @property
     def is_clean(self) -> bool:
         """Return whether there is nothing to examine."""
-        is_told = self.tool == PLAIN or self.errors is not None
-        return self.finished and not self.failed and is_told and not self.unexplained
+        is_reported = self.tool == PLAIN or self.errors is not None
+        return self.finished and not self.failed and is_reported and not self.unexplained
 
 
 def expected_results(call: Call, store: Path | None) -> list[np.ndarray]:
@@ -265,7 +265,7 @@ def run_process(family: str, tool: str, options: argparse.Namespace, caches: Pat
 
 def print_outcome(outcome: Outcome) -> None:
     """Print a row of the table, and the problems below it."""
-    errors = "-" if outcome.tool == PLAIN else "none told" if outcome.errors is None else str(outcome.errors)
+    errors = "-" if outcome.tool == PLAIN else "unknown" if outcome.errors is None else str(outcome.errors)
     fine = "explained" if outcome.explained else "ok"
     verdict = fine if outcome.is_clean else "unfinished" if not outcome.finished else "LOOK"
     row = f"{outcome.family:<22} {outcome.tool:<10} {outcome.ran:>4} ran {len(outcome.failed):>3} failed"
@@ -285,11 +285,11 @@ def print_outcome(outcome: Outcome) -> None:
 
 def places(report: Report) -> str:
     """Return the first accesses of a report as text."""
-    told = [
+    shown = [
         f"{x.kind} {x.kernel}+0x{x.offset:x}{'' if x.line is None else f' in {x.line[0]}:{x.line[1]}'}".strip()
         for x in report.accesses[:3]
     ]
-    return ", ".join(told) + (f" and {len(report.accesses) - 3} more" if len(report.accesses) > 3 else "")
+    return ", ".join(shown) + (f" and {len(report.accesses) - 3} more" if len(report.accesses) > 3 else "")
 
 
 def chosen_names(text: str | None, known: tuple[str, ...], what: str) -> list[str]:

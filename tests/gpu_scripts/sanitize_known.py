@@ -190,7 +190,7 @@ def _is_of_specialisation(accesses: Sequence[Access], line_of: Lines) -> bool:
     read, *writes = accesses
     begins = rf"^def {read.kernel}\("
 
-    def is_told(write: Access) -> bool:
+    def is_signal(write: Access) -> bool:
         if _has_text(write, line_of, rf"{begins}|warp_specialize\("):
             return True
         assert write.line is not None
@@ -203,7 +203,7 @@ def _is_of_specialisation(accesses: Sequence[Access], line_of: Lines) -> bool:
         and read.kind == "Read"
         and read.offset < _FIRST_INSTRUCTIONS
         and _has_text(read, line_of, begins)
-        and all(x.kind == "Write" and x.offset > read.offset and is_told(x) for x in writes)
+        and all(x.kind == "Write" and x.offset > read.offset and is_signal(x) for x in writes)
     )
 
 
@@ -345,8 +345,8 @@ def explain(
     counts: Counter[str] = Counter()
     rest: Counter[Report] = Counter()
     calls: set[str] = set()
-    told = {report: count for report, count in reports.items() if not _DROPPED.match(report.title)}
-    for report, count in told.items():
+    reported = {report: count for report, count in reports.items() if not _DROPPED.match(report.title)}
+    for report, count in reported.items():
         names = [name for name, known in KNOWN.items() if known.matches(tool, family, report, line_of)]
         most = KNOWN[names[0]].most if names else 0
         explained = count if most is None else min(count, most - counts[names[0]]) if names else 0
@@ -357,7 +357,7 @@ def explain(
             rest[report] += count - explained
     calls -= {report.call for report in rest}
     for report, count in reports.items():
-        if report in told:
+        if report in reported:
             continue
         # Only the end of a process tells how many there were in all its calls.
         if tool == "initcheck" and (report.call in calls or (not report.call and calls and not rest)):

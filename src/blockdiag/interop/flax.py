@@ -385,13 +385,13 @@ def _as_key_mask(
         keys = jnp.asarray(mask).astype(bool).reshape(*shape[:-3], shape[-1])
         return jnp.broadcast_to(keys, (*batch_shape, key_length))
     remedy = (
-        "pass mask=None where nothing but moba_attention_fn(is_causal=...) limits what is seen, and a mask of shape "
-        f"[*batch, 1, 1, {key_length}] that says which keys take part"
+        "for a causal mask or none pass mask=None and moba_attention_fn(is_causal=...), for a mask of keys pass shape "
+        f"[*batch, 1, 1, {key_length}]"
     )
     if isinstance(mask, jax.core.Tracer):
         raise NotImplementedError(
-            f"`mask` of shape {shape} is traced by a transformation such as jax.jit, so it cannot be known what it "
-            f"removes; {remedy}"
+            f"`mask` of shape {shape} is traced by a transformation such as jax.jit, so its values are unknown; "
+            f"{remedy}"
         )
     allowed = np.broadcast_to(np.asarray(mask).astype(bool), (*shape[:-2], length, key_length))
     # A few rows at a time: the whole square of a second mask can be too large to hold.

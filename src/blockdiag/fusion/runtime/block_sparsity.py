@@ -320,9 +320,9 @@ def _is_bias(leaf: Leaf) -> bool:
 
 
 def _compared(region: Region) -> frozenset[Leaf]:
-    """Return the leaves of products and feature sums whose magnitude decides something.
+    """Return the leaves of products and feature sums whose magnitude may decide a mask.
 
-    No magnitude may be assumed for these, because it would decide what they mask.
+    No magnitude may be assumed for these, because it would decide which elements they mask.
     """
     nodes = list(nodes_of(region.score, region.weight, *region.extras))
     deciding = [node for node in nodes if node.kind == "sum" and _decides(node)]
