@@ -265,7 +265,7 @@ def run_process(family: str, tool: str, options: argparse.Namespace, caches: Pat
 
 def print_outcome(outcome: Outcome) -> None:
     """Print a row of the table, and the problems below it."""
-    errors = "-" if outcome.tool == PLAIN else "unknown" if outcome.errors is None else str(outcome.errors)
+    errors = "-" if outcome.tool == PLAIN else "uncounted" if outcome.errors is None else str(outcome.errors)
     fine = "explained" if outcome.explained else "ok"
     verdict = fine if outcome.is_clean else "unfinished" if not outcome.finished else "LOOK"
     row = f"{outcome.family:<22} {outcome.tool:<10} {outcome.ran:>4} ran {len(outcome.failed):>3} failed"
